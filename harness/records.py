@@ -1,0 +1,435 @@
+"""What flows down the road: run and case specifications, rank records, outcomes, verdicts.
+
+Every type here is a frozen dataclass with `to_json` and `from_json`; files hold one JSON object a
+line (records) or one object (everything else). Floats that are compared are kept as raw bits beside
+a value for people, so nothing is rounded before a comparison. NaN and infinity never appear as JSON
+numbers: `FloatBits.value` is None there and the bits speak.
+
+Record lines of one rank, in order:
+
+    start  once: rank, world size, device, tensor names of each digest, environment fingerprint
+    step   once a step: loss, microbatch losses, gradient norm, digests, non-finite tensors, memory
+    event  any time: a named fact that is not compared (graph captured, fault planted)
+    error  at most once: the exception that ended the rank
+    end    once, only if all steps ran
+"""
+
+import dataclasses
+import hashlib
+import json
+import struct
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, Self
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal["passed", "failed", "error", "skipped", "incomparable"]
+OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomparable")
+
+What = Literal[
+    "", "diverged", "nonfinite", "memory_regression", "missing_step", "missing_rank",
+    "record_after_end", "corrupt_record", "empty_run", "illegal_access", "oom", "hang", "crashed",
+    "killed", "stale_address", "capture_refused", "nondeterministic_reference",
+    "different_environment", "unsupported", "not_run", "interrupted",
+]  # fmt: skip
+WHATS: tuple[What, ...] = typing.get_args(What)
+
+DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
+"""The digests of a step, in the order in which a difference is looked for."""
+DIGEST_HEX_CHARS = 32
+"""Characters of one tensor's 128-bit digest; a group is their concatenation in tensor order."""
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the command line."""
+
+    PASSED = 0
+    FAILED = 1
+    INTERRUPTED = 2
+    INTERNAL = 3
+    USAGE = 4
+    NOTHING_RAN = 5
+    NO_VERDICT = 6
+
+
+class RecordError(ValueError):
+    """A record that does not decode; it is reported, never trusted."""
+
+
+class Json:
+    """Mixin: strict JSON round trip of a frozen dataclass, by its field types."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON-ready values."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_json(cls, plain: object) -> Self:
+        """Rebuild from `to_json`'s output.
+
+        Raises:
+            RecordError: not a mapping, unknown or missing key, or a value of the wrong type.
+        """
+        return typing.cast("Self", _decode(cls, plain, cls.__name__))
+
+
+def dumps(value: Json | Mapping[str, Any]) -> str:
+    """One line of JSON with sorted keys and no NaN."""
+    plain = value.to_json() if isinstance(value, Json) else value
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _decode(kind: Any, value: object, where: str) -> object:
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
+    if origin is Literal:
+        if value not in typing.get_args(kind):
+            raise RecordError(f"{where}: expected one of {typing.get_args(kind)}, got {value!r}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(kind, value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise RecordError(f"{where}: expected a list, got {value!r}")
+        item = typing.get_args(kind)[0]
+        return tuple(_decode(item, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise RecordError(f"{where}: expected a mapping, got {value!r}")
+        item = typing.get_args(kind)[1]
+        return {str(key): _decode(item, entry, f"{where}.{key}") for key, entry in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, value, where)
+    return _decode_scalar(kind, value, where)
+
+
+def _decode_union(kind: Any, value: object, where: str) -> object:
+    options = typing.get_args(kind)
+    if value is None and type(None) in options:
+        return None
+    (option,) = (o for o in options if o is not type(None))
+    return _decode(option, value, where)
+
+
+def _decode_dataclass(kind: Any, value: object, where: str) -> object:
+    if not isinstance(value, Mapping):
+        raise RecordError(f"{where}: expected a mapping, got {value!r}")
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    if unknown := sorted(set(value) - set(fields)):
+        raise RecordError(f"{where}: unknown keys {unknown}")
+    values = {}
+    for name, entry in fields.items():
+        if name in value:
+            values[name] = _decode(hints[name], value[name], f"{where}.{name}")
+        elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
+            raise RecordError(f"{where}: missing key {name!r}")
+    try:
+        return kind(**values)
+    except RecordError:
+        raise
+    except ValueError as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def _decode_scalar(kind: Any, value: object, where: str) -> object:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, bool) and kind is not bool:
+        raise RecordError(f"{where}: expected {kind.__name__}, got {value!r}")
+    if not isinstance(value, kind):
+        raise RecordError(f"{where}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatBits(Json):
+    """A float32 as its 8 hex digits, big-endian, and as a number for people (None: not finite)."""
+
+    bits: str
+    value: float | None
+
+    def __post_init__(self) -> None:
+        if len(self.bits) != 8 or not set(self.bits) <= set("0123456789abcdef"):
+            raise RecordError(f"bits: expected 8 lower-case hex digits, got {self.bits!r}")
+        number = struct.unpack(">f", bytes.fromhex(self.bits))[0]
+        shown = number if number - number == 0 else None
+        if shown != self.value:
+            raise RecordError(f"bits {self.bits} say {shown!r} but value says {self.value!r}")
+
+    @classmethod
+    def from_bits(cls, pattern: int) -> Self:
+        """From the unsigned 32-bit integer view of a float32."""
+        number = struct.unpack(">f", pattern.to_bytes(4, "big"))[0]
+        return cls(bits=f"{pattern:08x}", value=number if number - number == 0 else None)
+
+    @property
+    def finite(self) -> bool:
+        """Whether it is neither NaN nor infinite."""
+        return self.value is not None
+
+
+def ulp_distance(a: FloatBits, b: FloatBits) -> int | None:
+    """Number of float32 values between `a` and `b` (0 for -0.0 against 0.0); None past infinity."""
+    if not (a.finite and b.finite):
+        return None
+    return abs(_ordinal(int(a.bits, 16)) - _ordinal(int(b.bits, 16)))
+
+
+def _ordinal(pattern: int) -> int:
+    return -(pattern & 0x7FFFFFFF) if pattern & 0x80000000 else pattern
+
+
+# --- specifications ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantSpec(Json):
+    """A known fault to plant in a run. `rank` -1 is the last rank; `tensor` is a parameter name."""
+
+    fault: str
+    step: int = 0
+    rank: int = -1
+    tensor: str = ""
+    legs: tuple[str, ...] = ("candidate",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(Json):
+    """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control."""
+
+    config: dict[str, Any]
+    device: Literal["cpu", "cuda"]
+    world_size: int
+    timeout_s: float
+    replica: int = 0
+    plant: PlantSpec | None = None
+
+    @property
+    def key(self) -> str:
+        """File-name-safe identity: equal keys mean equal work."""
+        graph = "+".join(self.config.get("graph", ())) or "eager"
+        text = json.dumps(self.to_json(), sort_keys=True, allow_nan=False)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return f"w{self.world_size}-{graph}-r{self.replica}-{digest}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseSpec(Json):
+    """A candidate against its reference, which also runs against its own control."""
+
+    id: str
+    scenario: str
+    labels: dict[str, str]
+    reference: RunSpec
+    control: RunSpec
+    candidate: RunSpec
+    expect: Literal["bitwise"]
+    checks: dict[str, dict[str, Any]]
+    skip_reason: str = ""
+
+
+# --- records of a rank ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord(Json):
+    """First line of a rank. `tensors` names, per digest group, the tensors in digest order."""
+
+    schema: int
+    rank: int
+    world_size: int
+    pid: int
+    device: str
+    tensors: dict[str, tuple[str, ...]]
+    environment: dict[str, Any]
+    kind: Literal["start"] = "start"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(Json):
+    """One step of one rank.
+
+    Attributes:
+        loss: mean over the rank's microbatches, float32.
+        microbatch_losses: each microbatch's own loss.
+        grad_norm: global gradient norm before clipping.
+        digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
+        nonfinite: per group, names of tensors that hold a NaN or an infinity.
+        step_s: host seconds since the previous flush, divided by the steps in it.
+        live_bytes: memory in use after the step.
+        peak_bytes: highest memory in use so far.
+    """
+
+    step: int
+    rank: int
+    loss: FloatBits
+    microbatch_losses: tuple[FloatBits, ...]
+    grad_norm: FloatBits
+    digests: dict[str, str]
+    nonfinite: dict[str, tuple[str, ...]]
+    step_s: float
+    live_bytes: int
+    peak_bytes: int
+    kind: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRecord(Json):
+    """A named fact that is not compared."""
+
+    name: str
+    rank: int
+    step: int
+    detail: dict[str, Any] = field(default_factory=dict)
+    kind: Literal["event"] = "event"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRecord(Json):
+    """The exception that ended the rank, already classified by the rank itself."""
+
+    rank: int
+    step: int
+    what: What
+    type: str
+    message: str
+    traceback: str
+    kind: Literal["error"] = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRecord(Json):
+    """Last line of a rank that ran every step. `startup_s`: process start to first step."""
+
+    rank: int
+    steps: int
+    peak_bytes: int
+    startup_s: float
+    wall_s: float
+    kind: Literal["end"] = "end"
+
+
+Record = StartRecord | StepRecord | EventRecord | ErrorRecord | EndRecord
+RECORD_KINDS: dict[str, type[Record]] = {
+    "start": StartRecord, "step": StepRecord, "event": EventRecord,
+    "error": ErrorRecord, "end": EndRecord,
+}  # fmt: skip
+
+
+def parse_record(line: str) -> Record:
+    """Decode one line of a rank's file.
+
+    Raises:
+        RecordError: not JSON, unknown kind, or a field missing, unknown or of the wrong type.
+    """
+    try:
+        plain = json.loads(line, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise RecordError(f"not JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise RecordError(f"expected an object, got {type(plain).__name__}")
+    kind = RECORD_KINDS.get(str(plain.get("kind")))
+    if kind is None:
+        raise RecordError(f"unknown kind {plain.get('kind')!r}")
+    return kind.from_json(plain)
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+# --- what happened ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExit(Json):
+    """How one rank's process ended. `code` is negative for a signal, None if it never started."""
+
+    rank: int
+    code: int | None
+    killed_by_harness: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome(Json):
+    """What happened to one run, as the engine saw it: exit states, time, classification.
+
+    `what` is empty for a run in which every rank exited 0. `culprit_rank` is the rank that failed
+    first (the others often only report a lost connection).
+    """
+
+    key: str
+    what: What
+    message: str
+    culprit_rank: int | None
+    ranks: tuple[RankExit, ...]
+    started_unix_s: float
+    wall_s: float
+    attempt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecords:
+    """One rank's decoded file. `problems` lists lines that did not decode, as 'line N: why'."""
+
+    rank: int
+    start: StartRecord | None
+    steps: tuple[StepRecord, ...]
+    events: tuple[EventRecord, ...]
+    error: ErrorRecord | None
+    end: EndRecord | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A finished run as the checks see it: specification, outcome, records of every rank."""
+
+    spec: RunSpec
+    outcome: RunOutcome
+    ranks: tuple[RankRecords, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Json):
+    """Where two runs first differ. Empty strings and None where a level does not apply."""
+
+    step: int
+    rank: int
+    quantity: str
+    tensor: str = ""
+    reference: str = ""
+    candidate: str = ""
+    ulps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult(Json):
+    """Answer of one check. `message` is one sentence for people."""
+
+    check: str
+    outcome: Outcome
+    what: What
+    message: str
+    difference: Difference | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Json):
+    """The answer for one case. `what` and `message` come from the first result that decided."""
+
+    case_id: str
+    outcome: Outcome
+    what: What
+    message: str
+    checks: tuple[CheckResult, ...]
+    runs: dict[str, str]
+    wall_s: float
+    difference: Difference | None = None
