@@ -1,0 +1,1 @@
+"""Known faults that the harness plants to prove that its checks catch them."""

@@ -1,0 +1,140 @@
+"""The planted faults by name: what each does, what it takes, what must be reported.
+
+Data only, no torch: the scenario decoder validates `plant` entries against it, and the worker
+implements each fault under the same name. A fault is planted in the candidate unless the scenario
+says otherwise; a fault with a `counterpart` puts that other fault into every leg it is not in
+itself, so that the legs differ in one thing only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from harness.records import What
+
+Argument = Literal["step", "rank", "tensor"]
+LEGS = ("candidate", "reference", "control")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: what a scenario's `plant.fault` says.
+        description: one sentence for people.
+        takes: which of step, rank and tensor mean something to it; giving another is an error.
+        expects: the `what` values that a verdict may name when the fault is in the candidate.
+        devices: where it can be planted.
+        counterpart: fault planted in the legs that do not get this one, or "".
+    """
+
+    name: str
+    description: str
+    takes: tuple[Argument, ...]
+    expects: tuple[What, ...]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    counterpart: str = ""
+
+
+_AT_TENSOR: tuple[Argument, ...] = ("step", "rank", "tensor")
+_AT_STEP: tuple[Argument, ...] = ("step", "rank")
+
+_ENTRIES = (
+    Fault(
+        name="ulp",
+        description="One element of a main weight moves by one ulp after the optimizer step.",
+        takes=_AT_TENSOR,
+        expects=("diverged",),
+    ),
+    Fault(
+        name="nan",
+        description="NaN is written into one element of a main weight.",
+        takes=_AT_TENSOR,
+        expects=("nonfinite", "diverged"),
+    ),
+    Fault(
+        name="negative_zero",
+        description="-0.0 is written into one element of a main weight, 0.0 in the other legs.",
+        takes=_AT_TENSOR,
+        expects=("diverged",),
+        counterpart="positive_zero",
+    ),
+    Fault(
+        name="positive_zero",
+        description="0.0 is written into one element of a main weight (see negative_zero).",
+        takes=_AT_TENSOR,
+        expects=("diverged",),
+    ),
+    Fault(
+        name="drop_step",
+        description="The record of one step is not written.",
+        takes=_AT_STEP,
+        expects=("missing_step",),
+    ),
+    Fault(
+        name="drop_rank",
+        description="The rank writes no records and exits with 0.",
+        takes=("rank",),
+        expects=("missing_rank", "empty_run"),
+    ),
+    Fault(
+        name="sigkill",
+        description="The rank kills itself with SIGKILL before the step.",
+        takes=_AT_STEP,
+        expects=("killed",),
+    ),
+    Fault(
+        name="hang",
+        description="The rank sleeps for ever before the step.",
+        takes=_AT_STEP,
+        expects=("hang",),
+    ),
+    Fault(
+        name="exit",
+        description="The rank leaves with os._exit(13) before the step.",
+        takes=_AT_STEP,
+        expects=("crashed",),
+    ),
+    Fault(
+        name="raise",
+        description="The rank raises a Python exception before the step.",
+        takes=_AT_STEP,
+        expects=("crashed",),
+    ),
+    Fault(
+        name="oom",
+        description="The rank allocates until the allocator refuses.",
+        takes=_AT_STEP,
+        expects=("oom",),
+    ),
+    Fault(
+        name="illegal_access",
+        description="A kernel reads device memory out of bounds.",
+        takes=_AT_STEP,
+        expects=("illegal_access",),
+        devices=("cuda",),
+    ),
+    Fault(
+        name="stale_parameter",
+        description="A parameter's storage is freed and re-allocated between capture and replay.",
+        takes=_AT_TENSOR,
+        expects=("stale_address",),
+    ),
+    Fault(
+        name="corrupt_record",
+        description="Half a JSON line is written in place of the step's record.",
+        takes=_AT_STEP,
+        expects=("corrupt_record",),
+    ),
+    Fault(
+        name="record_after_end",
+        description="A step record is written after the end record.",
+        takes=("rank",),
+        expects=("record_after_end",),
+    ),
+)
+
+CATALOGUE: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _ENTRIES})
+"""Every fault by its name."""
