@@ -1,0 +1,293 @@
+"""A scenario file, decoded: what it says, where it says it, and nothing that it does not.
+
+    name     slug, safe as a file name
+    why      one sentence: what is at stake
+    base     settings of every run
+    axes     axis -> list of values; the matrix is their product
+    exclude  partial mappings axis -> value: cases that match one are removed
+    include  mappings key -> value: extend the cases that they fit, or add a case
+    compare  the axis whose reference value every other value is compared with
+    checks   loss, state, finite, peak_memory
+    launch   device, timeout_s, slots
+
+`harness.matrix` states what exclude and include mean. Every refusal is a `ScenarioError`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.decode import dotted, refuse, take_list, take_mapping, take_str
+from harness.sections import (
+    Launch,
+    decode_checks,
+    decode_launch,
+    decode_name,
+    decode_why,
+    split_option,
+)
+from harness.settings import Setting, decode_settings
+from harness.yaml_source import Node, Origin, parse_bytes, read_bytes
+
+SECTIONS = (
+    "name", "why", "base", "axes", "exclude", "include", "compare", "checks", "launch",
+)  # fmt: skip
+REQUIRED = ("name", "why", "axes", "compare", "checks")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One value of an axis, or one key of an include entry: the settings that it stands for."""
+
+    settings: tuple[Setting, ...]
+    origin: Origin
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """Leaf to value: two choices are the same if these are."""
+        return {setting.leaf: setting.value for setting in self.settings}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A named list of values, in the order of the file."""
+
+    name: str
+    choices: tuple[Choice, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An entry of exclude or include: key to choice."""
+
+    choices: dict[str, Choice]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Which axis is compared, and which of its values is the reference."""
+
+    axis: str
+    reference: Choice
+    expect: Literal["bitwise"]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the command line puts over the file: `KEY=YAML` and `NAME=YAML_LIST` texts."""
+
+    sets: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A decoded scenario. `source` holds the file's bytes, as they go into the run folder."""
+
+    name: str
+    why: str
+    path: str
+    source: bytes
+    base: tuple[Setting, ...]
+    axes: tuple[Axis, ...]
+    exclude: tuple[Rule, ...]
+    include: tuple[Rule, ...]
+    compare: Compare
+    checks: dict[str, dict[str, Any]]
+    launch: Launch
+    origin: Origin
+
+    def axis(self, name: str) -> Axis | None:
+        """The axis of that name, if there is one."""
+        return next((axis for axis in self.axes if axis.name == name), None)
+
+
+def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Scenario:
+    """Read and decode one scenario file.
+
+    Args:
+        path: the file.
+        overrides: values that replace what the file says.
+
+    Raises:
+        ScenarioError: the file or an option cannot be used; one line says where and why.
+    """
+    path = Path(path)
+    source = read_bytes(path)
+    origin = Origin(str(path), 1)
+    root = parse_bytes(source, origin)
+    sections = take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
+    axes = _decode_axes(sections["axes"], overrides.axes)
+    base = _decode_base(sections.get("base"), overrides.sets, axes)
+    compare = _decode_compare(sections["compare"], axes)
+    return Scenario(
+        name=decode_name(sections["name"]),
+        why=decode_why(sections["why"]),
+        path=str(path),
+        source=source,
+        base=base,
+        axes=axes,
+        exclude=_decode_rules("exclude", sections.get("exclude"), axes),
+        include=_decode_rules("include", sections.get("include"), axes),
+        compare=compare,
+        checks=decode_checks(sections["checks"]),
+        launch=decode_launch(sections.get("launch"), overrides.sets),
+        origin=origin,
+    )
+
+
+def _decode_base(
+    node: Node | None, sets: Iterable[str], axes: tuple[Axis, ...]
+) -> tuple[Setting, ...]:
+    written: list[Setting] = []
+    seen: dict[str, Setting] = {}
+    entries = take_mapping(node, "base") if node is not None else {}
+    for key, value in entries.items():
+        assert node is not None
+        for setting in decode_settings(key, value, node.keys[key], "base"):
+            if setting.leaf in seen:
+                raise setting.origin.error(
+                    dotted("base", setting.leaf),
+                    expected="each setting once",
+                    got=f"it again (first on line {seen[setting.leaf].origin.line})",
+                )
+            seen[setting.leaf] = setting
+            written.append(setting)
+    for option in sets:
+        key, value, origin = split_option("--set", option)
+        if key.partition(".")[0] == "launch":
+            continue
+        written += _decode_set(key, value, origin, axes)
+    return tuple(written)
+
+
+def _decode_set(
+    key: str, value: Node, origin: Origin, axes: tuple[Axis, ...]
+) -> tuple[Setting, ...]:
+    settings = decode_settings(key, value, origin, "")
+    for axis in axes:
+        on_axis = {leaf for choice in axis.choices for leaf in choice.leaves}
+        if taken := [s.leaf for s in settings if s.leaf in on_axis]:
+            raise origin.error(
+                key,
+                expected=f"a key that no axis sets (say --axis {axis.name}=[...])",
+                got=f"{taken[0]}, a value of the axis {axis.name}",
+            )
+    return settings
+
+
+def _decode_axes(node: Node, overrides: Iterable[str]) -> tuple[Axis, ...]:
+    entries = dict(take_mapping(node, "axes"))
+    origins = dict(node.keys)
+    for option in overrides:
+        name, value, origin = split_option("--axis", option)
+        entries[name], origins[name] = value, origin
+    if not entries:
+        raise refuse(node, "axes", "at least one axis", got="an empty mapping")
+    axes = tuple(_decode_axis(name, entries[name], origins[name]) for name in entries)
+    owners: dict[str, str] = {}
+    for axis in axes:
+        for leaf in dict.fromkeys(leaf for choice in axis.choices for leaf in choice.leaves):
+            if leaf in owners:
+                raise axis.origin.error(
+                    dotted("axes", axis.name),
+                    expected="each setting on one axis",
+                    got=f"{leaf}, which the axis {owners[leaf]} sets too",
+                )
+            owners[leaf] = axis.name
+    return axes
+
+
+def _decode_axis(name: str, node: Node, origin: Origin) -> Axis:
+    key = dotted("axes", name)
+    choices: list[Choice] = []
+    seen: dict[tuple[Any, ...], Origin] = {}
+    for value in take_list(node, key, f"values of {name}"):
+        choice = _decode_choice(name, value, origin, "axes")
+        identity = tuple(sorted(choice.leaves.items()))
+        if identity in seen:
+            line = seen[identity].line
+            got = f"{value.shown()} twice"
+            if line is not None and line != value.origin.line:
+                got = f"{value.shown()} again (first on line {line})"
+            raise value.origin.error(key, expected="each value once", got=got)
+        seen[identity] = value.origin
+        choices.append(choice)
+    return Axis(name, tuple(choices), origin)
+
+
+def _decode_choice(key: str, node: Node, written: Origin, where: str) -> Choice:
+    return Choice(decode_settings(key, node, written, where), node.origin)
+
+
+def _decode_rules(section: str, node: Node | None, axes: tuple[Axis, ...]) -> tuple[Rule, ...]:
+    if node is None or node.value == ():
+        return ()
+    rules = []
+    for entry in take_list(node, section, "mappings"):
+        by_name = {axis.name: axis for axis in axes}
+        legal = by_name if section == "exclude" else None
+        entries = take_mapping(entry, section, legal=legal)
+        if not entries:
+            raise refuse(entry, section, "at least one key", got="an empty mapping")
+        choices = {
+            key: _decode_choice(key, value, entry.keys[key], section)
+            for key, value in entries.items()
+        }
+        if section == "exclude":
+            for key, choice in choices.items():
+                _find_choice(by_name[key], choice, entries[key], dotted(section, key))
+        else:
+            _refuse_overlap(choices, axes)
+        rules.append(Rule(choices, entry.origin))
+    return tuple(rules)
+
+
+def _refuse_overlap(choices: dict[str, Choice], axes: tuple[Axis, ...]) -> None:
+    """An include entry may set a leaf once, and an axis' leaf only by the axis' own name."""
+    owners = {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
+    seen: dict[str, str] = {}
+    for key, choice in choices.items():
+        for leaf in choice.leaves:
+            if owners.get(leaf, key) != key:
+                raise choice.origin.error(
+                    dotted("include", key),
+                    expected=f"the axis' own name, {owners[leaf]}",
+                    got=f"{leaf} under another name",
+                )
+            if leaf in seen:
+                raise choice.origin.error(
+                    dotted("include", key),
+                    expected="each setting once",
+                    got=f"{leaf}, which {seen[leaf]} sets too",
+                )
+            seen[leaf] = key
+
+
+def _find_choice(axis: Axis, choice: Choice, node: Node, key: str) -> Choice:
+    for candidate in axis.choices:
+        if candidate.leaves == choice.leaves:
+            return candidate
+    raise refuse(node, key, f"a value of the axis {axis.name}")
+
+
+def _decode_compare(node: Node, axes: tuple[Axis, ...]) -> Compare:
+    keys = ("axis", "reference", "expect")
+    entries = take_mapping(node, "compare", legal=keys, required=keys)
+    by_name = {axis.name: axis for axis in axes}
+    name = take_str(entries["axis"], "compare.axis", legal=by_name)
+    take_str(entries["expect"], "compare.expect", legal=("bitwise",))
+    axis = by_name[name]
+    given = _decode_choice(name, entries["reference"], entries["axis"].origin, "compare.reference")
+    reference = _find_choice(axis, given, entries["reference"], "compare.reference")
+    if len(axis.choices) < 2:
+        raise axis.origin.error(
+            dotted("axes", name),
+            expected="a value beside the reference to compare with it",
+            got="the reference alone",
+        )
+    return Compare(name, reference, "bitwise", node.origin)

@@ -1,0 +1,118 @@
+"""The sections of a scenario that stand alone: name, why, checks, launch; and option texts."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from harness.decode import dotted, refuse, take_float, take_int, take_mapping, take_str
+from harness.yaml_source import Node, Origin, parse_text
+
+CHECKS = ("loss", "state", "finite", "peak_memory")
+EVIDENCE = ("loss", "state")
+LAUNCH_KEYS = ("device", "timeout_s", "slots")
+DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_TIMEOUT_S = 300.0
+MAX_WHY_CHARS = 1000
+_SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Where and for how long runs may run. `slots` None: what the machine has."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    slots: int | None = None
+
+
+def decode_name(node: Node) -> str:
+    """A slug that is safe as a file name."""
+    name = take_str(node, "name")
+    if not _SLUG.fullmatch(name):
+        expected = "a file name of at most 80 letters, digits, '_', '-' and '.', no '.' first"
+        raise refuse(node, "name", expected)
+    return name
+
+
+def decode_why(node: Node) -> str:
+    """One sentence, not empty."""
+    why = take_str(node, "why").strip()
+    if not why:
+        raise refuse(node, "why", "a sentence that says what is at stake", got="an empty string")
+    if len(why) > MAX_WHY_CHARS:
+        raise refuse(node, "why", f"at most {MAX_WHY_CHARS} characters")
+    return why
+
+
+def split_option(option: str, text: str) -> tuple[str, Node, Origin]:
+    """Key, value and origin of a `KEY=YAML` text.
+
+    Raises:
+        ScenarioError: no key, no value, or not YAML.
+    """
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not (equals and key and value.strip()):
+        raise Origin(f"{option} {text!r}").error(key or "key", expected="KEY=YAML", got=repr(text))
+    origin = Origin(f"{option} {key}")
+    return key, parse_text(value, origin), origin
+
+
+def decode_checks(node: Node) -> dict[str, dict[str, Any]]:
+    """Check name to its limits; at least one check must compare bits."""
+    entries = take_mapping(node, "checks", legal=CHECKS)
+    if not entries:
+        raise refuse(node, "checks", "at least one check", got="an empty mapping", legal=CHECKS)
+    if not set(entries) & set(EVIDENCE):
+        raise refuse(
+            node,
+            "checks",
+            "a check that compares bits, since compare.expect is bitwise",
+            got=", ".join(entries),
+            legal=EVIDENCE,
+        )
+    return {name: _decode_check(name, entry) for name, entry in entries.items()}
+
+
+def _decode_check(name: str, node: Node) -> dict[str, Any]:
+    key = dotted("checks", name)
+    if name != "peak_memory":
+        if not isinstance(node.value, dict) or node.value:
+            raise refuse(node, key, "an empty mapping, {}")
+        return {}
+    legal = ("max_ratio", "max_bytes")
+    entries = take_mapping(node, key, legal=legal)
+    if len(entries) != 1:
+        raise refuse(node, key, "max_ratio or max_bytes, one of them", legal=legal)
+    if "max_ratio" in entries:
+        return {"max_ratio": take_float(entries["max_ratio"], f"{key}.max_ratio", above=0)}
+    return {"max_bytes": take_int(entries["max_bytes"], f"{key}.max_bytes", minimum=1)}
+
+
+def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
+    """The launch section with `--set launch.X` laid over it."""
+    entries = dict(take_mapping(node, "launch", legal=LAUNCH_KEYS)) if node is not None else {}
+    for option in sets:
+        key, value, origin = split_option("--set", option)
+        head, _, name = key.partition(".")
+        if head != "launch":
+            continue
+        if name not in LAUNCH_KEYS:
+            _refuse_launch_key(key, origin)
+        entries[name] = value
+    device = "auto"
+    if "device" in entries:
+        device = take_str(entries["device"], "launch.device", legal=DEVICES)
+    timeout_s = DEFAULT_TIMEOUT_S
+    if "timeout_s" in entries:
+        timeout_s = take_float(entries["timeout_s"], "launch.timeout_s", above=0)
+    slots = None
+    if "slots" in entries:
+        slots = take_int(entries["slots"], "launch.slots", minimum=1)
+    return Launch(device, timeout_s, slots)  # type: ignore[arg-type] # take_str checked it
+
+
+def _refuse_launch_key(key: str, origin: Origin) -> NoReturn:
+    legal = tuple(f"launch.{name}" for name in LAUNCH_KEYS)
+    raise origin.error(key, expected="a known key", got=repr(key), legal=legal)

@@ -1,0 +1,276 @@
+"""Settings: what `base`, an axis value or an `include` entry says about one training run.
+
+A setting is one leaf of `fsdp_core.config.TrainConfig` by its dotted name (`optim.lr`), or one of
+`graph`, `plant` and `world_size`, with the place where it was written. A mapping is short for the
+leaves that it names: `parallel: {dp: 2}` is `parallel.dp: 2`, and says nothing about `parallel.tp`.
+So later settings overlay earlier ones leaf by leaf: base, then axes, then include.
+
+The legal leaves and their types are read off the dataclasses, so a field added to the
+configuration is at once a legal key here.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_core import config as training
+from fsdp_core.config import ConfigError, TrainConfig
+from harness.decode import (
+    dotted,
+    refuse,
+    take_bool,
+    take_float,
+    take_int,
+    take_list,
+    take_mapping,
+    take_str,
+    unknown_key,
+)
+from harness.errors import shown
+from harness.faults.catalogue import CATALOGUE, LEGS
+from harness.records import PlantSpec
+from harness.yaml_source import Node, Origin
+
+LAST_RANK = -1
+Value = str | int | float | bool | tuple[str, ...] | PlantSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One leaf, its decoded value and where it was written."""
+
+    leaf: str
+    value: Value
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """The run that a set of settings describes. `config` is `TrainConfig.to_dict()`."""
+
+    config: dict[str, Any]
+    world_size: int
+    steps: int
+    plant: PlantSpec | None
+
+
+@functools.cache
+def parts() -> dict[str, type[Any]]:
+    """The nested configurations of `TrainConfig`, by field name."""
+    hints = typing.get_type_hints(TrainConfig)
+    return {
+        name: kind
+        for name, kind in hints.items()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    }
+
+
+@functools.cache
+def leaf_types() -> dict[str, Any]:
+    """Type of every leaf, by dotted name."""
+    leaves: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(TrainConfig).items():
+        if name in parts():
+            for inner, inner_kind in typing.get_type_hints(kind).items():
+                leaves[f"{name}.{inner}"] = inner_kind
+        else:
+            leaves[name] = kind
+    return leaves | {"world_size": int, "plant": PlantSpec}
+
+
+@functools.cache
+def legal_keys() -> tuple[str, ...]:
+    """What `base` and `axes` may name, without the dotted forms."""
+    names = tuple(typing.get_type_hints(TrainConfig))
+    return (*names, "world_size", "plant")
+
+
+def decode_settings(key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
+    """The settings that `key: node` stands for. `where` is the section, for messages.
+
+    Raises:
+        ScenarioError: unknown key, or a value of the wrong type.
+    """
+    full = dotted(where, key)
+    if key in parts():
+        return _decode_part(key, node, full)
+    if key not in leaf_types():
+        part = key.partition(".")[0]
+        if part in parts():
+            legal = tuple(leaf for leaf in leaf_types() if leaf.startswith(f"{part}."))
+        else:
+            legal = legal_keys()
+        raise unknown_key(key, written, where, legal)
+    return (Setting(key, _decode_leaf(key, node, full), node.origin),)
+
+
+def _decode_part(part: str, node: Node, full: str) -> tuple[Setting, ...]:
+    if part == "model" and not isinstance(node.value, dict):
+        expected = tuple(training.MODEL_PRESETS)
+        return (Setting("model.preset", take_str(node, full, legal=expected), node.origin),)
+    fields = tuple(typing.get_type_hints(parts()[part]))
+    entries = take_mapping(node, full, legal=fields)
+    if not entries:
+        raise refuse(node, full, "at least one key", got="an empty mapping", legal=fields)
+    return tuple(
+        Setting(f"{part}.{name}", _decode_leaf(f"{part}.{name}", entry, f"{full}.{name}"),
+                entry.origin)
+        for name, entry in entries.items()
+    )  # fmt: skip
+
+
+def _decode_leaf(leaf: str, node: Node, full: str) -> Value:
+    if leaf == "graph":
+        return _decode_graph(node, full)
+    if leaf == "plant":
+        return decode_plant(node, full)
+    kind = leaf_types()[leaf]
+    if isinstance(kind, types.UnionType):
+        if node.value is None:
+            return None
+        (kind,) = (option for option in typing.get_args(kind) if option is not type(None))
+    takers: dict[Any, Callable[[Node, str], Value]] = {
+        bool: take_bool, int: take_int, float: take_float, str: take_str,
+    }  # fmt: skip
+    return takers[kind](node, full)
+
+
+def _decode_graph(node: Node, full: str) -> tuple[str, ...]:
+    legal = (training.EAGER, *training.SCOPES)
+    if node.value == training.EAGER:
+        return ()
+    if not isinstance(node.value, tuple):
+        got = node.shown()
+        if node.value in training.SCOPES:
+            got += f" (scopes go in a list: [{node.value}])"
+        raise refuse(node, full, "eager or a list of scopes", got=got, legal=legal)
+    if not node.value:
+        got = "an empty list (say eager)"
+        raise refuse(node, full, "eager or a list of scopes", got=got, legal=legal)
+    return tuple(take_str(scope, full, legal=training.SCOPES) for scope in node.value)
+
+
+def decode_plant(node: Node, full: str) -> PlantSpec | None:
+    """A `plant` entry: null or `none`, or a mapping checked against the catalogue of faults.
+
+    Raises:
+        ScenarioError: an unknown fault, a key that the fault does not take, a bad value.
+    """
+    if node.value is None or node.value == "none":
+        return None
+    fields = ("fault", "step", "rank", "tensor", "legs")
+    entries = take_mapping(node, full, legal=fields, required=("fault",))
+    name = take_str(entries["fault"], f"{full}.fault", legal=CATALOGUE)
+    takes = ("fault", *CATALOGUE[name].takes, "legs")
+    take_mapping(node, f"{full} ({name})", legal=takes)
+    values: dict[str, Any] = {"fault": name}
+    if "step" in entries:
+        values["step"] = take_int(entries["step"], f"{full}.step", minimum=0)
+    if "rank" in entries:
+        rank = entries["rank"]
+        last = rank.value in ("last", LAST_RANK)
+        values["rank"] = LAST_RANK if last else take_int(rank, f"{full}.rank", minimum=0)
+    if "tensor" in entries:
+        values["tensor"] = take_str(entries["tensor"], f"{full}.tensor")
+    if "legs" in entries:
+        legs = take_list(entries["legs"], f"{full}.legs", "legs")
+        names = tuple(take_str(leg, f"{full}.legs", legal=LEGS) for leg in legs)
+        if len(set(names)) != len(names):
+            raise refuse(entries["legs"], f"{full}.legs", "each leg once")
+        values["legs"] = names
+    return PlantSpec(**values)
+
+
+def overlay(*layers: Iterable[Setting]) -> dict[str, Setting]:
+    """Leaf to setting; a later layer wins leaf by leaf."""
+    return {setting.leaf: setting for layer in layers for setting in layer}
+
+
+def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
+    """The run that `settings` describe, all rules of the configuration checked.
+
+    Raises:
+        ScenarioError: a rule broken, at the place of the setting that broke it; `fallback` is
+            where to point when the value at fault is a default.
+    """
+    try:
+        config = _build_config(settings)
+    except ConfigError as error:
+        setting = _culprit(error.key, settings)
+        raise (setting.origin if setting else fallback).error(
+            error.key, expected=error.expected, got=shown(error.got), legal=error.legal
+        ) from None
+    world_size = config.parallel.world_size
+    stated = settings.get("world_size")
+    if stated is not None and stated.value != world_size:
+        degrees = dataclasses.asdict(config.parallel)
+        product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
+        raise stated.origin.error(
+            "world_size",
+            expected=f"the product of the degrees, {product or 'all 1'} = {world_size}",
+            got=shown(stated.value),
+            legal=(world_size,),
+        )
+    plant = settings.get("plant")
+    if plant is not None:
+        _check_plant(plant, config)
+    value = plant.value if plant is not None else None
+    assert value is None or isinstance(value, PlantSpec)
+    return Leg(config.to_dict(), world_size, config.steps, value)
+
+
+def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
+    values: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for leaf, setting in settings.items():
+        part, _, name = leaf.partition(".")
+        if name:
+            nested.setdefault(part, {})[name] = setting.value
+        elif leaf not in ("world_size", "plant"):
+            values[leaf] = setting.value
+    for part, given in nested.items():
+        values[part] = _build_part(part, tuple(given.items()))
+    return TrainConfig(**values)
+
+
+@functools.lru_cache(maxsize=4096)
+def _build_part(part: str, given: tuple[tuple[str, Value], ...]) -> Any:
+    fields: dict[str, Any] = dict(given)
+    try:
+        if part == "model":
+            default = training.ModelConfig.__dataclass_fields__["preset"].default
+            return training.model_from_preset(fields.pop("preset", default), fields)
+        return parts()[part](**fields)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{part}.{error.key}", expected=error.expected, got=error.got, legal=error.legal
+        ) from None
+
+
+def _culprit(key: str, settings: Mapping[str, Setting]) -> Setting | None:
+    """The setting to point at: the leaf itself, else the last one written in the same part."""
+    if key in settings:
+        return settings[key]
+    part = key.partition(".")[0]
+    near = [s for leaf, s in settings.items() if leaf.partition(".")[0] == part]
+    return near[-1] if near else settings.get("graph")
+
+
+def _check_plant(plant: Setting, config: TrainConfig) -> None:
+    spec = plant.value
+    if not isinstance(spec, PlantSpec):
+        return
+    if "step" in CATALOGUE[spec.fault].takes and spec.step >= config.steps:
+        raise plant.origin.error(
+            "plant.step", expected=f"a step below steps={config.steps}", got=shown(spec.step)
+        )
+    if spec.rank >= config.parallel.world_size:
+        raise plant.origin.error(
+            "plant.rank",
+            expected=f"last or a rank below the world size {config.parallel.world_size}",
+            got=shown(spec.rank),
+        )
