@@ -1,0 +1,16 @@
+"""Records in, verdicts out: pure functions, no files, no torch.
+
+    complete     is a run whole?                 (a flaw is a failure of its own)
+    environment  did two legs run alike?
+    loss         loss and gradient norm, bits
+    state        digests, tensor by tensor
+    finite       no NaN, no infinity
+    memory       peak memory
+    judge        which answer decides the case
+
+A check's module has `NAME` and `check(reference, candidate, parameters) -> CheckResult`.
+"""
+
+from harness.checks.judge import CHECKS, exit_code, judge
+
+__all__ = ["CHECKS", "exit_code", "judge"]

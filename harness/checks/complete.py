@@ -1,0 +1,272 @@
+"""Is a run whole? Every rank, every step, every digest, and nothing else.
+
+    outcome  ->  ranks  ->  one rank: start, problems, steps, end  ->  one step: digests, losses
+
+The first flaw found is returned. Nothing is compared before both runs are known to be whole: a
+missing step would otherwise be a step that did not differ.
+"""
+
+from dataclasses import dataclass
+
+from harness.checks.steps import rank_table
+from harness.records import (
+    DIGEST_GROUPS,
+    DIGEST_HEX_CHARS,
+    SCHEMA_VERSION,
+    RankExit,
+    RankRecords,
+    RunResult,
+    StartRecord,
+    StepRecord,
+    What,
+)
+
+HEX_DIGITS = "0123456789abcdef"
+PROVING_GROUPS = ("grads", "weights", "optim")
+"""Digest groups that must cover at least one tensor on every rank; a run may hold no RNG."""
+AFTER_END = "after end"
+"""How a reader of record files words its problem with a line that follows the end record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flaw:
+    """Why a run is not whole. `rank` and `step` are None where they do not apply."""
+
+    what: What
+    message: str
+    rank: int | None = None
+    step: int | None = None
+
+
+def find_flaw(run: RunResult) -> Flaw | None:
+    """The first reason why `run` must not be compared, or None if it is whole."""
+    return _outcome_flaw(run) or _ranks_flaw(run) or _records_flaw(run) or _exit_flaw(run)
+
+
+def _outcome_flaw(run: RunResult) -> Flaw | None:
+    outcome = run.outcome
+    if outcome.key != run.spec.key:
+        return Flaw(
+            what="corrupt_record",
+            message=f"the outcome belongs to run {outcome.key}, expected {run.spec.key}",
+        )
+    if outcome.what:
+        message = outcome.message or f"the run ended as {outcome.what}"
+        return Flaw(what=outcome.what, message=message, rank=outcome.culprit_rank)
+    return None
+
+
+def _ranks_flaw(run: RunResult) -> Flaw | None:
+    expected = set(range(run.spec.world_size))
+    if not expected:
+        return Flaw(what="empty_run", message="the run has no ranks")
+    numbers = [records.rank for records in run.ranks]
+    if not any(r.steps or r.problems or r.error for r in run.ranks):
+        return Flaw(what="empty_run", message="no rank recorded a step")
+    if len(set(numbers)) != len(numbers) or set(numbers) - expected:
+        return Flaw(
+            what="corrupt_record",
+            message=f"expected records of ranks 0 to {run.spec.world_size - 1} once, got {numbers}",
+        )
+    silent = {r.rank for r in run.ranks if not (r.start or r.steps or r.problems or r.error)}
+    if missing := sorted((expected - set(numbers)) | silent):
+        rank = missing[0]
+        return Flaw(
+            what="missing_rank",
+            message=f"no records of rank {rank} ({len(missing)} of {len(expected)} ranks missing)",
+            rank=rank,
+        )
+    return None
+
+
+def _records_flaw(run: RunResult) -> Flaw | None:
+    steps, microbatches = run.spec.config.get("steps"), run.spec.config.get("microbatches")
+    for name, value in (("steps", steps), ("microbatches", microbatches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return Flaw(
+                what="corrupt_record",
+                message=f"the specification's {name}: expected an integer >= 1, got {value!r}",
+            )
+    assert isinstance(steps, int)
+    assert isinstance(microbatches, int)
+    for records in rank_table(run).values():
+        flaw = _rank_flaw(records, run.spec.world_size, steps, microbatches)
+        if flaw is not None:
+            return flaw
+    return None
+
+
+def _rank_flaw(records: RankRecords, world_size: int, steps: int, microbatches: int) -> Flaw | None:
+    flaw = _lines_flaw(records) or _start_flaw(records, world_size)
+    if flaw is not None:
+        return flaw
+    flaw = _sequence_flaw(records, steps) or _end_flaw(records, steps)
+    if flaw is not None:
+        return flaw
+    assert records.start is not None
+    for record in records.steps:
+        flaw = _step_flaw(record, records.rank, records.start, microbatches)
+        if flaw is not None:
+            return flaw
+    return None
+
+
+def _lines_flaw(records: RankRecords) -> Flaw | None:
+    rank = records.rank
+    for problem in records.problems:
+        after = AFTER_END in problem
+        return Flaw(
+            what="record_after_end" if after else "corrupt_record",
+            message=f"rank {rank}: {problem}",
+            rank=rank,
+        )
+    if records.error is not None:
+        if records.end is not None:
+            return Flaw(
+                what="record_after_end",
+                message=f"rank {rank} recorded both an error and an end",
+                rank=rank,
+                step=records.error.step,
+            )
+        return Flaw(
+            what=records.error.what or "crashed",
+            message=f"rank {rank}, step {records.error.step}: "
+            f"{records.error.type}: {records.error.message}",
+            rank=rank,
+            step=records.error.step,
+        )
+    return None
+
+
+def _start_flaw(records: RankRecords, world_size: int) -> Flaw | None:
+    rank, start = records.rank, records.start
+    if start is None:
+        return Flaw(what="corrupt_record", message=f"rank {rank} has no start record", rank=rank)
+    facts = (
+        ("schema", start.schema, SCHEMA_VERSION),
+        ("rank", start.rank, rank),
+        ("world_size", start.world_size, world_size),
+    )
+    for name, got, expected in facts:
+        if got != expected:
+            return Flaw(
+                what="corrupt_record",
+                message=f"rank {rank} start record, {name}: expected {expected}, got {got}",
+                rank=rank,
+            )
+    if set(start.tensors) != set(DIGEST_GROUPS):
+        return Flaw(
+            what="corrupt_record",
+            message=f"rank {rank} names tensors of {sorted(start.tensors)}, "
+            f"expected {sorted(DIGEST_GROUPS)}",
+            rank=rank,
+        )
+    for group in PROVING_GROUPS:
+        if not start.tensors[group]:
+            return Flaw(
+                what="empty_run",
+                message=f"rank {rank} digests no tensor of {group}: an empty digest proves nothing",
+                rank=rank,
+            )
+    return None
+
+
+def _sequence_flaw(records: RankRecords, steps: int) -> Flaw | None:
+    rank, seen = records.rank, [record.step for record in records.steps]
+    if seen == list(range(steps)):
+        return None
+    missing = sorted(set(range(steps)) - set(seen))
+    if missing:
+        return Flaw(
+            what="missing_step",
+            message=f"rank {rank} has no record of step {missing[0]} "
+            f"({len(missing)} of {steps} steps missing)",
+            rank=rank,
+            step=missing[0],
+        )
+    extra = sorted(set(seen) - set(range(steps)))
+    if extra:
+        return Flaw(
+            what="record_after_end",
+            message=f"rank {rank} recorded step {extra[0]}, the run ends with step {steps - 1}",
+            rank=rank,
+            step=extra[0],
+        )
+    place = next(i for i, step in enumerate(seen) if step != i)
+    return Flaw(
+        what="corrupt_record",
+        message=f"rank {rank}: expected step {place} next, got step {seen[place]}",
+        rank=rank,
+        step=seen[place],
+    )
+
+
+def _end_flaw(records: RankRecords, steps: int) -> Flaw | None:
+    rank, end = records.rank, records.end
+    if end is None:
+        return Flaw(
+            what="corrupt_record",
+            message=f"rank {rank} has no end record: its file stops after step {steps - 1}",
+            rank=rank,
+        )
+    for name, got, expected in (("rank", end.rank, rank), ("steps", end.steps, steps)):
+        if got != expected:
+            return Flaw(
+                what="corrupt_record",
+                message=f"rank {rank} end record, {name}: expected {expected}, got {got}",
+                rank=rank,
+            )
+    return None
+
+
+def _step_flaw(record: StepRecord, rank: int, start: StartRecord, microbatches: int) -> Flaw | None:
+    def flaw(message: str) -> Flaw:
+        return Flaw(
+            what="corrupt_record",
+            message=f"rank {rank}, step {record.step}: {message}",
+            rank=rank,
+            step=record.step,
+        )
+
+    if record.rank != rank:
+        return flaw(f"the record says rank {record.rank}")
+    if len(record.microbatch_losses) != microbatches:
+        return flaw(
+            f"expected {microbatches} microbatch losses, got {len(record.microbatch_losses)}"
+        )
+    if set(record.digests) != set(DIGEST_GROUPS):
+        return flaw(f"digests of {sorted(record.digests)}, expected {sorted(DIGEST_GROUPS)}")
+    for group in DIGEST_GROUPS:
+        text, names = record.digests[group], start.tensors[group]
+        if len(text) != DIGEST_HEX_CHARS * len(names):
+            return flaw(
+                f"the digest of {group} has {len(text)} characters, "
+                f"expected {DIGEST_HEX_CHARS * len(names)} for {len(names)} tensors"
+            )
+        # Stripping both ends leaves nothing exactly when every character is a hex digit.
+        if text.strip(HEX_DIGITS):
+            return flaw(f"the digest of {group} is not lower-case hex")
+    return None
+
+
+def _exit_flaw(run: RunResult) -> Flaw | None:
+    exits: dict[int, RankExit] = {}
+    for state in run.outcome.ranks:
+        if state.rank in exits or not 0 <= state.rank < run.spec.world_size:
+            return Flaw(
+                what="corrupt_record",
+                message=f"the outcome names rank {state.rank} twice or out of range",
+                rank=state.rank,
+            )
+        exits[state.rank] = state
+    for rank in range(run.spec.world_size):
+        if rank not in exits or exits[rank].code is None:
+            return Flaw(what="missing_rank", message=f"rank {rank} has no exit state", rank=rank)
+        code = exits[rank].code
+        if code != 0:
+            return Flaw(
+                what="crashed" if code is not None and code > 0 else "killed",
+                message=f"rank {rank} exited with {code} after its last record",
+                rank=rank,
+            )
+    return None

@@ -1,0 +1,83 @@
+"""No NaN and no infinity in the candidate: losses, gradient norm, and the tensors of each group.
+
+Within a step the order is that of the computation: losses, gradients, gradient norm, then what the
+optimizer wrote. A reference that is non-finite in the same place does not excuse the candidate.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from harness.checks.answer import error, failed, passed, refuse_parameters
+from harness.checks.loss import quantities
+from harness.checks.steps import count, show_float, show_ranks, step_table
+from harness.records import DIGEST_GROUPS, CheckResult, Difference, RunResult, StepRecord
+
+NAME = "finite"
+
+
+def check(
+    reference: RunResult, candidate: RunResult, parameters: Mapping[str, object]
+) -> CheckResult:
+    """Look for the candidate's first non-finite quantity."""
+    if (refusal := refuse_parameters(NAME, parameters)) is not None:
+        return refusal
+    theirs = step_table(candidate)
+    if not theirs:
+        return error(NAME, "not_run", "the candidate recorded no step: nothing to look at")
+    bad = {key: places for key, record in theirs.items() if (places := list(nonfinite(record)))}
+    if not bad:
+        return passed(
+            NAME,
+            f"every loss, gradient norm and tensor is finite in "
+            f"{count(len(theirs), '(step, rank) pair')}",
+            pairs=len(theirs),
+        )
+    step = min(bad)[0]
+    _, rank, quantity, tensor, shown = min(
+        (place, rank, quantity, tensor, shown)
+        for (at, rank), places in bad.items()
+        if at == step
+        for place, quantity, tensor, shown in places
+    )
+    record = step_table(reference).get((step, rank))
+    same = record is not None and any(
+        (q, t) == (quantity, tensor) for _, q, t, _ in nonfinite(record)
+    )
+    ranks = {rank for at, rank in bad if at == step}
+    named = f"{quantity} of {tensor}" if tensor else quantity
+    return failed(
+        NAME,
+        "nonfinite",
+        f"{named} is not finite at step {step} on rank {rank}"
+        f"{': ' + shown if shown else ''}; "
+        + ("the reference is not finite there either" if same else "the reference is finite there")
+        + f"; {show_ranks(ranks)} affected in that step",
+        Difference(
+            step=step,
+            rank=rank,
+            quantity=quantity,
+            tensor=tensor,
+            reference=_shown_in(record, quantity, tensor),
+            candidate=shown or "non-finite",
+        ),
+        nonfinite_pairs=len(bad),
+    )
+
+
+def nonfinite(record: StepRecord) -> Iterator[tuple[tuple[int, int], str, str, str]]:
+    """Every non-finite place of a step: (order, quantity, tensor, shown value)."""
+    for index, (name, value) in enumerate(quantities(record)):
+        if not value.finite:
+            # The norm is computed from the gradients, so a bad gradient is named before it.
+            yield ((2, 0) if name == "grad_norm" else (0, index)), name, "", show_float(value)
+    for index, group in enumerate(dict.fromkeys((*DIGEST_GROUPS, *sorted(record.nonfinite)))):
+        for place, tensor in enumerate(record.nonfinite.get(group, ())):
+            yield (1 if group == "grads" else 3 + index, place), group, tensor, ""
+
+
+def _shown_in(record: StepRecord | None, quantity: str, tensor: str) -> str:
+    if record is None:
+        return "missing"
+    if tensor:
+        return "non-finite" if tensor in record.nonfinite.get(quantity, ()) else "finite"
+    value = dict(quantities(record)).get(quantity)
+    return "missing" if value is None else show_float(value)

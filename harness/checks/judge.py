@@ -1,0 +1,249 @@
+"""One verdict for one case: which of its answers decides, and in which words.
+
+    records of each leg -> legs alike -> environment -> control -> requested checks -> decision
+
+Order of the decision: a reference or control that is not whole (error); a reference that differs
+from its own control (incomparable); a candidate that is not whole (failed); legs that ran in
+different environments (incomparable); then the requested checks, a failure before a missing answer.
+Every answer is kept in the verdict, whichever decided.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from harness.checks import environment, finite, loss, memory, state
+from harness.checks.answer import error, failed, not_run, passed
+from harness.checks.complete import Flaw, find_flaw
+from harness.records import (
+    CaseSpec,
+    CheckResult,
+    Difference,
+    ExitCode,
+    Outcome,
+    RunResult,
+    RunSpec,
+    Verdict,
+    What,
+)
+
+Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]
+
+CHECKS: dict[str, Check] = {
+    loss.NAME: loss.check,
+    state.NAME: state.check,
+    finite.NAME: finite.check,
+    memory.NAME: memory.check,
+}
+"""Checks that a scenario may ask for, by name."""
+
+NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported")
+"""What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
+
+
+def judge(
+    case: CaseSpec,
+    reference: RunResult,
+    control: RunResult,
+    candidate: RunResult,
+    *,
+    wall_s: float = 0.0,
+) -> Verdict:
+    """Judge one case from the records of its three runs.
+
+    Args:
+        case: what was planned, the requested checks included.
+        reference: the run that is trusted.
+        control: the reference, run a second time.
+        candidate: the run in question.
+        wall_s: seconds that the case took, kept in the verdict.
+
+    Returns:
+        A verdict that is `passed` only if all runs are whole, the reference equals its control and
+        every requested check, at least one, ran and said yes.
+    """
+    runs = {"reference": reference, "control": control, "candidate": candidate}
+    if case.skip_reason:
+        reason = CheckResult(
+            check="case", outcome="skipped", what="unsupported", message=case.skip_reason
+        )
+        return _verdict(case, reason, (reason,), wall_s)
+    results = _answers(case, runs)
+    return _verdict(case, _decide(results), tuple(results), wall_s)
+
+
+def exit_code(verdicts: Iterable[Verdict]) -> ExitCode:
+    """Exit code of a set of verdicts; a failure outranks a missing verdict."""
+    outcomes: set[Outcome] = {verdict.outcome for verdict in verdicts}
+    if "failed" in outcomes:
+        return ExitCode.FAILED
+    if outcomes & {"error", "incomparable"}:
+        return ExitCode.NO_VERDICT
+    return ExitCode.PASSED if "passed" in outcomes else ExitCode.NOTHING_RAN
+
+
+def _answers(case: CaseSpec, runs: dict[str, RunResult]) -> list[CheckResult]:
+    reference, control, candidate = runs["reference"], runs["control"], runs["candidate"]
+    plan = _plan_flaw(case, runs)
+    flaws = {leg: find_flaw(run) for leg, run in runs.items()}
+    results = [] if plan is None else [plan]
+    results += [_records_answer(leg, runs[leg].spec, flaw) for leg, flaw in flaws.items()]
+    results.append(environment.check(reference, control, "control"))
+    results.append(environment.check(reference, candidate, "candidate"))
+    results.append(_control_answer(reference, control, flaws))
+    for name, parameters in case.checks.items():
+        results.append(_requested(name, parameters, reference, candidate, flaws))
+    return results
+
+
+def _plan_flaw(case: CaseSpec, runs: dict[str, RunResult]) -> CheckResult | None:
+    """An error if the legs cannot prove anything, whatever their records say."""
+    specs = {"reference": case.reference, "control": case.control, "candidate": case.candidate}
+    for leg, spec in specs.items():
+        if runs[leg].spec.key != spec.key:
+            return error(
+                "plan",
+                "corrupt_record",
+                f"the records of the {leg} belong to run {runs[leg].spec.key}, expected {spec.key}",
+            )
+    for first, second in (("reference", "control"), ("reference", "candidate")):
+        if specs[first].key == specs[second].key:
+            return error(
+                "plan", "not_run", f"the {second} is the {first} itself: nothing was compared"
+            )
+    ref, control, candidate = specs.values()
+    if (ref.config, ref.device, ref.world_size) != (
+        control.config, control.device, control.world_size
+    ):  # fmt: skip
+        return error("plan", "not_run", "the control is not a second run of the reference")
+    for name, left, right in (
+        ("ranks", ref.world_size, candidate.world_size),
+        ("steps", ref.config.get("steps"), candidate.config.get("steps")),
+        ("microbatches", ref.config.get("microbatches"), candidate.config.get("microbatches")),
+    ):
+        if left != right:
+            return error(
+                "plan",
+                "unsupported",
+                f"the reference has {left} {name}, the candidate {right}: "
+                f"they cannot be compared one by one",
+            )
+    return None
+
+
+def _records_answer(leg: str, spec: RunSpec, flaw: Flaw | None) -> CheckResult:
+    name = f"records:{leg}"
+    if flaw is None:
+        return passed(
+            name,
+            f"the {leg} recorded all {spec.config['steps']} steps on all {spec.world_size} ranks",
+        )
+    message = f"the {leg} did not finish well: {flaw.message}"
+    if leg != "candidate" or flaw.what in NO_BLAME:
+        return error(name, flaw.what, message)
+    if flaw.rank is None or flaw.step is None:
+        return failed(name, flaw.what, message)
+    return failed(
+        name, flaw.what, message, Difference(step=flaw.step, rank=flaw.rank, quantity="records")
+    )
+
+
+def _control_answer(
+    reference: RunResult, control: RunResult, flaws: dict[str, Flaw | None]
+) -> CheckResult:
+    for leg in ("reference", "control"):
+        if flaws[leg] is not None:
+            return not_run("control", f"the records of the {leg} are incomplete")
+    answers = [loss.check(reference, control, {}), state.check(reference, control, {})]
+    bad = [answer for answer in answers if answer.outcome != "passed"]
+    if not bad:
+        return passed("control", "the reference equals its second run bit for bit")
+    first = min(bad, key=_step)
+    return CheckResult(
+        check="control",
+        outcome="incomparable",
+        what="nondeterministic_reference",
+        message=f"the reference differs from its own second run, so the candidate is not judged: "
+        f"{first.message}",
+        difference=first.difference,
+        figures=first.figures,
+    )
+
+
+def _requested(
+    name: str,
+    parameters: Mapping[str, object],
+    reference: RunResult,
+    candidate: RunResult,
+    flaws: dict[str, Flaw | None],
+) -> CheckResult:
+    check = CHECKS.get(name)
+    if check is None:
+        legal = ", ".join(CHECKS)
+        return error(name, "unsupported", f"no check is named {name}; legal names: {legal}")
+    result = check(reference, candidate, parameters)
+    incomplete = [leg for leg in ("reference", "candidate") if flaws[leg] is not None]
+    # Over part of a run a difference is worth knowing, but its absence proves nothing.
+    if incomplete and result.outcome != "failed":
+        return not_run(name, f"the records of the {incomplete[0]} are incomplete")
+    return result
+
+
+def _decide(results: list[CheckResult]) -> CheckResult:
+    by_name = {result.check: result for result in results}
+    gates = (
+        "plan", "records:reference", "records:control", "environment:control", "control",
+        "records:candidate", "environment:candidate",
+    )  # fmt: skip
+    for name in gates:
+        if name in by_name and by_name[name].outcome != "passed":
+            return by_name[name]
+    requested = [result for result in results if result.check not in gates]
+    bad = sorted((r for r in requested if r.outcome == "failed"), key=_explains)
+    if bad:
+        return bad[0]
+    for result in requested:
+        if result.outcome != "passed":
+            return error("case", result.what, f"{result.check} gave no answer: {result.message}")
+    if not requested:
+        return error("case", "not_run", "no check was requested: nothing was compared")
+    names = ", ".join(result.check for result in requested)
+    return passed("case", f"every check said yes ({names}); {by_name['control'].message}")
+
+
+def _explains(result: CheckResult) -> tuple[int, int, int]:
+    """Sort key: the failure that explains most first; a named tensor before a bare loss."""
+    if result.what == "nonfinite":
+        return (0, _step(result), 0)
+    if result.check == state.NAME:
+        return (1, _step(result), 0)
+    if result.check == loss.NAME:
+        return (1, _step(result), 1)
+    return (2, 0, 0)
+
+
+def _step(result: CheckResult) -> int:
+    return result.difference.step if result.difference is not None else 0
+
+
+def _verdict(
+    case: CaseSpec, decided: CheckResult, results: tuple[CheckResult, ...], wall_s: float
+) -> Verdict:
+    others = [
+        result.check
+        for result in results
+        if result.outcome == "failed" and result is not decided and decided.outcome == "failed"
+    ]
+    also = f" (also failed: {', '.join(others)})" if others else ""
+    return Verdict(
+        case_id=case.id,
+        outcome=decided.outcome,
+        what=decided.what,
+        message=decided.message + also,
+        checks=results,
+        runs={
+            "reference": case.reference.key,
+            "control": case.control.key,
+            "candidate": case.candidate.key,
+        },
+        wall_s=wall_s,
+        difference=decided.difference,
+    )

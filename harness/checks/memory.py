@@ -1,0 +1,97 @@
+"""Peak memory: the candidate's against the reference's rank by rank, or against a number of bytes.
+
+A reference whose peak is zero or missing measured nothing, so there is no ratio and no pass.
+"""
+
+import math
+from collections.abc import Mapping
+
+from harness.checks.answer import error, failed, passed
+from harness.checks.steps import rank_table
+from harness.records import CheckResult, RankRecords, RunResult
+
+NAME = "peak_memory"
+PARAMETERS = ("max_ratio", "max_bytes")
+MIB = 1 << 20
+
+
+def check(
+    reference: RunResult, candidate: RunResult, parameters: Mapping[str, object]
+) -> CheckResult:
+    """Check the worst rank against `max_ratio`, `max_bytes`, or both."""
+    limits = _limits(parameters)
+    if isinstance(limits, CheckResult):
+        return limits
+    ours = {rank: peak_bytes(records) for rank, records in rank_table(reference).items()}
+    theirs = {rank: peak_bytes(records) for rank, records in rank_table(candidate).items()}
+    if not theirs:
+        return error(NAME, "not_run", "the candidate has no rank: nothing was measured")
+    for rank, peak in theirs.items():
+        if peak <= 0:
+            return failed(NAME, "corrupt_record", f"rank {rank} of the candidate recorded no peak")
+    answers = []
+    if "max_ratio" in limits:
+        answers.append(_against_reference(ours, theirs, limits["max_ratio"]))
+    if "max_bytes" in limits:
+        answers.append(_against_bytes(theirs, limits["max_bytes"]))
+    for outcome in ("failed", "error"):
+        for answer in answers:
+            if answer.outcome == outcome:
+                return answer
+    figures = {name: value for answer in answers for name, value in answer.figures.items()}
+    return passed(NAME, "; ".join(answer.message for answer in answers), **figures)
+
+
+def peak_bytes(records: RankRecords) -> int:
+    """Highest memory that a rank recorded, in bytes; 0 if it recorded none."""
+    peaks = [record.peak_bytes for record in records.steps]
+    if records.end is not None:
+        peaks.append(records.end.peak_bytes)
+    return max(peaks, default=0)
+
+
+def _limits(parameters: Mapping[str, object]) -> dict[str, float] | CheckResult:
+    wrong = sorted(set(parameters) - set(PARAMETERS))
+    if wrong or not parameters:
+        got = ", ".join(wrong) if wrong else "none"
+        return error(NAME, "unsupported", f"expected {' or '.join(PARAMETERS)}, got {got}")
+    limits: dict[str, float] = {}
+    for name, value in parameters.items():
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+        if not math.isfinite(number) or number <= 0:
+            return error(NAME, "unsupported", f"{name}: expected a number > 0, got {value!r}")
+        limits[name] = number
+    return limits
+
+
+def _against_reference(
+    ours: dict[int, int], theirs: dict[int, int], max_ratio: float
+) -> CheckResult:
+    for rank in theirs:
+        if ours.get(rank, 0) <= 0:
+            return error(NAME, "not_run", f"rank {rank} of the reference recorded no peak")
+    worst = max(theirs, key=lambda rank: (theirs[rank] / ours[rank], -rank))
+    ratio = theirs[worst] / ours[worst]
+    message = (
+        f"peak memory of the worst rank ({worst}) is {ratio:.3f} of the reference's "
+        f"({theirs[worst] / MIB:.1f} against {ours[worst] / MIB:.1f} MiB), limit {max_ratio:g}"
+    )
+    figures = {
+        "ratio": ratio, "rank": float(worst),
+        "reference_peak_bytes": float(ours[worst]), "candidate_peak_bytes": float(theirs[worst]),
+    }  # fmt: skip
+    # The product, not the rounded ratio, decides: 1.0 must let an equal peak through.
+    if theirs[worst] > max_ratio * ours[worst]:
+        return failed(NAME, "memory_regression", message, None, **figures)
+    return passed(NAME, message, **figures)
+
+
+def _against_bytes(theirs: dict[int, int], max_bytes: float) -> CheckResult:
+    worst = max(theirs, key=lambda rank: (theirs[rank], -rank))
+    message = (
+        f"peak memory of the worst rank ({worst}) is {theirs[worst]} bytes, limit {max_bytes:.0f}"
+    )
+    figures = {"rank": float(worst), "candidate_peak_bytes": float(theirs[worst])}
+    if theirs[worst] > max_bytes:
+        return failed(NAME, "memory_regression", message, None, **figures)
+    return passed(NAME, message, **figures)

@@ -1,0 +1,175 @@
+"""Digests of gradients, main weights, optimizer state and RNG, tensor by tensor, on every rank.
+
+The first difference is the lowest step, then the group in `DIGEST_GROUPS` order (gradients are made
+before the weights that they change), then the tensor's place, then the rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.checks.answer import error, failed, passed, refuse_parameters
+from harness.checks.steps import count, rank_table, shared_pairs, show_ranks, step_table
+from harness.records import (
+    DIGEST_GROUPS,
+    DIGEST_HEX_CHARS,
+    CheckResult,
+    Difference,
+    RunResult,
+    StartRecord,
+    StepRecord,
+)
+
+NAME = "state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """One tensor of one rank whose digests differ; `order` sorts as the module says."""
+
+    order: tuple[int, int, int]
+    group: str
+    tensor: str
+    rank: int
+    reference: str
+    candidate: str
+
+
+def check(
+    reference: RunResult, candidate: RunResult, parameters: Mapping[str, object]
+) -> CheckResult:
+    """Compare every digest of the (step, rank) pairs that both runs hold."""
+    if (refusal := refuse_parameters(NAME, parameters)) is not None:
+        return refusal
+    if (renamed := _names_differ(reference, candidate)) is not None:
+        return renamed
+    starts = {
+        rank: records.start
+        for rank, records in rank_table(reference).items()
+        if records.start is not None
+    }
+    ours, theirs = step_table(reference), step_table(candidate)
+    pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
+    num_tensors = sum(
+        len(starts[rank].tensors.get(group, ())) for _, rank in pairs for group in DIGEST_GROUPS
+    )
+    if not num_tensors:
+        return error(NAME, "not_run", "the runs share no digest of any tensor: nothing to compare")
+    differing = [key for key in pairs if ours[key].digests != theirs[key].digests]
+    if not differing:
+        return passed(
+            NAME,
+            f"{count(num_tensors, 'tensor digest')} equal in "
+            f"{count(len(pairs), '(step, rank) pair')}",
+            digests=num_tensors,
+            differing_pairs=0,
+        )
+    step = differing[0][0]
+    order = _tensor_order(starts)
+    places = [
+        place
+        for key in differing
+        if key[0] == step
+        for place in _places(ours[key], theirs[key], starts[key[1]], order)
+    ]
+    return _failure(step, places, len(differing), len(pairs))
+
+
+def _failure(step: int, places: list[_Place], num_differing: int, num_pairs: int) -> CheckResult:
+    first = min(places, key=lambda place: place.order)
+    tensors = {(place.group, place.tensor) for place in places}
+    ranks = {place.rank for place in places}
+    return failed(
+        NAME,
+        "diverged",
+        f"{first.group} of {first.tensor} differs first at step {step} on rank {first.rank}: "
+        f"digest {first.reference} became {first.candidate}; in that step "
+        f"{count(len(tensors), 'tensor')} on {show_ranks(ranks)} "
+        f"{'differs' if len(tensors) == 1 else 'differ'}, in all "
+        f"{num_differing} of {count(num_pairs, '(step, rank) pair')}",
+        Difference(
+            step=step,
+            rank=first.rank,
+            quantity=first.group,
+            tensor=first.tensor,
+            reference=first.reference,
+            candidate=first.candidate,
+        ),
+        differing_tensors=len(tensors),
+        differing_ranks=len(ranks),
+        differing_pairs=num_differing,
+    )
+
+
+def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | None:
+    """A failure if a rank digests other tensors, or in another order, than its counterpart."""
+    ours, theirs = rank_table(reference), rank_table(candidate)
+    for rank, records in ours.items():
+        other = theirs.get(rank)
+        if records.start is None or other is None or other.start is None:
+            continue
+        for group in dict.fromkeys((*DIGEST_GROUPS, *records.start.tensors, *other.start.tensors)):
+            left, right = records.start.tensors.get(group), other.start.tensors.get(group)
+            if left == right:
+                continue
+            place, a, b = _first_unequal(left or (), right or ())
+            return failed(
+                NAME,
+                "diverged",
+                f"the runs digest different tensors: on rank {rank} tensor {place} of {group} "
+                f"is {a or 'absent'} in the reference and {b or 'absent'} in the other run "
+                f"({len(left or ())} against {len(right or ())} tensors)",
+                Difference(
+                    step=0, rank=rank, quantity=f"tensors.{group}", tensor=a or b,
+                    reference=a, candidate=b,
+                ),
+            )  # fmt: skip
+    return None
+
+
+def _first_unequal(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[int, str, str]:
+    for place in range(max(len(left), len(right))):
+        a = left[place] if place < len(left) else ""
+        b = right[place] if place < len(right) else ""
+        if a != b:
+            return place, a, b
+    return 0, "", ""
+
+
+def _tensor_order(starts: dict[int, StartRecord]) -> dict[tuple[str, str], int]:
+    """Place of each (group, tensor), over all ranks: ranks may hold different tensors."""
+    names = dict.fromkeys(
+        (group, name)
+        for _, start in sorted(starts.items())
+        for group in DIGEST_GROUPS
+        for name in start.tensors.get(group, ())
+    )
+    return {name: place for place, name in enumerate(names)}
+
+
+def _places(
+    ours: StepRecord,
+    theirs: StepRecord,
+    start: StartRecord,
+    order: dict[tuple[str, str], int],
+) -> list[_Place]:
+    places = []
+    known = (group for group in DIGEST_GROUPS)
+    for index, group in enumerate(dict.fromkeys((*known, *ours.digests, *theirs.digests))):
+        left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
+        if left == right:
+            continue
+        names = start.tensors.get(group, ())
+        for place in range(max(len(left), len(right)) // DIGEST_HEX_CHARS + 1):
+            window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)
+            if left[window] == right[window]:
+                continue
+            # A digest longer than its list of names belongs to an incomplete run; still say where.
+            name = names[place] if place < len(names) else f"#{place}"
+            places.append(
+                _Place(
+                    order=(index, order.get((group, name), 1 << 30), ours.rank),
+                    group=group, tensor=name, rank=ours.rank,
+                    reference=left[window] or "missing", candidate=right[window] or "missing",
+                )
+            )  # fmt: skip
+    return places

@@ -1,0 +1,205 @@
+"""A run that is not whole is told apart from one that is, and by its own name."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checks.complete import find_flaw
+from harness.records import ErrorRecord, RankExit, StartRecord
+
+
+def test_whole_run_has_no_flaw(lab: Any) -> None:
+    """A run with every rank, step, digest and exit code 0 is whole."""
+    assert find_flaw(lab.run(lab.spec())) is None
+
+
+@pytest.mark.parametrize("what", ["hang", "oom", "illegal_access", "crashed", "stale_address"])
+def test_engine_outcome_is_the_flaw(lab: Any, edit: Any, what: str) -> None:
+    """What the engine saw comes first, in its own words and with its culprit."""
+    run = edit.outcome(lab.run(lab.spec()), what=what, message="it went wrong", culprit_rank=1)
+    flaw = find_flaw(run)
+    assert flaw is not None
+    assert (flaw.what, flaw.message, flaw.rank) == (what, "it went wrong", 1)
+
+
+def test_outcome_of_another_run(lab: Any, edit: Any) -> None:
+    """An outcome with another run's key is never taken for this run's."""
+    flaw = find_flaw(edit.outcome(lab.run(lab.spec()), key="w2-eager-r0-000000000000"))
+    assert flaw is not None
+    assert flaw.what == "corrupt_record"
+
+
+def test_missing_step_is_named(lab: Any, edit: Any) -> None:
+    """A step that one rank did not record is `missing_step` with rank and step."""
+    run = lab.run(lab.spec())
+    steps = tuple(record for record in run.ranks[1].steps if record.step != 2)
+    flaw = find_flaw(edit.rank(run, 1, steps=steps))
+    assert flaw is not None
+    assert (flaw.what, flaw.rank, flaw.step) == ("missing_step", 1, 2)
+
+
+def test_missing_rank_is_named(lab: Any, edit: Any) -> None:
+    """A rank without records is `missing_rank`, whether its file is absent or empty."""
+    run = lab.run(lab.spec())
+    absent = dataclasses.replace(run, ranks=run.ranks[:1])
+    empty = edit.rank(run, 1, start=None, steps=(), end=None)
+    for broken in (absent, empty):
+        flaw = find_flaw(broken)
+        assert flaw is not None
+        assert (flaw.what, flaw.rank) == ("missing_rank", 1)
+
+
+def test_empty_run(lab: Any, edit: Any) -> None:
+    """A run in which no rank recorded a step is `empty_run`, even with start and end."""
+    run = lab.run(lab.spec())
+    for rank in (0, 1):
+        run = edit.rank(run, rank, steps=())
+    flaw = find_flaw(run)
+    assert flaw is not None
+    assert flaw.what == "empty_run"
+    assert getattr(find_flaw(dataclasses.replace(run, ranks=())), "what", "") == "empty_run"
+
+
+@pytest.mark.parametrize("group", ["grads", "weights", "optim"])
+def test_empty_digest_proves_nothing(lab: Any, edit: Any, group: str) -> None:
+    """A rank that digests no tensor of a group is not whole, although its lengths agree."""
+    run = lab.run(lab.spec())
+    start = run.ranks[0].start
+    tensors = start.tensors | {group: ()}
+    run = edit.rank(run, 0, start=dataclasses.replace(start, tensors=tensors))
+    for step, record in enumerate(run.ranks[0].steps):
+        run = edit.step(run, 0, step, digests=record.digests | {group: ""})
+    flaw = find_flaw(run)
+    assert flaw is not None
+    assert (flaw.what, flaw.rank) == ("empty_run", 0)
+
+
+def test_empty_rng_is_allowed(lab: Any, edit: Any) -> None:
+    """A rank without random state is still whole."""
+    run = lab.run(lab.spec())
+    tensors = run.ranks[0].start.tensors | {"rng": ()}
+    run = edit.rank(run, 0, start=dataclasses.replace(run.ranks[0].start, tensors=tensors))
+    for step, record in enumerate(run.ranks[0].steps):
+        run = edit.step(run, 0, step, digests=record.digests | {"rng": ""})
+    assert find_flaw(run) is None
+
+
+def test_record_after_end(lab: Any, edit: Any) -> None:
+    """A line after the end, a step past the last, and an error beside an end are named so."""
+    run = lab.run(lab.spec())
+    more = (*run.ranks[0].steps, lab.step(0, 4))
+    error = ErrorRecord(rank=0, step=3, what="crashed", type="E", message="m", traceback="")
+    for broken in (
+        edit.rank(run, 0, problems=("line 7: step record after end",)),
+        edit.rank(run, 0, steps=more),
+        edit.rank(run, 0, error=error),
+    ):
+        flaw = find_flaw(broken)
+        assert flaw is not None
+        assert (flaw.what, flaw.rank) == ("record_after_end", 0)
+
+
+def test_error_record_with_clean_exit(lab: Any, edit: Any) -> None:
+    """An error record is believed although every process exited with 0."""
+    run = lab.run(lab.spec())
+    error = ErrorRecord(rank=1, step=3, what="oom", type="E", message="no room", traceback="")
+    flaw = find_flaw(edit.rank(run, 1, error=error, end=None))
+    assert flaw is not None
+    assert (flaw.what, flaw.rank, flaw.step) == ("oom", 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("exits", "what"),
+    [
+        (((0, 0), (1, 3)), "crashed"),
+        (((0, 0), (1, -9)), "killed"),
+        (((0, 0), (1, None)), "missing_rank"),
+        (((0, 0),), "missing_rank"),
+        ((), "missing_rank"),
+        (((0, 0), (1, 0), (1, 0)), "corrupt_record"),
+        (((0, 0), (1, 0), (2, 0)), "corrupt_record"),
+    ],
+)
+def test_exit_states(lab: Any, edit: Any, exits: tuple[Any, ...], what: str) -> None:
+    """Whole records do not excuse a process that did not exit with 0."""
+    ranks = tuple(RankExit(rank=rank, code=code) for rank, code in exits)
+    flaw = find_flaw(edit.outcome(lab.run(lab.spec()), ranks=ranks))
+    assert flaw is not None
+    assert flaw.what == what
+
+
+def _start(run: Any, **changes: Any) -> StartRecord:
+    return dataclasses.replace(run.ranks[0].start, **changes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "problem", "no start", "schema", "start rank", "world size", "groups", "no end",
+        "end steps", "end rank", "repeated step", "swapped steps", "step rank", "microbatches",
+        "digest group", "digest length", "digest odd", "digest text", "extra rank", "twin rank",
+        "config steps", "config microbatches",
+    ],
+)  # fmt: skip
+def test_malformed_records_are_corrupt(lab: Any, edit: Any, case: str) -> None:
+    """Every malformed record is `corrupt_record`, never an exception and never whole."""
+    run = lab.run(lab.spec())
+    r0 = run.ranks[0]
+    s = r0.steps
+    d = s[1].digests
+    config = run.spec.config
+    broken = {
+        "problem": lambda: edit.rank(run, 0, problems=("line 3: not JSON",)),
+        "no start": lambda: edit.rank(run, 0, start=None),
+        "schema": lambda: edit.rank(run, 0, start=_start(run, schema=99)),
+        "start rank": lambda: edit.rank(run, 0, start=_start(run, rank=1)),
+        "world size": lambda: edit.rank(run, 0, start=_start(run, world_size=3)),
+        "groups": lambda: edit.rank(run, 0, start=_start(run, tensors={"grads": ("a",)})),
+        "no end": lambda: edit.rank(run, 0, end=None),
+        "end steps": lambda: edit.rank(run, 0, end=dataclasses.replace(r0.end, steps=3)),
+        "end rank": lambda: edit.rank(run, 0, end=dataclasses.replace(r0.end, rank=1)),
+        "repeated step": lambda: edit.rank(run, 0, steps=(*s[:2], s[1], *s[2:])),
+        "swapped steps": lambda: edit.rank(run, 0, steps=(s[1], s[0], *s[2:])),
+        "step rank": lambda: edit.step(run, 0, 1, rank=1),
+        "microbatches": lambda: edit.step(run, 0, 1, microbatch_losses=()),
+        "digest group": lambda: edit.step(run, 0, 1, digests={"grads": d["grads"]}),
+        "digest length": lambda: edit.step(run, 0, 1, digests=d | {"optim": d["optim"][:32]}),
+        "digest odd": lambda: edit.step(run, 0, 1, digests=d | {"grads": d["grads"][:-1]}),
+        "digest text": lambda: edit.step(run, 0, 1, digests=d | {"rng": "Z" * 32}),
+        "extra rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(2))),
+        "twin rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(0))),
+        "config steps": lambda: _reconfigured(run, edit, config | {"steps": None}),
+        "config microbatches": lambda: _reconfigured(run, edit, config | {"microbatches": True}),
+    }[case]()
+    flaw = find_flaw(broken)
+    assert flaw is not None
+    assert flaw.what == "corrupt_record"
+
+
+def _reconfigured(run: Any, edit: Any, config: dict[str, Any]) -> Any:
+    spec = dataclasses.replace(run.spec, config=config)
+    return edit.outcome(dataclasses.replace(run, spec=spec), key=spec.key)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_removing_any_record_is_detected(lab: Any, edit: Any, data: st.DataObject) -> None:
+    """Without any one start, step or end record of any rank, a run is not whole."""
+    run = lab.run(lab.spec())
+    rank = data.draw(st.integers(0, lab.world_size - 1))
+    place = data.draw(st.integers(-2, lab.steps - 1))
+    if place == -2:
+        broken = edit.rank(run, rank, start=None)
+    elif place == -1:
+        broken = edit.rank(run, rank, end=None)
+    else:
+        steps = run.ranks[rank].steps
+        broken = edit.rank(run, rank, steps=steps[:place] + steps[place + 1 :])
+    flaw = find_flaw(broken)
+    assert flaw is not None
+    assert flaw.rank == rank
+    if place >= 0:
+        assert (flaw.what, flaw.step) == ("missing_step", place)

@@ -1,0 +1,65 @@
+"""Legs that ran in different environments are told apart, by key."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from harness.checks import environment
+
+
+def moved(run: Any, edit: Any, rank: int, values: dict[str, Any]) -> Any:
+    start = dataclasses.replace(run.ranks[rank].start, environment=values)
+    return edit.rank(run, rank, start=start)
+
+
+def test_host_facts_beside_the_fingerprint_do_not_matter(lab: Any, edit: Any) -> None:
+    """Only the fingerprint is compared where there is one."""
+    reference, _, candidate = lab.legs()
+    values = candidate.ranks[0].start.environment | {"host": "b", "pid": 7}
+    answer = environment.check(reference, moved(candidate, edit, 0, values), "candidate")
+    assert answer.outcome == "passed"
+    assert answer.check == "environment:candidate"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"torch": "2.13", "threads": 1},
+        {"threads": 1},
+        {"torch": "2.12", "threads": 1, "gpu": None},
+        {"torch": "2.12", "threads": 1.0},
+        {"torch": "2.12", "threads": True},
+    ],
+)
+def test_any_key_makes_it_incomparable(lab: Any, edit: Any, values: dict[str, Any]) -> None:
+    """Another value, a lost key, a new key and another type each count, on any rank."""
+    reference, _, candidate = lab.legs()
+    moved_run = moved(candidate, edit, 1, {"fingerprint": values})
+    answer = environment.check(reference, moved_run, "candidate")
+    assert (answer.outcome, answer.what) == ("incomparable", "different_environment")
+    assert answer.difference is not None
+    assert answer.difference.rank == 1
+    assert answer.difference.quantity.removeprefix("environment.") in answer.message
+
+
+def test_order_of_keys_does_not_matter(lab: Any, edit: Any) -> None:
+    """Equal mappings written in another order are the same environment, nested ones too."""
+    reference, _, candidate = lab.legs()
+    for run, inner in ((0, {"a": 1, "b": 2}), (1, {"b": 2, "a": 1})):
+        target = (reference, candidate)[run]
+        edited = moved(target, edit, 0, {"fingerprint": {"flags": inner}})
+        reference, candidate = (edited, candidate) if run == 0 else (reference, edited)
+    assert environment.check(reference, candidate, "candidate").outcome == "passed"
+
+
+def test_malformed_environment(lab: Any, edit: Any) -> None:
+    """Without a fingerprint mapping the whole environment is compared; long values are cut."""
+    reference, _, candidate = lab.legs()
+    left = moved(reference, edit, 0, {"fingerprint": "x" * 500})
+    right = moved(candidate, edit, 0, {"fingerprint": "y" * 500})
+    answer = environment.check(left, right, "candidate")
+    assert answer.outcome == "incomparable"
+    assert len(answer.message) < 400
+    headless = edit.rank(candidate, 0, start=None)
+    assert environment.check(reference, headless, "candidate").outcome == "passed"

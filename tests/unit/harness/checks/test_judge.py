@@ -1,0 +1,190 @@
+"""The verdict of a case: who is blamed, for what, and that nothing passes by default."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checks import CHECKS, exit_code, judge
+from harness.records import OUTCOMES, FloatBits, Verdict
+
+NAN = FloatBits.from_bits(0x7FC00000)
+RELAXED = settings(max_examples=40, deadline=None) -> None:
+    """No right program fails, whatever its steps, ranks and microbatches."""
+    lab = make_lab(steps, world_size, microbatches)
+    assert judge(lab.case(), *lab.legs()).outcome == "passed"
+
+
+@pytest.mark.parametrize("what", ["hang", "oom", "illegal_access", "crashed", "killed"])
+def test_crash_is_named_on_the_candidate(lab: Any, edit: Any, what: str) -> None:
+    """A candidate that did not finish fails with what happened to it."""
+    reference, control, candidate = lab.legs()
+    verdict = judge(lab.case(), reference, control, crash(candidate, edit, what))
+    assert (verdict.outcome, verdict.what) == ("failed", what)
+    assert "candidate" in verdict.message
+    kept = {r.check: r.outcome for r in verdict.checks}
+    assert kept["loss"] == "skipped"
+
+
+@pytest.mark.parametrize("leg", ["reference", "control"])
+def test_other_legs_are_never_the_candidates_fault(lab: Any, edit: Any, leg: str) -> None:
+    """A reference or control that did not finish is an error naming the leg, crash or not."""
+    runs = dict(zip(("reference", "control", "candidate"), lab.legs(), strict=True))
+    runs[leg] = crash(runs[leg], edit)
+    for candidate in (runs["candidate"], crash(runs["candidate"], edit, "oom")):
+        verdict = judge(lab.case(), runs["reference"], runs["control"], candidate)
+        assert (verdict.outcome, verdict.what) == ("error", "hang")
+        assert leg in verdict.message
+
+
+@pytest.mark.parametrize("what", ["interrupted", "not_run", "unsupported"])
+def test_stopped_candidate_has_no_verdict(lab: Any, edit: Any, what: str) -> None:
+    """A candidate that was stopped or never started is an error, not a failure."""
+    reference, control, candidate = lab.legs()
+    verdict = judge(lab.case(), reference, control, crash(candidate, edit, what))
+    assert (verdict.outcome, verdict.what) == ("error", what)
+
+
+def test_nondeterministic_reference(lab: Any, edit: Any) -> None:
+    """A reference that differs from its control is incomparable, and the place is given."""
+    reference, control, candidate = lab.legs()
+    for broken in (ulp(control, edit, 1, 2), edit.digest(control, 1, 2, "optim", 7)):
+        verdict = judge(lab.case(), reference, broken, candidate)
+        assert (verdict.outcome, verdict.what) == ("incomparable", "nondeterministic_reference")
+        assert verdict.difference is not None
+        assert (verdict.difference.step, verdict.difference.rank) == (2, 1)
+        crashed = judge(lab.case(), reference, broken, crash(candidate, edit))
+        assert crashed.what == "nondeterministic_reference"
+
+
+def test_different_environment(lab: Any, edit: Any) -> None:
+    """Legs of different environments are incomparable, even where their bits differ."""
+    reference, control, candidate = lab.legs()
+    start = dataclasses.replace(candidate.ranks[0].start, environment={"torch": "2.13"})
+    moved = ulp(edit.rank(candidate, 0, start=start), edit, 0, 1)
+    verdict = judge(lab.case(), reference, control, moved)
+    assert (verdict.outcome, verdict.what) == ("incomparable", "different_environment")
+    assert judge(lab.case(), reference, control, crash(moved, edit)).what == "hang"
+
+
+def test_most_explanatory_failure_is_told(lab: Any, edit: Any) -> None:
+    """Missing records, then non-finite, then the earliest difference, then memory."""
+    reference, control, candidate = lab.legs()
+    case = lab.case(checks=lab.case().checks | {"peak_memory": {"max_ratio": 0.5}})
+    verdict = judge(case, reference, control, candidate)
+    assert verdict.what == "memory_regression"
+    candidate = edit.digest(candidate, 0, 3, "weights", 0)
+    verdict = judge(case, reference, control, candidate)
+    assert verdict.difference is not None
+    assert (verdict.difference.quantity, verdict.difference.step) == ("weights", 3)
+    candidate = ulp(candidate, edit, 1, 2)
+    verdict = judge(case, reference, control, candidate)
+    assert verdict.difference is not None
+    assert (verdict.difference.quantity, verdict.difference.step) == ("loss", 2)
+    assert "also failed: state, peak_memory" in verdict.message
+    candidate = edit.step(candidate, 1, 3, grad_norm=NAN)
+    assert judge(case, reference, control, candidate).what == "nonfinite"
+    steps = candidate.ranks[0].steps[:-1]
+    verdict = judge(case, reference, control, edit.rank(candidate, 0, steps=steps))
+    assert (verdict.what, verdict.outcome) == ("missing_step", "failed")
+    assert "finite" in verdict.message
+
+
+def test_named_tensor_wins_a_tie(lab: Any, edit: Any) -> None:
+    """Where loss and state first differ in the same step the tensor is told."""
+    reference, control, candidate = lab.legs()
+    candidate = ulp(edit.digest(candidate, 1, 2, "weights", 0), edit, 0, 2)
+    verdict = judge(lab.case(), reference, control, candidate)
+    assert verdict.difference is not None
+    assert verdict.difference.tensor == "embed.weight"
+
+
+def test_nothing_passes_unasked(lab: Any) -> None:
+    """No checks, an unknown check or a check without a limit give no verdict."""
+    for checks in ({}, {"los": {}}, {"loss": {}, "peak_memory": {}}, {"loss": {"rtol": 1}}):
+        verdict = judge(lab.case(checks=checks), *lab.legs())
+        assert verdict.outcome == "error"
+
+
+def test_a_failure_outranks_a_check_without_answer(lab: Any, edit: Any) -> None:
+    """A difference is reported as a failure although another check could not answer."""
+    reference, control, candidate = lab.legs()
+    case = lab.case(checks={"los": {}, "loss": {}})
+    assert judge(case, reference, control, ulp(candidate, edit, 0, 1)).outcome == "failed"
+
+
+def test_skip_reason_is_passed_on(lab: Any, edit: Any) -> None:
+    """A case that was skipped stays skipped, with its reason."""
+    verdict = judge(lab.case(skip_reason="needs 8 GPUs"), *lab.legs())
+    assert (verdict.outcome, verdict.message) == ("skipped", "needs 8 GPUs")
+
+
+def test_vacuous_plans_are_refused(lab: Any) -> None:
+    """A control or candidate that is the reference itself, or stray records, prove nothing."""
+    case, (reference, control, candidate) = lab.case(), lab.legs()
+    for broken, runs in (
+        (dataclasses.replace(case, control=case.reference), (reference, reference, candidate)),
+        (dataclasses.replace(case, candidate=case.reference), (reference, control, reference)),
+        (case, (reference, control, control)),
+        (case, (candidate, control, candidate)),
+        (dataclasses.replace(case, control=case.candidate), (reference, candidate, candidate)),
+    ):
+        verdict = judge(broken, *runs)
+        assert verdict.outcome == "error"
+
+
+def test_layouts_of_different_size_are_not_compared(lab: Any, make_lab: Any) -> None:
+    """Legs with another number of ranks, steps or microbatches have no verdict."""
+    reference, control, _ = lab.legs()
+    for other in (make_lab(world_size=3), make_lab(steps=5), make_lab(microbatches=1)):
+        candidate = other.legs()[2]
+        verdict = judge(
+            dataclasses.replace(lab.case(), candidate=candidate.spec), reference, control, candidate
+        )
+        assert (verdict.outcome, verdict.what) == ("error", "unsupported")
+
+
+@RELAXED
+@given(data=st.data())
+def test_removing_any_record_is_blamed_on_its_leg(lab: Any, edit: Any, data: st.DataObject) -> None:
+    """A lost record is a failure of the candidate, and an error of any other leg."""
+    runs = list(lab.legs())
+    leg = data.draw(st.integers(0, 2))
+    rank = data.draw(st.integers(0, 1))
+    place = data.draw(st.integers(0, lab.steps - 1))
+    steps = runs[leg].ranks[rank].steps
+    runs[leg] = edit.rank(runs[leg], rank, steps=steps[:place] + steps[place + 1 :])
+    verdict = judge(lab.case(), *runs)
+    assert (verdict.outcome, verdict.what) == ("failed" if leg == 2 else "error", "missing_step")
+
+
+def verdict(outcome: Any) -> Verdict:
+    return Verdict(
+        case_id="c", outcome=outcome, what="", message="", checks=(), runs={}, wall_s=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ([], 5),
+        (["skipped"], 5),
+        (["passed"], 0),
+        (["passed", "skipped"], 0),
+        (["passed", "error"], 6),
+        (["skipped", "incomparable"], 6),
+        (["passed", "error", "failed"], 1),
+    ],
+)
+def test_exit_codes(outcomes: list[str], code: int) -> None:
+    """The exit code of a set of verdicts is as the design's table says."""
+    assert exit_code(verdict(outcome) for outcome in outcomes) == code
+
+
+@given(st.lists(st.sampled_from(OUTCOMES)))
+def test_zero_only_if_something_passed_and_nothing_else_went_wrong(outcomes: list[str]) -> None:
+    """Exit code 0 needs a pass and allows only skips beside it."""
+    good = "passed" in outcomes and set(outcomes) <= {"passed", "skipped"}
+    assert (exit_code(verdict(o) for o in outcomes) == 0) == good

@@ -1,0 +1,111 @@
+"""The loss check sees every bit of every loss and norm, and says where it first differs."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checks import loss
+from harness.records import FloatBits
+
+
+def flipped(value: FloatBits, bit: int) -> FloatBits:
+    return FloatBits.from_bits(int(value.bits, 16) ^ (1 << bit))
+
+
+def test_equal_runs_pass(lab: Any) -> None:
+    """Equal bits pass, and the answer says over how many pairs."""
+    reference, _, candidate = lab.legs()
+    answer = loss.check(reference, candidate, {})
+    assert answer.outcome == "passed"
+    assert answer.figures["pairs"] == lab.steps * lab.world_size
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "ulps"),
+    [
+        (0x3F800000, 0x3F800001, 1),
+        (0x00000000, 0x80000000, 0),
+        (0x7FC00000, 0x7FC00001, None),
+        (0x7F800000, 0x7F7FFFFF, None),
+        (0x80000001, 0x00000001, 2),
+    ],
+)
+def test_bits_decide(lab: Any, edit: Any, left: int, right: int, ulps: int | None) -> None:
+    """One ulp, -0.0 for 0.0, another NaN payload and infinity for the largest float all differ."""
+    reference, _, candidate = lab.legs()
+    a, b = FloatBits.from_bits(left), FloatBits.from_bits(right)
+    reference = edit.step(reference, 1, 2, grad_norm=a)
+    answer = loss.check(reference, edit.step(candidate, 1, 2, grad_norm=b), {})
+    assert answer.outcome == "failed"
+    assert answer.difference is not None
+    assert (answer.difference.step, answer.difference.rank) == (2, 1)
+    assert answer.difference.ulps == ulps
+    assert f"0x{a.bits}" in answer.difference.reference
+    assert f"0x{b.bits}" in answer.difference.candidate
+    same = loss.check(reference, edit.step(candidate, 1, 2, grad_norm=a), {})
+    assert same.outcome == "passed"
+
+
+def test_loss_before_norm_then_rank(lab: Any, edit: Any) -> None:
+    """Within a step a loss of a later rank comes before the norm of an earlier one."""
+    reference, _, candidate = lab.legs()
+    step = candidate.ranks[0].steps[2]
+    candidate = edit.step(candidate, 0, 2, grad_norm=flipped(step.grad_norm, 0))
+    candidate = edit.step(candidate, 1, 2, loss=flipped(candidate.ranks[1].steps[2].loss, 0))
+    candidate = edit.step(candidate, 0, 3, loss=flipped(candidate.ranks[0].steps[3].loss, 0))
+    answer = loss.check(reference, candidate, {})
+    assert answer.difference is not None
+    where = answer.difference
+    assert (where.step, where.rank, where.quantity, where.ulps) == (2, 1, "loss", 1)
+    assert "3 of 8 (step, rank) pairs differ, on ranks 0 and 1" in answer.message
+
+
+def test_microbatch_losses_that_cancel(lab: Any, edit: Any) -> None:
+    """Microbatch losses that changed places are seen although their mean is the same."""
+    reference, _, candidate = lab.legs()
+    losses = candidate.ranks[0].steps[1].microbatch_losses
+    candidate = edit.step(candidate, 0, 1, microbatch_losses=losses[::-1])
+    answer = loss.check(reference, candidate, {})
+    assert answer.difference is not None
+    assert answer.difference.quantity == "microbatch_losses[0]"
+
+
+def test_malformed_input(lab: Any, edit: Any) -> None:
+    """Nothing in common, an unknown parameter and a lost microbatch never pass nor raise."""
+    reference, _, candidate = lab.legs()
+    for rank in (0, 1):
+        candidate = edit.rank(candidate, rank, steps=())
+    assert loss.check(reference, candidate, {}).what == "not_run"
+    assert loss.check(reference, reference, {"rtol": 1e-5}).outcome == "error"
+    short = edit.step(reference, 0, 1, microbatch_losses=())
+    for left, right in ((reference, short), (short, reference)):
+        answer = loss.check(left, right, {})
+        assert answer.outcome == "failed"
+        assert answer.difference is not None
+        assert "missing" in (answer.difference.reference, answer.difference.candidate)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found_where_it_is(lab: Any, edit: Any, data: st.DataObject) -> None:
+    """Flipping any bit of any loss or norm fails with exactly that step, rank and quantity."""
+    reference, _, candidate = lab.legs()
+    rank = data.draw(st.integers(0, lab.world_size - 1))
+    step = data.draw(st.integers(0, lab.steps - 1))
+    bit = data.draw(st.integers(0, 31))
+    quantity = data.draw(st.sampled_from(["loss", "grad_norm", 0, 1]))
+    record = candidate.ranks[rank].steps[step]
+    if isinstance(quantity, int):
+        losses = list(record.microbatch_losses)
+        losses[quantity] = flipped(losses[quantity], bit)
+        changes: dict[str, Any] = {"microbatch_losses": tuple(losses)}
+        name = f"microbatch_losses[{quantity}]"
+    else:
+        changes, name = {quantity: flipped(getattr(record, quantity), bit)}, quantity
+    answer = loss.check(reference, edit.step(candidate, rank, step, **changes), {})
+    assert answer.outcome == "failed"
+    where = answer.difference
+    assert where is not None
+    assert (where.step, where.rank, where.quantity) == (step, rank, name)

@@ -1,0 +1,99 @@
+"""The state check names the first tensor whose digest differs, on any rank."""
+
+import dataclasses
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checks import state
+from harness.records import DIGEST_GROUPS
+
+
+def test_equal_runs_pass(lab: Any) -> None:
+    """Equal digests pass, and the answer says how many were compared."""
+    reference, _, candidate = lab.legs()
+    answer = state.check(reference, candidate, {})
+    assert answer.outcome == "passed"
+    assert answer.figures["digests"] == 7 * lab.steps * lab.world_size
+
+
+def test_order_is_step_group_tensor_rank(lab: Any, edit: Any) -> None:
+    """The first difference is by step, then group, then tensor, and only then by rank."""
+    reference, _, candidate = lab.legs()
+    for rank, step, group, bit in ((0, 3, "grads", 0), (0, 2, "weights", 0), (0, 2, "grads", 200)):
+        candidate = edit.digest(candidate, rank, step, group, bit)
+    candidate = edit.digest(candidate, 1, 2, "grads", 5)
+    answer = state.check(reference, candidate, {})
+    where = answer.difference
+    assert where is not None
+    assert (where.step, where.rank, where.quantity, where.tensor) == (2, 1, "grads", "embed.weight")
+    assert "3 tensors on ranks 0 and 1 differ" in answer.message
+    assert answer.figures["differing_pairs"] == 3
+
+
+def test_other_tensor_names_fail(lab: Any, edit: Any) -> None:
+    """Equal digests of differently named, ordered or counted tensors do not pass."""
+    reference, _, candidate = lab.legs()
+    start = candidate.ranks[1].start
+    names = start.tensors["weights"]
+    for other in (names[::-1], names[:1], (*names, "extra"), ("embed.weight", "tail.weight")):
+        tensors = start.tensors | {"weights": other}
+        broken = edit.rank(candidate, 1, start=dataclasses.replace(start, tensors=tensors))
+        for left, right in ((reference, broken), (broken, reference)):
+            answer = state.check(left, right, {})
+            assert answer.outcome == "failed"
+            assert answer.difference is not None
+            assert answer.difference.rank == 1
+            assert "different tensors" in answer.message
+
+
+def test_exchanged_shards_are_seen(lab: Any, edit: Any) -> None:
+    """Two ranks whose digests are exchanged differ on both."""
+    reference, _, candidate = lab.legs()
+    left, right = candidate.ranks[0].steps[1].digests, candidate.ranks[1].steps[1].digests
+    candidate = edit.step(edit.step(candidate, 0, 1, digests=right), 1, 1, digests=left)
+    answer = state.check(reference, candidate, {})
+    assert answer.outcome == "failed"
+    assert answer.figures["differing_ranks"] == 2
+
+
+def test_malformed_input(lab: Any, edit: Any) -> None:
+    """Odd lengths, lost groups, no digests at all and parameters never pass and never raise."""
+    reference, _, candidate = lab.legs()
+    digests = candidate.ranks[0].steps[1].digests
+    for changed in (
+        digests | {"grads": digests["grads"][:-3]},
+        digests | {"grads": digests["grads"] + "ab"},
+        {"grads": digests["grads"]},
+        {},
+        digests | {"novel": "00" * 16},
+    ):
+        answer = state.check(reference, edit.step(candidate, 0, 1, digests=changed), {})
+        assert answer.outcome == "failed"
+        assert answer.difference is not None
+        assert (answer.difference.step, answer.difference.rank) == (1, 0)
+    assert state.check(reference, candidate, {"groups": ["grads"]}).outcome == "error"
+    empty = edit.rank(edit.rank(candidate, 0, steps=()), 1, steps=())
+    assert state.check(reference, empty, {}).what == "not_run"
+    nameless = edit.rank(edit.rank(reference, 0, start=None), 1, start=None)
+    assert state.check(nameless, candidate, {}).what == "not_run"
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_is_found_where_it_is(lab: Any, edit: Any, data: st.DataObject) -> None:
+    """Flipping any bit of any digest fails with exactly that step, rank, group and tensor."""
+    reference, _, candidate = lab.legs()
+    rank = data.draw(st.integers(0, lab.world_size - 1))
+    step = data.draw(st.integers(0, lab.steps - 1))
+    group = data.draw(st.sampled_from(DIGEST_GROUPS))
+    names = reference.ranks[rank].start.tensors[group]
+    bit = data.draw(st.integers(0, 128 * len(names) - 1))
+    answer = state.check(reference, edit.digest(candidate, rank, step, group, bit), {})
+    assert answer.outcome == "failed"
+    where = answer.difference
+    assert where is not None
+    found = (where.step, where.rank, where.quantity, where.tensor)
+    assert found == (step, rank, group, names[bit // 128])
+    assert answer.figures["differing_tensors"] == 1
