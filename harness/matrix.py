@@ -1,0 +1,260 @@
+"""From a scenario to its cases: axes multiply, exclude removes, include extends or adds.
+
+The rules, in the order in which they apply:
+
+1. The product of all axes is taken. The combinations whose compared axis has its reference value
+   are not cases: each is the reference leg of its neighbours.
+2. An `exclude` entry names some axes, each with one of its values, and removes every case that has
+   all of them. An entry that removes no case of the product is an error.
+3. An `include` entry names axes and any other settings. If some of the cases left agree with every
+   axis value that it names (all agree if it names none), it extends these with its other settings,
+   in both legs; a later entry wins over an earlier one. If no case agrees, it adds one case of
+   exactly its settings over `base`, which needs a value of the compared axis that is not the
+   reference. Values that are not on the axis are allowed here. Entries see the cases of the
+   product only, not those that other entries added. An entry that changes nothing is an error.
+
+Each case then has three runs: the candidate; the reference, with the compared axis at its reference
+value and nothing else changed; and the control, which is the reference again. A planted fault goes
+into the legs that it names; the other legs get its counterpart, if the catalogue gives it one.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from harness.case_id import label, unique_ids
+from harness.decode import dotted
+from harness.errors import NothingSelected
+from harness.faults.catalogue import CATALOGUE
+from harness.records import CaseSpec, PlantSpec, RunSpec
+from harness.schema import Choice, Rule, Scenario
+from harness.settings import Leg, build_leg, overlay, plain_config
+
+MAX_COMBINATIONS = 50_000
+Device = Literal["cpu", "cuda"]
+Assignment = dict[str, Choice]
+_Match = tuple[tuple[str, tuple[tuple[str, object], ...]], ...]
+
+
+def expand(scenario: Scenario, device: Device) -> tuple[CaseSpec, ...]:
+    """The cases of a scenario for one kind of device, in the order of the file.
+
+    Raises:
+        ScenarioError: a combination breaks a rule of the configuration, an exclude or include
+            entry does nothing, two cases are the same, or there are too many.
+        NothingSelected: no case is left.
+    """
+    assignments = _include(scenario, _exclude(scenario, _product(scenario)))
+    if not assignments:
+        raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
+    ids = unique_ids(assignments, last=scenario.compare.axis)
+    maker = _Maker(scenario, device)
+    return tuple(maker.case(name, held) for name, held in zip(ids, assignments, strict=True))
+
+
+def _product(scenario: Scenario) -> list[Assignment]:
+    count = math.prod(len(axis.choices) for axis in scenario.axes)
+    if count > MAX_COMBINATIONS:
+        lengths = " x ".join(f"{axis.name} {len(axis.choices)}" for axis in scenario.axes)
+        raise scenario.axes[0].origin.error(
+            "axes",
+            expected=f"at most {MAX_COMBINATIONS:,} combinations",
+            got=f"{lengths} = {count:,}",
+        )
+    names = [axis.name for axis in scenario.axes]
+    reference = scenario.compare.reference.leaves
+    columns = [
+        [c for c in axis.choices if axis.name != scenario.compare.axis or c.leaves != reference]
+        for axis in scenario.axes
+    ]
+    return [dict(zip(names, row, strict=True)) for row in itertools.product(*columns)]
+
+
+def _identity(choice: Choice) -> tuple[tuple[str, object], ...]:
+    return tuple(sorted(choice.leaves.items()))
+
+
+class _Index:
+    """Finds the cases that agree with a rule's axis values, without asking each case each time."""
+
+    def __init__(self, assignments: list[Assignment]) -> None:
+        self.assignments = assignments
+        self.identities: dict[int, tuple[tuple[str, object], ...]] = {}
+        self.by_names: dict[tuple[str, ...], dict[_Match, list[int]]] = {}
+
+    def matches(self, wanted: Mapping[str, Choice]) -> list[int]:
+        """Positions of the cases that have every wanted choice."""
+        names = tuple(sorted(wanted))
+        if names not in self.by_names:
+            groups: dict[_Match, list[int]] = {}
+            for position, held in enumerate(self.assignments):
+                groups.setdefault(self._match(held, names), []).append(position)
+            self.by_names[names] = groups
+        return self.by_names[names].get(self._match(wanted, names), [])
+
+    def _match(self, held: Mapping[str, Choice], names: tuple[str, ...]) -> _Match:
+        return tuple((name, self._known(held[name])) for name in names)
+
+    def _known(self, choice: Choice) -> tuple[tuple[str, object], ...]:
+        if id(choice) not in self.identities:
+            self.identities[id(choice)] = _identity(choice)
+        return self.identities[id(choice)]
+
+
+def _exclude(scenario: Scenario, assignments: list[Assignment]) -> list[Assignment]:
+    index = _Index(assignments)
+    removed: set[int] = set()
+    for rule in scenario.exclude:
+        matched = index.matches(rule.choices)
+        if not matched:
+            raise rule.origin.error(
+                "exclude",
+                expected="an entry that removes a case",
+                got=f"{_words(rule)}, which matches none (the reference leg is no case)",
+            )
+        removed.update(matched)
+    return [held for position, held in enumerate(assignments) if position not in removed]
+
+
+def _include(scenario: Scenario, assignments: list[Assignment]) -> list[Assignment]:
+    index = _Index(assignments)
+    extended = [dict(held) for held in assignments]
+    added: list[Assignment] = []
+    for rule in scenario.include:
+        on_axes = {key: c for key, c in rule.choices.items() if scenario.axis(key) is not None}
+        others = {key: c for key, c in rule.choices.items() if key not in on_axes}
+        matched = index.matches(on_axes)
+        if not matched:
+            added.append(_added(scenario, rule))
+            continue
+        if not others:
+            raise rule.origin.error(
+                "include",
+                expected="an entry that extends or adds a case",
+                got=f"{_words(rule)}, a case that the axes already give",
+            )
+        for position in matched:
+            _extend(extended[position], others, rule)
+    return extended + added
+
+
+def _extend(held: Assignment, others: Mapping[str, Choice], rule: Rule) -> None:
+    for key, choice in others.items():
+        for other, earlier in held.items():
+            if other != key and (shared := set(earlier.leaves) & set(choice.leaves)):
+                raise rule.origin.error(
+                    dotted("include", key),
+                    expected="one name for a setting",
+                    got=f"{min(shared)}, which an earlier entry sets as {other}",
+                )
+        held[key] = choice
+
+
+def _added(scenario: Scenario, rule: Rule) -> Assignment:
+    axis = scenario.compare.axis
+    choice = rule.choices.get(axis)
+    if choice is None or choice.leaves == scenario.compare.reference.leaves:
+        got = "nothing" if choice is None else "the reference, which is no case by itself"
+        raise (rule.origin if choice is None else choice.origin).error(
+            dotted("include", axis),
+            expected="a value to compare with the reference, since no case fits to be extended",
+            got=got,
+        )
+    return dict(rule.choices)
+
+
+def _words(rule: Rule) -> str:
+    return ", ".join(f"{key}: {label(choice)}" for key, choice in rule.choices.items())
+
+
+@dataclass
+class _Maker:
+    """Builds cases; legs and runs that cases share are built once."""
+
+    scenario: Scenario
+    device: Device
+    legs: dict[tuple[tuple[str, int], ...], Leg] = field(default_factory=dict)
+    runs: dict[tuple[int, str], RunSpec] = field(default_factory=dict)
+    seen: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def case(self, name: str, held: Assignment) -> CaseSpec:
+        compare = self.scenario.compare
+        candidate = self._leg(held)
+        reference = self._leg({**held, compare.axis: compare.reference})
+        self._check_pair(name, held, candidate, reference)
+        return CaseSpec(
+            id=name,
+            scenario=self.scenario.name,
+            labels={key: label(choice) for key, choice in held.items()},
+            reference=self._run(reference, "reference"),
+            control=self._run(reference, "control"),
+            candidate=self._run(candidate, "candidate"),
+            expect=compare.expect,
+            checks=self.scenario.checks,
+        )
+
+    def _leg(self, held: Mapping[str, Choice]) -> Leg:
+        # Choices live as long as the scenario, so their addresses name them.
+        key = tuple((name, id(choice)) for name, choice in held.items())
+        if key not in self.legs:
+            layers = (choice.settings for choice in held.values())
+            settings = overlay(self.scenario.base, *layers)
+            self.legs[key] = build_leg(settings, self.scenario.compare.origin)
+        return self.legs[key]
+
+    def _run(self, leg: Leg, role: Literal["reference", "control", "candidate"]) -> RunSpec:
+        key = (id(leg), role)
+        if key not in self.runs:
+            self.runs[key] = RunSpec(
+                config=plain_config(leg.config),
+                device=self.device,
+                world_size=leg.config.parallel.world_size,
+                timeout_s=self.scenario.launch.timeout_s,
+                replica=1 if role == "control" else 0,
+                plant=_planted(leg, role),
+            )
+        return self.runs[key]
+
+    def _check_pair(self, name: str, held: Assignment, candidate: Leg, reference: Leg) -> None:
+        axis = self.scenario.compare.axis
+        where, key = held[axis].origin, dotted("axes", axis)
+        pair = (
+            candidate.config, _planted(candidate, "candidate"),
+            reference.config, _planted(reference, "reference"),
+        )  # fmt: skip
+        if pair[:2] == pair[2:]:
+            raise where.error(
+                key, expected="a value that changes the run", got=f"{label(held[axis])}, "
+                "which leaves candidate and reference alike"
+            )  # fmt: skip
+        for what, mine, theirs in _pairing(candidate, reference):
+            if mine != theirs:
+                raise where.error(
+                    key,
+                    expected=f"the reference's {what}, {theirs}, to compare one to one",
+                    got=f"{mine}",
+                )
+        if pair in self.seen:
+            raise where.error(
+                key, expected="each case once", got=f"{name}, the same runs as {self.seen[pair]}"
+            )
+        self.seen[pair] = name
+
+
+def _pairing(candidate: Leg, reference: Leg) -> Iterator[tuple[str, int, int]]:
+    """What must be equal for records of the legs to have a partner each."""
+    mine, theirs = candidate.config, reference.config
+    yield "world size", mine.parallel.world_size, theirs.parallel.world_size
+    yield "number of steps", mine.steps, theirs.steps
+    yield "number of microbatches", mine.microbatches, theirs.microbatches
+
+
+def _planted(leg: Leg, role: str) -> PlantSpec | None:
+    plant = leg.plant
+    if plant is None or role in plant.legs:
+        return plant
+    counterpart = CATALOGUE[plant.fault].counterpart
+    return dataclasses.replace(plant, fault=counterpart) if counterpart else None
