@@ -113,10 +113,11 @@ def _rank_flaw(records: RankRecords, world_size: int, steps: int, microbatches: 
 
 def _lines_flaw(records: RankRecords) -> Flaw | None:
     rank = records.rank
-    for problem in records.problems:
-        after = AFTER_END in problem
+    # A line after the end may be out of sequence too; what it says of itself comes first.
+    after_end = [problem for problem in records.problems if problem.endswith(AFTER_END)]
+    for problem in (*after_end, *records.problems):
         return Flaw(
-            what="record_after_end" if after else "corrupt_record",
+            what="record_after_end" if after_end else "corrupt_record",
             message=f"rank {rank}: {problem}",
             rank=rank,
         )

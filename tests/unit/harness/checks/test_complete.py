@@ -93,7 +93,7 @@ def test_record_after_end(lab: Any, edit: Any) -> None:
     more = (*run.ranks[0].steps, lab.step(0, 4))
     error = ErrorRecord(rank=0, step=3, what="crashed", type="E", message="m", traceback="")
     for broken in (
-        edit.rank(run, 0, problems=("line 7: step record after end",)),
+        edit.rank(run, 0, problems=("line 7: step 3 follows", "line 7: step record after end")),
         edit.rank(run, 0, steps=more),
         edit.rank(run, 0, error=error),
     ):

@@ -11,7 +11,32 @@ from harness.checks import CHECKS, exit_code, judge
 from harness.records import OUTCOMES, FloatBits, Verdict
 
 NAN = FloatBits.from_bits(0x7FC00000)
-RELAXED = settings(max_examples=40, deadline=None) -> None:
+RELAXED = settings(max_examples=40, deadline=None)
+
+
+def crash(run: Any, edit: Any, what: str = "hang") -> Any:
+    return edit.outcome(run, what=what, message=f"rank 1: {what}", culprit_rank=1)
+
+
+def ulp(run: Any, edit: Any, rank: int, step: int) -> Any:
+    bits = int(run.ranks[rank].steps[step].loss.bits, 16)
+    return edit.step(run, rank, step, loss=FloatBits.from_bits(bits ^ 1))
+
+
+def test_identical_runs_pass(lab: Any) -> None:
+    """Three whole and equal runs pass, with every answer kept and the run keys named."""
+    verdict = judge(lab.case(), *lab.legs(), wall_s=2.5)
+    assert (verdict.outcome, verdict.what, verdict.wall_s) == ("passed", "", 2.5)
+    assert {r.outcome for r in verdict.checks} == {"passed"}
+    assert set(CHECKS) <= {r.check for r in verdict.checks}
+    assert verdict.runs["control"] == lab.case().control.key
+
+
+@RELAXED
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_identical_runs_of_any_size_pass(
+    make_lab: Any, steps: int, world_size: int, microbatches: int
+) -> None:
     """No right program fails, whatever its steps, ranks and microbatches."""
     lab = make_lab(steps, world_size, microbatches)
     assert judge(lab.case(), *lab.legs()).outcome == "passed"
