@@ -83,11 +83,14 @@ def _decode_check(name: str, node: Node) -> dict[str, Any]:
         return {}
     legal = ("max_ratio", "max_bytes")
     entries = take_mapping(node, key, legal=legal)
-    if len(entries) != 1:
-        raise refuse(node, key, "max_ratio or max_bytes, one of them", legal=legal)
+    if not entries:
+        raise refuse(node, key, "max_ratio or max_bytes", got="an empty mapping", legal=legal)
+    limits: dict[str, Any] = {}
     if "max_ratio" in entries:
-        return {"max_ratio": take_float(entries["max_ratio"], f"{key}.max_ratio", above=0)}
-    return {"max_bytes": take_int(entries["max_bytes"], f"{key}.max_bytes", minimum=1)}
+        limits["max_ratio"] = take_float(entries["max_ratio"], f"{key}.max_ratio", above=0)
+    if "max_bytes" in entries:
+        limits["max_bytes"] = take_int(entries["max_bytes"], f"{key}.max_bytes", minimum=1)
+    return limits
 
 
 def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:

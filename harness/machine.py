@@ -1,0 +1,160 @@
+"""What this machine has: cores, memory, GPUs, versions. Never imports torch.
+
+Names of machines and people stay out: what is described here goes into reports.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+
+from harness.errors import Infrastructure
+from harness.records import Json
+
+MIN_CPU_SLOTS = 8
+SLOTS_PER_CORE = 2
+PACKAGES = ("torch", "transformer-engine", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Json):
+    """One visible GPU. `id` is what CUDA_VISIBLE_DEVICES calls it."""
+
+    id: str
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Json):
+    """The machine under us. `versions`: of installed packages; `gpu_note`: why there is no GPU."""
+
+    cores: int
+    memory_bytes: int
+    system: str
+    python: str
+    versions: dict[str, str]
+    gpus: tuple[Gpu, ...]
+    gpu_driver: str
+    gpu_note: str
+
+    @property
+    def torch_sees_gpus(self) -> bool:
+        """Whether there are GPUs and the installed torch is built for them."""
+        return bool(self.gpus) and not self.versions.get("torch", "+cpu").endswith("+cpu")
+
+
+def describe(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at the machine; what cannot be found out is left empty, never an exception."""
+    gpus, driver, note = _gpus(environ)
+    versions = {name: found for name in PACKAGES if (found := package_version(name))}
+    return Machine(
+        cores=num_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        versions=versions,
+        gpus=gpus,
+        gpu_driver=driver,
+        gpu_note=note,
+    )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def package_version(name: str) -> str:
+    """Version of an installed package, or "" if it is absent; the package is not imported."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
+    """The device that `auto`, `cpu` or `cuda` means here.
+
+    Raises:
+        Infrastructure: cuda was asked for and cannot be had.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    if machine.torch_sees_gpus:
+        return "cuda"
+    if wanted == "cuda":
+        why = (
+            machine.gpu_note or f"the installed torch is {machine.versions.get('torch', 'absent')}"
+        )
+        raise Infrastructure(f"device: expected a GPU, got none ({why}); legal values: auto, cpu")
+    return "cpu"
+
+
+def default_slots(device: Literal["cpu", "cuda"], machine: Machine) -> int:
+    """How many ranks run at a time: one a GPU; on the CPU at least 8, or 2 a core."""
+    if device == "cuda":
+        return len(machine.gpus)
+    return max(MIN_CPU_SLOTS, SLOTS_PER_CORE * machine.cores)
+
+
+def visible(gpus: tuple[Gpu, ...], devices: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, stops at a bad entry."""
+    if devices is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in devices.split(",")):
+        match = _find(gpus, entry)
+        if match is None or match in chosen:
+            break
+        chosen.append(match)
+    return tuple(chosen)
+
+
+def _find(gpus: tuple[Gpu, ...], entry: str) -> Gpu | None:
+    if entry.isdecimal():
+        return gpus[int(entry)] if int(entry) < len(gpus) else None
+    return next((gpu for gpu in gpus if entry and gpu.id.startswith(entry)), None)
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:
+    """Visible GPUs, driver version, and why there are none."""
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return (), "", "nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return (), "", f"no NVIDIA driver: {error}"
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            found.append(
+                Gpu(
+                    id=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=_text(pynvml.nvmlDeviceGetName(handle)),
+                    memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                )
+            )
+    except pynvml.NVMLError as error:
+        return (), "", f"the NVIDIA driver does not answer: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+    devices = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible(tuple(found), devices)
+    note = "" if gpus else f"CUDA_VISIBLE_DEVICES={devices} leaves none of {len(found)}"
+    return gpus, driver, note if found else "no GPU"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

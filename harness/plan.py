@@ -1,0 +1,167 @@
+"""What will run, in which order, on how many slots, for how long (an estimate, and how it is made).
+
+A slot holds one rank: a GPU, or on the CPU one of a stated number. Runs that cases share are made
+once. Large worlds go first, so that small ones fill the gaps at the end, and the runs of one case
+stay together, so that its verdict does not wait for the whole matrix.
+
+The estimate of a run, in seconds, on the CPU and on CUDA:
+
+    start      1.0 + 0.05 a rank        6.0 + 0.5 a rank
+    a step     0.015 of host time       0.02 of host time
+               + arithmetic at 5e9/s    + arithmetic at 1e14/s
+
+where arithmetic is 6 x parameters x tokens of all ranks, spread over the cores on the CPU and over
+the ranks on CUDA, and host time on the CPU is multiplied by ranks over cores where that is above 1.
+The whole is what a greedy packing of these runs on the slots would take.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UsageError
+from harness.faults.catalogue import CATALOGUE
+from harness.machine import num_cores, package_version
+from harness.records import CaseSpec, Json, RunSpec
+
+_START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
+_STEP_S = {"cpu": 0.015, "cuda": 0.02}
+_FLOPS = {"cpu": 5e9, "cuda": 1e14}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun(Json):
+    """A run to make once. `serves` holds the ids of the cases that read it."""
+
+    key: str
+    spec: RunSpec
+    serves: tuple[str, ...]
+    estimate_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Json):
+    """Runs in execution order, and every case, those that cannot run here with their reason."""
+
+    slots: int
+    jobs: int | None
+    runs: tuple[PlannedRun, ...]
+    cases: tuple[CaseSpec, ...]
+    estimate_s: float
+
+    @property
+    def skipped(self) -> tuple[CaseSpec, ...]:
+        """The cases that cannot run on this machine."""
+        return tuple(case for case in self.cases if case.skip_reason)
+
+
+def make_plan(cases: Iterable[CaseSpec], *, slots: int, jobs: int | None = None) -> Plan:
+    """Plan the runs of `cases`.
+
+    Args:
+        cases: what to run.
+        slots: ranks that may run at a time.
+        jobs: runs that may run at a time; None: as many as fit on the slots.
+
+    Raises:
+        UsageError: no slot, or no job.
+    """
+    for name, value in (("slots", slots), ("jobs", jobs)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}: expected an integer >= 1, got {value}")
+    judged = tuple(_with_reason(case, slots) for case in cases)
+    serves: dict[str, list[str]] = {}
+    specs: dict[str, RunSpec] = {}
+    keys: dict[int, str] = {}
+    ordered = sorted(judged, key=lambda case: -case.candidate.world_size)
+    for case in ordered:
+        if case.skip_reason:
+            continue
+        for spec in (case.reference, case.control, case.candidate):
+            # A key is a hash of the whole specification: worth making once an object.
+            key = keys.setdefault(id(spec), "") or spec.key
+            keys[id(spec)] = key
+            specs.setdefault(key, spec)
+            serves.setdefault(key, []).append(case.id)
+    cores = num_cores()
+    runs = tuple(
+        PlannedRun(
+            key=key, spec=spec, serves=tuple(serves[key]), estimate_s=estimate_s(spec, cores)
+        )
+        for key, spec in specs.items()
+    )
+    return Plan(
+        slots=slots, jobs=jobs, runs=runs, cases=judged, estimate_s=_makespan_s(runs, slots, jobs)
+    )
+
+
+def _with_reason(case: CaseSpec, slots: int) -> CaseSpec:
+    if case.skip_reason:
+        return case
+    specs = (case.reference, case.control, case.candidate)
+    reason = next((why for spec in specs if (why := _cannot_run(spec, slots))), "")
+    return dataclasses.replace(case, skip_reason=reason) if reason else case
+
+
+def _cannot_run(spec: RunSpec, slots: int) -> str:
+    """Why this machine cannot make the run, or ""."""
+    if spec.world_size > slots:
+        if spec.device == "cuda":
+            return f"needs {spec.world_size} GPUs, this machine has {slots}"
+        return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
+    if spec.plant is not None and spec.device not in CATALOGUE[spec.plant.fault].devices:
+        legal = " or ".join(CATALOGUE[spec.plant.fault].devices)
+        return f"the fault {spec.plant.fault} needs {legal}, this run is on {spec.device}"
+    if spec.config.get("backend") == "te" and (why := _lacks_te(spec)):
+        return why
+    path = spec.config.get("data", {}).get("path")
+    if path is not None and not Path(path).exists():
+        return f"data.path {path} is not on this machine"
+    return ""
+
+
+def _lacks_te(spec: RunSpec) -> str:
+    if spec.device != "cuda":
+        return f"backend te needs a GPU, this run is on {spec.device}"
+    if not package_version("transformer-engine"):
+        return "backend te needs transformer-engine, which is not installed"
+    return ""
+
+
+def estimate_s(spec: RunSpec, cores: int) -> float:
+    """Seconds that a run may take, by the model in the module's docstring."""
+    config, world = spec.config, spec.world_size
+    fixed, each = _START_S[spec.device]
+    tokens = config["microbatches"] * config["micro_batch_size"] * config["model"]["seq"] * world
+    work = 6.0 * num_parameters(config["model"]) * tokens
+    crowd = max(1.0, world / cores) if spec.device == "cpu" else 1.0
+    workers = cores if spec.device == "cpu" else world
+    step = _STEP_S[spec.device] * crowd + work / (_FLOPS[spec.device] * workers)
+    return float(fixed + each * world + config["steps"] * step)
+
+
+def num_parameters(model: Mapping[str, Any]) -> int:
+    """Parameters of the dense decoder, embedding and head included, norms left out."""
+    hidden, head = model["hidden"], model["hidden"] // model["heads"]
+    attention = hidden * head * (2 * model["heads"] + 2 * model["kv_heads"])
+    return int(
+        model["layers"] * (attention + 3 * hidden * model["ffn"]) + 2 * model["vocab_size"] * hidden
+    )
+
+
+def _makespan_s(runs: Iterable[PlannedRun], slots: int, jobs: int | None) -> float:
+    """When the last run ends if each starts, in order, as soon as its slots are free."""
+    running: list[tuple[float, int]] = []
+    free, now, last = slots, 0.0, 0.0
+    for run in runs:
+        while run.spec.world_size > free or (jobs is not None and len(running) >= jobs):
+            now, released = heapq.heappop(running)
+            free += released
+        free -= run.spec.world_size
+        end = now + run.estimate_s
+        last = max(last, end)
+        heapq.heappush(running, (end, run.spec.world_size))
+    return last

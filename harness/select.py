@@ -1,0 +1,110 @@
+"""The `-k` filter: an expression over case ids and labels.
+
+    expression := term ("or" term)*       term := factor ("and" factor)*
+    factor     := "not" factor | "(" expression ")" | WORD
+
+A WORD selects the cases whose id contains it, or one of whose labels does, written `axis=value`;
+letter case does not matter. As in pytest, `dp2` also finds `dp24`.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+from harness.errors import UsageError, shown
+from harness.records import CaseSpec
+
+Predicate = Callable[[str], bool]
+
+MAX_EXPRESSION_CHARS = 2000
+MAX_DEPTH = 50
+_TOKEN = re.compile(r"\s*([()]|[^\s()]+)")
+_OPERATORS = ("and", "or", "not", "(", ")")
+_SEPARATOR = "\n"
+"""Between the texts that a case is known by; no word can hold it."""
+
+
+def select(cases: Iterable[CaseSpec], expression: str | None) -> tuple[CaseSpec, ...]:
+    """The cases that the expression selects, in their order; all of them for None.
+
+    Raises:
+        UsageError: the expression cannot be read.
+    """
+    if expression is None:
+        return tuple(cases)
+    matches = compile_expression(expression)
+    return tuple(case for case in cases if matches(_known_as(case)))
+
+
+def _known_as(case: CaseSpec) -> str:
+    labels = (f"{axis}={value}" for axis, value in case.labels.items())
+    return _SEPARATOR.join((case.id, *labels)).lower()
+
+
+def compile_expression(expression: str) -> Predicate:
+    """A function from a case's lower-case texts to yes or no.
+
+    Raises:
+        UsageError: the expression cannot be read.
+    """
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        raise _bad(expression, f"at most {MAX_EXPRESSION_CHARS} characters", shown(expression))
+    parser = _Parser(expression)
+    predicate = parser.expression()
+    if parser.token is not None:
+        raise _bad(expression, "and, or, or the end", shown(parser.token))
+    return predicate
+
+
+def _bad(expression: str, expected: str, got: str) -> UsageError:
+    return UsageError(f"-k {shown(expression)}: expected {expected}, got {got}")
+
+
+class _Parser:
+    """Recursive descent; `token` is the next one, None at the end."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = iter(_TOKEN.findall(text))
+        self.token: str | None = next(self.tokens, None)
+        self.depth = 0
+
+    def _next(self) -> str | None:
+        taken, self.token = self.token, next(self.tokens, None)
+        return taken
+
+    def expression(self) -> Predicate:
+        terms = [self.term()]
+        while self.token == "or":
+            self._next()
+            terms.append(self.term())
+        return terms[0] if len(terms) == 1 else lambda text: any(term(text) for term in terms)
+
+    def term(self) -> Predicate:
+        factors = [self.factor()]
+        while self.token == "and":
+            self._next()
+            factors.append(self.factor())
+        return factors[0] if len(factors) == 1 else lambda text: all(f(text) for f in factors)
+
+    def factor(self) -> Predicate:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _bad(self.text, f"at most {MAX_DEPTH} levels", "deeper nesting")
+        predicate = self._factor()
+        self.depth -= 1
+        return predicate
+
+    def _factor(self) -> Predicate:
+        token = self._next()
+        if token == "not":
+            inner = self.factor()
+            return lambda text: not inner(text)
+        if token == "(":
+            inner = self.expression()
+            if self._next() != ")":
+                raise _bad(self.text, "a closing parenthesis", "the end")
+            return inner
+        if token is None or token in _OPERATORS:
+            raise _bad(self.text, "a word, not or (", shown(token) if token else "the end")
+        word = token.lower()
+        return lambda text: word in text
