@@ -1,0 +1,186 @@
+"""Tables and texts of the command line. Everything from outside is text, never markup."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.errors import one_line
+from harness.plan import Plan
+from harness.progress import COLOURS, duration, plan_line, run_ending, run_word
+from harness.records import (
+    OUTCOMES,
+    CaseSpec,
+    Difference,
+    RankExit,
+    RunResult,
+    Verdict,
+)
+
+PLAIN_WIDTH = 200
+STDERR_TAIL_BYTES = 8192
+STDERR_TAIL_LINES = 15
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that does not wrap at 80 columns where no terminal says so."""
+    console = Console(stderr=stderr, highlight=False, emoji=False)
+    return console if console.is_terminal else Console(
+        stderr=stderr, highlight=False, emoji=False, width=PLAIN_WIDTH
+    )  # fmt: skip
+
+
+def _cell(text: object, style: str = "") -> Text:
+    return Text(one_line(str(text)), style=style, overflow="fold")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def verdict_table(verdicts: Iterable[Verdict]) -> Table:
+    """Case, outcome, what happened, in words, seconds."""
+    table = _table("case", "outcome", "what", "message", "time")
+    for verdict in verdicts:
+        table.add_row(
+            _cell(verdict.case_id),
+            _cell(verdict.outcome, COLOURS[verdict.outcome]),
+            _cell(verdict.what),
+            _cell(verdict.message),
+            _cell(duration(verdict.wall_s)),
+        )
+    return table
+
+
+def counts_line(verdicts: Sequence[Verdict], num_cases: int) -> Text:
+    """'5 passed, 1 failed, 2 without a verdict'."""
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    line = Text()
+    for outcome in OUTCOMES:
+        if counts[outcome]:
+            line.append(", " if line else "")
+            line.append(f"{counts[outcome]} {outcome}", style=COLOURS[outcome])
+    if missing := num_cases - len(verdicts):
+        line.append(f"{', ' if line else ''}{missing} without a verdict", style="yellow")
+    return line or Text("no case")
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """The plan as tables: runs in order, cases that cannot run."""
+    runs = _table("run", "ranks", "device", "about", "for")
+    for run in plan.runs:
+        runs.add_row(
+            _cell(run.key),
+            _cell(run.spec.world_size),
+            _cell(run.spec.device),
+            _cell(duration(run.estimate_s)),
+            _cell(", ".join(run.serves)),
+        )
+    console.print(runs)
+    for case in plan.skipped:
+        console.print(_cell(f"skipped  {case.id}  {case.skip_reason}", COLOURS["skipped"]))
+    console.print(Text(plan_line(plan)))
+
+
+def print_cases(console: Console, scenario: str, cases: Sequence[CaseSpec]) -> None:
+    """A scenario's cases, one a line."""
+    console.print(_cell(f"{scenario}: {len(cases)} cases", "bold"))
+    for case in cases:
+        console.print(_cell(f"  {case.id}"), soft_wrap=True)
+
+
+def print_case(
+    console: Console,
+    case: CaseSpec,
+    verdict: Verdict | None,
+    runs: dict[str, tuple[Path, RunResult]],
+) -> None:
+    """Everything a person asks about one case: verdict, difference, exits, last words."""
+    console.print(_cell(f"{case.id}  ({case.scenario})", "bold"))
+    if verdict is None:
+        console.print(_cell("no verdict", "yellow"))
+    else:
+        console.print(_cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
+        console.print(_cell(verdict.message), soft_wrap=True)
+        _print_difference(console, verdict.difference)
+        checks = _table("check", "outcome", "what", "message")
+        for check in verdict.checks:
+            checks.add_row(
+                _cell(check.check),
+                _cell(check.outcome, COLOURS[check.outcome]),
+                _cell(check.what),
+                _cell(check.message),
+            )
+        console.print(checks)
+    for leg, (folder, run) in runs.items():
+        _print_run(console, leg, folder, run)
+
+
+def _print_difference(console: Console, difference: Difference | None) -> None:
+    if difference is None:
+        return
+    table = Table.grid(padding=(0, 2))
+    rows = {
+        "first difference": f"step {difference.step}, rank {difference.rank}",
+        "in": " ".join(word for word in (difference.quantity, difference.tensor) if word),
+        "reference": difference.reference,
+        "candidate": difference.candidate,
+        "ulps apart": "" if difference.ulps is None else str(difference.ulps),
+    }
+    for name, text in rows.items():
+        if text:
+            table.add_row(_cell(name, "dim"), _cell(text))
+    console.print(table)
+
+
+def _print_run(console: Console, leg: str, folder: Path, run: RunResult) -> None:
+    word = f"{run_word(run.outcome)} {run_ending(run.outcome)}"
+    console.print(_cell(f"{leg}: {word}", "bold"), soft_wrap=True)
+    exits = {exit_.rank: exit_ for exit_ in run.outcome.ranks}
+    table = _table("rank", "exit", "steps", "error")
+    told = False
+    for records in run.ranks:
+        gone = exits.get(records.rank)
+        wrong = records.error is not None or gone is None or gone.code != 0 or records.problems
+        if not wrong:
+            continue
+        told = True
+        error = records.error
+        said = f"{error.type}: {error.message}" if error else "; ".join(records.problems)
+        table.add_row(
+            _cell(records.rank), _cell(exit_word(gone)), _cell(len(records.steps)), _cell(said)
+        )
+    if told:
+        console.print(table)
+    rank = run.outcome.culprit_rank
+    if rank is not None and (tail := stderr_tail(folder / f"rank{rank}.stderr")):
+        console.print(_cell(f"last output of rank {rank}:", "dim"))
+        for line in tail:
+            console.print(_cell(f"  {line}"), soft_wrap=True)
+
+
+def exit_word(gone: RankExit | None) -> str:
+    """How a rank's process ended, in words."""
+    if gone is None or gone.code is None:
+        return "never started"
+    by = " (by the harness)" if gone.killed_by_harness else ""
+    return f"signal {-gone.code}{by}" if gone.code < 0 else f"code {gone.code}{by}"
+
+
+def stderr_tail(path: Path) -> tuple[str, ...]:
+    """The last lines that a rank printed; empty if there are none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - STDERR_TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
