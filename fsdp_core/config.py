@@ -257,6 +257,14 @@ class TrainConfig:
             raise ConfigError(
                 "graph", expected="full_iteration alone, it holds every other", got=list(self.graph)
             )
+        if self.graph and self.steps <= self.graph_warmup_steps:
+            # A graph that is never replayed would agree with eager by having tested nothing.
+            raise ConfigError(
+                "steps",
+                expected=f"more than graph_warmup_steps={self.graph_warmup_steps}, or no graph is "
+                "ever replayed",
+                got=self.steps,
+            )
         partial = any(scope != "full_iteration" for scope in self.graph)
         sharded = self.fsdp.strategy == "optim_grads_params"
         if partial and sharded and self.fsdp.pool == "dynamic":

@@ -1,0 +1,202 @@
+"""Streams, events and memory counters of cuda and cpu: the one place that asks which device it is.
+
+On the CPU every stream is a `HostStream`: work runs at once and in order, so waiting costs nothing
+and is always satisfied. Memory on the CPU is counted as live tensor storage (`StorageCounter`),
+because resident size also counts what the allocator keeps, which is noise.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """An ordered queue of device work."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record_event(self) -> Any: ...
+
+
+class StorageWatcher(Protocol):
+    """Is told when a storage changes its size in place, which no operator shows."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None: ...
+
+
+class HostEvent:
+    """An event of a `HostStream`: always complete, because host work runs when it is issued."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+class HostStream:
+    """A stream of the CPU: work runs when it is issued, so every wait is already satisfied."""
+
+    def wait_stream(self, stream: "HostStream") -> None:
+        """Order after another stream's work: already so."""
+
+    def wait_event(self, event: HostEvent) -> None:
+        """Order after an event: already so."""
+
+    def record_event(self) -> HostEvent:
+        """Mark this point."""
+        return HostEvent()
+
+
+class StorageCounter(TorchDispatchMode):
+    """Counts bytes of live CPU tensor storage, and their peak, while it is active.
+
+    A storage is counted when an operator first returns it and uncounted when it dies. `resized`
+    must be told of `UntypedStorage.resize_`, which is no operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator and count the storages that it returns."""
+        out = func(*args, **(kwargs or {}))
+        for value in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                self.add(value)
+        return out
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage unless it is known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and known[0]() is not None:
+            return
+        reference = weakref.ref(storage, lambda _, key=key: self._forget(key))
+        self._known[key] = (reference, storage.nbytes())
+        self._change(storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Correct the count after a storage changed its size."""
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            self._known[storage._cdata] = (known[0], storage.nbytes())
+            self._change(storage.nbytes() - known[1])
+
+    def _forget(self, key: int) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._change(-known[1])
+
+    def _change(self, delta: int) -> None:
+        self.live_bytes += delta
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class Device:
+    """One rank's device: `kind` is cpu or cuda, `index` its number among the visible ones."""
+
+    def __init__(self, kind: str, index: int = 0) -> None:
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"Expected device cpu or cuda, got {kind!r}.")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("device cuda was asked for, but torch sees no CUDA device")
+        self.kind = kind
+        self.torch_device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+        self.counter: StorageCounter | None = None
+        self.storage_watchers: list[StorageWatcher] = []
+        if kind == "cuda":
+            torch.cuda.set_device(self.torch_device)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether work is asynchronous CUDA work."""
+        return self.kind == "cuda"
+
+    @property
+    def collective_backend(self) -> str:
+        """Process-group backend of this device."""
+        return "nccl" if self.is_cuda else "gloo"
+
+    @property
+    def name(self) -> str:
+        """Model name of the device."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
+
+    def new_stream(self) -> Any:
+        """A new side stream."""
+        return torch.cuda.Stream(self.torch_device) if self.is_cuda else HostStream()
+
+    def current_stream(self) -> Any:
+        """The stream that work is issued on now."""
+        return torch.cuda.current_stream(self.torch_device) if self.is_cuda else HostStream()
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Issue work on `stream` inside the context."""
+        return torch.cuda.stream(stream) if self.is_cuda else contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait for all issued work."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    @contextlib.contextmanager
+    def counting_memory(self) -> Iterator[None]:
+        """Count memory inside: the allocator's own counters on cuda, live storage on the CPU."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            yield
+            return
+        self.counter = StorageCounter()
+        try:
+            with self.counter:
+                yield
+        finally:
+            self.counter = None
+
+    def live_bytes(self) -> int:
+        """Bytes in use now; 0 on the CPU outside `counting_memory`."""
+        if self.is_cuda:
+            return torch.cuda.memory_allocated(self.torch_device)
+        return self.counter.live_bytes if self.counter else 0
+
+    def peak_bytes(self) -> int:
+        """Highest bytes in use since counting began; 0 on the CPU outside `counting_memory`."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        return self.counter.peak_bytes if self.counter else 0
+
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Resize a storage in place, keeping its identity and the memory count right."""
+        storage.resize_(nbytes)
+        if self.counter is not None:
+            self.counter.resized(storage)
+        for watcher in self.storage_watchers:
+            watcher.resized(storage)
+
+    def rng_states(self) -> list[torch.Tensor]:
+        """Copies of every default generator state of this rank, in a fixed order."""
+        states = [torch.get_rng_state()]
+        if self.is_cuda:
+            states.append(torch.cuda.get_rng_state(self.torch_device))
+        return states
+
+    def set_rng_states(self, states: list[torch.Tensor]) -> None:
+        """Put back what `rng_states` returned."""
+        torch.set_rng_state(states[0])
+        if self.is_cuda:
+            torch.cuda.set_rng_state(states[1], self.torch_device)

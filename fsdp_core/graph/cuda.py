@@ -1,0 +1,70 @@
+"""The CUDA maker of graphs: `torch.cuda.CUDAGraph` behind the interface that the host graph has.
+
+Capture mode is `thread_local`, because NCCL's watchdog thread may query events while we capture.
+A `Recorder` runs beside the capture, only to list the external storages for the address ledger.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fsdp_core.device import Device
+from fsdp_core.graph.recorder import CaptureRefused, Recorder, Recording
+
+T = TypeVar("T")
+
+
+class CudaGraph:
+    """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model."""
+
+    def __init__(self, device: Device, memory_pool: Any) -> None:
+        self._device = device
+        self._memory_pool = memory_pool
+        self._graph = torch.cuda.CUDAGraph()
+        self._captured = False
+        self.recording = Recording()
+
+    def capture(self, function: Callable[[], T]) -> T:
+        """Capture `function` on the current stream; nothing of it runs on the device.
+
+        Raises:
+            CaptureRefused: CUDA refused an operation in it; the graph is unusable.
+        """
+        recorder = Recorder(keep_operations=False)
+        states = self._device.rng_states()
+        stream = torch.cuda.current_stream(self._device.torch_device)
+        self._device.storage_watchers.append(recorder)
+        try:
+            with (
+                torch.cuda.graph(
+                    self._graph,
+                    pool=self._memory_pool,
+                    stream=stream,
+                    capture_error_mode="thread_local",
+                ),
+                recorder,
+            ):
+                result = function()
+        except (RuntimeError, torch.AcceleratorError) as error:
+            if isinstance(error, CaptureRefused):
+                raise
+            raise CaptureRefused(f"cannot capture: {error}") from error
+        finally:
+            self._device.storage_watchers.remove(recorder)
+            self._device.set_rng_states(states)
+        self.recording = recorder.recording
+        self.recording.operations = []
+        self._captured = True
+        return result
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        if not self._captured:
+            raise RuntimeError("Expected a captured graph, got an empty one.")
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Destroy the graph; do so before its process groups are destroyed."""
+        self._graph.reset()
+        self._captured = False

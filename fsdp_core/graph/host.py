@@ -1,0 +1,227 @@
+"""The host graph: on the CPU, what a CUDA graph is on a GPU.
+
+Capture runs the function once under a `Recorder`, then undoes it: external storages that were
+written get their old bytes back, and so does the generator, so that capturing has no effect, as on
+CUDA. Replay runs the recorded operators into the same storages and no Python of the program.
+
+Internal storages that died during the capture share one arena, placed by their live ranges
+(first-fit, largest first), as a graph's private pool does; those that outlive the capture are the
+graph's outputs and keep their own memory. Random operators draw from the default generator again at
+each replay, in the recorded order, so dropout gives eager's bits.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from fsdp_core.device import Device
+from fsdp_core.graph.recorder import (
+    CaptureRefused,
+    HostReadGuard,
+    Operation,
+    Recorder,
+    Recording,
+    StorageEntry,
+    TensorRef,
+    flat_outputs,
+)
+
+T = TypeVar("T")
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operator ready to run: outputs that are new storages are copied to their places."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    places: tuple[tuple[int, torch.Tensor], ...]
+
+
+class HostGraph:
+    """Capture and replay of CPU operators. See the module's docstring."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._steps: list[_Step] = []
+        self._arena: torch.Tensor | None = None
+        self._externals: list[tuple[torch.UntypedStorage, StorageEntry]] = []
+        self.recording = Recording()
+
+    def capture(self, function: Callable[[], T]) -> T:
+        """Record `function`; its result's tensors get their values at each replay.
+
+        Raises:
+            CaptureRefused: something in it cannot be captured; nothing is left changed.
+        """
+        undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        anchors: dict[int, torch.UntypedStorage] = {}
+
+        def before_write(number: int, tensor: torch.Tensor) -> None:
+            whole = _whole_storage(tensor.untyped_storage())
+            undo[number] = (whole, whole.clone())
+
+        recorder = Recorder(keep_operations=True, before_write=before_write)
+        states = self._device.rng_states()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._device.storage_watchers.append(recorder)
+            with HostReadGuard(), recorder:
+                result = function()
+        finally:
+            self._device.storage_watchers.remove(recorder)
+            if collecting:
+                gc.enable()
+            self._device.set_rng_states(states)
+            for whole, saved in undo.values():
+                whole.copy_(saved)
+        self.recording = recorder.recording
+        self._anchor_externals(anchors)
+        self._build(anchors)
+        return result
+
+    def _anchor_externals(self, anchors: dict[int, torch.UntypedStorage]) -> None:
+        foreign: set[int] = set()
+        for number, entry in enumerate(self.recording.storages):
+            storage = None if entry.released else entry.reference()
+            if storage is not None:
+                anchors[number] = storage
+                if not entry.internal:
+                    self._externals.append((storage, entry))
+            elif not entry.internal and not entry.released:
+                foreign.add(number)
+        self.recording.operations = drop_completions(self.recording, foreign)
+
+    def _build(self, anchors: dict[int, torch.UntypedStorage]) -> None:
+        dead = [
+            (number, entry)
+            for number, entry in enumerate(self.recording.storages)
+            if number not in anchors
+        ]
+        offsets, total = plan_arena([(e.nbytes, e.first, e.last) for _, e in dead])
+        self._arena = torch.empty(total, dtype=torch.uint8)
+        arena_storage = self._arena.untyped_storage()
+        starts = {number: offset for (number, _), offset in zip(dead, offsets, strict=True)}
+
+        def rebuild(ref: TensorRef) -> torch.Tensor:
+            tensor = torch.empty(0, dtype=ref.dtype)
+            if ref.storage in anchors:
+                return tensor.set_(anchors[ref.storage], ref.offset, ref.size, ref.stride)
+            start = starts[ref.storage] // tensor.element_size()
+            return tensor.set_(arena_storage, start + ref.offset, ref.size, ref.stride)
+
+        def step(operation: Operation) -> _Step:
+            args, kwargs = tree_map_only(TensorRef, rebuild, (operation.args, operation.kwargs))
+            places = tuple((index, rebuild(ref)) for index, ref in operation.fresh)
+            return _Step(operation.func, args, kwargs, places)
+
+        self._steps = [step(operation) for operation in self.recording.operations]
+        # Arguments live on in the steps; the descriptions are only needed by the ledger.
+        self.recording.operations = []
+
+    def replay(self) -> None:
+        """Run the recorded operators again, into the same storages.
+
+        Raises:
+            RuntimeError: not captured, or an external storage has shrunk since: on CUDA that is an
+                illegal memory access or a silent read of foreign memory.
+        """
+        if not self._steps:
+            raise RuntimeError("Expected a captured graph, got an empty one.")
+        for storage, entry in self._externals:
+            if storage.nbytes() < entry.nbytes:
+                raise RuntimeError(
+                    f"illegal memory access: a storage of {entry.nbytes} bytes that {entry.made_by} "
+                    f"uses has {storage.nbytes()} bytes at replay"
+                )
+        with torch.no_grad():
+            for step in self._steps:
+                outputs = flat_outputs(step.func(*step.args, **step.kwargs))
+                if "c10d" in step.func.namespace:
+                    _wait(outputs)
+                for index, place in step.places:
+                    place.copy_(outputs[index])
+
+    def reset(self) -> None:
+        """Drop the recorded operators and the arena."""
+        self._steps, self._arena, self._externals = [], None, []
+
+
+def drop_completions(recording: Recording, foreign: set[int]) -> list[Operation]:
+    """Leave out what a collective did to complete itself; replaying it does that again.
+
+    gloo's reduce-scatter copies its result out of a buffer of its own when it is waited for, and
+    that copy is an operator. `foreign` are storages that no operator made and that died during the
+    capture; such a copy into the output of an earlier collective is the only legal use of one.
+
+    Raises:
+        CaptureRefused: anything else reads a foreign storage.
+    """
+    outputs: list[TensorRef] = []
+    kept = []
+    for operation in recording.operations:
+        if operation.func.namespace == "c10d":
+            outputs.extend(r for r in tree_iter(operation.args[:1]) if isinstance(r, TensorRef))
+        refs = [r for r in tree_iter((operation.args, operation.kwargs)) if _is_ref(r)]
+        if not any(ref.storage in foreign for ref in refs):
+            kept.append(operation)
+        elif operation.func._schema.name != "aten::copy_" or refs[0] not in outputs:
+            raise CaptureRefused(
+                f"cannot capture {operation.func}: it reads a tensor that was made during the "
+                "capture by no operator (torch.from_numpy, say); make it before the capture"
+            )
+    return kept
+
+
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, TensorRef)
+
+
+def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Place buffers with live ranges into one arena: first fit, largest first.
+
+    Args:
+        ranges: (bytes, first operation, last operation), both inclusive.
+
+    Returns:
+        An offset for each, and the arena's size, in bytes. Buffers alive together never overlap.
+    """
+    order = sorted(range(len(ranges)), key=lambda i: -ranges[i][0])
+    offsets = [0] * len(ranges)
+    placed: list[int] = []
+    for index in order:
+        nbytes, first, last = ranges[index]
+        busy = sorted(
+            (offsets[other], offsets[other] + ranges[other][0])
+            for other in placed
+            if ranges[other][1] <= last and first <= ranges[other][2]
+        )
+        cursor = 0
+        for start, stop in busy:
+            if cursor + nbytes <= start:
+                break
+            cursor = max(cursor, -(-stop // _ALIGN_BYTES) * _ALIGN_BYTES)
+        offsets[index] = cursor
+        placed.append(index)
+    total = max((offsets[i] + ranges[i][0] for i in range(len(ranges))), default=0)
+    return offsets, total
+
+
+def _whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _wait(outputs: list[Any]) -> None:
+    """Finish a collective: c10d returns a Work object, functional collectives a pending tensor."""
+    for value in outputs:
+        if isinstance(value, torch.ScriptObject):
+            value.wait()
+        elif isinstance(value, torch.Tensor):
+            torch.ops._c10d_functional.wait_tensor(value)

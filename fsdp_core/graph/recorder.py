@@ -1,0 +1,286 @@
+"""Watches operators while a graph is captured: what they touch, and what cannot be captured.
+
+The same dispatch mode serves both makers. For CUDA graphs it only lists the external storages that
+captured kernels read or write, which the driver does not tell. For the host graph it also keeps
+each operator with its arguments described by storage, so that it can be run again.
+
+A storage is *internal* if an operator inside the capture made it, else *external*. Tensors are kept
+as descriptions (storage number, offset, size, stride), never as tensors, so that an internal
+storage dies during the capture exactly when the program lets it die.
+"""
+
+import sys
+import traceback
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_OWN_FOLDER = str(Path(__file__).parent)
+
+_ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided",
+                          "aten::new_empty", "aten::new_empty_strided"})  # fmt: skip
+_BAKES_A_VALUE = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
+_CHANGES_STORAGE = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
+_READS_ON_HOST = ("tolist", "numpy", "__array__", "__dlpack__")
+
+
+class CaptureRefused(RuntimeError):
+    """An operation that no graph can hold. The message names it, the place and the reason."""
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor as (storage number, dtype, offset in elements, size, stride)."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass
+class StorageEntry:
+    """One storage that the capture touched.
+
+    Attributes:
+        nbytes: size when first seen.
+        address: address when first seen.
+        internal: made inside the capture.
+        reference: weak reference to the storage.
+        first, last: numbers of the first and last operator that touch it.
+        written: an operator of the capture writes it.
+        released: its memory was given back inside the capture by resizing the storage to nothing.
+        made_by: operator that made it, or first touched it.
+    """
+
+    nbytes: int
+    address: int
+    internal: bool
+    reference: "weakref.ref[torch.UntypedStorage]"
+    first: int
+    last: int
+    written: bool
+    made_by: str
+    released: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One recorded operator; tensors in `args` and `kwargs` are `TensorRef`s."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    fresh: tuple[tuple[int, TensorRef], ...]
+
+
+@dataclass
+class Recording:
+    """What a capture saw."""
+
+    storages: list[StorageEntry] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+
+    def external(self) -> list[StorageEntry]:
+        """Storages that the graph uses and does not own."""
+        return [entry for entry in self.storages if not entry.internal]
+
+
+def calling_place() -> str:
+    """`file:line` of the innermost frame outside torch and this package."""
+    for frame in reversed(traceback.extract_stack(sys._getframe(1), limit=60)):
+        if not frame.filename.startswith((_TORCH_FOLDER, _OWN_FOLDER)):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "an unknown place"
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Refuses reads of tensor data by Python that no operator shows."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func` unless it copies tensor data to Python."""
+        name = getattr(func, "__name__", "")
+        if name in _READS_ON_HOST:
+            raise CaptureRefused(
+                f"cannot capture Tensor.{name}() at {calling_place()}: it reads tensor data in "
+                "Python, and a replay runs no Python"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that fills a `Recording`.
+
+    Args:
+        keep_operations: keep operators for a host graph, with its refusals; False lists storages.
+        before_write: called with a tensor of each external storage before it is first written.
+    """
+
+    def __init__(self, *, keep_operations: bool, before_write: Any = None) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._keep = keep_operations
+        self._before_write = before_write
+        self._numbers: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Record the operator around its execution."""
+        kwargs = kwargs or {}
+        if self._keep:
+            refuse_uncapturable(func, args, kwargs)
+        number = len(self.recording.operations)
+        name = str(func)
+        written = {id(t) for t in written_tensors(func, args, kwargs)}
+
+        def refer(tensor: torch.Tensor) -> TensorRef:
+            return self._refer(tensor, number, name, writes=id(tensor) in written, made=False)
+
+        arg_refs, kwarg_refs = tree_map_only(torch.Tensor, refer, (args, kwargs))
+        out = func(*args, **kwargs)
+        fresh = self._fresh_outputs(out, number, name)
+        if self._keep and (fresh or written) and func._schema.name not in _ALLOCATIONS:
+            if any(isinstance(a, torch.Tensor) and a.layout != torch.strided for a in args):
+                raise CaptureRefused(f"cannot capture {name}: only strided tensors can be replayed")
+            self.recording.operations.append(Operation(func, arg_refs, kwarg_refs, fresh))
+        elif not self._keep:
+            self.recording.operations.append(Operation(func, None, None, ()))
+        return out
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was resized in place: what it held is gone, what it holds now is internal."""
+        number = self._number_of(storage)
+        if number is not None:
+            self.recording.storages[number].released = True
+        self._numbers.pop(storage._cdata, None)
+        if storage.nbytes():
+            operation = len(self.recording.operations)
+            self._enter(storage, operation, "the pool", internal=True)
+
+    def _enter(
+        self, storage: torch.UntypedStorage, operation: int, name: str, *, internal: bool
+    ) -> int:
+        number = len(self.recording.storages)
+        self._numbers[storage._cdata] = number
+        self.recording.storages.append(
+            StorageEntry(
+                nbytes=storage.nbytes(),
+                address=storage.data_ptr(),
+                internal=internal,
+                reference=weakref.ref(storage),
+                first=operation,
+                last=operation,
+                written=False,
+                made_by=name,
+            )
+        )
+        return number
+
+    def _fresh_outputs(
+        self, out: Any, number: int, name: str
+    ) -> tuple[tuple[int, TensorRef], ...]:
+        fresh = []
+        for index, value in enumerate(flat_outputs(out)):
+            if not isinstance(value, torch.Tensor):
+                continue
+            known = self._number_of(value.untyped_storage())
+            if known is None:
+                ref = self._refer(value, number, name, writes=True, made=True)
+                fresh.append((index, ref))
+        return tuple(fresh)
+
+    def _number_of(self, storage: torch.UntypedStorage) -> int | None:
+        number = self._numbers.get(storage._cdata)
+        if number is None or self.recording.storages[number].reference() is None:
+            return None
+        return number
+
+    def _refer(
+        self, tensor: torch.Tensor, operation: int, name: str, *, writes: bool, made: bool
+    ) -> TensorRef:
+        storage = tensor.untyped_storage()
+        number = self._number_of(storage)
+        if number is None:
+            number = self._enter(storage, operation, name, internal=made)
+        entry = self.recording.storages[number]
+        if writes and not entry.written:
+            if not entry.internal and self._before_write is not None:
+                self._before_write(number, tensor)
+            entry.written = True
+        entry.last = operation
+        return TensorRef(
+            number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        )
+
+
+def flat_outputs(out: Any) -> list[Any]:
+    """Outputs of an operator as a flat list, lists of tensors opened up."""
+    if isinstance(out, torch.Tensor) or not isinstance(out, list | tuple):
+        return [out]
+    return [leaf for item in out for leaf in flat_outputs(item)]
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Arguments that the operator's schema says it writes, lists opened up."""
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        info = argument.alias_info
+        if info is None or not info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            nested = item if isinstance(item, list | tuple) else [item]
+            found.extend(t for t in nested if isinstance(t, torch.Tensor))
+    if func.namespace == "c10d":
+        found.extend(_collective_outputs(func, args))
+    return found
+
+
+def _collective_outputs(func: Any, args: Any) -> list[torch.Tensor]:
+    """c10d schemas do not mark every output they write; their first argument holds them."""
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor):
+        return [first]
+    return [t for t in flat_outputs(first) if isinstance(t, torch.Tensor)]
+
+
+def refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise for operators whose result a replay cannot reproduce.
+
+    Raises:
+        CaptureRefused: the operator reads data on the host, has a data-dependent shape, bakes in a
+            Python value, or changes a storage.
+    """
+    name, tags = func._schema.name, func.tags
+    reason = ""
+    if torch.Tag.data_dependent_output in tags:
+        reason = "its result is a Python value that depends on tensor data (.item(), bool(), if)"
+    elif torch.Tag.dynamic_output_shape in tags and _shape_depends_on_data(name, args):
+        reason = "the shape of its result depends on tensor data"
+    elif name in _BAKES_A_VALUE:
+        reason = "it bakes a Python value into the graph; use torch.full or a static input"
+    elif name in _CHANGES_STORAGE:
+        reason = "it changes the storage of a tensor"
+    elif any(t.is_sparse for t in flat_outputs(list(args)) if isinstance(t, torch.Tensor)):
+        reason = "sparse tensors cannot be replayed"
+    if reason:
+        raise CaptureRefused(f"cannot capture {func} at {calling_place()}: {reason}")
+
+
+def _shape_depends_on_data(name: str, args: Any) -> bool:
+    if name not in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        return True
+    masks = (torch.bool, torch.uint8)
+    return any(isinstance(i, torch.Tensor) and i.dtype in masks for i in args[1])

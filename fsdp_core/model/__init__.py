@@ -1,0 +1,1 @@
+"""The model: a dense pre-norm decoder on torch or on TransformerEngine modules."""
