@@ -1,0 +1,278 @@
+"""The digest of `fsdp_core.graph.digest` as one Triton kernel over many tensors.
+
+    tensors -> chunks of up to 1 MiB, each with its address, in one table on the device
+    program -> one chunk: loads words, mixes, sums lanes in registers, five atomic adds at the end
+
+Integer addition has no order, so the atomics are deterministic. One launch covers every tensor of
+one bit pattern (all fp32 state is one launch). Vector loads need 16-byte addresses: a tensor that
+starts elsewhere gets a first chunk of up to three words, which the masked path reads. What cannot be
+read in place as 32-bit words, a tensor that is not contiguous or starts at an odd 16-bit address, is
+copied to a staging buffer first, inside the call.
+
+All arithmetic is on uint32 (shifts bring in zeros) but for the two half-word factors, whose shift
+is on int32 (brings in the sign), as the definition says.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fsdp_core.graph import digest
+from fsdp_core.graph.digest import NUM_COLUMNS, PATTERNS, WORD_BYTES, Pattern
+
+CHUNK_WORDS = 1 << 18
+VECTOR_BYTES = 16
+INDEX_SPAN = 1 << 32  # words that share the high half of their index
+TABLE_COLUMNS = 5  # address, first word index, whole words, bytes after them, row of out
+
+# Triton reads a module's globals only as constexpr.
+_C1, _S1, _HIGH1 = tl.constexpr(digest.C1), tl.constexpr(digest.S1), tl.constexpr(digest.HIGH1)
+_C2, _S2, _HIGH2 = tl.constexpr(digest.C2), tl.constexpr(digest.S2), tl.constexpr(digest.HIGH2)
+_M1, _M2, _M3 = tl.constexpr(digest.M1), tl.constexpr(digest.M2), tl.constexpr(digest.M3)
+_TABLE_COLUMNS, _OUT_COLUMNS = tl.constexpr(TABLE_COLUMNS), tl.constexpr(NUM_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Shape of a launch: words a tile, warps a program, tiles in flight (1: no pipeline)."""
+
+    tile_words: int = 2048
+    num_warps: int = 8
+    num_stages: int = 1
+
+
+DEFAULT_LAUNCH = Launch()
+
+
+@triton.jit
+def _mix(word, index, seed_x, seed_z):  # type: ignore[no-untyped-def]
+    """(x, z) of uint32 words at uint32 indices; seeds are those of the index's high half."""
+    x = word ^ (index * tl.cast(_C1, tl.uint32) + seed_x)
+    x = x ^ (x >> 16)
+    x = x * tl.cast(_M1, tl.uint32)
+    x = x ^ (x >> 15)
+    z = x * tl.cast(_M2, tl.uint32) + (index * tl.cast(_C2, tl.uint32) + seed_z)
+    z = z ^ (z >> 16)
+    z = z * tl.cast(_M3, tl.uint32)
+    z = z ^ (z >> 15)
+    return x, z
+
+
+@triton.jit
+def _high_half(x):  # type: ignore[no-untyped-def]
+    """The upper 16 bits, sign extended."""
+    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _num_nonfinite(  # type: ignore[no-untyped-def]
+    word,
+    index,
+    FIELDS: tl.constexpr,
+    MASK: tl.constexpr,
+    VALUE: tl.constexpr,
+    HIGH_WORD_ONLY: tl.constexpr,
+):
+    """Number of fields of each word that are not finite."""
+    count = tl.zeros_like(word)
+    for i in tl.static_range(FIELDS):
+        field = (word >> (i * (32 // FIELDS))) & MASK
+        count += (field == VALUE).to(tl.uint32)
+    if HIGH_WORD_ONLY:
+        count = count * (index & 1)
+    return count
+
+
+@triton.jit
+def _digest_chunks(  # type: ignore[no-untyped-def]
+    table,
+    out,
+    FIELDS: tl.constexpr,
+    MASK: tl.constexpr,
+    VALUE: tl.constexpr,
+    HIGH_WORD_ONLY: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    entry = table + tl.program_id(0) * _TABLE_COLUMNS
+    address = tl.load(entry)
+    first = tl.load(entry + 1)
+    num_words = tl.load(entry + 2).to(tl.int32)
+    num_tail = tl.load(entry + 3).to(tl.int32)
+    row = tl.load(entry + 4)
+
+    low = first.to(tl.uint32)
+    high = (first >> 32).to(tl.uint32)
+    seed_x = high * tl.cast(_HIGH1, tl.uint32) + tl.cast(_S1, tl.uint32)
+    seed_z = high * tl.cast(_HIGH2, tl.uint32) + tl.cast(_S2, tl.uint32)
+    lane = tl.arange(0, TILE)
+
+    sum0 = tl.zeros([TILE], tl.uint32)
+    sum1 = tl.zeros([TILE], tl.uint32)
+    sum2 = tl.zeros([TILE], tl.uint32)
+    sum3 = tl.zeros([TILE], tl.uint32)
+    bad = tl.zeros([TILE], tl.uint32)
+
+    # Two casts of the address: the alignment that the whole tiles have must not be claimed for
+    # the masked loads, whose chunk may start anywhere.
+    aligned = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+    num_whole = num_words // TILE * TILE
+    for start in tl.range(0, num_whole, TILE, num_stages=STAGES):
+        word = tl.load(aligned + start + lane)
+        index = low + (start + lane).to(tl.uint32)
+        x, z = _mix(word, index, seed_x, seed_z)
+        sum0 += z
+        sum1 += x * z
+        sum2 += _high_half(x) * z
+        sum3 += x * _high_half(z)
+        bad += _num_nonfinite(word, index, FIELDS, MASK, VALUE, HIGH_WORD_ONLY)
+
+    # The rest, up to TILE - 1 words and a partial word of num_tail bytes. Absent words keep the
+    # sums as they are: the masks below are on x and z, (0, 0) adds nothing.
+    offset = num_whole + lane
+    words = address.to(tl.pointer_type(tl.uint32))
+    word = tl.load(words + offset, mask=offset < num_words, other=0)
+    tail = tl.zeros([TILE], tl.uint32)
+    for i in tl.static_range(3):
+        last = address.to(tl.pointer_type(tl.uint8)) + num_words.to(tl.int64) * 4 + i
+        here = (offset == num_words) & (i < num_tail)
+        byte = tl.load(last + tl.zeros_like(offset), mask=here, other=0)
+        tail = tail | (byte.to(tl.uint32) << (8 * i))
+    word = word | tail
+    index = low + offset.to(tl.uint32)
+    x, z = _mix(word, index, seed_x, seed_z)
+    present = (offset < num_words) | ((offset == num_words) & (num_tail > 0))
+    x = tl.where(present, x, tl.zeros_like(x))
+    z = tl.where(present, z, tl.zeros_like(z))
+    sum0 += z
+    sum1 += x * z
+    sum2 += _high_half(x) * z
+    sum3 += x * _high_half(z)
+    bad += _num_nonfinite(word, index, FIELDS, MASK, VALUE, HIGH_WORD_ONLY)
+
+    target = out + row * _OUT_COLUMNS
+    tl.atomic_add(target, tl.sum(sum0, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 1, tl.sum(sum1, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 2, tl.sum(sum2, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 3, tl.sum(sum3, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 4, tl.sum(bad, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+class TritonPlan:
+    """Address table and staging buffers for the kernel; one launch a bit pattern.
+
+    The table of a captured call is kept for ever: its graph reads it at every replay.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], device: torch.device, launch: Launch = DEFAULT_LAUNCH
+    ) -> None:
+        self._device = device
+        self._launch = launch
+        self._start = digest.length_rows(tensors, device)
+        self._staged = {
+            i: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for i, tensor in enumerate(tensors)
+            if _needs_staging(tensor)
+        }
+        self._addresses: tuple[int, ...] = ()
+        self._tables: dict[Pattern, Tensor] = {}
+        self._captured: list[dict[Pattern, Tensor]] = []
+        self._prepare(tensors)
+
+    def update(self, tensors: Sequence[Tensor], out: Tensor) -> None:
+        """Write the rows of `tensors` to `out`, on the current stream."""
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._locate(tensors) != self._addresses:
+            if capturing:
+                raise RuntimeError(
+                    "Expected the addresses of the last call outside the capture: call the "
+                    "digester once on the tensors to be captured before capturing."
+                )
+            self._prepare(tensors)
+        if capturing and not any(tables is self._tables for tables in self._captured):
+            self._captured.append(self._tables)
+        for i, buffer in self._staged.items():
+            buffer.copy_(tensors[i])
+        out.copy_(self._start)
+        for pattern, table in self._tables.items():
+            _digest_chunks[(table.shape[0],)](
+                table,
+                out,
+                FIELDS=pattern.fields,
+                MASK=pattern.mask,
+                VALUE=pattern.value,
+                HIGH_WORD_ONLY=pattern.high_word_only,
+                TILE=self._launch.tile_words,
+                STAGES=self._launch.num_stages,
+                num_warps=self._launch.num_warps,
+            )
+
+    def scratch(self) -> tuple[Tensor, ...]:
+        """Everything that a captured call touches besides its arguments."""
+        return (self._start, *self._tables.values(), *self._staged.values())
+
+    def _locate(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Where the kernel reads each tensor.
+
+        A tensor that lay in place at construction and does not now gets a staging buffer; outside
+        a capture only, as its address then differs from the prepared one.
+        """
+        addresses = []
+        for i, tensor in enumerate(tensors):
+            if i in self._staged:
+                addresses.append(self._staged[i].data_ptr())
+            else:
+                addresses.append(-1 if _needs_staging(tensor) else tensor.data_ptr())
+        return tuple(addresses)
+
+    def _prepare(self, tensors: Sequence[Tensor]) -> None:
+        for i, tensor in enumerate(tensors):
+            if i not in self._staged and _needs_staging(tensor):
+                self._staged[i] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self._addresses = self._locate(tensors)
+        rows: dict[Pattern, list[tuple[int, ...]]] = {}
+        for i, (tensor, address) in enumerate(zip(tensors, self._addresses, strict=True)):
+            rows.setdefault(PATTERNS[tensor.dtype], []).extend(_chunks(i, address, tensor.nbytes))
+        self._tables = {
+            pattern: self._upload(torch.tensor(entries, dtype=torch.int64))
+            for pattern, entries in rows.items()
+            if entries
+        }
+
+    def _upload(self, table: Tensor) -> Tensor:
+        if self._device.type != "cuda":
+            return table
+        # Pinned, so that a table rebuilt in mid-run does not synchronise; the pinned block is
+        # kept back by its allocator until the copy is done.
+        return table.pin_memory().to(self._device, non_blocking=True)
+
+
+def _needs_staging(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and (
+        not tensor.is_contiguous() or tensor.data_ptr() % WORD_BYTES != 0
+    )
+
+
+def _chunks(row: int, address: int, num_bytes: int) -> Iterator[tuple[int, ...]]:
+    """Table entries of one tensor: address, first word, whole words, tail bytes, row.
+
+    Cuts at 16-byte addresses and at multiples of 2**32 words, so that a chunk's high index is one.
+    """
+    num_words, tail = divmod(num_bytes, WORD_BYTES)
+    word = 0
+    while word < num_words:
+        here = address + word * WORD_BYTES
+        most = min(CHUNK_WORDS, INDEX_SPAN - word % INDEX_SPAN)
+        if here % VECTOR_BYTES:
+            most = min(most, (VECTOR_BYTES - here % VECTOR_BYTES) // WORD_BYTES)
+        count = min(most, num_words - word)
+        last = word + count == num_words
+        yield here, word, count, tail if last else 0, row
+        word += count
+    if not num_words and tail:
+        yield address, 0, 0, tail, row

@@ -1,0 +1,379 @@
+"""The digest in plain torch: its definition, what it detects, what a capture needs of it."""
+
+import random
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import corruptions
+from benchmarks.digest import count_misses, digest_texts
+from fsdp_core.graph import digest
+from fsdp_core.graph.digest import Digester, as_int32, digest_hex, digest_tensors, empty_rows
+
+FLOATS = [dtype for dtype, pattern in digest.PATTERNS.items() if pattern.fields]
+MASK = 0xFFFF_FFFF
+
+
+def reference(data: bytes) -> str:
+    """The definition, word by word, in Python integers."""
+    lanes = [len(data) * factor & MASK for factor in digest.LENGTH]
+    padded = data + b"\0" * (-len(data) % 4)
+    for j, (word,) in enumerate(struct.iter_unpack("<I", padded)):
+        x = word ^ (j * digest.C1 + digest.S1 & MASK)
+        x = (x ^ x >> 16) * digest.M1 & MASK
+        x ^= x >> 15
+        z = x * digest.M2 + j * digest.C2 + digest.S2 & MASK
+        z = (z ^ z >> 16) * digest.M3 & MASK
+        z ^= z >> 15
+        terms = (z, x * z, (as_int32(x) >> 16) * z, x * (as_int32(z) >> 16))
+        lanes = [lane + term & MASK for lane, term in zip(lanes, terms, strict=True)]
+    return "".join(f"{lane:08x}" for lane in lanes)
+
+
+def raw(data: bytes, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """A tensor with these bytes."""
+    return torch.tensor(list(data), dtype=torch.uint8).view(dtype)
+
+
+def rows_of(*tensors: Tensor) -> Tensor:
+    """The digest's rows."""
+    rows = empty_rows(len(tensors), "cpu")
+    digest_tensors(tensors, rows)
+    return rows
+
+
+@given(st.lists(st.binary(max_size=700), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_equals_definition(contents: list[bytes]) -> None:
+    """Any bytes, in tensors of any length, digest to what ten lines of Python integers give."""
+    assert digest_texts([raw(data) for data in contents]) == [reference(d) for d in contents]
+
+
+def test_equals_definition_across_pages() -> None:
+    """A tensor longer than a page counts its word index on, and shares pages with others."""
+    generator = torch.Generator().manual_seed(0)
+    long = torch.randint(0, 256, (digest.PAGE_WORDS * 4 + 4099,), generator=generator)
+    tensors = [torch.ones(5), long.to(torch.uint8), torch.arange(70, dtype=torch.int16)]
+    texts = digest_texts(tensors)
+    assert texts == [reference(bytes_of(t)) for t in tensors]
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of the logical elements, by a road that the digest does not take."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return bytes(flat.tolist())
+
+
+@pytest.mark.parametrize("dtype", digest.PATTERNS, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (5, 7), (2, 3, 65)], ids=str)
+def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Each supported dtype is read by its bytes: 0-d, empty, odd tails, several rows."""
+    elements = torch.Size(shape).numel()
+    generator = torch.Generator().manual_seed(elements)
+    most = 2 if dtype == torch.bool else 256
+    data = torch.randint(0, most, (elements * dtype.itemsize,), generator=generator)
+    tensor = data.to(torch.uint8).view(dtype).reshape(shape)
+    assert digest_texts([tensor]) == [reference(bytes(data.tolist()))]
+
+
+def test_row_major_order_of_logical_elements() -> None:
+    """Strides do not count, order does: a transpose equals its contiguous copy, not its base."""
+    base = torch.arange(12.0).reshape(3, 4)
+    transposed, copy, straight = digest_texts([base.t(), base.t().contiguous(), base])
+    assert transposed == copy
+    assert transposed != straight
+
+
+def test_independent_of_grouping_and_page_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors alone, together, reversed and over small pages have the same digests."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(n, generator=generator) for n in (5000, 1, 64, 65, 777)]
+    together = digest_texts(tensors)
+    assert together == [digest_texts([t])[0] for t in tensors]
+    assert together == digest_texts(tensors[::-1])[::-1]
+    monkeypatch.setattr(digest, "PAGE_WORDS", 128)
+    assert together == digest_texts(tensors)
+
+
+def test_index_counts_on_past_32_bits() -> None:
+    """Words 2**32 apart have other keys: their exchange would be seen."""
+    near, far = digest.index_keys(5), digest.index_keys(5 + (1 << 32))
+    assert near[0] != far[0]
+    assert near[1] != far[1]
+
+
+def test_mix_is_one_to_one_in_the_word() -> None:
+    """Every single-word change is seen: lane 0 of 2**16 different words is 2**16 values."""
+    words = torch.arange(1 << 16, dtype=torch.int32) * 65537
+    rows = empty_rows(len(words), "cpu")
+    Digester(list(words.unbind()))(list(words.unbind()), rows)
+    assert len(set(rows[:, 0].tolist())) == len(words)
+
+
+# --- what it detects --------------------------------------------------------------------------
+
+
+def _table() -> dict[str, Callable[[Tensor], None]]:
+    def ulp(t: Tensor) -> None:
+        t.view(corruptions.INT_OF[t.dtype])[3, 2] += 1
+
+    def swap(t: Tensor) -> None:
+        t[[0, 5]] = t[[5, 0]]
+
+    def roll(t: Tensor) -> None:
+        t.copy_(t.roll(1, 0))
+
+    def negate(t: Tensor) -> None:
+        t[2] = -t[2]
+
+    def exchange(t: Tensor) -> None:
+        t.copy_(torch.cat([t[4:], t[:4]]))
+
+    def stale(t: Tensor) -> None:
+        t[6] = t[6] * 0.999 if t.dtype == torch.float32 else t[6] * 0.99
+
+    def zero(t: Tensor) -> None:
+        t[1, 1] = -0.0
+
+    def nan_moved(t: Tensor) -> None:
+        t[7, 0], t[7, 1] = t[7, 1].clone(), t[7, 0].clone()
+
+    def payload(t: Tensor) -> None:
+        t.view(corruptions.INT_OF[t.dtype])[7, 0] ^= 1
+
+    return {
+        "one element one ulp off": ulp, "two rows swapped": swap, "rows rolled by one": roll,
+        "a row's sign flipped": negate, "two shards exchanged": exchange, "a stale row": stale,
+        "-0.0 for 0.0": zero, "a NaN moved": nan_moved, "another NaN payload": payload,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _table())
+def test_detects(name: str, dtype: torch.dtype) -> None:
+    """Each corruption that norms, XORs and rounded losses overlook changes the digest."""
+    tensor = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tensor[1, 1], tensor[7, 0] = 0.0, float("nan")
+    changed = tensor.clone()
+    _table()[name](changed)
+    before, after = digest_texts([tensor, changed])
+    assert before != after
+
+
+def test_exchanged_shards_show_on_both_ranks() -> None:
+    """Shards exchanged between two ranks change the digest of each of them."""
+    shards = [torch.randn(4, 8), torch.randn(4, 8)]
+    first, second = digest_texts(shards)
+    assert first != second
+    assert digest_texts(shards[::-1]) == [second, first]
+
+
+def test_length_counts() -> None:
+    """Zeros appended, or a word's zero bytes cut off, change the digest."""
+    texts = digest_texts([torch.zeros(n, dtype=torch.uint8) for n in range(12)])
+    assert len(set(texts)) == 12
+
+
+@given(st.sampled_from(corruptions.KINDS), st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_any_change_of_bits_changes_the_digest(change: corruptions.Change, seed: int) -> None:
+    """Digests are equal exactly where bytes are."""
+    rng = random.Random(seed)
+    original = corruptions.draw(rng, torch.Generator().manual_seed(seed))
+    changed = corruptions.corrupt(original, change, rng)
+    first, second = digest_texts([original, changed])
+    assert (first == second) == (bytes_of(original) == bytes_of(changed))
+
+
+def test_no_miss_in_two_thousand_corruptions() -> None:
+    """2,000 random corruptions of every kind: none missed, as many digests as contents."""
+    found: Any = count_misses(2000, seed=7)
+    assert found["corruptions"] == 2000
+    assert found["missed"] == 0
+    assert len(found["kinds"]) == len(corruptions.KINDS)
+    assert found["contents"] == found["digests"] > 3000
+
+
+# --- non-finite elements ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_counts_nonfinite(dtype: torch.dtype) -> None:
+    """The fifth column agrees with `isfinite` over every bit pattern of the exponent's bytes."""
+    size = dtype.itemsize
+    values = torch.arange(256 if size == 1 else 1 << 16, dtype=torch.int32)
+    data = torch.zeros(len(values), size, dtype=torch.uint8)
+    data[:, -1] = (values >> (0 if size == 1 else 8)).to(torch.uint8)
+    if size > 1:
+        data[:, -2] = (values & 255).to(torch.uint8)
+        data[::3, 0] |= 1
+    tensor = data.view(dtype).reshape(-1)
+    expected = int((~torch.isfinite(tensor.to(torch.float64))).sum())
+    assert expected > 0
+    assert digest_hex(rows_of(tensor))[1] == [expected]
+
+
+def test_low_half_of_a_double_is_no_exponent() -> None:
+    """A finite float64 whose low word looks like a float32 NaN is finite."""
+    tensor = raw(struct.pack("<II", 0x7FF80000, 0x3FF00000) * 3, torch.float64)
+    assert bool(tensor.isfinite().all())
+    assert digest_hex(rows_of(tensor))[1] == [0]
+
+
+def test_integers_are_finite() -> None:
+    """All-ones integers are no NaN."""
+    tensors = [torch.full((9,), -1, dtype=dtype) for dtype in (torch.int32, torch.int64)]
+    assert digest_hex(rows_of(*tensors))[1] == [0, 0]
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def test_hex_is_big_endian_lanes() -> None:
+    """32 lower-case characters a row, lane by lane, most significant digit first."""
+    rows = torch.tensor([[1, -1, 0x10, -(2**31), 7], [0, 0, 0, 0xABC, 0]], dtype=torch.int32)
+    text, counts = digest_hex(rows)
+    assert text == "00000001ffffffff0000001080000000" + "0" * 24 + "00000abc"
+    assert counts == [7, 0]
+
+
+def test_hex_of_nothing() -> None:
+    """No tensors: an empty string, no counts."""
+    assert digest_hex(rows_of()) == ("", [])
+
+
+def test_hex_refuses_other_shapes() -> None:
+    """Rows of another width or dtype are refused, not misread."""
+    with pytest.raises(ValueError, match="int32"):
+        digest_hex(torch.zeros(2, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="int64"):
+        digest_hex(torch.zeros(2, 5, dtype=torch.int64))
+
+
+# --- what a capture needs ---------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator with its tensors, and replays them into the same storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        """Run the operators again on the recorded tensors, copying fresh results into place."""
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            if isinstance(again, Tensor) and again.data_ptr() != result.data_ptr():
+                result.copy_(again)
+
+
+def test_replays_without_python() -> None:
+    """A recorded call, replayed after the data changed in place, gives the new data's digest."""
+    tensors = [torch.randn(50), torch.randn(6, 7).t(), torch.randn(33).bfloat16()]
+    digester, rows = Digester(tensors), empty_rows(3, "cpu")
+    digester(tensors, rows)
+    before = rows.clone()
+    with Recorder() as recorder:
+        digester(tensors, rows)
+    assert torch.equal(rows, before)
+    for tensor in tensors:
+        tensor.mul_(2)
+    recorder.replay()
+    replayed = rows.clone()
+    digester(tensors, rows)
+    assert torch.equal(replayed, rows)
+    assert not torch.equal(replayed, before)
+
+
+def test_records_no_read_of_values_and_no_constants() -> None:
+    """Nothing recorded brings a value to the host or makes a tensor out of one."""
+    tensors = [torch.randn(50), torch.randn(4).double()]
+    digester, rows = Digester(tensors), empty_rows(2, "cpu")
+    with Recorder() as recorder:
+        digester(tensors, rows)
+    names = {call[0].name() for call in recorder.calls}
+    assert not names & {"aten::_local_scalar_dense", "aten::item", "aten::lift_fresh"}
+    assert not {name for name in names if "nonzero" in name or "full" in name or "arange" in name}
+    assert all(call[0].namespace == "aten" for call in recorder.calls)
+
+
+def test_scratch_is_all_that_a_call_writes_besides_its_arguments() -> None:
+    """Every storage of a recorded call is an argument's or listed by `scratch`."""
+    tensors = [torch.randn(50), torch.randn(400).bfloat16()]
+    digester, rows = Digester(tensors), empty_rows(2, "cpu")
+    with Recorder() as recorder:
+        digester(tensors, rows)
+    known = {t.untyped_storage().data_ptr() for t in (*tensors, rows, *digester.scratch())}
+    flat = [a for call in recorder.calls for arg in call[1] for a in _flatten(arg)]
+    assert len(flat) > 20
+    assert {t.untyped_storage().data_ptr() for t in flat} <= known
+
+
+def _flatten(argument: Any) -> list[Tensor]:
+    if isinstance(argument, Tensor):
+        return [argument]
+    return [a for a in argument if isinstance(a, Tensor)] if isinstance(argument, list) else []
+
+
+def test_moved_and_grad_requiring_tensors_are_read_where_they_are() -> None:
+    """Parameters work, and a tensor whose storage was replaced is read at its new place."""
+    parameter = torch.nn.Parameter(torch.randn(10))
+    digester, rows = Digester([parameter]), empty_rows(1, "cpu")
+    digester([parameter], rows)
+    parameter.data = torch.randn(10)
+    digester([parameter], rows)
+    assert digest_hex(rows)[0] == reference(bytes_of(parameter.detach()))
+    assert not rows.requires_grad
+
+
+def test_reads_names_storages() -> None:
+    """The ledger learns the name, address and size of each storage; empty tensors have none."""
+    base = torch.zeros(10)
+    tensors = [base[2:4], torch.zeros(0), torch.zeros(3)]
+    reads = Digester(tensors, ["view", "none", "whole"]).reads(tensors)
+    assert [(r.name, r.num_bytes) for r in reads] == [("view", 40), ("whole", 12)]
+    assert reads[0].address == base.data_ptr() + 8
+
+
+# --- misuse -----------------------------------------------------------------------------------
+
+
+def test_refuses_other_tensors_than_planned() -> None:
+    """A changed shape, dtype, number or output is refused with the tensor's name."""
+    planned = torch.zeros(4)
+    digester, rows = Digester([planned], ["w"]), empty_rows(1, "cpu")
+    with pytest.raises(ValueError, match=r"Expected w to be torch.float32 \[4\].*\[5\]"):
+        digester([torch.zeros(5)], rows)
+    with pytest.raises(ValueError, match="float64"):
+        digester([torch.zeros(4).double()], rows)
+    with pytest.raises(ValueError, match="Expected 1 tensors, got 2"):
+        digester([planned, planned], rows)
+    with pytest.raises(ValueError, match="Expected out"):
+        digester([planned], empty_rows(2, "cpu"))
+    with pytest.raises(ValueError, match="Expected out"):
+        digester([planned], empty_rows(2, "cpu").t()[:1])
+
+
+def test_refuses_what_it_cannot_read() -> None:
+    """Unknown dtypes, sparse tensors, mixed devices and missing names are refused by name."""
+    with pytest.raises(ValueError, match="Expected z to be one of"):
+        Digester([torch.zeros(2, dtype=torch.complex64)], ["z"])
+    with pytest.raises(ValueError, match="strided"):
+        Digester([torch.zeros(2, 2).to_sparse()])
+    with pytest.raises(ValueError, match="one device"):
+        Digester([torch.zeros(1), torch.zeros(1, device="meta")])
+    with pytest.raises(ValueError, match="names"):
+        Digester([torch.zeros(1)], ["a", "b"])
