@@ -1,0 +1,114 @@
+"""The disk, made safe: whole-file writes, a lock that dies with its holder, cheap copies.
+
+Whatever the disk refuses is one `Infrastructure` error that names the path and the reason.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from harness.errors import Infrastructure, UsageError
+
+
+def write_atomic(path: Path, text: str | bytes) -> None:
+    """Write a file so that it is there whole or not at all, and still there after a power cut.
+
+    Raises:
+        Infrastructure: the disk is full, read-only, or gone.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise refused("write", path, error) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` last."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def refused(verb: str, path: Path, error: OSError) -> Infrastructure:
+    """The error to raise when the disk said no."""
+    return Infrastructure(f"cannot {verb} {path}: {error.strerror or error}")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, if need be.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused("make folder", path, error) from error
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link, or a copy where links do not work."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+class FolderLock:
+    """An exclusive lock on a file; the kernel frees it when its holder dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, until `release` or the death of this process; no-op if taken.
+
+        Raises:
+            UsageError: another harness holds it.
+            Infrastructure: the file system cannot lock.
+        """
+        if self._fd is not None:
+            return
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise refused("lock", self._path, error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 200).decode(errors="replace").strip()
+            os.close(fd)
+            folder = self._path.parent
+            raise UsageError(f"{folder} is in use by another harness ({holder})") from None
+        except OSError as error:
+            os.close(fd)
+            raise refused("lock", self._path, error) from error
+        self._fd = fd
+        # Only for the message of whoever comes second; a full disk must not matter here.
+        with suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,1 @@
+"""Engines: they start runs, wait for them and say what happened."""

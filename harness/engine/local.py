@@ -1,0 +1,284 @@
+"""Runs on this machine: a warm forkserver behind a socket, slots in front of it.
+
+The server is started with the first run and lives as long as the engine. If it dies, the runs that
+were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
+only a leader dies, its run is `crashed`.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from harness.engine.base import Slots
+from harness.engine.leader import Limits, tail_of
+from harness.engine.outcome import signal_name
+from harness.engine.process import kill_group
+from harness.engine.server import STOP_TIMEOUT_S, ServerGoneError, ServerProcess
+from harness.errors import Infrastructure
+from harness.records import ExitCode, RankExit, RunOutcome, RunSpec, What
+from harness.store import begin_run, read_outcome, save_outcome
+
+ENTRY = "harness.worker.main:rank_main"
+LEADER_SLACK_S = 60.0
+"""What a leader may take beyond a run's own timeout before the engine ends it."""
+
+
+@dataclass
+class _Active:
+    """A run under way."""
+
+    spec: RunSpec
+    folder: Path
+    attempt: int
+    started_unix_s: float = field(default_factory=time.time)
+    started_s: float = field(default_factory=time.monotonic)
+    leader_pid: int | None = None
+    num_kills: int = 0
+
+    @property
+    def overdue_s(self) -> float:
+        """When the engine takes the next step against a leader that does not answer."""
+        return (
+            self.started_s + self.spec.timeout_s + LEADER_SLACK_S + self.num_kills * STOP_TIMEOUT_S
+        )
+
+
+class LocalEngine:
+    """Runs in fresh processes on this machine, one slot a rank."""
+
+    def __init__(
+        self,
+        slots: int,
+        jobs: int | None = None,
+        entry: str = ENTRY,
+        devices: Sequence[str] = (),
+        limits: Limits | None = None,
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            slots: ranks that may run at the same time.
+            jobs: runs that may be under way at the same time, None for no limit.
+            entry: `module:function` of a `RankMain`, imported by the server.
+            devices: GPUs as CUDA_VISIBLE_DEVICES names them, one a slot; empty without GPUs.
+            limits: how patient leaders are.
+
+        Raises:
+            UsageError: counts that make no sense.
+        """
+        self._slots = Slots(slots, devices, jobs)
+        self._entry = entry
+        self._limits = limits or Limits()
+        self._server: ServerProcess | None = None
+        self._active: dict[str, _Active] = {}
+        self._failure: Infrastructure | None = None
+        self._ended: list[RunOutcome] = []
+
+    @property
+    def slots(self) -> int:
+        """How many ranks may run at the same time."""
+        return self._slots.num_slots
+
+    @property
+    def server_pid(self) -> int | None:
+        """Process id of the forkserver, None while there is none."""
+        return None if self._server is None else self._server.pid
+
+    def check(self, spec: RunSpec) -> None:
+        """Refuse a run that could never start here (`UsageError`)."""
+        self._slots.check(spec)
+
+    def can_start(self, spec: RunSpec) -> bool:
+        """Whether there is room for the run now."""
+        return self._slots.fits(spec)
+
+    def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
+        """Start a run in its own folder; see `Engine.start`."""
+        devices = self._slots.take(spec)
+        folder = folder.absolute()
+        # Known before the server hears of it: a signal in between must find it to cancel.
+        self._active[spec.key] = _Active(spec=spec, folder=folder, attempt=attempt)
+        try:
+            begin_run(folder, spec)
+            command = {
+                "start": spec.key,
+                "folder": str(folder),
+                "devices": devices,
+                "attempt": attempt,
+            }
+            self._send_start(command)
+        except BaseException:
+            if spec.key in self._active:
+                self._release(spec.key)
+            raise
+
+    def _send_start(self, command: Mapping[str, Any]) -> None:
+        """Send to the server; to a new one if it turns out to be dead."""
+        key = command["start"]
+        for _ in range(2):
+            if self._server is None:
+                self._server = ServerProcess(self._entry, self._limits)
+                try:
+                    self._server.wait_ready()
+                except BaseException:
+                    self._server.stop()
+                    self._server = None
+                    raise
+            try:
+                self._server.send(command)
+            except ServerGoneError:
+                self._server_died(spare=key)
+            else:
+                return
+        raise Infrastructure("the forkserver died twice before it could start a run")
+
+    def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
+        """Runs that have ended; see `Engine.wait`.
+
+        Raises:
+            Infrastructure: an outcome cannot be written.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._active and not self._ended and self._failure is None:
+            now_s = time.monotonic()
+            if deadline_s is not None and now_s > deadline_s:
+                break
+            self._end_overdue(now_s)
+            until_s = [run.overdue_s for run in self._active.values()]
+            if deadline_s is not None:
+                until_s.append(deadline_s)
+            self._take_messages(max(min(until_s) - now_s, 0.001))
+        if not self._ended and self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _take_messages(self, patience_s: float) -> None:
+        if self._server is None:
+            return
+        try:
+            messages = self._server.receive(patience_s)
+        except ServerGoneError:
+            self._server_died()
+            return
+        for message in messages:
+            if "started" in message and message["started"] in self._active:
+                self._active[message["started"]].leader_pid = message["pid"]
+            elif "exited" in message and message["exited"] in self._active:
+                self._leader_ended(message["exited"], message["status"], message.get("why", ""))
+
+    def _leader_ended(self, key: str, status: int | None, why: str) -> None:
+        run = self._release(key)
+        stderr = run.folder / "leader.stderr"
+        words = tail_of(stderr).strip()
+        if not words:
+            with suppress(OSError):
+                stderr.unlink(missing_ok=True)
+        outcome, _ = read_outcome(run.folder, key)
+        if outcome is not None:
+            self._ended.append(outcome)
+        elif status is None:
+            self._conclude(run, "not_run", f"the run could not be started: {why}")
+        elif status == ExitCode.NO_VERDICT:
+            self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
+        else:
+            how = f"died by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
+            last = words.split("\n")[-1]
+            self._conclude(run, "crashed", f"the leader of the run {how}" + (last and f": {last}"))
+
+    def _server_died(self, spare: str = "") -> None:
+        """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
+        if self._server is None:
+            return
+        for run in self._active.values():
+            if run.leader_pid is not None:
+                kill_group(run.leader_pid)
+        how = self._server.stop()
+        self._server = None
+        for key in [key for key in self._active if key != spare]:
+            run = self._release(key)
+            outcome, _ = read_outcome(run.folder, key)
+            if outcome is not None:
+                self._ended.append(outcome)
+            else:
+                self._conclude(run, "interrupted", f"the forkserver {how} during the run")
+
+    def _release(self, key: str) -> _Active:
+        self._slots.release(key)
+        return self._active.pop(key)
+
+    def _conclude(self, run: _Active, what: What, message: str) -> None:
+        """Write the outcome of a run whose leader could not."""
+        ranks = range(run.spec.world_size)
+        outcome = RunOutcome(
+            key=run.spec.key,
+            what=what,
+            message=message,
+            culprit_rank=None,
+            ranks=tuple(RankExit(rank=rank, code=None) for rank in ranks),
+            started_unix_s=run.started_unix_s,
+            wall_s=time.monotonic() - run.started_s,
+            attempt=run.attempt,
+        )
+        try:
+            save_outcome(run.folder, outcome)
+        except Infrastructure as error:
+            self._failure = error
+        else:
+            self._ended.append(outcome)
+
+    def _end_overdue(self, now_s: float) -> None:
+        """A leader that does not answer is killed, then the server."""
+        for run in self._active.values():
+            if now_s < run.overdue_s or self._server is None:
+                continue
+            run.num_kills += 1
+            if run.num_kills == 1 and run.leader_pid is not None:
+                kill_group(run.leader_pid)
+            else:
+                self._server.kill()
+
+    def cancel(self) -> None:
+        """Kill every run. What they recorded stays; they get no outcome."""
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        try:
+            for key in self._active:
+                if self._server is not None:
+                    self._server.send({"kill": key})
+            while self._active and self._server is not None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    self._server.kill()
+                for message in self._server.receive(max(left_s, 1.0)):
+                    if message.get("exited") in self._active:
+                        self._release(message["exited"])
+        except ServerGoneError:
+            for run in self._active.values():
+                if run.leader_pid is not None:
+                    kill_group(run.leader_pid)
+        for key in list(self._active):
+            self._release(key)
+        self._ended.clear()
+
+    def close(self) -> None:
+        """Kill every run and end the forkserver."""
+        self.cancel()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

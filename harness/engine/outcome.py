@@ -1,0 +1,228 @@
+"""From exit states, records and stderr to one answer: what happened to a run, and whose fault.
+
+    how a rank ended                              what
+    its own error record                          as the rank classified it
+    no space left on the disk                     interrupted (not the program's doing)
+    illegal-access or out-of-memory text, no record   illegal_access, oom
+    SIGKILL, SIGTERM, ... not from the harness    killed
+    any other signal, or a non-zero exit          crashed
+    still running when the time was up            hang
+    could not be forked                           not_run
+
+One failing rank takes the others with it, so most of the evidence is collateral. A rank is a
+*victim* if its record only says that a peer went away or that it waited too long for one; the
+culprit is the first rank to fail that is not a victim, else one that was still running.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.records import ErrorRecord, RankExit, RankRecords, What
+
+PEER_LOST = (
+    "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused",
+    "connection was likely closed", "remote process exited", "socket timeout", "timed out waiting",
+    "nccl communicator was aborted", "sendbytes failed", "recvvalue failed", "failed to recv",
+)  # fmt: skip
+"""What gloo, NCCL and the store say, in lower case, of a peer that is gone or does not answer."""
+DISK_FULL = ("no space left on device", "disk quota exceeded")
+ILLEGAL_ACCESS = ("illegal memory access was encountered", "cuda_error_illegal_address")
+OUT_OF_MEMORY = ("cuda out of memory", "cuda_error_out_of_memory")
+OUTSIDE_SIGNALS = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
+)
+"""Signals that come from outside of the program: a person, a scheduler, the kernel."""
+MESSAGE_CHARS = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEvidence:
+    """What is known of one rank: exit state, records, the end of what it printed."""
+
+    exit: RankExit
+    records: RankRecords
+    stderr_tail: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.exit.rank
+
+    @property
+    def last_step(self) -> int | None:
+        """Highest step on record, None before the first."""
+        return max((step.step for step in self.records.steps), default=None)
+
+    @property
+    def still_running(self) -> bool:
+        """Whether the harness had to end it."""
+        return self.exit.killed_by_harness
+
+    @property
+    def silent(self) -> bool:
+        """Whether it failed by itself and left no error record."""
+        failed = self.exit.code is None or self.exit.code != 0
+        return failed and not self.still_running and self.records.error is None
+
+    @property
+    def left_early(self) -> bool:
+        """Whether it exited with 0 without an end record."""
+        return self.exit.code == 0 and self.records.end is None and self.records.error is None
+
+
+Answer = tuple[What, str, int | None]
+"""What happened, one sentence, the rank that failed first."""
+
+
+def classify(
+    ranks: Sequence[RankEvidence],
+    *,
+    timed_out: bool,
+    timeout_s: float,
+    failed_order: Sequence[int] = (),
+) -> Answer:
+    """Say what happened to a run. `what` is empty if every rank exited with 0 and said no error.
+
+    Args:
+        ranks: evidence of every rank.
+        timed_out: whether the harness ended the run because its time was up.
+        timeout_s: the time it had, in seconds.
+        failed_order: ranks that failed, in the order in which the harness saw them end.
+    """
+    place = {rank: i for i, rank in enumerate(failed_order)}
+    ordered = sorted(ranks, key=lambda r: (place.get(r.rank, len(place)), r.rank))
+    running = [r for r in ordered if r.still_running]
+    culprit = _culprit(ordered, place)
+    if culprit is not None:
+        return _blame(culprit, ordered)
+    victims = [r for r in ordered if r.records.error is not None]
+    if running and (timed_out or victims):
+        return _hang(running, victims, timeout_s=timeout_s if timed_out else None)
+    if victims:
+        return _blame_victims(victims, ordered)
+    if running:
+        names = _names(running)
+        return "interrupted", f"the harness ended {names} for no reason on record", None
+    return "", "", None
+
+
+def _culprit(ordered: Sequence[RankEvidence], place: dict[int, int]) -> RankEvidence | None:
+    """The first rank to fail by itself, victims aside."""
+    silent = [r for r in ordered if r.silent]
+    first_silent = min((place.get(r.rank, len(place)) for r in silent), default=None)
+    own = [
+        r
+        for r in ordered
+        if r.records.error is not None
+        and not _is_victim(r.records.error, place.get(r.rank, len(place)), first_silent)
+    ]
+    return next(iter(own + silent), None)
+
+
+def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool:
+    if error.what not in ("", "crashed", "hang"):
+        return False
+    if _mentions(error.message, DISK_FULL):
+        return False
+    if error.what == "hang" or _mentions(error.message, PEER_LOST):
+        return True
+    return first_silent is not None and first_silent < place
+
+
+def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
+    what, how = _how(culprit)
+    others = [r for r in ranks if r.rank != culprit.rank]
+    lost = [r for r in others if r.records.error is not None or r.silent]
+    ended = [r for r in others if r.still_running]
+    message = how
+    if lost:
+        message += f"; then {_names(lost)} failed too"
+    if ended:
+        message += f"; {_names(ended)} ended by the harness"
+    return what, message, culprit.rank
+
+
+def _how(rank: RankEvidence) -> tuple[What, str]:
+    """What ended this rank, and one clause that says so."""
+    error, name = rank.records.error, f"rank {rank.rank}"
+    if _mentions(error.message if error is not None else rank.stderr_tail, DISK_FULL):
+        return "interrupted", f"{name} could not write: no space left on the disk"
+    if error is not None:
+        told = f"{error.type}: {_first_line(error.message)}" if error.type else error.message
+        return error.what or "crashed", f"{name} at step {error.step}: {told}"
+    if rank.exit.code is None:
+        return "not_run", f"{name} could not be started: {_first_line(rank.stderr_tail)}"
+    return _how_silent(rank, rank.exit.code)
+
+
+def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
+    """The same of a rank that left no error record: its exit code and what it printed."""
+    verb = f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+    how = f"rank {rank.rank} {verb} {_where(rank)}"
+    if _mentions(rank.stderr_tail, ILLEGAL_ACCESS):
+        return "illegal_access", f"{how}: CUDA illegal memory access"
+    if _mentions(rank.stderr_tail, OUT_OF_MEMORY):
+        return "oom", f"{how}: CUDA out of memory"
+    if -code in OUTSIDE_SIGNALS:
+        return "killed", f"{how}, not sent by the harness"
+    last = _last_line(rank.stderr_tail) if code > 0 else ""
+    return "crashed", f"{how}: {last}" if last else how
+
+
+def _hang(
+    running: Sequence[RankEvidence], victims: Sequence[RankEvidence], *, timeout_s: float | None
+) -> Answer:
+    steps = ", ".join(f"rank {r.rank} {_where(r)}" for r in sorted(running, key=lambda r: r.rank))
+    if timeout_s is not None:
+        message = f"time was up after {timeout_s:g} s; still running: {steps}"
+    else:
+        error = victims[0].records.error
+        told = _first_line(error.message) if error is not None else ""
+        message = f"still running: {steps}; rank {victims[0].rank} waited and gave up: {told}"
+    behind = min(-1 if r.last_step is None else r.last_step for r in running)
+    last = [r.rank for r in running if (-1 if r.last_step is None else r.last_step) == behind]
+    return "hang", message, last[0] if len(last) == 1 else None
+
+
+def _blame_victims(victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
+    """All that failed say that a peer went away: look for one that left, else take the first."""
+    for rank in ranks:
+        if rank.left_early:
+            message = f"rank {rank.rank} exited with code 0 before its end record {_where(rank)}"
+            return "crashed", f"{message}; then {_names(victims)} failed", rank.rank
+    return _blame(victims[0], ranks)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; 'signal 77' for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _where(rank: RankEvidence) -> str:
+    if rank.last_step is not None:
+        return f"after step {rank.last_step}"
+    return "before its first step" if rank.records.start is not None else "before its first record"
+
+
+def _names(ranks: Sequence[RankEvidence]) -> str:
+    numbers = sorted(r.rank for r in ranks)
+    listed = ", ".join(str(number) for number in numbers)
+    return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
+
+
+def _mentions(text: str, phrases: Sequence[str]) -> bool:
+    lower = text.lower()
+    return any(phrase in lower for phrase in phrases)
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:MESSAGE_CHARS]
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:MESSAGE_CHARS] if lines else ""

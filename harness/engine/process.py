@@ -1,0 +1,102 @@
+"""Linux process primitives: death with the parent, adoption of orphans, an end to every child.
+
+A leader or forkserver is a *subreaper*: what its ranks leave behind becomes its own child, so it
+can be found and killed, even in another session. `PR_SET_PDEATHSIG` is the opposite direction:
+when a parent is killed with SIGKILL and cannot clean up, the kernel kills its children.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process with SIGKILL when its parent dies.
+
+    The parent may have died between the fork and this call; then exit at once.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> Iterator[int]:
+    """Process ids of this process' children, zombies included."""
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            yield from map(int, (task / "children").read_text(encoding="utf-8").split())
+    except FileNotFoundError:
+        yield from _children_by_scan()
+
+
+def _children_by_scan() -> Iterator[int]:
+    """For kernels that do not list the children of a process."""
+    mine = os.getpid()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and parent_of(int(entry.name)) == mine:
+            yield int(entry.name)
+
+
+def parent_of(pid: int) -> int | None:
+    """Parent of `pid`, None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The command name, in parentheses, may itself hold spaces and parentheses.
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def kill_children(spare: Collection[int] = ()) -> None:
+    """SIGKILL every child but `spare`, and what they leave behind, and wait for all of them."""
+    while True:
+        doomed = [pid for pid in children() if pid not in spare]
+        if not doomed:
+            return
+        for pid in doomed:
+            signal_quietly(pid, signal.SIGKILL)
+        for pid in doomed:
+            wait_quietly(pid)
+
+
+def signal_quietly(pid: int, number: int) -> bool:
+    """Send a signal; False if the process is gone already."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_group(leader_pid: int) -> None:
+    """SIGKILL a whole process group, if any of it is left."""
+    try:
+        os.killpg(leader_pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def wait_quietly(pid: int) -> int | None:
+    """Wait for a child; its exit code (negative: signal), None if it was waited for before."""
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status)

@@ -1,0 +1,371 @@
+"""The run folder: everything that a harness run leaves behind, and how it is read again.
+
+    RunFolder.create   a new folder, locked; RunFolder.open reads one, `acquire` locks it
+    begin, set_aside   start a run's folder; keep the remains of one that did not finish
+    load_run           specification, outcome and records, whatever state the files are in
+    seal_case          a case folder that can be copied elsewhere; `load_case` reads it there
+
+What is damaged is reported in `RankRecords.problems`, never dropped and never an exception. What
+the disk refuses is one `Infrastructure` error.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from harness.disk import FolderLock, link_or_copy, make_folder, refused, write_atomic
+from harness.errors import Infrastructure, UsageError
+from harness.records import (
+    SCHEMA_VERSION,
+    CaseSpec,
+    Json,
+    RecordError,
+    RunOutcome,
+    RunResult,
+    RunSpec,
+    Verdict,
+    What,
+    dumps,
+)
+from harness.streams import read_ranks
+
+__all__ = [
+    "CaseRuns", "RunFolder", "begin_run", "load_case", "load_run_folder", "read_outcome",
+    "save_outcome", "stored_environment", "write_atomic",
+]  # fmt: skip
+
+MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
+LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
+CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
+LEGS = ("reference", "control", "candidate")
+ENVIRONMENT_KEY = "variables"
+"""Key of the manifest under which environment variables are stored, filtered."""
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_+=,@-][A-Za-z0-9_+=,@.-]{0,199}")
+_STORED_VARIABLE = re.compile(
+    r"CUDA_VISIBLE_DEVICES|NCCL_\w+|TORCH_\w+|NVTE_\w+|OMP_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG"
+    r"|PYTHONHASHSEED"
+)
+
+
+def stored_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that may be stored: those known to change results, no secrets."""
+    return {k: v for k, v in sorted(environ.items()) if _STORED_VARIABLE.fullmatch(k)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRuns:
+    """A case with its three runs."""
+
+    case: CaseSpec
+    reference: RunResult
+    control: RunResult
+    candidate: RunResult
+
+
+class RunFolder:
+    """One run folder. Reading needs no lock; whoever writes calls `acquire` first.
+
+    Attributes:
+        path: absolute path.
+        manifest: schema version, scenario name, command line, environment, time of creation.
+        scenario_text: the scenario file as it was.
+        cases: every case planned, in order.
+    """
+
+    def __init__(
+        self, path: Path, manifest: dict[str, Any], scenario_text: str, cases: Sequence[CaseSpec]
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.scenario_text = scenario_text
+        self.cases = tuple(cases)
+        self._lock = FolderLock(path / LOCK_FILE)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        manifest: Mapping[str, Any],
+        scenario_text: str,
+        cases: Sequence[CaseSpec],
+    ) -> Self:
+        """Make a new run folder and lock it.
+
+        Raises:
+            UsageError: there is something else at `path`, or two cases share an id.
+            Infrastructure: it cannot be written.
+        """
+        path = path.absolute()
+        _check_vacant(path)
+        if len({case.id for case in cases}) != len(cases):
+            raise UsageError("two cases share an id")
+        make_folder(path)
+        kept = {"schema": SCHEMA_VERSION} | _without_secrets(manifest)
+        folder = cls(path, kept, scenario_text, cases)
+        folder.acquire()
+        try:
+            write_atomic(path / SCENARIO_FILE, scenario_text)
+            plain = {"cases": [case.to_json() for case in cases]}
+            write_atomic(path / CASES_FILE, dumps(plain) + "\n")
+            # Last: its presence makes the folder a run folder.
+            write_atomic(path / MANIFEST_FILE, json.dumps(kept, indent=2, sort_keys=True) + "\n")
+        except BaseException:
+            folder.release()
+            raise
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read a run folder.
+
+        Raises:
+            UsageError: not a run folder, written by a newer harness, or its files are damaged.
+        """
+        path = path.absolute()
+        try:
+            if not (path / MANIFEST_FILE).is_file():
+                raise UsageError(f"{path} is not a run folder (it has no {MANIFEST_FILE})")
+            manifest = _read_object(path / MANIFEST_FILE)
+            schema = manifest.get("schema")
+            if not isinstance(schema, int) or isinstance(schema, bool):
+                raise RecordError(f"{MANIFEST_FILE}: schema: expected an integer, got {schema!r}")
+            if schema > SCHEMA_VERSION:
+                raise UsageError(
+                    f"{path} was written by a newer harness (schema {schema}, "
+                    f"this one reads up to {SCHEMA_VERSION})"
+                )
+            scenario_text = (path / SCENARIO_FILE).read_bytes().decode()
+            listed = _read_object(path / CASES_FILE).get("cases")
+            if not isinstance(listed, list):
+                raise RecordError(f"{CASES_FILE}: cases: expected a list, got {listed!r}")
+            cases = [CaseSpec.from_json(plain) for plain in listed]
+        except (OSError, RecordError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is a damaged run folder: {error}") from error
+        return cls(path, manifest, scenario_text, cases)
+
+    def acquire(self) -> None:
+        """Lock the folder for this process, until `release` or its death; no-op if locked.
+
+        Raises:
+            UsageError: another harness works here.
+            Infrastructure: the file system cannot lock.
+        """
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def run_folder(self, key: str) -> Path:
+        """Folder of the current attempt of a run."""
+        return self.path / "runs" / _safe(key)
+
+    def case_folder(self, case_id: str) -> Path:
+        """Folder of a case."""
+        return self.path / "cases" / _safe(case_id)
+
+    def num_attempts(self, key: str) -> int:
+        """How many attempts of a run have been set aside."""
+        number = 0
+        while self._attempt(key, number).exists():
+            number += 1
+        return number
+
+    def _attempt(self, key: str, number: int) -> Path:
+        folder = self.run_folder(key)
+        return folder.with_name(f"{folder.name}.attempt{number}")
+
+    def set_aside(self, key: str) -> Path | None:
+        """Keep what there is of a run under another name; that name, None if there was nothing."""
+        folder = self.run_folder(key)
+        if not folder.exists():
+            return None
+        kept = self._attempt(key, self.num_attempts(key))
+        try:
+            folder.rename(kept)
+        except OSError as error:
+            raise refused("set aside", folder, error) from error
+        return kept
+
+    def finished(self, key: str) -> RunOutcome | None:
+        """Outcome of a run; None if it did not finish or its outcome cannot be trusted."""
+        outcome, _ = read_outcome(self.run_folder(key), key)
+        return outcome
+
+    def load_run(self, spec: RunSpec) -> RunResult:
+        """A run as the checks see it, in whatever state its files are."""
+        return load_run_folder(self.run_folder(spec.key), spec)
+
+    def seal_case(self, case: CaseSpec) -> Path:
+        """Make the case's folder, with its own links to the files of its three runs.
+
+        Raises:
+            Infrastructure: the disk refused.
+        """
+        folder = self.case_folder(case.id)
+        building = folder.with_name(f".{folder.name}.tmp")
+        try:
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+            for leg in LEGS:
+                source = self.run_folder(getattr(case, leg).key)
+                if source.is_dir():
+                    shutil.copytree(
+                        source, building / leg, symlinks=True, copy_function=link_or_copy
+                    )
+            write_atomic(building / CASE_FILE, dumps(case) + "\n")
+            if folder.exists():
+                folder.rename(self._unused(folder))
+            building.rename(folder)
+        except (OSError, shutil.Error) as error:
+            text = error.strerror if isinstance(error, OSError) else None
+            raise Infrastructure(f"cannot write {folder}: {text or error}") from error
+        return folder
+
+    @staticmethod
+    def _unused(folder: Path) -> Path:
+        number = 0
+        while (kept := folder.with_name(f"{folder.name}.attempt{number}")).exists():
+            number += 1
+        return kept
+
+    def save_verdict(self, verdict: Verdict) -> None:
+        """Store the answer for a case, in its folder."""
+        folder = self.case_folder(verdict.case_id)
+        make_folder(folder)
+        write_atomic(folder / VERDICT_FILE, dumps(verdict) + "\n")
+
+    def load_verdict(self, case_id: str) -> Verdict | None:
+        """The stored answer for a case; None if there is none that decodes for this case."""
+        try:
+            verdict = Verdict.from_json(_read_object(self.case_folder(case_id) / VERDICT_FILE))
+        except (OSError, RecordError):
+            return None
+        return verdict if verdict.case_id == case_id else None
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Stored answers in the order of `cases`; cases without one are left out."""
+        found = (self.load_verdict(case.id) for case in self.cases)
+        return tuple(verdict for verdict in found if verdict is not None)
+
+
+def begin_run(folder: Path, spec: RunSpec) -> None:
+    """Make a run's folder with its specification.
+
+    Raises:
+        Infrastructure: the disk refused, or there is a run in it already.
+    """
+    make_folder(folder)
+    if (folder / OUTCOME_FILE).exists():
+        raise Infrastructure(f"{folder} holds a finished run already")
+    write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")
+
+
+def save_outcome(folder: Path, outcome: RunOutcome) -> None:
+    """Store what happened to a run; this is what makes it finished."""
+    write_atomic(folder / OUTCOME_FILE, dumps(outcome) + "\n")
+
+
+def load_run_folder(folder: Path, spec: RunSpec) -> RunResult:
+    """Read one run's folder. Without a trustworthy outcome it counts as interrupted or not run."""
+    outcome, why = read_outcome(folder, spec.key)
+    if outcome is None:
+        what: What = "interrupted" if folder.is_dir() else "not_run"
+        outcome = RunOutcome(
+            key=spec.key, what=what, message=why, culprit_rank=None, ranks=(),
+            started_unix_s=0.0, wall_s=0.0,
+        )  # fmt: skip
+    return RunResult(spec=spec, outcome=outcome, ranks=read_ranks(folder, spec.world_size))
+
+
+def load_case(folder: Path) -> CaseRuns:
+    """Read a case folder, wherever it was copied to.
+
+    Raises:
+        UsageError: not a case folder, or `case.json` does not decode.
+    """
+    path = folder / CASE_FILE
+    if not path.is_file():
+        raise UsageError(f"{folder} is not a case folder (it has no {CASE_FILE})")
+    try:
+        case = CaseSpec.from_json(_read_object(path))
+    except (OSError, RecordError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    legs = {leg: load_run_folder(folder / leg, getattr(case, leg)) for leg in LEGS}
+    return CaseRuns(case=case, **legs)
+
+
+def read_outcome(folder: Path, key: str) -> tuple[RunOutcome | None, str]:
+    """The outcome of the run `key` in `folder`, or None and why there is none to trust."""
+    try:
+        outcome = RunOutcome.from_json(_read_object(folder / OUTCOME_FILE))
+    except FileNotFoundError:
+        return None, "the run did not finish" if folder.is_dir() else "the run was not made"
+    except (OSError, RecordError) as error:
+        return None, f"{OUTCOME_FILE} does not decode: {error}"
+    if outcome.key != key:
+        return None, f"{OUTCOME_FILE} belongs to run {outcome.key}"
+    return outcome, ""
+
+
+def _check_vacant(path: Path) -> None:
+    """Refuse a place that holds something else (`UsageError`) or cannot be seen."""
+    ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE}
+    try:
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UsageError(f"{path}: expected a folder or nothing, got a file")
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise refused("look into", path, error) from error
+    if MANIFEST_FILE in names:
+        raise UsageError(f"{path} is a run folder already; continue it with --resume")
+    if any(name not in ours and not name.endswith(".tmp") for name in names):
+        raise UsageError(f"{path}: expected a new or empty folder, it holds other files")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        plain = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path.name}: not JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise RecordError(f"{path.name}: expected an object, got {type(plain).__name__}")
+    return plain
+
+
+def _without_secrets(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest with every mapping of environment variables cut down to what may be stored."""
+    kept: dict[str, Any] = {}
+    for key, value in manifest.items():
+        if key == ENVIRONMENT_KEY and isinstance(value, Mapping):
+            kept[key] = stored_environment(value)
+        elif isinstance(value, Json):
+            kept[key] = value.to_json()
+        else:
+            kept[key] = _without_secrets(value) if isinstance(value, Mapping) else value
+    return kept
+
+
+def _safe(name: str) -> str:
+    """A name that stays inside its folder.
+
+    Raises:
+        UsageError: it has a slash, starts with a dot, or is too long.
+    """
+    if not _SAFE_NAME.fullmatch(name):
+        raise UsageError(f"expected a name that is safe as a file name, got {name!r}")
+    return name

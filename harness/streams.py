@@ -1,0 +1,150 @@
+"""Reading rank files: whatever is in them becomes records or problems, never an exception.
+
+A problem is worded 'line N: why' and says 'after end' of a line that follows the end record. A
+record that decodes is kept even if it is out of place, so that the checks can see it; one that
+belongs to another rank is a problem only.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.records import (
+    SCHEMA_VERSION,
+    EndRecord,
+    ErrorRecord,
+    EventRecord,
+    RankRecords,
+    Record,
+    RecordError,
+    StartRecord,
+    StepRecord,
+    parse_record,
+)
+
+MAX_LINE_BYTES = 64 << 20
+MAX_PROBLEMS = 100
+"""Problems listed of one file; the rest is counted."""
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Where a rank's records lie."""
+    return folder / f"rank{rank}.jsonl"
+
+
+def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
+    """Records of ranks 0 to `world_size` - 1; a rank without a file has nothing at all.
+
+    Files of ranks that cannot exist are a problem of the last rank.
+    """
+    ranks = [read_rank(rank_path(folder, rank), rank) for rank in range(world_size)]
+    expected = {rank_path(folder, rank).name for rank in range(world_size)}
+    extra = sorted(p.name for p in folder.glob("rank*.jsonl") if p.name not in expected)
+    if extra and ranks:
+        last = ranks[-1]
+        problem = f"line 0: files beyond world size {world_size}: {', '.join(extra[:8])}"
+        ranks[-1] = RankRecords(
+            rank=last.rank, start=last.start, steps=last.steps, events=last.events,
+            error=last.error, end=last.end, problems=(*last.problems, problem),
+        )  # fmt: skip
+    return tuple(ranks)
+
+
+def read_rank(path: Path, rank: int) -> RankRecords:
+    """Everything that one rank's file says."""
+    reading = _Reading(rank)
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                reading.take(number, line)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        reading.problem(0, f"cannot be read: {error.strerror or error}")
+    return reading.result()
+
+
+class _Reading:
+    """Collects one file's lines in order."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._start: StartRecord | None = None
+        self._steps: list[StepRecord] = []
+        self._events: list[EventRecord] = []
+        self._error: ErrorRecord | None = None
+        self._end: EndRecord | None = None
+        self._problems: list[str] = []
+        self._num_unlisted = 0
+
+    def problem(self, number: int, why: str) -> None:
+        if len(self._problems) < MAX_PROBLEMS:
+            self._problems.append(f"line {number}: {why}")
+        else:
+            self._num_unlisted += 1
+
+    def take(self, number: int, line: bytes) -> None:
+        """Decode one line and put it where it belongs."""
+        after_end = " after end" if self._end is not None else ""
+        try:
+            record = parse_record(line.decode())
+        except (RecordError, UnicodeDecodeError, RecursionError) as error:
+            cut = "" if line.endswith(b"\n") else f"cut short after {len(line)} bytes: "
+            self.problem(number, f"{cut}{_short(error)}{after_end}")
+            return
+        for why in self._misplaced(record, number):
+            self.problem(number, why)
+        if after_end:
+            self.problem(number, f"{record.kind} record after end")
+        elif self._error is not None and not isinstance(record, EventRecord):
+            self.problem(number, f"{record.kind} record after an error record")
+        if isinstance(record, StartRecord) or record.rank == self._rank:
+            self._keep(number, record)
+
+    def _misplaced(self, record: Record, number: int) -> Iterator[str]:
+        if record.rank != self._rank:
+            yield f"{record.kind} record of rank {record.rank} in the file of rank {self._rank}"
+        if isinstance(record, StartRecord) and number != 1:
+            yield "start record is not the first line"
+        if isinstance(record, StartRecord) and record.schema != SCHEMA_VERSION:
+            yield f"schema {record.schema}, expected {SCHEMA_VERSION}"
+        if isinstance(record, StepRecord) and self._start is None:
+            yield f"step {record.step} before a start record"
+        if isinstance(record, StepRecord) and self._steps and record.rank == self._rank:
+            last = self._steps[-1].step
+            if record.step <= last:
+                yield f"step {record.step} follows step {last}"
+
+    def _keep(self, number: int, record: Record) -> None:
+        match record:
+            case StepRecord():
+                self._steps.append(record)
+            case EventRecord():
+                self._events.append(record)
+            case StartRecord() if self._start is None:
+                self._start = record
+            case ErrorRecord() if self._error is None:
+                self._error = record
+            case EndRecord() if self._end is None:
+                self._end = record
+            case _:
+                self.problem(number, f"a second {record.kind} record")
+
+    def result(self) -> RankRecords:
+        """What was collected."""
+        unlisted = [f"line 0: {self._num_unlisted} more problems"] if self._num_unlisted else []
+        return RankRecords(
+            rank=self._rank,
+            start=self._start,
+            steps=tuple(self._steps),
+            events=tuple(self._events),
+            error=self._error,
+            end=self._end,
+            problems=(*self._problems, *unlisted),
+        )
+
+
+def _short(error: Exception, size: int = 200) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= size else f"{text[:size]}..."

@@ -1,0 +1,202 @@
+"""The forkserver: one warm process that forks a leader for every run.
+
+    harness -> server   {"start": key, "folder": path, "devices": [...], "attempt": n}
+                        {"kill": key}
+    server -> harness   {"ready": pid} | {"failed": why}
+                        {"started": key, "pid": pid}
+                        {"exited": key, "status": code}   negative: signal; null: never forked
+
+One JSON object a line over a socket pair. The server imports torch, touches no device, starts no
+thread, and waits in one place. When the harness goes away, however it does, the socket closes: the
+server kills what is left of every run and exits.
+"""
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from harness.engine.leader import Job, Limits, RankMain, die_as_child_of, lead
+from harness.engine.process import adopt_orphans, kill_children, kill_group, signal_quietly
+from harness.records import RunSpec
+
+STORE_TIMEOUT = timedelta(seconds=60)
+
+
+def serve(fd: int, entry: str, limits: Limits) -> int:
+    """Serve runs over the socket `fd` until it closes; the exit code.
+
+    Args:
+        fd: an inherited, connected socket.
+        entry: `module:function`, a `RankMain`.
+        limits: given to every leader.
+    """
+    control = socket.socket(fileno=fd)
+    adopt_orphans()
+    try:
+        rank_main = load_entry(entry)
+    except Exception as error:  # noqa: BLE001 - user code at import: told to the harness
+        _send(control, {"failed": f"{entry}: {type(error).__name__}: {error}"})
+        return 1
+    # What is alive now stays for ever: keep it out of collections, whose writes to object headers
+    # would copy shared pages in every rank.
+    gc.collect()
+    gc.freeze()
+    _Server(control, rank_main, limits).run()
+    return 0
+
+
+def load_entry(entry: str) -> RankMain:
+    """Import `module:function`; what the module imports is warm in every rank.
+
+    Raises:
+        ImportError, AttributeError, ValueError: it cannot be had.
+    """
+    module, _, function = entry.partition(":")
+    if not module or not function:
+        raise ValueError(f"expected module:function, got {entry!r}")
+    return cast("RankMain", getattr(importlib.import_module(module), function))
+
+
+def open_torch_store(listener: socket.socket) -> object:
+    """Host a `TCPStore` on a listening socket, which it takes over."""
+    import torch.distributed as dist
+
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined] # torch does not list it in __all__
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=STORE_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def open_store(listener: socket.socket) -> object:
+    """The torch store where torch is loaded, else (ranks without torch) just the socket."""
+    return open_torch_store(listener) if "torch" in sys.modules else listener
+
+
+class _Server:
+    """The loop: commands in, exits out."""
+
+    def __init__(self, control: socket.socket, rank_main: RankMain, limits: Limits) -> None:
+        self._control = control
+        self._rank_main = rank_main
+        self._limits = limits
+        self._leaders: dict[int, str] = {}
+        self._received = b""
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _ignore_but_wake)
+
+    def run(self) -> None:
+        """Serve until the harness goes away; then nothing of ours is left."""
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(self._wakeup_read, selectors.EVENT_READ)
+        try:
+            _send(self._control, {"ready": os.getpid()})
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if self._wakeup_read in ready:
+                    _empty(self._wakeup_read)
+                self._reap()
+                if self._control.fileno() in ready and not self._receive():
+                    return
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        finally:
+            for pid in self._leaders:
+                kill_group(pid)
+            kill_children()
+
+    def _receive(self) -> bool:
+        """Obey what has arrived; False when the harness is gone."""
+        data = self._control.recv(1 << 16)
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            command = json.loads(line)
+            if "start" in command:
+                self._start(command)
+            else:
+                self._kill(command["kill"])
+        return bool(data)
+
+    def _start(self, command: dict[str, Any]) -> None:
+        key, folder = command["start"], Path(command["folder"])
+        mine = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _send(self._control, {"exited": key, "status": None, "why": str(error)})
+            return
+        if pid == 0:
+            die_as_child_of(mine, self._leader_work(command, folder), folder / "leader.stderr")
+        self._leaders[pid] = key
+        _send(self._control, {"started": key, "pid": pid})
+
+    def _leader_work(self, command: dict[str, Any], folder: Path) -> Callable[[], None]:
+        def work() -> None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            os.close(self._wakeup_read)
+            os.close(self._wakeup_write)
+            spec = RunSpec.from_json(json.loads((folder / "spec.json").read_bytes()))
+            job = Job(
+                spec=spec,
+                folder=folder,
+                devices=tuple(command["devices"]),
+                attempt=command["attempt"],
+            )
+            lead(job, self._rank_main, open_store, self._limits)
+
+        return work
+
+    def _kill(self, key: str) -> None:
+        for pid, name in self._leaders.items():
+            if name == key:
+                kill_group(pid)
+                signal_quietly(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Tell of leaders that ended, after killing what they left behind."""
+        ended: list[tuple[str, int]] = []
+        for pid in list(self._leaders):
+            # Peek first: until it is reaped, its process group cannot be another's.
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            kill_group(pid)
+            _, status = os.waitpid(pid, 0)
+            ended.append((self._leaders.pop(pid), os.waitstatus_to_exitcode(status)))
+        # Children that are not leaders are orphans of a leader that died.
+        kill_children(spare=self._leaders)
+        for key, code in ended:
+            _send(self._control, {"exited": key, "status": code})
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    control.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _empty(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        return
+
+
+def _ignore_but_wake(number: int, frame: FrameType | None) -> None:
+    """A Python-level handler must exist for the wake-up descriptor to be written."""
