@@ -210,6 +210,10 @@ class RunSpec(Json):
     replica: int = 0
     plant: PlantSpec | None = None
 
+    def __post_init__(self) -> None:
+        # An int here would give another key than the same specification read back from JSON.
+        object.__setattr__(self, "timeout_s", float(self.timeout_s))
+
     @property
     def key(self) -> str:
         """File-name-safe identity: equal keys mean equal work."""
