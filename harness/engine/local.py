@@ -179,7 +179,7 @@ class LocalEngine:
         if not words:
             with suppress(OSError):
                 stderr.unlink(missing_ok=True)
-        outcome, _ = read_outcome(run.folder, key)
+        outcome, missing = read_outcome(run.folder, key)
         if outcome is not None:
             self._ended.append(outcome)
         elif status is None:
@@ -188,8 +188,8 @@ class LocalEngine:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
         else:
             how = f"died by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
-            last = words.split("\n")[-1]
-            self._conclude(run, "crashed", f"the leader of the run {how}" + (last and f": {last}"))
+            last = words.split("\n")[-1] or missing
+            self._conclude(run, "crashed", f"the leader of the run {how}: {last}")
 
     def _server_died(self, spare: str = "") -> None:
         """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
