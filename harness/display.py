@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.doctor import Diagnosis
 from harness.errors import one_line
 from harness.plan import Plan
 from harness.progress import COLOURS, duration, plan_line, run_ending, run_word
@@ -184,3 +185,18 @@ def stderr_tail(path: Path) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """Findings, then what follows from them."""
+    colours = {"ok": "green", "warn": "yellow", "missing": "red"}
+    table = _table("", "state", "")
+    for finding in diagnosis.findings:
+        table.add_row(
+            _cell(finding.name), _cell(finding.state, colours[finding.state]), _cell(finding.detail)
+        )
+    console.print(table)
+    for line in diagnosis.can_run:
+        console.print(_cell(f"can run     {line}", "green"), soft_wrap=True)
+    for line in diagnosis.cannot_run:
+        console.print(_cell(f"cannot run  {line}", "yellow"), soft_wrap=True)

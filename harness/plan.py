@@ -17,7 +17,7 @@ The whole is what a greedy packing of these runs on the slots would take.
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,20 +69,58 @@ def make_plan(cases: Iterable[CaseSpec], *, slots: int, jobs: int | None = None)
     Raises:
         UsageError: no slot, or no job.
     """
+    _check_counts(slots, jobs)
+    judged = tuple(_with_reason(case, slots) for case in cases)
+    return _order(judged, slots=slots, jobs=jobs, finished=lambda key: False)
+
+
+def resume_plan(
+    cases: Iterable[CaseSpec],
+    *,
+    slots: int,
+    jobs: int | None = None,
+    finished: Callable[[str], bool],
+) -> Plan:
+    """Plan what is left of `cases`, whose skip reasons stand as they were decided.
+
+    A case that was planned on a larger machine is not skipped on this one, for it may have its
+    verdict already: if runs are left that do not fit, the engine refuses the whole.
+
+    Args:
+        cases: the cases of the run folder.
+        slots: ranks that may run at a time.
+        jobs: runs that may run at a time.
+        finished: whether the run of a key need not be made again.
+
+    Raises:
+        UsageError: no slot, or no job.
+    """
+    _check_counts(slots, jobs)
+    return _order(tuple(cases), slots=slots, jobs=jobs, finished=finished)
+
+
+def _check_counts(slots: int, jobs: int | None) -> None:
     for name, value in (("slots", slots), ("jobs", jobs)):
         if value is not None and value < 1:
             raise UsageError(f"--{name}: expected an integer >= 1, got {value}")
-    judged = tuple(_with_reason(case, slots) for case in cases)
+
+
+def _order(
+    cases: tuple[CaseSpec, ...],
+    *,
+    slots: int,
+    jobs: int | None,
+    finished: Callable[[str], bool],
+) -> Plan:
     serves: dict[str, list[str]] = {}
     specs: dict[str, RunSpec] = {}
     keys: dict[int, str] = {}
-    ordered = sorted(judged, key=lambda case: -case.candidate.world_size)
-    for case in ordered:
+    for case in sorted(cases, key=lambda case: -case.candidate.world_size):
         if case.skip_reason:
             continue
         for spec in (case.reference, case.control, case.candidate):
             # A key is a hash of the whole specification: worth making once an object.
-            key = keys.setdefault(id(spec), "") or spec.key
+            key = keys.get(id(spec)) or spec.key
             keys[id(spec)] = key
             specs.setdefault(key, spec)
             serves.setdefault(key, []).append(case.id)
@@ -92,9 +130,10 @@ def make_plan(cases: Iterable[CaseSpec], *, slots: int, jobs: int | None = None)
             key=key, spec=spec, serves=tuple(serves[key]), estimate_s=estimate_s(spec, cores)
         )
         for key, spec in specs.items()
+        if not finished(key)
     )
     return Plan(
-        slots=slots, jobs=jobs, runs=runs, cases=judged, estimate_s=_makespan_s(runs, slots, jobs)
+        slots=slots, jobs=jobs, runs=runs, cases=cases, estimate_s=_makespan_s(runs, slots, jobs)
     )
 
 
@@ -157,11 +196,12 @@ def _makespan_s(runs: Iterable[PlannedRun], slots: int, jobs: int | None) -> flo
     running: list[tuple[float, int]] = []
     free, now, last = slots, 0.0, 0.0
     for run in runs:
-        while run.spec.world_size > free or (jobs is not None and len(running) >= jobs):
+        wanted = min(run.spec.world_size, slots)
+        while wanted > free or (jobs is not None and len(running) >= jobs):
             now, released = heapq.heappop(running)
             free += released
-        free -= run.spec.world_size
+        free -= wanted
         end = now + run.estimate_s
         last = max(last, end)
-        heapq.heappush(running, (end, run.spec.world_size))
+        heapq.heappush(running, (end, wanted))
     return last
