@@ -231,6 +231,7 @@ class TrainConfig:
     seed: int = 1234
     flush_every: int = 1
     graph_warmup_steps: int = 2
+    ledger: bool = True
 
     def __post_init__(self) -> None:
         for key in ("steps", "microbatches", "micro_batch_size", "flush_every"):

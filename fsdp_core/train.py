@@ -93,17 +93,10 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: Device) -> Decode
 
 
 class Trainer:
-    """Runs steps of one rank. Use inside the ranks' process group; `close` before it is destroyed.
+    """Runs steps of one rank. Use inside the ranks' process group; `close` before it is destroyed."""
 
-    Args:
-        ledger: check captured addresses before each replay.
-    """
-
-    def __init__(
-        self, config: TrainConfig, mesh: DeviceMesh, device: Device, *, ledger: bool = True
-    ) -> None:
+    def __init__(self, config: TrainConfig, mesh: DeviceMesh, device: Device) -> None:
         self.config, self.device = config, device
-        self._use_ledger = ledger
         self.stream = device.new_stream()
         self.counts = GraphCounts()
         dp_rank = mesh.get_local_rank("dp")
@@ -245,10 +238,13 @@ class Trainer:
         found |= {"step_count": optimizer.step_count, "lr": optimizer.lr}
         found |= {"losses": outputs.losses, "loss": outputs.loss, "grad_norm": outputs.grad_norm}
         found |= {f"digest of {group}": rows for group, rows in outputs.digests.items()}
+        for group, digester in self._digesters.items():
+            for number, scratch in enumerate(digester.scratch()):
+                found[f"digest scratch {number} of {group}"] = scratch
         return found
 
     def _resolver(self) -> Any:
-        return self.named_tensors if self._use_ledger else None
+        return self.named_tensors if self.config.ledger else None
 
     def _capture(self) -> None:
         schedule = self.root.fsdp_schedule

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.device import Device
+from fsdp_core.fsdp.collectives import all_gather, reduce_scatter
 from fsdp_core.fsdp.layout import FlatLayout, build_layout
 from fsdp_core.fsdp.pool import Key, Pool
 
@@ -126,7 +127,7 @@ class ParamGroup:
             total, dtype = self.layout.total_numel, self.policy.compute_dtype
             full = self.pool.acquire(self._gather_key, total, dtype, stream)
             with self._device.on(stream):
-                dist.all_gather_into_tensor(full, self.model_weight, group=self._group)
+                all_gather(full, self.model_weight, self._group)
             for index, parameter in enumerate(self.unsharded):
                 # `.data` keeps the buffer's version counter out of autograd: gathering again into
                 # a buffer that saved views share is no in-place change of a parameter.
@@ -176,7 +177,7 @@ class ParamGroup:
                 reduced = torch.empty(
                     self.layout.shard_numel, dtype=full.dtype, device=full.device
                 )
-                dist.reduce_scatter_tensor(reduced, full, group=self._group)
+                reduce_scatter(reduced, full, self._group)
             else:
                 reduced = full
                 dist.all_reduce(reduced, group=self._group)

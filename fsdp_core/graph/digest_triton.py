@@ -1,4 +1,4 @@
-"""The digest of `fsdp_core.graph.digest` as one Triton kernel over many tensors.
+"""The digest of `fsdp_core.graph.digest_words` as one Triton kernel over many tensors.
 
     tensors -> chunks of up to 1 MiB, each with its address, in one table on the device
     program -> one chunk: loads words, mixes, sums lanes in registers, five atomic adds at the end
@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fsdp_core.graph import digest
-from fsdp_core.graph.digest import NUM_COLUMNS, PATTERNS, WORD_BYTES, Pattern
+from fsdp_core.graph import digest_words as definition
+from fsdp_core.graph.digest_words import NUM_COLUMNS, PATTERNS, WORD_BYTES, Pattern, length_rows
 
 CHUNK_WORDS = 1 << 18
 VECTOR_BYTES = 16
@@ -30,9 +30,21 @@ INDEX_SPAN = 1 << 32  # words that share the high half of their index
 TABLE_COLUMNS = 5  # address, first word index, whole words, bytes after them, row of out
 
 # Triton reads a module's globals only as constexpr.
-_C1, _S1, _HIGH1 = tl.constexpr(digest.C1), tl.constexpr(digest.S1), tl.constexpr(digest.HIGH1)
-_C2, _S2, _HIGH2 = tl.constexpr(digest.C2), tl.constexpr(digest.S2), tl.constexpr(digest.HIGH2)
-_M1, _M2, _M3 = tl.constexpr(digest.M1), tl.constexpr(digest.M2), tl.constexpr(digest.M3)
+_C1, _S1, _HIGH1 = (
+    tl.constexpr(definition.C1),
+    tl.constexpr(definition.S1),
+    tl.constexpr(definition.HIGH1),
+)
+_C2, _S2, _HIGH2 = (
+    tl.constexpr(definition.C2),
+    tl.constexpr(definition.S2),
+    tl.constexpr(definition.HIGH2),
+)
+_M1, _M2, _M3 = (
+    tl.constexpr(definition.M1),
+    tl.constexpr(definition.M2),
+    tl.constexpr(definition.M3),
+)
 _TABLE_COLUMNS, _OUT_COLUMNS = tl.constexpr(TABLE_COLUMNS), tl.constexpr(NUM_COLUMNS)
 
 
@@ -173,7 +185,7 @@ class TritonPlan:
     ) -> None:
         self._device = device
         self._launch = launch
-        self._start = digest.length_rows(tensors, device)
+        self._start = length_rows(tensors, device)
         self._staged = {
             i: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             for i, tensor in enumerate(tensors)

@@ -130,16 +130,17 @@ class HostGraph:
         """Run the recorded operators again, into the same storages.
 
         Raises:
-            RuntimeError: not captured, or an external storage has shrunk since: on CUDA that is an
-                illegal memory access or a silent read of foreign memory.
+            RuntimeError: not captured, or an external storage has moved or shrunk since: on CUDA
+                that is an illegal memory access or a silent read of foreign memory.
         """
         if not self._steps:
             raise RuntimeError("Expected a captured graph, got an empty one.")
         for storage, entry in self._externals:
-            if storage.nbytes() < entry.nbytes:
+            if storage.nbytes() < entry.nbytes or storage.data_ptr() != entry.address:
                 raise RuntimeError(
-                    f"illegal memory access: a storage of {entry.nbytes} bytes that {entry.made_by} "
-                    f"uses has {storage.nbytes()} bytes at replay"
+                    f"illegal memory access: the storage of {entry.nbytes} bytes that "
+                    f"{entry.made_by} uses was at {entry.address:#x} at capture and has "
+                    f"{storage.nbytes()} bytes at {storage.data_ptr():#x} at replay"
                 )
         with torch.no_grad():
             for step in self._steps:

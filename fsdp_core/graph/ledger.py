@@ -20,12 +20,13 @@ class StaleAddress(RuntimeError):
     """A graph was about to be replayed over memory that is no longer what it captured.
 
     Attributes:
-        name: the tensor at fault.
+        names: the tensors at fault, in the order in which the graph's owner names them.
     """
 
-    def __init__(self, name: str, detail: str) -> None:
-        self.name = name
-        super().__init__(f"stale_address: {name}: {detail}")
+    def __init__(self, names: list[str], detail: str) -> None:
+        self.names = names
+        others = f" (and {', '.join(names[1:])})" if len(names) > 1 else ""
+        super().__init__(f"stale_address: {names[0]}: {detail}{others}")
 
 
 @dataclass(frozen=True)
@@ -87,36 +88,40 @@ class Ledger:
         """Compare every address with what it was at capture; no device work.
 
         Raises:
-            StaleAddress: naming the first tensor that moved, shrank, vanished or was freed.
+            StaleAddress: naming every tensor that moved, shrank, vanished or was freed.
         """
         now = self._resolve()
-        for named in self._named:
-            tensor = now.get(named.name)
-            if tensor is None:
-                raise StaleAddress(named.name, "captured, but the program no longer has it")
-            if tensor.data_ptr() != named.address:
-                raise StaleAddress(
-                    named.name,
-                    f"captured at {named.address:#x}, now at {tensor.data_ptr():#x}"
-                    + (" (its storage was freed)" if not tensor.data_ptr() else ""),
-                )
-            if tensor.numel() != named.numel or tensor.dtype != named.dtype:
-                raise StaleAddress(
-                    named.name,
-                    f"captured as {named.numel} x {named.dtype}, now {tensor.numel()} x "
-                    f"{tensor.dtype}",
-                )
-            if tensor.untyped_storage().nbytes() < named.storage_bytes:
-                raise StaleAddress(named.name, "its storage has shrunk since the capture")
+        stale = [(named.name, why) for named in self._named if (why := _moved(named, now))]
+        if stale:
+            raise StaleAddress([name for name, _ in stale], stale[0][1])
         for entry in self._unnamed:
             storage = entry.reference()
             if storage is None:
-                raise StaleAddress(
-                    f"unnamed storage of {entry.nbytes} bytes used by {entry.made_by}",
-                    "freed since the capture",
-                )
+                raise StaleAddress([_describe(entry)], "freed since the capture")
             if storage.data_ptr() != entry.address or storage.nbytes() < entry.nbytes:
                 raise StaleAddress(
-                    f"unnamed storage of {entry.nbytes} bytes used by {entry.made_by}",
+                    [_describe(entry)],
                     f"captured at {entry.address:#x}, now at {storage.data_ptr():#x}",
                 )
+
+
+def _moved(named: _Named, now: Mapping[str, torch.Tensor]) -> str:
+    """Why a named tensor is no longer what was captured; empty if it is."""
+    tensor = now.get(named.name)
+    if tensor is None:
+        return "captured, but the program no longer has it"
+    address = tensor.data_ptr()
+    if address != named.address:
+        freed = "" if address else " (its storage was freed)"
+        return f"captured at {named.address:#x}, now at {address:#x}{freed}"
+    if tensor.numel() != named.numel or tensor.dtype != named.dtype:
+        return (
+            f"captured as {named.numel} x {named.dtype}, now {tensor.numel()} x {tensor.dtype}"
+        )
+    if tensor.untyped_storage().nbytes() < named.storage_bytes:
+        return "its storage has shrunk since the capture"
+    return ""
+
+
+def _describe(entry: StorageEntry) -> str:
+    return f"unnamed storage of {entry.nbytes} bytes used by {entry.made_by}"

@@ -1,0 +1,197 @@
+"""One rank: join the others, train, write records, say what went wrong.
+
+Everything heavy is imported at module level on purpose: the forkserver imports this module once, and
+every rank is a fork of it.
+"""
+
+import os
+import platform
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch._dynamo  # the first collective imports it: a second that no rank should pay
+import torch.distributed as dist
+
+from fsdp_core import determinism
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.graph.ledger import StaleAddress
+from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.mesh import build_mesh, init_ranks
+from fsdp_core.model.backend import BackendMissing
+from fsdp_core.train import Trainer
+from harness.records import (
+    SCHEMA_VERSION,
+    EndRecord,
+    ErrorRecord,
+    EventRecord,
+    RunSpec,
+    StartRecord,
+    What,
+)
+from harness.worker.observe import Observer, RecordFile
+from harness.worker.plant import Plant
+
+ENVIRONMENT_KEYS = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO",
+                    "NVTE_ALLOW_NONDETERMINISTIC_ALGO")  # fmt: skip
+
+
+def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
+    """Run one rank to its end; 0, or 1 after an error record.
+
+    Args:
+        spec: the run.
+        folder: where `rank<R>.jsonl` goes.
+        rank: of this process; its GPU is the one of that number among the visible ones.
+        store_port: of the run's TCPStore on 127.0.0.1.
+    """
+    session = _Session(spec, folder, rank)
+    if session.plant.silent:
+        return 0
+    try:
+        session.run(store_port)
+    except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
+        session.fail(error)
+        return 1
+    return 0
+
+
+class _Session:
+    def __init__(self, spec: RunSpec, folder: Path, rank: int) -> None:
+        self.spec, self.rank = spec, rank
+        self.file = RecordFile(folder / f"rank{rank}.jsonl")
+        self.plant = Plant(spec, rank, self.file)
+        self.step = -1
+        self.started_s = psutil.Process().create_time()
+
+    def run(self, store_port: int) -> None:
+        """Train every step and write every record."""
+        determinism.prepare_environment()
+        torch.set_num_threads(1)
+        config = TrainConfig.from_dict(self.spec.config)
+        device = Device(self.spec.device, self.rank if self.spec.device == "cuda" else 0)
+        store = dist.TCPStore("127.0.0.1", store_port)
+        init_ranks(device, store, self.rank, self.spec.world_size, self.spec.timeout_s)
+        mesh = build_mesh(config.parallel, device)
+        with device.counting_memory():
+            trainer = Trainer(config, mesh, device)
+            try:
+                self._train(trainer)
+            finally:
+                # A process group must not be destroyed while a graph that used it is alive.
+                if sys.exc_info()[0] is None:
+                    trainer.close()
+        dist.destroy_process_group()
+
+    def _train(self, trainer: Trainer) -> None:
+        observer = Observer(trainer, self.rank, self.file)
+        device = trainer.device
+        self.file.write(
+            StartRecord(
+                schema=SCHEMA_VERSION,
+                rank=self.rank,
+                world_size=self.spec.world_size,
+                pid=os.getpid(),
+                device=device.name,
+                tensors=observer.tensor_names,
+                environment={"fingerprint": fingerprint(trainer)},
+            )
+        )
+        device.synchronize()
+        startup_s = _now() - self.started_s
+        for self.step in range(trainer.config.steps):
+            self.plant.before_step(trainer, self.step)
+            trainer.step(self.step)
+            self.plant.after_step(trainer, self.step)
+            observer.observe(self.step)
+        observer.flush()
+        self._write_graph_event(trainer)
+        self.file.write(
+            EndRecord(
+                rank=self.rank,
+                steps=trainer.config.steps,
+                peak_bytes=device.peak_bytes(),
+                startup_s=startup_s,
+                wall_s=_now() - self.started_s,
+            )
+        )
+        self.plant.after_end()
+
+    def _write_graph_event(self, trainer: Trainer) -> None:
+        counts = trainer.counts
+        self.file.write(
+            EventRecord(
+                name="graphs",
+                rank=self.rank,
+                step=self.step,
+                detail={
+                    "captured": counts.captured,
+                    "replays": counts.replays,
+                    "ledger_names": len(counts.external_names),
+                    "ledger_unnamed": counts.unnamed_externals,
+                },
+            )
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Write the error record; the rank exits without touching the device again."""
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(text)
+        self.file.write(
+            ErrorRecord(
+                rank=self.rank,
+                step=self.step,
+                what=classify(error),
+                type=type(error).__name__,
+                message=str(error)[:4000],
+                traceback=text[-8000:],
+            )
+        )
+
+
+def classify(error: BaseException) -> What:
+    """What an exception means, following its causes."""
+    text = str(error)
+    if isinstance(error, StaleAddress):
+        return "stale_address"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return "oom"
+    if "illegal memory access" in text:
+        return "illegal_access"
+    if isinstance(error, CaptureRefused):
+        return "capture_refused"
+    if isinstance(error, BackendMissing):
+        return "unsupported"
+    cause = error.__cause__ or error.__context__
+    return classify(cause) if cause is not None else "crashed"
+
+
+def fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """What must agree between two runs before their bits may be compared."""
+    device = trainer.device
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": device.name,
+        "data": trainer.data_checksum,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environment": {key: os.environ[key] for key in ENVIRONMENT_KEYS if key in os.environ},
+    }
+    if device.is_cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["capability"] = list(torch.cuda.get_device_capability(device.torch_device))
+    return found
+
+
+def _now() -> float:
+    """Wall-clock seconds since the epoch, as `psutil` gives process start times."""
+    return time.time()

@@ -1,0 +1,125 @@
+"""Turns a trainer's static outputs into record lines, without making the device wait each step.
+
+After every step the outputs are packed into one row of an int32 ring on the device; every
+`flush_every` steps the ring is copied to the host once and written as step records. Floats travel
+as their bits.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fsdp_core.graph.digest import NUM_COLUMNS, digest_hex
+from fsdp_core.train import StepOutputs, Trainer
+from harness.records import FloatBits, Json, StepRecord, dumps
+
+LineFilter = Callable[[str], list[str]]
+
+
+class RecordFile:
+    """Appends record lines to a rank's file; each line is one write and is flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.alter: LineFilter = lambda line: [line]
+
+    def write(self, record: Json) -> None:
+        """Write one record as one line.
+
+        Raises:
+            OSError: the line could not be written whole, as on a full disk.
+        """
+        for line in self.alter(dumps(record)):
+            self.write_raw(line + "\n")
+
+    def write_raw(self, text: str) -> None:
+        """Write text as it is."""
+        left = text.encode()
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+
+class Observer:
+    """Collects one rank's steps and writes their records."""
+
+    def __init__(self, trainer: Trainer, rank: int, file: RecordFile) -> None:
+        self._trainer, self._rank, self._file = trainer, rank, file
+        self._groups = list(trainer.digested)
+        width = self._pack(trainer.outputs).numel()
+        rows = trainer.config.flush_every
+        device = trainer.device.torch_device
+        self._ring = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self._pending: list[tuple[int, str, int, int]] = []
+        self._flushed_at = time.monotonic()
+
+    @property
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        """Names per digest group, in digest order."""
+        names = {group: tuple(named) for group, (named, _) in self._trainer.digested.items()}
+        return names | {"rng": ("cpu", "cuda") if self._trainer.device.is_cuda else ("cpu",)}
+
+    def observe(self, step: int) -> None:
+        """Take the outputs of `step`; writes records when the ring is full."""
+        trainer = self._trainer
+        with trainer.device.on(trainer.stream):
+            self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
+        states = trainer.device.rng_states()
+        rng = "".join(_blake(state.numpy().tobytes()) for state in states)
+        device = trainer.device
+        self._pending.append((step, rng, device.live_bytes(), device.peak_bytes()))
+        if len(self._pending) == len(self._ring):
+            self.flush()
+
+    def flush(self) -> None:
+        """Copy the ring to the host and write the records of the steps in it."""
+        if not self._pending:
+            return
+        with self._trainer.device.on(self._trainer.stream):
+            rows = self._ring[: len(self._pending)].cpu()
+        now = time.monotonic()
+        step_s = (now - self._flushed_at) / len(self._pending)
+        self._flushed_at = now
+        pending, self._pending = self._pending, []
+        for row, (step, rng, live, peak) in zip(rows, pending, strict=True):
+            self._file.write(self._record(row, step, rng, step_s, live, peak))
+
+    def _pack(self, outputs: StepOutputs) -> torch.Tensor:
+        floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
+        digests = [outputs.digests[group].flatten() for group in self._groups]
+        return torch.cat((floats.view(torch.int32), *digests))
+
+    def _record(
+        self, row: torch.Tensor, step: int, rng: str, step_s: float, live: int, peak: int
+    ) -> StepRecord:
+        num_losses = self._trainer.config.microbatches
+        bits = [FloatBits.from_bits(v & 0xFFFFFFFF) for v in row[: num_losses + 2].tolist()]
+        digests, nonfinite, cursor = {"rng": rng}, {}, num_losses + 2
+        for group in self._groups:
+            names = self._trainer.digested[group][0]
+            stop = cursor + len(names) * NUM_COLUMNS
+            digests[group], counts = digest_hex(row[cursor:stop].view(-1, NUM_COLUMNS))
+            bad = tuple(n for n, count in zip(names, counts, strict=True) if count)
+            if bad:
+                nonfinite[group] = bad
+            cursor = stop
+        return StepRecord(
+            step=step,
+            rank=self._rank,
+            loss=bits[num_losses],
+            microbatch_losses=tuple(bits[:num_losses]),
+            grad_norm=bits[num_losses + 1],
+            digests=digests,
+            nonfinite=nonfinite,
+            step_s=step_s,
+            live_bytes=live,
+            peak_bytes=peak,
+        )
+
+
+def _blake(data: bytes) -> str:
+    """128 bits of BLAKE2b as 32 hex digits: generator states lie on the host."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,166 @@
+"""Plants the faults of `harness.faults.catalogue` in a rank, through public seams of the trainer.
+
+    before_step   the rank dies, hangs, runs out of memory, or memory moves under a graph
+    after_step    a main weight changes, and the state is digested again
+    alter         a record line is dropped or damaged
+    after_end     a line too many
+
+A fault that is given no step is planted at the middle of the run, past any capture.
+"""
+
+import json
+import os
+import signal
+import time
+from typing import NoReturn
+
+import torch
+
+from fsdp_core.train import Trainer
+from harness.records import EventRecord, PlantSpec, RunSpec
+from harness.worker.observe import RecordFile
+
+
+class PlantedError(RuntimeError):
+    """The exception that fault `raise` raises."""
+
+
+class Plant:
+    """One planted fault in one rank; does nothing on the ranks that it does not name."""
+
+    def __init__(self, spec: RunSpec, rank: int, file: RecordFile) -> None:
+        plant = spec.plant
+        target = -1 if plant is None else plant.rank % spec.world_size
+        self._plant: PlantSpec | None = plant if rank == target else None
+        self._rank, self._file = rank, file
+        if self._plant is not None:
+            file.alter = self._alter
+
+    @property
+    def silent(self) -> bool:
+        """Whether this rank is to write nothing and leave with 0."""
+        return self._fault == "drop_rank"
+
+    @property
+    def _fault(self) -> str:
+        return self._plant.fault if self._plant else ""
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Act before `step` runs."""
+        if self._plant is None or step != self._plant.step:
+            return
+        actions = {
+            "sigkill": self._sigkill,
+            "hang": self._hang,
+            "exit": self._exit,
+            "raise": self._raise,
+            "oom": lambda: self._oom(trainer),
+            "illegal_access": lambda: self._illegal_access(trainer),
+            "stale_parameter": lambda: self._move_parameter(trainer),
+        }
+        action = actions.get(self._plant.fault)
+        if action is not None:
+            self._announce(step)
+            action()
+
+    def after_step(self, trainer: Trainer, step: int) -> None:
+        """Act after the optimizer of `step`, before its digests are read."""
+        if self._plant is None or step != self._plant.step:
+            return
+        values = {"nan": float("nan"), "negative_zero": -0.0, "positive_zero": 0.0}
+        if self._plant.fault != "ulp" and self._plant.fault not in values:
+            return
+        names, tensors = trainer.digested["weights"]
+        name = self._plant.tensor or names[0]
+        if name not in names:
+            raise ValueError(
+                f"plant.tensor: expected a parameter with rows on rank {self._rank}, got {name!r}; "
+                f"legal values: {', '.join(names)}"
+            )
+        with torch.no_grad(), trainer.device.on(trainer.stream):
+            element = tensors[names.index(name)].view(-1)[:1]
+            if self._plant.fault == "ulp":
+                element.view(torch.int32).add_(1)
+            else:
+                element.fill_(values[self._plant.fault])
+        trainer.redigest_state()
+        self._announce(step, tensor=name)
+
+    def after_end(self) -> None:
+        """Act once the end record is written."""
+        if self._fault == "record_after_end":
+            self._file.write(
+                EventRecord(name="planted", rank=self._rank, step=-1, detail={"late": True})
+            )
+
+    def _announce(self, step: int, **detail: str) -> None:
+        event = EventRecord(
+            name="planted", rank=self._rank, step=step, detail={"fault": self._fault, **detail}
+        )
+        self._file.write(event)
+
+    def _alter(self, line: str) -> list[str]:
+        plain = json.loads(line)
+        if plain["kind"] != "step" or self._plant is None or plain["step"] != self._plant.step:
+            return [line]
+        if self._fault == "drop_step":
+            return []
+        if self._fault == "corrupt_record":
+            return [line[: len(line) // 2]]
+        return [line]
+
+    def _sigkill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _hang(self) -> NoReturn:
+        while True:
+            time.sleep(3600)
+
+    def _exit(self) -> NoReturn:
+        os._exit(13)
+
+    def _raise(self) -> NoReturn:
+        raise PlantedError("planted exception")
+
+    def _oom(self, trainer: Trainer) -> NoReturn:
+        """Allocate more and more, untouched, until the allocator itself refuses."""
+        held, nbytes = [], 1 << 30
+        while True:
+            held.append(
+                torch.empty(nbytes, dtype=torch.uint8, device=trainer.device.torch_device)
+            )
+            # The CPU hands out address space without memory behind it: ask for more than exists.
+            nbytes = nbytes if trainer.device.is_cuda else nbytes * 1024
+
+    def _illegal_access(self, trainer: Trainer) -> None:
+        """A device kernel that reads far outside its tensor, as a graph over unmapped memory does."""
+        with trainer.device.on(trainer.stream):
+            small = torch.zeros(1, device=trainer.device.torch_device)
+            far = torch.as_strided(small, (1 << 20,), (1 << 24,))
+            raise_on_read = far.sum()
+            raise_on_read.item()
+
+    def _move_parameter(self, trainer: Trainer) -> None:
+        """Free the storage behind a parameter and allocate it again somewhere else.
+
+        Its contents are put back, so a program that looks the parameter up finds it intact; only
+        who remembers the old address is wrong. A tensor of NaN takes the old place.
+        """
+        assert self._plant is not None
+        name = self._plant.tensor or "layers.0.attn.wq.weight"
+        unit, index = next(
+            (unit, unit.group.names.index(name))
+            for unit in trainer.units
+            if name in unit.group.names
+        )
+        device = trainer.device
+        device.synchronize()
+        storage = unit.group.unsharded[index].data.untyped_storage()
+        nbytes = storage.nbytes()
+        whole = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        saved = whole.set_(storage, 0, (nbytes,), (1,)).clone()
+        device.resize_storage(storage, 0)
+        self.squatter = torch.full((nbytes // 4,), float("nan"), device=device.torch_device)
+        device.resize_storage(storage, nbytes)
+        whole.copy_(saved)
+        device.synchronize()
