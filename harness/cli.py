@@ -108,7 +108,7 @@ def _carry_out(
 
     console = display.make_console(stderr=as_json)
     done = launch.carry_out(
-        prepared, make_view(console), out=out, exit_first=exit_first, argv=sys.argv
+        prepared, make_view(console), out=out, exit_first=exit_first, argv=_command_line()
     )
     code = _final_code(exit_code(done.verdicts), done)
     console.print(display.verdict_table(done.verdicts))
@@ -121,6 +121,11 @@ def _carry_out(
     if as_json:
         click.echo(json.dumps(_result(done, reports, code), allow_nan=False))
     return code
+
+
+def _command_line() -> list[str]:
+    args: list[str] = click.get_current_context().find_root().obj
+    return ["harness", *args]
 
 
 def _final_code(code: ExitCode, done: launch.Carried) -> ExitCode:
@@ -276,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code, never an exception."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        with commands.make_context("harness", args) as context:
+        with commands.make_context("harness", list(args), obj=args) as context:
             code = int(commands.invoke(context) or 0)
         sys.stdout.flush()
     except click.exceptions.Exit as error:

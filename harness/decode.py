@@ -63,7 +63,7 @@ def take_list(node: Node, key: str, what: str) -> tuple[Node, ...]:
     if not isinstance(node.value, tuple):
         raise refuse(node, key, f"a list of {what}")
     if not node.value:
-        raise refuse(node, key, f"at least one of {what}", got="an empty list")
+        raise refuse(node, key, f"a list of {what}", got="an empty list")
     return node.value
 
 
@@ -71,7 +71,8 @@ def take_str(node: Node, key: str, *, legal: Iterable[str] = ()) -> str:
     """A string, one of `legal` if given."""
     legal = tuple(legal)
     if not isinstance(node.value, str):
-        raise refuse(node, key, "a string", legal=legal)
+        quoted = "a string" if node.raw == "" else f'a string, "{node.raw}" in quotes'
+        raise refuse(node, key, quoted, legal=legal)
     if legal and node.value not in legal:
         raise refuse(
             node,

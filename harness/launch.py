@@ -7,6 +7,7 @@ does the rest.
 """
 
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -178,10 +179,12 @@ def prepare_rerun(case_folder: Path, *, slots: int | None, jobs: int | None) -> 
     machine.resolve_device(device, here)
     count, devices = _slots(slots, device, here)
     fresh = dataclasses.replace(case, skip_reason="")
+    why = f"Case {case.id} of {case.scenario}, run again."
     return Prepared(
         name=case.scenario,
-        why=f"Case {case.id} of {case.scenario}, again.",
-        text=f"# Case {case.id} of {case.scenario}, run again; cases.json holds it whole.\n",
+        why=why,
+        # Not a scenario to run: it only names this for the report. cases.json holds the case.
+        text=f"name: {json.dumps(case.scenario)}\nwhy: {json.dumps(why)}\n",
         plan=make_plan([fresh], slots=count, jobs=jobs),
         device=device,
         devices=devices,

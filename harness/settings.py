@@ -175,7 +175,16 @@ def decode_plant(node: Node, full: str) -> PlantSpec | None:
     entries = take_mapping(node, full, legal=fields, required=("fault",))
     name = take_str(entries["fault"], f"{full}.fault", legal=CATALOGUE)
     takes = ("fault", *CATALOGUE[name].takes, "legs")
-    take_mapping(node, f"{full} ({name})", legal=takes)
+    # A step left out would be step 0, before any graph is captured: say it.
+    due = ("step",) if "step" in takes else ()
+    for key in (*entries, *due):
+        if key not in takes or key not in entries:
+            raise node.keys.get(key, node.origin).error(
+                f"{full}.{key}",
+                expected=f"what the fault {name} takes",
+                got="nothing" if key in due else "a key that it does not take",
+                legal=takes,
+            )
     values: dict[str, Any] = {"fault": name}
     if "step" in entries:
         values["step"] = take_int(entries["step"], f"{full}.step", minimum=0)
@@ -220,9 +229,8 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
         raise stated.origin.error(
             "world_size",
-            expected=f"the product of the degrees, {product or 'all 1'} = {world_size}",
+            expected=f"{world_size}, the product of the degrees ({product or 'all 1'})",
             got=shown(stated.value),
-            legal=(world_size,),
         )
     plant = settings.get("plant")
     if plant is not None:

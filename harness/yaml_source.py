@@ -93,7 +93,7 @@ class Node:
             said = str(self.value).lower()
             if self.raw.lower() == said:
                 return said
-            return f"{said} (YAML reads a bare {self.raw} as a bool; quote it to mean the word)"
+            return f"{said} (YAML reads a bare {self.raw} as a bool)"
         return shown(self.value)
 
 
@@ -106,26 +106,31 @@ def read_bytes(path: Path) -> bytes:
     origin = Origin(str(path))
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-            raise origin.error("file", expected="a scenario file", got=kind)
-        if status.st_size > MAX_FILE_BYTES:
-            _refuse_size(origin, status.st_size)
-        with path.open("rb") as stream:
-            # One byte more than allowed: the file may have grown since stat, or lie (/proc).
-            data = stream.read(MAX_FILE_BYTES + 1)
+        kind = _not_a_file(status.st_mode)
+        size, data = status.st_size, b""
+        if not kind and size <= MAX_FILE_BYTES:
+            with path.open("rb") as stream:
+                # One byte more than allowed: the file may have grown since stat, or lie (/proc).
+                data = stream.read(MAX_FILE_BYTES + 1)
+                size = max(size, len(data))
     except FileNotFoundError:
         raise origin.error("file", expected="a scenario file", got="no such file") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise origin.error("file", expected="a readable file", got=shown(reason)) from None
-    if len(data) > MAX_FILE_BYTES:
-        _refuse_size(origin, len(data))
+    if kind:
+        raise origin.error("file", expected="a scenario file", got=kind)
+    if size > MAX_FILE_BYTES:
+        raise origin.error(
+            "file", expected=f"at most {MAX_FILE_BYTES:,} bytes", got=f"{size:,} bytes"
+        )
     return data
 
 
-def _refuse_size(origin: Origin, size: int) -> NoReturn:
-    raise origin.error("file", expected=f"at most {MAX_FILE_BYTES:,} bytes", got=f"{size:,} bytes")
+def _not_a_file(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "" if stat.S_ISREG(mode) else "not a regular file"
 
 
 def parse_bytes(data: bytes, origin: Origin) -> Node:
@@ -320,7 +325,7 @@ def _scalar(event: Any, origin: Origin, *, as_key: bool) -> Node:
     value = _resolve(text, origin)
     if as_key and not isinstance(value, str):
         got = Node(value, origin, text).shown()
-        raise origin.error("syntax", expected="a string key", got=f"{text!r}, read as {got}")
+        raise origin.error("syntax", expected="a string key, quoted", got=got)
     return Node(value, origin, text)
 
 
