@@ -35,7 +35,7 @@ from harness.engine.process import (
     signal_quietly,
 )
 from harness.errors import HarnessError
-from harness.records import RankExit, RunOutcome, RunSpec
+from harness.records import ExitCode, RankExit, RunOutcome, RunSpec
 from harness.store import save_outcome
 from harness.streams import read_ranks
 
@@ -375,8 +375,8 @@ def tail_of(path: Path, size_bytes: int = EVIDENCE_TAIL_BYTES) -> str:
 def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path) -> None:
     """Run `work` in a freshly forked process that dies with its parent; never returns.
 
-    What goes wrong ends in `stderr_path`, and in the exit code: that of the harness' own errors,
-    1 for any other.
+    What goes wrong ends in `stderr_path`, and in the exit code: `NO_VERDICT` if the machine
+    refused something, 1 for a mistake of ours.
     """
     code = 1
     try:
@@ -385,9 +385,9 @@ def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path
         _redirect(fd)
         work()
         code = 0
-    except HarnessError as error:
+    except (HarnessError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        code = int(error.exit_code)
+        code = int(ExitCode.NO_VERDICT)
     except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
         traceback.print_exc()
     finally:

@@ -187,9 +187,11 @@ class LocalEngine:
         elif status == ExitCode.NO_VERDICT:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
         else:
+            # What a rank does can kill its leader, but cannot make the leader's own code fail.
+            what: What = "crashed" if status < 0 else "interrupted"
             how = f"died by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
             last = words.split("\n")[-1] or missing
-            self._conclude(run, "crashed", f"the leader of the run {how}: {last}")
+            self._conclude(run, what, f"the leader of the run {how}: {last}")
 
     def _server_died(self, spare: str = "") -> None:
         """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
