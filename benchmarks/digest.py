@@ -1,13 +1,13 @@
 """The digest's cost and its misses.
 
-    python -m benchmarks.digest                      cost on this machine: against a copy of the same
-                                                     bytes, and as a share of a training step
+    python -m benchmarks.digest                      cost on this machine: against a copy of the
+                                                     same bytes, and as a share of a training step
     python -m benchmarks.digest --corruptions 100000 random corruptions, how many were missed
     python -m benchmarks.digest --sweep              launch shapes of the CUDA kernel
 
 The model is a plain dense decoder of the preset's shapes. Its state is what a step digests: fp32
-main weights, two fp32 moments, fp32 gradients. The step is forward and backward of one microbatch in
-plain torch (bf16 on CUDA, fp32 on the CPU) without optimizer and communication, which would make
+main weights, two fp32 moments, fp32 gradients. The step is forward and backward of one microbatch
+in plain torch (bf16 on CUDA, fp32 on the CPU) without optimizer and communication, which would make
 the share smaller; the table also gives it for 4 and 16 microbatches. Results: a table on the
 terminal, `--json FILE` for machines. Exit code 1 if a corruption was missed.
 """
@@ -69,7 +69,8 @@ def count_misses(count: int, seed: int, device: str = "cpu") -> dict[str, object
     missed, kinds, contents, digests = 0, Counter[str](), set[bytes](), set[str]()
     drawn = draw_corruptions(count, seed)
     while batch := [case for _, case in zip(range(BATCH), drawn, strict=False)]:
-        before, after = ([t.to(device) for t in side] for side in zip(*(c[1:] for c in batch)))
+        before = [old.to(device) for _, old, _ in batch]
+        after = [new.to(device) for _, _, new in batch]
         texts = digest_texts([*before, *after])
         for (kind, old, new), first, second in zip(
             batch, texts[: len(batch)], texts[len(batch) :], strict=True
@@ -116,9 +117,7 @@ def cost(config: ModelConfig, device: str, repeats: int) -> dict[str, object]:
     digest_s = seconds(lambda: digester(state, rows), device, repeats)
     captured_s = _graphed(lambda: digester(state, rows), repeats) if device == "cuda" else None
     share_s = digest_s if captured_s is None else captured_s
-    targets = [torch.empty_like(t) for t in state]
-    copy_s = seconds(lambda: torch._foreach_copy_(targets, state), device, repeats)
-    del targets
+    copy_s = _copy_seconds(state, device, repeats)
     step_s, tokens = microbatch(config, device, repeats)
     shares = {n: share_s / (n * step_s + share_s) for n in MICROBATCHES}
     print(f"{config.preset} on {_machine(device)['device']}: {len(state)} tensors, ", end="")
@@ -146,6 +145,12 @@ def cost(config: ModelConfig, device: str, repeats: int) -> dict[str, object]:
         "microbatch_tokens": tokens,
         "share_by_microbatches": shares,
     }
+
+
+def _copy_seconds(state: list[Tensor], device: str, repeats: int) -> float:
+    # A function of its own, so that the targets are gone before the step's memory is needed.
+    targets = [torch.empty_like(t) for t in state]
+    return seconds(lambda: torch._foreach_copy_(targets, state), device, repeats)
 
 
 def sweep(preset: str) -> list[dict[str, object]]:

@@ -5,9 +5,9 @@
 
 Integer addition has no order, so the atomics are deterministic. One launch covers every tensor of
 one bit pattern (all fp32 state is one launch). Vector loads need 16-byte addresses: a tensor that
-starts elsewhere gets a first chunk of up to three words, which the masked path reads. What cannot be
-read in place as 32-bit words, a tensor that is not contiguous or starts at an odd 16-bit address, is
-copied to a staging buffer first, inside the call.
+starts elsewhere gets a first chunk of up to three words, which the masked path reads. What cannot
+be read in place as 32-bit words, a tensor that is not contiguous or starts at an address that is no
+multiple of four, is copied to a staging buffer first, inside the call.
 
 All arithmetic is on uint32 (shifts bring in zeros) but for the two half-word factors, whose shift
 is on int32 (brings in the sign), as the definition says.
@@ -100,6 +100,32 @@ def _num_nonfinite(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load_rest(address, num_words, num_tail, offset):  # type: ignore[no-untyped-def]
+    """Words at `offset` of a chunk and whether they exist; the last may be a partial one.
+
+    Loads through casts of its own: the alignment that whole tiles claim does not hold here.
+    """
+    words = address.to(tl.pointer_type(tl.uint32))
+    word = tl.load(words + offset, mask=offset < num_words, other=0)
+    after = address.to(tl.pointer_type(tl.uint8)) + num_words.to(tl.int64) * 4
+    for i in tl.static_range(3):
+        here = (offset == num_words) & (i < num_tail)
+        byte = tl.load(after + i + tl.zeros_like(offset), mask=here, other=0)
+        word = word | (byte.to(tl.uint32) << (8 * i))
+    return word, (offset < num_words) | ((offset == num_words) & (num_tail > 0))
+
+
+@triton.jit
+def _add_row(target, sum0, sum1, sum2, sum3, bad):  # type: ignore[no-untyped-def]
+    """Add the sums of a program to the tensor's row."""
+    tl.atomic_add(target, tl.sum(sum0, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 1, tl.sum(sum1, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 2, tl.sum(sum2, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 3, tl.sum(sum3, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_add(target + 4, tl.sum(bad, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
 def _digest_chunks(  # type: ignore[no-untyped-def]
     table,
     out,
@@ -110,29 +136,23 @@ def _digest_chunks(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """One chunk a program: whole tiles in a loop, then the rest, then five atomic adds."""
     entry = table + tl.program_id(0) * _TABLE_COLUMNS
     address = tl.load(entry)
     first = tl.load(entry + 1)
     num_words = tl.load(entry + 2).to(tl.int32)
-    num_tail = tl.load(entry + 3).to(tl.int32)
-    row = tl.load(entry + 4)
-
-    low = first.to(tl.uint32)
-    high = (first >> 32).to(tl.uint32)
+    low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
     seed_x = high * tl.cast(_HIGH1, tl.uint32) + tl.cast(_S1, tl.uint32)
     seed_z = high * tl.cast(_HIGH2, tl.uint32) + tl.cast(_S2, tl.uint32)
     lane = tl.arange(0, TILE)
+    aligned = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+    num_whole = num_words // TILE * TILE
 
     sum0 = tl.zeros([TILE], tl.uint32)
     sum1 = tl.zeros([TILE], tl.uint32)
     sum2 = tl.zeros([TILE], tl.uint32)
     sum3 = tl.zeros([TILE], tl.uint32)
     bad = tl.zeros([TILE], tl.uint32)
-
-    # Two casts of the address: the alignment that the whole tiles have must not be claimed for
-    # the masked loads, whose chunk may start anywhere.
-    aligned = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
-    num_whole = num_words // TILE * TILE
     for start in tl.range(0, num_whole, TILE, num_stages=STAGES):
         word = tl.load(aligned + start + lane)
         index = low + (start + lane).to(tl.uint32)
@@ -143,35 +163,22 @@ def _digest_chunks(  # type: ignore[no-untyped-def]
         sum3 += x * _high_half(z)
         bad += _num_nonfinite(word, index, FIELDS, MASK, VALUE, HIGH_WORD_ONLY)
 
-    # The rest, up to TILE - 1 words and a partial word of num_tail bytes. Absent words keep the
-    # sums as they are: the masks below are on x and z, (0, 0) adds nothing.
     offset = num_whole + lane
-    words = address.to(tl.pointer_type(tl.uint32))
-    word = tl.load(words + offset, mask=offset < num_words, other=0)
-    tail = tl.zeros([TILE], tl.uint32)
-    for i in tl.static_range(3):
-        last = address.to(tl.pointer_type(tl.uint8)) + num_words.to(tl.int64) * 4 + i
-        here = (offset == num_words) & (i < num_tail)
-        byte = tl.load(last + tl.zeros_like(offset), mask=here, other=0)
-        tail = tail | (byte.to(tl.uint32) << (8 * i))
-    word = word | tail
+    word, present = _load_rest(address, num_words, tl.load(entry + 3).to(tl.int32), offset)
     index = low + offset.to(tl.uint32)
     x, z = _mix(word, index, seed_x, seed_z)
-    present = (offset < num_words) | ((offset == num_words) & (num_tail > 0))
+    # Absent words are zero, which is finite; as (0, 0) they add nothing to the lanes either.
     x = tl.where(present, x, tl.zeros_like(x))
     z = tl.where(present, z, tl.zeros_like(z))
-    sum0 += z
-    sum1 += x * z
-    sum2 += _high_half(x) * z
-    sum3 += x * _high_half(z)
     bad += _num_nonfinite(word, index, FIELDS, MASK, VALUE, HIGH_WORD_ONLY)
-
-    target = out + row * _OUT_COLUMNS
-    tl.atomic_add(target, tl.sum(sum0, 0).to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_add(target + 1, tl.sum(sum1, 0).to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_add(target + 2, tl.sum(sum2, 0).to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_add(target + 3, tl.sum(sum3, 0).to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_add(target + 4, tl.sum(bad, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    _add_row(
+        out + tl.load(entry + 4) * _OUT_COLUMNS,
+        sum0 + z,
+        sum1 + x * z,
+        sum2 + _high_half(x) * z,
+        sum3 + x * _high_half(z),
+        bad,
+    )
 
 
 class TritonPlan:

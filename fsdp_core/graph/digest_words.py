@@ -9,8 +9,8 @@
     mix(w, j):  x = w ^ (j*C1 + S1);      x ^= x >>> 16;  x *= M1;  x ^= x >>> 15
                 z = x*M2 + (j*C2 + S2);   z ^= z >>> 16;  z *= M3;  z ^= z >>> 15
 
-`>>>` shifts in zeros, `>>` the sign; j counts on in S1 and S2 past 2**32 words. Integer sums have no
-order, so threads, pages and devices may add as they like: CPU (plain torch) and CUDA (one Triton
+`>>>` shifts in zeros, `>>` the sign; past 2**32 words j counts on in S1 and S2. Integer sums have
+no order, so threads, pages and devices may add as they like: CPU (plain torch) and CUDA (one Triton
 kernel, each byte read once) give the same bits. A fifth number counts non-finite elements in the
 same pass.
 

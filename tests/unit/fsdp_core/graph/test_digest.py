@@ -14,23 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import corruptions
 from benchmarks.digest import count_misses, digest_texts
-from fsdp_core.graph import digest
-from fsdp_core.graph.digest import Digester, as_int32, digest_hex, digest_tensors, empty_rows
+from fsdp_core.graph import digest_torch, digest_words
+from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
+from fsdp_core.graph.digest_words import as_int32
 
-FLOATS = [dtype for dtype, pattern in digest.PATTERNS.items() if pattern.fields]
+FLOATS = [dtype for dtype, pattern in digest_words.PATTERNS.items() if pattern.fields]
 MASK = 0xFFFF_FFFF
 
 
 def reference(data: bytes) -> str:
     """The definition, word by word, in Python integers."""
-    lanes = [len(data) * factor & MASK for factor in digest.LENGTH]
+    lanes = [len(data) * factor & MASK for factor in digest_words.LENGTH]
     padded = data + b"\0" * (-len(data) % 4)
     for j, (word,) in enumerate(struct.iter_unpack("<I", padded)):
-        x = word ^ (j * digest.C1 + digest.S1 & MASK)
-        x = (x ^ x >> 16) * digest.M1 & MASK
+        x = word ^ (j * digest_words.C1 + digest_words.S1 & MASK)
+        x = (x ^ x >> 16) * digest_words.M1 & MASK
         x ^= x >> 15
-        z = x * digest.M2 + j * digest.C2 + digest.S2 & MASK
-        z = (z ^ z >> 16) * digest.M3 & MASK
+        z = x * digest_words.M2 + j * digest_words.C2 + digest_words.S2 & MASK
+        z = (z ^ z >> 16) * digest_words.M3 & MASK
         z ^= z >> 15
         terms = (z, x * z, (as_int32(x) >> 16) * z, x * (as_int32(z) >> 16))
         lanes = [lane + term & MASK for lane, term in zip(lanes, terms, strict=True)]
@@ -59,7 +60,7 @@ def test_equals_definition(contents: list[bytes]) -> None:
 def test_equals_definition_across_pages() -> None:
     """A tensor longer than a page counts its word index on, and shares pages with others."""
     generator = torch.Generator().manual_seed(0)
-    long = torch.randint(0, 256, (digest.PAGE_WORDS * 4 + 4099,), generator=generator)
+    long = torch.randint(0, 256, (digest_torch.PAGE_WORDS * 4 + 4099,), generator=generator)
     tensors = [torch.ones(5), long.to(torch.uint8), torch.arange(70, dtype=torch.int16)]
     texts = digest_texts(tensors)
     assert texts == [reference(bytes_of(t)) for t in tensors]
@@ -71,7 +72,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     return bytes(flat.tolist())
 
 
-@pytest.mark.parametrize("dtype", digest.PATTERNS, ids=str)
+@pytest.mark.parametrize("dtype", digest_words.PATTERNS, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (5, 7), (2, 3, 65)], ids=str)
 def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Each supported dtype is read by its bytes: 0-d, empty, odd tails, several rows."""
@@ -98,13 +99,13 @@ def test_independent_of_grouping_and_page_size(monkeypatch: pytest.MonkeyPatch) 
     together = digest_texts(tensors)
     assert together == [digest_texts([t])[0] for t in tensors]
     assert together == digest_texts(tensors[::-1])[::-1]
-    monkeypatch.setattr(digest, "PAGE_WORDS", 128)
+    monkeypatch.setattr(digest_torch, "PAGE_WORDS", 128)
     assert together == digest_texts(tensors)
 
 
 def test_index_counts_on_past_32_bits() -> None:
     """Words 2**32 apart have other keys: their exchange would be seen."""
-    near, far = digest.index_keys(5), digest.index_keys(5 + (1 << 32))
+    near, far = digest_words.index_keys(5), digest_words.index_keys(5 + (1 << 32))
     assert near[0] != far[0]
     assert near[1] != far[1]
 

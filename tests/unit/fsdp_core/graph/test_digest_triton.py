@@ -1,6 +1,6 @@
 """The Triton kernel gives the bits of the plain torch digest, in and out of CUDA graphs.
 
-Needs a GPU, or Triton's interpreter: `TRITON_INTERPRET=1 pytest <this file>` where Triton is installed.
+Needs a GPU, or Triton and its interpreter: `TRITON_INTERPRET=1 pytest <this file>`.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_core.graph import digest
+from fsdp_core.graph import digest_words
 from fsdp_core.graph.digest import Digester, empty_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,11 +29,12 @@ def samples() -> list[Tensor]:
     base = torch.randn(20_000, generator=generator)
     specials = torch.tensor([float("inf"), float("nan"), -0.0, -float("inf"), 1.0] * 700)
     tensors = [
-        torch.randn(7, 5), torch.zeros(0), torch.tensor(3.0), base, base[1:], base[2:9000], base[3:],
-        torch.randn(9, 4).t(), base.half()[1:], base[:7001].bfloat16(), specials, specials.double(),
+        torch.randn(7, 5), torch.zeros(0), torch.tensor(3.0), base, base[1:], base[2:9000],
+        base[3:], torch.randn(9, 4).t(), base.half()[1:], base[:7001].bfloat16(), specials,
+        specials.double(),
         base[:2048], base[:2047], base[:2049], torch.arange(3, dtype=torch.uint8),
     ]  # fmt: skip
-    for dtype in digest.PATTERNS:
+    for dtype in digest_words.PATTERNS:
         data = torch.randint(0, 2, (1001 * dtype.itemsize,), generator=generator)
         scale = 1 if dtype == torch.bool else 127
         tensors.append((data * scale).to(torch.uint8).view(dtype))
@@ -137,7 +138,7 @@ def test_captured_digest_follows_the_data() -> None:
 
 @pytest.mark.gpu(1)
 def test_capture_refuses_moved_tensors_and_keeps_its_table() -> None:
-    """Inside a capture new addresses are refused; a later rebuild leaves the graph's table alone."""
+    """In a capture new addresses are refused; a later rebuild leaves the graph's table alone."""
     tensors = [torch.randn(5000, device="cuda")]
     rows, other = empty_rows(1, "cuda"), empty_rows(1, "cuda")
     digester = Digester(tensors)
