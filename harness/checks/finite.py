@@ -43,13 +43,16 @@ def check(
         (q, t) == (quantity, tensor) for _, q, t, _ in nonfinite(record)
     )
     ranks = {rank for at, rank in bad if at == step}
-    named = f"{quantity} of {tensor}" if tensor else quantity
+    named = f"{tensor} ({quantity})" if tensor else quantity
+    tensors = sorted(p for (at, _), places in bad.items() if at == step for p in places if p[2])
+    first_tensor = f"; first tensor {tensors[0][2]} ({tensors[0][1]})" if tensors else ""
     return failed(
         NAME,
         "nonfinite",
         f"{named} is not finite at step {step} on rank {rank}"
         f"{': ' + shown if shown else ''}; "
         + ("the reference is not finite there either" if same else "the reference is finite there")
+        + ("" if tensor else first_tensor)
         + f"; {show_ranks(ranks)} affected in that step",
         Difference(
             step=step,

@@ -38,6 +38,11 @@ CHECKS: dict[str, Check] = {
 NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported")
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 
+INCOMPLETE: tuple[What, ...] = (
+    "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
+)  # fmt: skip
+"""Flaws of a run's records, as opposed to what ended it."""
+
 
 def judge(
     case: CaseSpec,
@@ -136,7 +141,8 @@ def _records_answer(leg: str, spec: RunSpec, flaw: Flaw | None) -> CheckResult:
             name,
             f"the {leg} recorded all {spec.config['steps']} steps on all {spec.world_size} ranks",
         )
-    message = f"the {leg} did not finish well: {flaw.message}"
+    trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
+    message = f"the {leg} {trouble}: {flaw.message}"
     if leg != "candidate" or flaw.what in NO_BLAME:
         return error(name, flaw.what, message)
     if flaw.rank is None or flaw.step is None:

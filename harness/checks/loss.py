@@ -42,6 +42,8 @@ def check(
         )
     first = _first(ours, theirs, differing)
     distance = "" if first.ulps is None else f", {count(first.ulps, 'ulp')} apart"
+    if first.ulps == 0:
+        distance = ", the sign of a zero"
     return failed(
         NAME,
         "diverged",

@@ -73,7 +73,7 @@ def _against_reference(
     worst = max(theirs, key=lambda rank: (theirs[rank] / ours[rank], -rank))
     ratio = theirs[worst] / ours[worst]
     message = (
-        f"peak memory of the worst rank ({worst}) is {ratio:.3f} of the reference's "
+        f"peak memory of the worst rank ({worst}) is {ratio:.3f} times the reference's "
         f"({theirs[worst] / MIB:.1f} against {ours[worst] / MIB:.1f} MiB), limit {max_ratio:g}"
     )
     figures = {

@@ -81,7 +81,7 @@ def _failure(step: int, places: list[_Place], num_differing: int, num_pairs: int
     return failed(
         NAME,
         "diverged",
-        f"{first.group} of {first.tensor} differs first at step {step} on rank {first.rank}: "
+        f"{first.tensor} ({first.group}) differs first at step {step} on rank {first.rank}: "
         f"digest {first.reference} became {first.candidate}; in that step "
         f"{count(len(tensors), 'tensor')} on {show_ranks(ranks)} "
         f"{'differs' if len(tensors) == 1 else 'differ'}, in all "

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checks.complete import find_flaw
-from harness.records import ErrorRecord, RankExit, StartRecord
+from harness.records import ErrorRecord, RankExit
 
 
 def test_whole_run_has_no_flaw(lab: Any) -> None:
@@ -131,7 +131,7 @@ def test_exit_states(lab: Any, edit: Any, exits: tuple[Any, ...], what: str) -> 
     assert flaw.what == what
 
 
-def _start(run: Any, **changes: Any) -> StartRecord:
+def _start(run: Any, **changes: Any) -> Any:
     return dataclasses.replace(run.ranks[0].start, **changes)
 
 

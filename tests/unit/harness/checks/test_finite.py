@@ -47,7 +47,7 @@ def test_gradient_is_named_before_the_norm_made_of_it(lab: Any, edit: Any) -> No
     assert where is not None
     found = (where.step, where.rank, where.quantity, where.tensor)
     assert found == (2, 1, "grads", "head.weight")
-    assert "grads of head.weight" in answer.message
+    assert "head.weight (grads)" in answer.message
     assert "the reference is finite there;" in answer.message
 
 

@@ -128,7 +128,13 @@ def test_named_tensor_wins_a_tie(lab: Any, edit: Any) -> None:
 
 def test_nothing_passes_unasked(lab: Any) -> None:
     """No checks, an unknown check or a check without a limit give no verdict."""
-    for checks in ({}, {"los": {}}, {"loss": {}, "peak_memory": {}}, {"loss": {"rtol": 1}}):
+    unasked: list[dict[str, Any]] = [
+        {},
+        {"los": {}},
+        {"loss": {}, "peak_memory": {}},
+        {"loss": {"rtol": 1}},
+    ]
+    for checks in unasked:
         verdict = judge(lab.case(checks=checks), *lab.legs())
         assert verdict.outcome == "error"
 

@@ -95,7 +95,7 @@ def test_any_flipped_bit_is_found_where_it_is(lab: Any, edit: Any, data: st.Data
     rank = data.draw(st.integers(0, lab.world_size - 1))
     step = data.draw(st.integers(0, lab.steps - 1))
     bit = data.draw(st.integers(0, 31))
-    quantity = data.draw(st.sampled_from(["loss", "grad_norm", 0, 1]))
+    quantity: Any = data.draw(st.sampled_from(["loss", "grad_norm", 0, 1]))
     record = candidate.ranks[rank].steps[step]
     if isinstance(quantity, int):
         losses = list(record.microbatch_losses)
@@ -103,7 +103,8 @@ def test_any_flipped_bit_is_found_where_it_is(lab: Any, edit: Any, data: st.Data
         changes: dict[str, Any] = {"microbatch_losses": tuple(losses)}
         name = f"microbatch_losses[{quantity}]"
     else:
-        changes, name = {quantity: flipped(getattr(record, quantity), bit)}, quantity
+        name = quantity
+        changes = {name: flipped(getattr(record, name), bit)}
     answer = loss.check(reference, edit.step(candidate, rank, step, **changes), {})
     assert answer.outcome == "failed"
     where = answer.difference

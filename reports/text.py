@@ -1,0 +1,63 @@
+"""Text from scenarios, records and logs, made fit to be shown: hostile until it has been here.
+
+well_formed  no lone surrogate, so that it encodes
+clean        and no control character, terminal escape or direction override; clipped
+one_line     and no line break
+tail         the end of a rank's output, line by line
+"""
+
+import re
+from pathlib import Path
+
+MAX_CHARS = 2000
+MAX_LINE_CHARS = 300
+MAX_TAIL_LINES = 40
+TAIL_BYTES = 16_384
+
+# Bounded, so that a megabyte of unfinished escapes costs no more than a megabyte of anything else.
+_TERMINAL = re.compile(
+    r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)|[@-Z\\-_])"
+)
+_UNFIT = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufdd0-\ufdef"
+    "\ufeff\ufffe\uffff\ud800-\udfff]"
+)
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def well_formed(text: str) -> str:
+    """`text` with lone surrogates replaced, everything else as it was."""
+    return text.encode("utf-8", "replace").decode() if not text.isascii() else text
+
+
+def clean(text: str, limit: int = MAX_CHARS) -> str:
+    """`text` without what a browser, an XML parser or a terminal could stumble over.
+
+    Args:
+        text: anything.
+        limit: characters kept; how many were cut is said at the end.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    kept = text if len(text) <= limit else text[:limit]
+    shown = _UNFIT.sub(REPLACEMENT, _TERMINAL.sub("", kept))
+    if len(kept) < len(text):
+        shown += f"… ({len(text) - len(kept)} more characters)"
+    return shown
+
+
+def one_line(text: str, limit: int = MAX_CHARS) -> str:
+    """`clean` with every run of white space as one space."""
+    return " ".join(clean(text, limit).split())
+
+
+def tail(path: Path) -> str:
+    """The last lines of a file, cleaned and clipped; empty if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return ""
+    lines = clean(data.decode("utf-8", "replace"), TAIL_BYTES).rstrip().splitlines()
+    return "\n".join(clean(line, MAX_LINE_CHARS) for line in lines[-MAX_TAIL_LINES:])
