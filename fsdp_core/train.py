@@ -25,7 +25,7 @@ from fsdp_core.fsdp.module import Unit
 from fsdp_core.fsdp.pool import make_pool
 from fsdp_core.graph.capture import CapturedFunction, CapturedModule, GraphMaker
 from fsdp_core.graph.digest import Digester, empty_rows
-from fsdp_core.model.backend import make_backend
+from fsdp_core.model.backend import Backend, make_backend
 from fsdp_core.model.transformer import Block, Decoder
 from fsdp_core.optim import AdamW, clip_grads, grad_norm
 
@@ -59,9 +59,10 @@ class GraphCounts:
     unnamed_externals: int = 0
 
 
-def build_model(config: TrainConfig, mesh: DeviceMesh, device: Device) -> Decoder:
+def build_model(
+    config: TrainConfig, backend: Backend, mesh: DeviceMesh, device: Device
+) -> Decoder:
     """The decoder on `device` with each block and the root as FSDP units."""
-    backend = make_backend(config.backend)
     model = Decoder(config.model, backend)
     model.init_weights(config.seed)
     model.to(device.torch_device)
@@ -100,9 +101,11 @@ class Trainer:
         self.stream = device.new_stream()
         self.counts = GraphCounts()
         dp_rank = mesh.get_local_rank("dp")
+        # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
+        backend = make_backend(config.backend)
         make_deterministic(config.seed)
         with device.on(self.stream):
-            self.model = build_model(config, mesh, device)
+            self.model = build_model(config, backend, mesh, device)
             self.optimizer = AdamW(self._named_shards(), config.optim)
             self._make_static_tensors()
         seed_all(mix(config.seed, dp_rank))

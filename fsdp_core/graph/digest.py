@@ -20,6 +20,8 @@ from torch import Tensor
 from fsdp_core.graph.digest_torch import TorchPlan
 from fsdp_core.graph.digest_words import NUM_COLUMNS, NUM_LANES, PATTERNS
 
+__all__ = ["NUM_COLUMNS", "Digester", "Read", "digest_hex", "digest_tensors", "empty_rows"]
+
 
 @dataclass(frozen=True)
 class Read:
