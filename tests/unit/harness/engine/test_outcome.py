@@ -1,0 +1,166 @@
+"""What happened, and whose fault: one row a situation."""
+
+import signal
+
+import pytest
+
+from harness.engine.outcome import RankEvidence, classify, signal_name
+from harness.records import (
+    SCHEMA_VERSION,
+    EndRecord,
+    ErrorRecord,
+    FloatBits,
+    RankExit,
+    RankRecords,
+    StartRecord,
+    StepRecord,
+    What,
+)
+
+GLOO_LOST = "[/pytorch/gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:13327"
+NCCL_LOST = "NCCL error: remote process exited or there was a network error"
+GLOO_WAITED = "Timed out waiting 5000ms for recv operation to complete"
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def rank(
+    number: int,
+    code: int | None = 0,
+    *,
+    ours: bool = False,
+    steps: int = 3,
+    what: What | None = None,
+    message: str = "",
+    tail: str = "",
+    end: bool = False,
+) -> RankEvidence:
+    """Evidence of one rank; `what` gives it an error record."""
+    one = FloatBits(bits="3f800000", value=1.0)
+    records = RankRecords(
+        rank=number,
+        start=StartRecord(
+            schema=SCHEMA_VERSION, rank=number, world_size=4, pid=1, device="cpu", tensors={},
+            environment={},
+        ),
+        steps=tuple(
+            StepRecord(
+                step=step, rank=number, loss=one, microbatch_losses=(), grad_norm=one, digests={},
+                nonfinite={}, step_s=0.0, live_bytes=1, peak_bytes=1,
+            )
+            for step in range(steps)
+        ),
+        events=(),
+        error=None
+        if what is None
+        else ErrorRecord(
+            rank=number, step=steps, what=what, type="E", message=message, traceback=""
+        ),
+        end=EndRecord(rank=number, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0)
+        if end
+        else None,
+        problems=(),
+    )  # fmt: skip
+    exit_state = RankExit(rank=number, code=code, killed_by_harness=ours)
+    return RankEvidence(exit=exit_state, records=records, stderr_tail=tail)
+
+
+def good(number: int) -> RankEvidence:
+    return rank(number, end=True)
+
+
+def lost(number: int, message: str = GLOO_LOST, what: What = "crashed") -> RankEvidence:
+    return rank(number, 1, what=what, message=message)
+
+
+KILLED = {"code": -9, "ours": True}
+
+ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = {
+    "all well": ([good(0), good(1)], [], False, "", None),
+    "own error": ([good(0), rank(1, 1, what="oom", message="out of")], [1], False, "oom", 1),
+    "own error, exit 0": ([good(0), rank(1, 0, what="nonfinite")], [], False, "nonfinite", 1),
+    "own error, then SIGABRT": ([rank(0, -6, what="illegal_access")], [0], False,
+                                "illegal_access", 0),
+    "own error without a what": ([rank(0, 1, what="", message="x")], [0], False, "crashed", 0),
+    "first own error wins": ([rank(0, 1, what="oom"), rank(1, 1, what="nonfinite")], [1, 0],
+                             False, "nonfinite", 1),
+    "SIGKILL from outside": ([good(0), rank(1, -9)], [1], False, "killed", 1),
+    "SIGTERM from outside": ([rank(0, -15)], [0], False, "killed", 0),
+    "SIGSEGV": ([rank(0, -11)], [0], False, "crashed", 0),
+    "SIGBUS": ([rank(0, -7)], [0], False, "crashed", 0),
+    "SIGABRT with CUDA text": ([rank(0, -6, tail=ILLEGAL)], [0], False, "illegal_access", 0),
+    "exit 1 with CUDA text": ([rank(0, 1, tail=ILLEGAL)], [0], False, "illegal_access", 0),
+    "exit 1 with OOM text": ([rank(0, 1, tail="CUDA out of memory.")], [0], False, "oom", 0),
+    "exit 13": ([rank(0, 13)], [0], False, "crashed", 0),
+    "silent death, victims seen first": ([lost(0), lost(1), rank(2, -9)], [0, 1, 2], False,
+                                         "killed", 2),
+    "silent death, NCCL victims": ([rank(0, -11), lost(1, NCCL_LOST)], [0, 1], False,
+                                   "crashed", 0),
+    "silent death, victims that waited": ([rank(0, -9), lost(1, GLOO_WAITED, "hang")], [0, 1],
+                                          False, "killed", 0),
+    "silent death, later odd error": ([rank(0, -9), lost(1, "odd words")], [0, 1], False,
+                                      "killed", 0),
+    "odd error, later silent death": ([rank(0, -6), lost(1, "odd words")], [1, 0], False,
+                                      "crashed", 1),
+    "silent death, other rank's own oom": ([rank(0, -6), rank(1, 1, what="oom")], [0, 1], False,
+                                           "oom", 1),
+    "error and victims": ([lost(0), rank(1, 1, what="stale_address", message="w")], [0, 1],
+                          False, "stale_address", 1),
+    "only victims": ([lost(0), lost(1)], [1, 0], False, "crashed", 1),
+    "one left early": ([lost(0), rank(1, 0)], [0], False, "crashed", 1),
+    "one finished well, victims": ([lost(0), good(1)], [0], False, "crashed", 0),
+    "all hang": ([rank(0, **KILLED), rank(1, **KILLED)], [], True, "hang", None),
+    "one behind hangs": ([rank(0, **KILLED), rank(1, steps=1, **KILLED)], [], True, "hang", 1),
+    "one hangs, others done": ([good(0), rank(1, **KILLED)], [], True, "hang", 1),
+    "one hangs, others gave up": ([lost(0, GLOO_WAITED, "hang"), rank(1, **KILLED)], [0], False,
+                                  "hang", 1),
+    "one fails, others killed": ([rank(0, 13), rank(1, **KILLED)], [0], False, "crashed", 0),
+    "time up, but one had failed": ([rank(0, -11), rank(1, **KILLED)], [0], True, "crashed", 0),
+    "never started": ([rank(0, None, tail="fork: Resource temporarily unavailable"),
+                       rank(1, **KILLED)], [0], False, "not_run", 0),
+    "disk full, recorded": ([rank(0, 1, what="crashed", message="[Errno 28] No space left on "
+                                  "device")], [0], False, "interrupted", 0),
+    "disk full, printed": ([rank(0, 1, tail="OSError: [Errno 28] No space left on device")], [0],
+                           False, "interrupted", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_happened_and_whose_fault(row: str) -> None:
+    """Each situation has one answer and one culprit."""
+    ranks, order, timed_out, what, culprit = ROWS[row]
+    got = classify(ranks, timed_out=timed_out, timeout_s=5.0, failed_order=order)
+    assert (got[0], got[2]) == (what, culprit), got[1]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "all well"])
+def test_the_order_of_ranks_does_not_matter(row: str) -> None:
+    """The answer depends on the evidence and on who failed first, not on how ranks are listed."""
+    ranks, order, timed_out, _, _ = ROWS[row]
+    there = classify(ranks, timed_out=timed_out, timeout_s=5.0, failed_order=order)
+    back = classify(ranks[::-1], timed_out=timed_out, timeout_s=5.0, failed_order=order)
+    assert there == back
+    assert there[1]
+    assert "\n" not in there[1]
+
+
+def test_a_hang_names_the_ranks_and_their_last_steps() -> None:
+    """The message of a hang says who was still running and how far each had come."""
+    ranks = [good(0), rank(1, **KILLED), rank(2, steps=0, **KILLED)]
+    message = classify(ranks, timed_out=True, timeout_s=5.0)[1]
+    expected = "rank 1 after step 2, rank 2 before its first step"
+    assert message == f"time was up after 5 s; still running: {expected}"
+
+
+def test_a_crash_tells_who_followed() -> None:
+    """The message names the culprit's end first, then who failed with it and who was killed."""
+    ranks = [lost(0), rank(1, -11), rank(2, **KILLED)]
+    message = classify(ranks, timed_out=False, timeout_s=5.0, failed_order=[1, 0])[1]
+    assert message == (
+        "rank 1 died by SIGSEGV after step 2; then rank 0 failed too; rank 2 ended by the harness"
+    )
+
+
+def test_an_unnamed_signal_has_its_number() -> None:
+    """A real-time signal without a name is told by number."""
+    assert signal_name(signal.SIGSEGV) == "SIGSEGV"
+    assert signal_name(50) == "signal 50"
