@@ -1,0 +1,148 @@
+"""Contracts of harness.plan."""
+
+from typing import Any
+
+import pytest
+
+from fsdp_core.config import ModelConfig, TrainConfig
+from harness import plan as planning
+from harness.errors import UsageError
+from harness.plan import estimate_s, make_plan, num_parameters, resume_plan
+from harness.records import CaseSpec, PlantSpec, RunSpec
+
+
+def run(
+    world_size: int, *, graph: tuple[str, ...] = (), replica: int = 0, **fields: Any
+) -> RunSpec:
+    """A run of so many ranks."""
+    given: dict[str, Any] = {"device": "cpu", "timeout_s": 60.0} | fields
+    config = given.pop("config", TrainConfig(graph=graph, steps=4).to_dict())
+    return RunSpec(config=config, world_size=world_size, replica=replica, **given)
+
+
+def case(name: str, world_size: int, *, graph: str = "attn", **fields: Any) -> CaseSpec:
+    """A case whose runs have so many ranks."""
+    return CaseSpec(
+        id=name,
+        scenario="s",
+        labels={},
+        reference=run(world_size, **fields),
+        control=run(world_size, replica=1, **fields),
+        candidate=run(world_size, graph=(graph,), **fields),
+        expect="bitwise",
+        checks={"loss": {}},
+    )
+
+
+def test_shared_runs_are_made_once() -> None:
+    """One reference and one control serve all their candidates, and the plan says whom."""
+    plan = make_plan([case("a", 2), case("b", 2, graph="full_iteration")], slots=8)
+    assert len(plan.runs) == 4
+    assert [planned.serves for planned in plan.runs] == [("a", "b"), ("a", "b"), ("a",), ("b",)]
+    assert [planned.key for planned in plan.runs] == [planned.spec.key for planned in plan.runs]
+
+
+def test_large_worlds_go_first_and_cases_stay_together() -> None:
+    """Runs are ordered by size, those of a case next to each other."""
+    plan = make_plan([case("a", 2), case("b", 8), case("c", 4)], slots=8)
+    assert [planned.spec.world_size for planned in plan.runs] == [8, 8, 8, 4, 4, 4, 2, 2, 2]
+    assert [planned.serves[0] for planned in plan.runs[:3]] == ["b"] * 3
+    assert [c.id for c in plan.cases] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("cuda", "needs 8 GPUs, this machine has 4"),
+        ("cpu", "needs 8 rank slots, 4 are stated (--slots)"),
+    ],
+)
+def test_a_world_too_large_is_skipped_with_the_reason(device: str, reason: str) -> None:
+    """A case that cannot run here says why, and none of its runs is planned."""
+    plan = make_plan([case("a", 8, device=device), case("b", 4, device=device)], slots=4)
+    assert [c.skip_reason for c in plan.cases] == [reason, ""]
+    assert {planned.spec.world_size for planned in plan.runs} == {4}
+    assert [c.id for c in plan.skipped] == ["a"]
+
+
+def test_a_fault_that_needs_a_gpu_is_skipped_on_the_cpu() -> None:
+    """An illegal access cannot be planted without a device."""
+    plant = PlantSpec(fault="illegal_access", step=1)
+    plan = make_plan([case("a", 2, plant=plant)], slots=8)
+    assert plan.cases[0].skip_reason == "the fault illegal_access needs cuda, this run is on cpu"
+    assert plan.runs == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "reason"),
+    [
+        ("cpu", "2.9", "backend te needs a GPU, this run is on cpu"),
+        ("cuda", "", "backend te needs transformer-engine, which is not installed"),
+        ("cuda", "2.9", ""),
+    ],
+)
+def test_transformer_engine_is_needed_where_it_is_asked_for(
+    device: str, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`backend: te` is skipped, never silently replaced."""
+    monkeypatch.setattr(planning, "package_version", lambda name: version)
+    config = TrainConfig(backend="te").to_dict()
+    one = make_plan([case("a", 1, device=device, config=config)], slots=4).cases[0]
+    assert one.skip_reason == reason
+
+
+def test_a_corpus_that_is_not_here_is_said_before_the_run() -> None:
+    """A missing text corpus costs no process."""
+    config = TrainConfig().to_dict()
+    config["data"] = {"kind": "text", "path": "/nowhere/at/all"}
+    plan = make_plan([case("a", 1, config=config)], slots=4)
+    assert plan.cases[0].skip_reason == "data.path /nowhere/at/all is not on this machine"
+
+
+@pytest.mark.parametrize(("slots", "jobs"), [(0, None), (-1, None), (4, 0)])
+def test_counts_below_one_are_refused(slots: int, jobs: int | None) -> None:
+    """Nothing can run on no slot: that is a mistake, not an empty plan."""
+    with pytest.raises(UsageError, match="expected an integer >= 1"):
+        make_plan([case("a", 1)], slots=slots, jobs=jobs)
+
+
+def test_the_estimate_follows_the_packing() -> None:
+    """Two runs side by side take as long as one; after each other, twice as long."""
+    pair = [case("a", 4)]
+    each = estimate_s(pair[0].reference, planning.num_cores())
+    assert make_plan(pair, slots=12).estimate_s == pytest.approx(each)
+    assert make_plan(pair, slots=4).estimate_s == pytest.approx(3 * each)
+    assert make_plan(pair, slots=12, jobs=1).estimate_s == pytest.approx(3 * each)
+
+
+def test_more_work_is_estimated_longer() -> None:
+    """Steps, ranks and parameters each add to the estimate."""
+    small = run(2)
+    longer = run(2, config=TrainConfig(steps=400).to_dict())
+    wider = run(16)
+    deeper = run(2, config=TrainConfig(model=ModelConfig(layers=200), steps=4).to_dict())
+    base = estimate_s(small, 2)
+    assert all(estimate_s(other, 2) > base for other in (longer, wider, deeper))
+
+
+def test_parameters_are_counted_by_the_shapes() -> None:
+    """Attention, feed-forward, embedding and head of the default decoder, added by hand."""
+    model = TrainConfig().to_dict()["model"]
+    attention = 64 * 64 + 2 * (64 * 32) + 64 * 64
+    assert num_parameters(model) == 2 * (attention + 3 * 64 * 160) + 2 * 256 * 64
+
+
+def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
+    """Finished runs are not planned; a case planned on a larger machine is not skipped."""
+    large, small = case("a", 8), case("b", 2)
+    plan = resume_plan([large, small], slots=4, finished=lambda key: key == small.reference.key)
+    assert [c.skip_reason for c in plan.cases] == ["", ""]
+    assert small.reference.key not in {planned.key for planned in plan.runs}
+    assert len(plan.runs) == 5
+    assert plan.estimate_s > 0
+
+
+def test_a_plan_survives_json() -> None:
+    """`--dry-run --json` loses nothing."""
+    plan = make_plan([case("a", 2)], slots=8, jobs=2)
+    assert planning.Plan.from_json(plan.to_json()) == plan
