@@ -1,0 +1,178 @@
+"""Every malformed scenario of the corpus: its one line, and its exit code.
+
+The corpus lies in `malformed/`, one mistake a file. `@` stands for the file's path.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+
+CORPUS = Path(__file__).parent / "malformed"
+
+EXPECTED: dict[str, str] = {
+    "axes_empty": "@:4: axes: expected at least one axis, got an empty mapping",
+    "axes_overlap": "@:4: axes.parallel.dp: expected each setting on one axis, got parallel.dp, which the axis parallel sets too",  # noqa: E501
+    "axis_duplicate_value": "@:7: axes.parallel: expected each value once, got the mapping {'dp': 2} again (first on line 6)",  # noqa: E501
+    "axis_empty": "@:4: axes.parallel: expected a list of values of parallel, got an empty list",  # noqa: E501
+    "axis_scalar": "@:4: axes.parallel: expected a list of values of parallel, got the mapping {'dp': 2}",  # noqa: E501
+    "backend_bool": '@:3: base.backend: expected a string, "on" in quotes, got true (YAML reads a bare on as a bool)',  # noqa: E501
+    "binary": "@:2: file: expected UTF-8 text, got byte 0x80",
+    "checks_empty": "@:6: checks: expected at least one check, got an empty mapping; legal values: loss, state, finite, peak_memory",  # noqa: E501
+    "checks_no_evidence": "@:6: checks: expected a check that compares bits, since compare.expect is bitwise, got finite; legal values: loss, state",  # noqa: E501
+    "checks_parameter": "@:6: checks.loss: expected an empty mapping, {}, got the mapping {'rtol': 0.01}",  # noqa: E501
+    "checks_unknown": "@:6: checks.lost: expected a known key, got 'lost' (did you mean loss?); legal values: loss, state, finite, peak_memory",  # noqa: E501
+    "compare_expect_close": "@:5: compare.expect: expected one of the legal values, got 'close'; legal values: bitwise",  # noqa: E501
+    "compare_reference_alone": "@:4: axes.graph: expected a value beside the reference to compare with it, got the reference alone",  # noqa: E501
+    "compare_unknown_axis": "@:5: compare.axis: expected one of the legal values, got 'graphs' (did you mean graph?); legal values: parallel, graph",  # noqa: E501
+    "compare_unknown_reference": "@:5: compare.reference: expected a value of the axis graph, got the list ['full_iteration']",  # noqa: E501
+    "compare_world_sizes": "@:4: axes.parallel: expected the reference's world size, 2, to compare one to one, got 4",  # noqa: E501
+    "date_value": "@:2: syntax: expected a quoted string, got the date 2024-01-01",
+    "degree_zero": "@:7: parallel.dp: expected an integer >= 1, got 0",
+    "duplicate_key": "@:8: why: expected each key once, got it again (first on line 2)",
+    "empty": "@:1: file: expected a scenario, got an empty file",
+    "exclude_everything": "@: exclude leaves no case of case",
+    "exclude_reference_only": "@:8: exclude: expected an entry that removes a case, got graph: eager, which matches none (the reference leg is no case)",  # noqa: E501
+    "exclude_unknown_axis": "@:8: exclude.grph: expected a known key, got 'grph' (did you mean graph?); legal values: parallel, graph",  # noqa: E501
+    "exclude_unknown_value": "@:8: exclude.parallel: expected a value of the axis parallel, got the mapping {'dp': 16}",  # noqa: E501
+    "graph_bare_scope": "@:4: axes.graph: expected eager or a list of scopes, got 'attn' (scopes go in a list: [attn]); legal values: eager, attn, full_iteration",  # noqa: E501
+    "graph_empty_list": "@:4: axes.graph: expected eager or a list of scopes, got an empty list (say eager); legal values: eager, attn, full_iteration",  # noqa: E501
+    "graph_unknown_scope": "@:4: axes.graph: expected one of the legal values, got 'atn' (did you mean attn?); legal values: attn, full_iteration",  # noqa: E501
+    "heads_do_not_divide": "@:3: model.heads: expected a divisor of hidden=64, got 3",
+    "include_adds_nothing": "@:8: include: expected an entry that extends or adds a case, got parallel: dp2, graph: attn, a case that the axes already give",  # noqa: E501
+    "include_not_a_case": "@:8: include.graph: expected a value to compare with the reference, since no case fits to be extended, got nothing",  # noqa: E501
+    "key_list": "@:3: base: expected a string key, got a list or mapping",
+    "key_no": "@:3: syntax: expected a string key, quoted, got false (YAML reads a bare no as a bool)",  # noqa: E501
+    "latin1": "@:2: file: expected UTF-8 text, got byte 0xf6",
+    "launch_device": "@:7: launch.device: expected one of the legal values, got 'gpu' (did you mean cpu?); legal values: auto, cpu, cuda",  # noqa: E501
+    "launch_slots_zero": "@:7: launch.slots: expected an integer >= 1, got 0",
+    "launch_timeout_negative": "@:7: launch.timeout_s: expected a number > 0, got -1",
+    "lr_nan": "@:3: syntax: expected a finite decimal number, or a quoted string, got .nan",
+    "lr_word": "@:3: base.optim.lr: expected a number, got 'fast'",
+    "merge_key": "@:3: base: expected keys written out, got a merge key (<<)",
+    "missing_compare": "@:1: compare: expected this key, got nothing; legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
+    "model_unknown": "@:3: base.model: expected one of the legal values, got 'dense_tinny' (did you mean dense_tiny?); legal values: ",  # noqa: E501
+    "name_no": '@:1: name: expected a string, "no" in quotes, got false (YAML reads a bare no as a bool)',  # noqa: E501
+    "name_slash": "@:1: name: expected a file name of at most 80 letters, digits, '_', '-' and '.', no '.' first, got '../escape'",  # noqa: E501
+    "nul_byte": "@:2: file: expected text, got the control character 0x00",
+    "nul_escape": "@:2: syntax: expected text, got the character '\\x00'",
+    "only_comment": "@:1: file: expected a scenario, got an empty file",
+    "path_without_text": "@:3: data.path: expected no path unless kind is text, got '/tmp/x'",
+    "peak_memory_ratio_word": "@:6: checks.peak_memory.max_ratio: expected a number > 0, got 'two'",  # noqa: E501
+    "plant_rank_outside": "@:3: plant.rank: expected last or a rank below the world size 2, got 2",  # noqa: E501
+    "plant_step_too_late": "@:3: plant.step: expected a step below steps=4, got 4",
+    "plant_takes_no_tensor": "@:3: base.plant.tensor: expected what the fault hang takes, got a key that it does not take; legal values: fault, step, rank, legs",  # noqa: E501
+    "plant_unknown": "@:3: base.plant.fault: expected one of the legal values, got 'ulpp' (did you mean ulp?); legal values: ",  # noqa: E501
+    "plant_without_step": "@:3: base.plant.step: expected what the fault ulp takes, got nothing; legal values: fault, step, rank, tensor, legs",  # noqa: E501
+    "pool_not_stable": "@:5: fsdp.pool: expected stable buffers for the partial graph scope attn, got 'dynamic'; legal values: double",  # noqa: E501
+    "python_tag": "@:1: syntax: expected a value without a tag, got the tag '!!python/object/apply:os.system'",  # noqa: E501
+    "recursive_anchor": "@:1: base.model: expected an anchor defined above, got *b",
+    "reshard_string": "@:3: base.fsdp.reshard_after_forward: expected a bool, got 'yes'; legal values: true, false",  # noqa: E501
+    "same_runs_twice": "@:4: axes.graph: expected each case once, got dp2_tp1-attn, the same runs as dp2-attn",  # noqa: E501
+    "seed_octal": "@:3: syntax: expected a finite decimal number, or a quoted string, got 0123",
+    "steps_bool": "@:3: base.steps: expected an integer, got true (YAML reads a bare yes as a bool)",  # noqa: E501
+    "steps_float": "@:3: base.steps: expected an integer, got 20.0",
+    "steps_huge": "@:3: base.steps: expected an integer of at most 64 bits, got 99999999999999999999",  # noqa: E501
+    "steps_string": "@:3: base.steps: expected an integer, got '20'",
+    "steps_zero": "@:3: steps: expected an integer >= 1, got 0",
+    "surrogate_escape": "@:2: syntax: expected valid YAML, got an error: found invalid Unicode character escape code",  # noqa: E501
+    "tab": "@:3: syntax: expected valid YAML, got an error: found character that cannot start any token",  # noqa: E501
+    "too_deep": "@:3: base: expected at most 20 levels, got deeper nesting",
+    "too_many_combinations": "@:5: axes: expected at most 50,000 combinations, got seed 39 x steps 39 x microbatches 39 x graph 2 = 118,638",  # noqa: E501
+    "top_is_list": "@:1: file: expected a mapping, got the list [{'name': 'x'}]; legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
+    "tp_not_built": "@:4: parallel.tp: expected 1 (only dp is built so far), got 2; legal values: 1",  # noqa: E501
+    "two_documents": "@:8: file: expected one YAML document, got a second one",
+    "unclosed": "@:3: syntax: expected valid YAML, got an error: did not find expected ',' or ']'",  # noqa: E501
+    "unknown_anchor": "@:1: name: expected an anchor defined above, got *nobody",
+    "unknown_base_key": "@:3: base.stepz: expected a known key, got 'stepz' (did you mean steps?); legal values: ",  # noqa: E501
+    "unknown_dotted_key": "@:3: base.optim.lrr: expected a known key, got 'optim.lrr' (did you mean optim.lr?); legal values: ",  # noqa: E501
+    "unknown_nested_key": "@:3: base.optim.learning_rate: expected a known key, got 'learning_rate'; legal values: ",  # noqa: E501
+    "unknown_section": "@:8: basis: expected a known key, got 'basis' (did you mean base?); legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
+    "why_empty": "@:2: why: expected a sentence that says what is at stake, got an empty string",  # noqa: E501
+    "world_size_product": "@:3: world_size: expected 4, the product of the degrees (dp=4), got 8",  # noqa: E501
+}
+"""File to line; a line that ends in `legal values: ` goes on with names that may grow."""
+NOTHING_LEFT = ("exclude_everything",)
+
+
+def test_the_table_is_the_corpus() -> None:
+    """Every file has its line and every line its file."""
+    assert {path.stem for path in CORPUS.glob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_one_clear_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake costs one line with file, line, key, expected, got; exit 4, or 5 for no case."""
+    path = CORPUS / f"{name}.yaml"
+    began = time.monotonic()
+    code = main(["run", str(path), "--dry-run"])
+    seconds = time.monotonic() - began
+    out, err = capsys.readouterr()
+    expected = "harness: " + EXPECTED[name].replace("@", str(path))
+    if expected.endswith("legal values: "):
+        assert err.startswith(expected)
+    else:
+        assert err == expected + "\n"
+    assert err.count("\n") == 1
+    assert out == ""
+    assert code == (5 if name in NOTHING_LEFT else 4)
+    assert seconds < 2
+
+
+def _monsters(folder: Path) -> dict[str, Path]:
+    """Files too large to keep: made when needed."""
+    huge = folder / "huge.yaml"
+    with huge.open("wb") as file:
+        for _ in range(100):
+            file.write(b"# " + b"x" * 999_997 + b"\n")
+    laughs = folder / "laughs.yaml"
+    lines = ["a0: &a0 [" + ", ".join("x" * 9) + "]"]
+    lines += [f"a{i}: &a{i} [" + ", ".join([f"*a{i - 1}"] * 9) + "]" for i in range(1, 40)]
+    laughs.write_text("\n".join(lines))
+    deep = folder / "deep.yaml"
+    deep.write_text("base: " + "[" * 900_000)
+    wide = folder / "wide.yaml"
+    wide.write_text("name: [" + "1, " * 300_000 + "]")
+    random = folder / "random.yaml"
+    random.write_bytes(bytes((i * 7919 + i // 251) % 256 for i in range(500_000)))
+    missing, empty_name = folder / "missing.yaml", folder / "x" / ".." / "gone.yaml"
+    return {
+        "huge": huge, "laughs": laughs, "deep": deep, "wide": wide, "random": random,
+        "missing": missing, "folder": folder, "gone": empty_name,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["huge", "laughs", "deep", "wide", "random", "missing", "folder", "gone"]
+)
+def test_monsters_cost_one_line_and_no_time(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100 MB, exploding anchors, deep and wide files, no file: one line, exit 4, under 2 s."""
+    path = _monsters(tmp_path)[name]
+    began = time.monotonic()
+    code = main(["run", str(path)])
+    seconds = time.monotonic() - began
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert err.startswith(f"harness: {path}:")
+    assert "Traceback" not in err
+    assert seconds < 2
+
+
+def test_the_same_through_a_real_process() -> None:
+    """A user's shell sees the same line and exit code, within 2 s of pressing return."""
+    path = CORPUS / "steps_string.yaml"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "run", str(path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert done.stdout == ""
+    assert done.stderr == f"harness: {path}:3: base.steps: expected an integer, got '20'\n"
+    assert time.monotonic() - began < 2
