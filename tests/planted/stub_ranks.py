@@ -127,6 +127,13 @@ def hang(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
     return sleep_for_ever()
 
 
+def hang_once(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
+    """Hang unless an earlier attempt was set aside."""
+    if folder.with_name(f"{folder.name}.attempt0").exists():
+        return None
+    return hang(spec, folder, rank, stream)
+
+
 def ignore_term(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -234,6 +241,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "exit256": _exit(256),
     "leave_early": _exit(0),
     "hang": hang,
+    "hang_once": hang_once,
     "ignore_term": ignore_term,
     "raise": raise_error,
     "oom": _record_error("oom", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),

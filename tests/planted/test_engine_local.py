@@ -1,0 +1,351 @@
+"""The real forkserver, leader and processes, with ranks that misbehave on purpose (no torch)."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.engine.leader import Limits
+from harness.engine.local import LocalEngine
+from harness.engine.process import parent_of
+from harness.errors import Infrastructure, UsageError
+from harness.records import RunOutcome, RunSpec
+from harness.store import RunFolder, load_run_folder
+
+HERE = Path(__file__).parent
+ENTRY = "stub_ranks:rank_main"
+LIMITS = Limits(grace_s=0.4, stacks_s=0.3, output_cap_bytes=100_000)
+PATIENCE_S = 20.0
+"""How long to wait for what must happen; reached only by a failing test."""
+
+
+def spec(
+    stub: dict[str, str] | None = None,
+    world_size: int = 4,
+    timeout_s: float = 15.0,
+    name: str = "",
+    device: str = "cpu",
+) -> RunSpec:
+    config = {"graph": [], "steps": 4, "microbatches": 1, "stub": stub or {}, "name": name}
+    plain = {"config": config, "device": device, "world_size": world_size, "timeout_s": timeout_s}
+    return RunSpec.from_json(plain)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable_stub() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(importable_stub: None) -> Iterator[LocalEngine]:
+    with LocalEngine(8, entry=ENTRY, limits=LIMITS) as engine:
+        yield engine
+
+
+def finish(engine: LocalEngine, run: RunSpec, folder: Path) -> RunOutcome:
+    engine.start(run, folder)
+    (outcome,) = engine.wait(PATIENCE_S)
+    return outcome
+
+
+def wait_gone(*pids: int) -> None:
+    """Until every process has ended; its end is an event, not a poll."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([fd], [], [], PATIENCE_S)[0], f"process {pid} is still there"
+        finally:
+            os.close(fd)
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, paths
+        time.sleep(0.01)
+
+
+def rank_pids(folder: Path) -> list[int]:
+    lines = [path.read_text().partition("\n")[0] for path in sorted(folder.glob("rank*.jsonl"))]
+    return [json.loads(line)["pid"] for line in lines if line]
+
+
+def stray_pids(folder: Path) -> list[int]:
+    return [int(pid) for path in folder.glob("children*") for pid in path.read_text().split()]
+
+
+ROWS = {
+    "all well": ({}, "", None, ""),
+    "SIGKILL": ({"2": "sigkill"}, "killed", 2, "rank 2 died by SIGKILL after step 1"),
+    "SIGSEGV": ({"1": "segv"}, "crashed", 1, "SIGSEGV"),
+    "exit 13": ({"1": "exit13"}, "crashed", 1, "exited with code 13"),
+    "exit 256": ({"0": "exit256"}, "crashed", 0, "exited with code 1"),
+    "exception": ({"3": "raise"}, "crashed", 3, "ZeroDivisionError: planted"),
+    "recorded oom": ({"3": "oom"}, "oom", 3, "CUDA out of memory"),
+    "error but exit 0": ({"3": "error_exit0"}, "crashed", 3, "odd"),
+    "victims": ({"0": "sigkill", "*": "peer_lost"}, "killed", 0, "ranks 1, 2, 3 failed too"),
+    "left early": ({"0": "leave_early", "*": "peer_lost"}, "crashed", 0, "before its end record"),
+    "half a line": ({"1": "half_line"}, "killed", 1, "SIGKILL"),
+    "illegal access": ({"1": "illegal_access"}, "illegal_access", 1, "illegal memory access"),
+    "leader killed": ({"0": "kill_leader"}, "crashed", None, "leader of the run died by SIGKILL"),
+    "others killed": ({"0": "exit13", "1": "hang"}, "crashed", 0, "rank 1 ended by the harness"),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_a_misbehaving_rank_is_called(engine: LocalEngine, tmp_path: Path, row: str) -> None:
+    """Each way to die has its own outcome and culprit, on disk too, and leaves no process."""
+    stub, what, culprit, told = ROWS[row]
+    outcome = finish(engine, spec(stub), tmp_path)
+    assert (outcome.what, outcome.culprit_rank) == (what, culprit), outcome.message
+    assert told in outcome.message
+    assert load_run_folder(tmp_path, spec(stub)).outcome == outcome
+    wait_gone(*rank_pids(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["hang", "ignore_term", "stop_self"])
+def test_a_hanging_rank_is_ended_at_the_timeout(
+    engine: LocalEngine, tmp_path: Path, how: str
+) -> None:
+    """A rank that hangs, ignores SIGTERM or is stopped ends as `hang`, named, and is gone."""
+    outcome = finish(engine, spec({"1": how}, timeout_s=0.5), tmp_path)
+    assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
+    assert "rank 1 after step 1" in outcome.message
+    assert [r.killed_by_harness for r in outcome.ranks] == [False, True, False, False]
+    assert 0.5 <= outcome.wall_s < 5
+    wait_gone(*rank_pids(tmp_path))
+
+
+def test_a_hang_leaves_the_stack_of_every_rank(engine: LocalEngine, tmp_path: Path) -> None:
+    """Before a hung run is killed, each rank's stack lands in its output file."""
+    outcome = finish(engine, spec({"*": "hang"}, timeout_s=0.5), tmp_path)
+    assert (outcome.what, outcome.culprit_rank) == ("hang", None)
+    for rank in range(4):
+        assert "in sleep_for_ever" in (tmp_path / f"rank{rank}.stderr").read_text()
+
+
+def test_a_neighbour_does_not_notice_a_crash(engine: LocalEngine, tmp_path: Path) -> None:
+    """Of runs under way together, the crash, hang or dead leader of one leaves the rest whole."""
+    runs = {
+        "good": spec({}, 2, name="good"),
+        "segv": spec({"0": "segv"}, 2, name="segv"),
+        "leader": spec({"0": "kill_leader"}, 2, name="leader"),
+        "hang": spec({"0": "hang"}, 2, timeout_s=0.6, name="hang"),
+    }
+    for name, run in runs.items():
+        engine.start(run, tmp_path / name)
+    assert not engine.can_start(spec({}, 1))
+    whats: dict[str, str] = {}
+    while len(whats) < len(runs):
+        for outcome in engine.wait(PATIENCE_S):
+            whats[outcome.key] = outcome.what
+    expected = {"good": "", "segv": "crashed", "leader": "crashed", "hang": "hang"}
+    assert {name: whats[run.key] for name, run in runs.items()} == expected
+    ranks = load_run_folder(tmp_path / "good", runs["good"]).ranks
+    assert all(rank.end is not None and not rank.problems for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "how", ["children", "children_then_die", "children_then_hang", "children_then_kill_leader"]
+)
+def test_children_of_ranks_are_not_left_behind(
+    engine: LocalEngine, tmp_path: Path, how: str
+) -> None:
+    """What a rank forks ends with the run, even in a session of its own."""
+    finish(engine, spec({"1": how}, timeout_s=1.0), tmp_path)
+    strays = stray_pids(tmp_path)
+    assert len(strays) == 2
+    wait_gone(*strays)
+
+
+def test_a_flood_of_output_is_cut_and_its_end_kept(engine: LocalEngine, tmp_path: Path) -> None:
+    """2 MB of output against a cap of 0.1 MB: the run passes, the file is small, the end is in."""
+    assert finish(engine, spec({"0": "flood"}), tmp_path).what == ""
+    stored = (tmp_path / "rank0.stderr").read_bytes()
+    assert len(stored) < 400_000
+    assert stored.endswith(b"the last words\n")
+    assert b"bytes dropped here" in stored
+
+
+def test_both_output_streams_are_stored(engine: LocalEngine, tmp_path: Path) -> None:
+    """stdout and stderr of a rank end in its file, in the order in which they were printed."""
+    finish(engine, spec({"2": "print"}), tmp_path)
+    assert (tmp_path / "rank2.stderr").read_text() == "to stdout\nto stderr\n"
+    assert not (tmp_path / "leader.stderr").exists()
+
+
+def test_junk_in_a_record_file_is_a_problem(engine: LocalEngine, tmp_path: Path) -> None:
+    """Bytes that are no record are listed for the checks; the exit states are still good."""
+    run = spec({"1": "junk"})
+    finish(engine, run, tmp_path)
+    ranks = load_run_folder(tmp_path, run).ranks
+    assert [len(rank.problems) for rank in ranks] == [0, 2, 0, 0]
+
+
+def test_ranks_are_fresh_processes_with_their_place(engine: LocalEngine, tmp_path: Path) -> None:
+    """Every rank of every run is a new process that finds its rank, store and device list."""
+    for name in ("one", "two"):
+        finish(engine, spec({}, name=name), tmp_path / name)
+    pids = rank_pids(tmp_path / "one") + rank_pids(tmp_path / "two")
+    assert len(set(pids)) == 8
+    starts = [rank.start for rank in load_run_folder(tmp_path / "one", spec()).ranks]
+    shown = [start.environment["env"] for start in starts if start is not None]
+    assert [env["RANK"] for env in shown] == ["0", "1", "2", "3"]
+    assert {env["WORLD_SIZE"] for env in shown} == {"4"}
+    assert len({env["MASTER_PORT"] for env in shown}) == 1
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in shown} == {""}
+    assert {(env["OMP_NUM_THREADS"], env["PYTHONHASHSEED"]) for env in shown} == {("1", "0")}
+
+
+def test_runs_on_gpus_see_only_their_own(tmp_path: Path) -> None:
+    """Two GPU runs at a time get distinct GPUs, in the words of the caller."""
+    runs = [spec({}, 2, name=name, device="cuda") for name in "ab"]
+    with LocalEngine(4, entry=ENTRY, devices=("3", "5", "6", "7")) as engine:
+        for i, run in enumerate(runs):
+            engine.start(run, tmp_path / str(i))
+        ended: list[RunOutcome] = []
+        while len(ended) < 2:
+            ended += engine.wait(PATIENCE_S)
+    seen = []
+    for i, run in enumerate(runs):
+        for rank in load_run_folder(tmp_path / str(i), run).ranks:
+            assert rank.start is not None
+            seen.append(rank.start.environment["env"]["CUDA_VISIBLE_DEVICES"])
+    assert seen == ["3,5", "3,5", "6,7", "6,7"]
+
+
+def test_the_forkserver_dies(engine: LocalEngine, tmp_path: Path) -> None:
+    """Its runs end as `interrupted`, nothing survives it, and the next run has a new server."""
+    engine.start(spec({"*": "children_then_hang"}, 2, name="a"), tmp_path / "a")
+    engine.start(spec({"*": "hang"}, 2, name="b"), tmp_path / "b")
+    wait_for(*(tmp_path / run / f"hanging{rank}" for run in "ab" for rank in (0, 1)))
+    pids = rank_pids(tmp_path / "a") + rank_pids(tmp_path / "b")
+    leaders = {parent_of(pid) for pid in pids}
+    server = engine.server_pid
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    outcomes = engine.wait(PATIENCE_S)
+    assert [outcome.what for outcome in outcomes] == ["interrupted", "interrupted"]
+    assert "the forkserver died by SIGKILL" in outcomes[0].message
+    wait_gone(server, *pids, *(pid for pid in leaders if pid))
+    same_group = [pid for i, pid in enumerate(stray_pids(tmp_path / "a")) if i % 2 == 0]
+    wait_gone(*same_group)
+    for pid in stray_pids(tmp_path / "a"):
+        # In sessions of their own and orphaned by a SIGKILL of the server: beyond our reach.
+        if parent_of(pid) is not None:
+            os.kill(pid, signal.SIGKILL)
+    assert finish(engine, spec({}), tmp_path / "after").what == ""
+    assert engine.server_pid not in (None, server)
+
+
+def test_an_idle_forkserver_dies(engine: LocalEngine, tmp_path: Path) -> None:
+    """A server that died between two runs is replaced without a word."""
+    finish(engine, spec({}, name="before"), tmp_path / "before")
+    server = engine.server_pid
+    assert server is not None
+    os.kill(server, signal.SIGKILL)
+    wait_gone(server)
+    assert finish(engine, spec({}), tmp_path / "after").what == ""
+
+
+def test_cancel_kills_and_leaves_the_folder_unfinished(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    """A cancelled run keeps its records, has no outcome, leaves nobody, frees its slots."""
+    run = spec({"*": "children_then_hang"}, 8)
+    engine.start(run, tmp_path)
+    wait_for(*(tmp_path / f"hanging{rank}" for rank in range(8)))
+    engine.cancel()
+    wait_gone(*rank_pids(tmp_path), *stray_pids(tmp_path))
+    assert not (tmp_path / "outcome.json").exists()
+    assert len(load_run_folder(tmp_path, run).ranks[0].steps) == 2
+    assert engine.wait(0.0) == []
+    assert finish(engine, spec({}, 8), tmp_path / "after").what == ""
+
+
+def test_a_leader_writes_where_its_folder_went(engine: LocalEngine, tmp_path: Path) -> None:
+    """A run whose folder was set aside cannot put its outcome into a newer attempt's folder."""
+    folder = tmp_path / "run"
+    engine.start(spec({"0": "hang"}, timeout_s=0.5), folder)
+    wait_for(folder / "hanging0")
+    folder.rename(tmp_path / "run.attempt0")
+    folder.mkdir()
+    engine.wait(PATIENCE_S)
+    kept = RunOutcome.from_json(json.loads((tmp_path / "run.attempt0/outcome.json").read_text()))
+    assert kept.what == "hang"
+
+
+def test_wait_returns_when_the_time_is_up(engine: LocalEngine, tmp_path: Path) -> None:
+    """A wait with a limit comes back empty while the run goes on."""
+    engine.start(spec({"0": "hang"}, 1), tmp_path)
+    wait_for(tmp_path / "hanging0")
+    assert engine.wait(0.05) == []
+    engine.cancel()
+
+
+def test_a_run_that_never_fits_is_refused(engine: LocalEngine, tmp_path: Path) -> None:
+    """More ranks than slots, or a GPU run without GPUs, is refused before anything is written."""
+    for run in (spec({}, 9), spec({}, 1, device="cuda")):
+        with pytest.raises(UsageError):
+            engine.start(run, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("entry", ["no_such_module:rank_main", "stub_ranks:nothing", "stub_ranks"])
+def test_a_server_that_cannot_start_says_why(tmp_path: Path, entry: str) -> None:
+    """A failing import is one infrastructure error that names what failed; no slot is lost."""
+    with LocalEngine(4, entry=entry) as engine:
+        with pytest.raises(Infrastructure, match="forkserver could not start") as caught:
+            engine.start(spec({}), tmp_path)
+        assert entry in str(caught.value)
+        assert engine.can_start(spec({}))
+
+
+DOOMED = """
+import sys
+from pathlib import Path
+from harness.engine.local import LocalEngine
+from harness.records import RunSpec
+import json
+engine = LocalEngine(8, entry="stub_ranks:rank_main")
+for name, plain in json.loads(sys.argv[2]).items():
+    engine.start(RunSpec.from_json(plain), Path(sys.argv[1]) / name)
+print(engine.server_pid, flush=True)
+while True:
+    engine.wait()
+"""
+
+
+def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path) -> None:
+    """When the harness is killed, server, leaders, ranks and their children all end."""
+    folder = RunFolder.create(tmp_path / "out", {}, "", [])
+    runs = {"a": spec({"*": "children_then_hang"}, 2, name="a"), "b": spec({"*": "hang"}, 2)}
+    plain = json.dumps({name: run.to_json() for name, run in runs.items()})
+    places = {name: folder.path / "runs" / name for name in runs}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, "-c", DOOMED, str(folder.path / "runs"), plain]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as harness:
+        assert harness.stdout is not None
+        server = int(harness.stdout.readline())
+        wait_for(*(place / f"hanging{rank}" for place in places.values() for rank in (0, 1)))
+        ranks = [pid for place in places.values() for pid in rank_pids(place)]
+        leaders = {parent_of(pid) for pid in ranks}
+        harness.kill()
+    wait_gone(server, *ranks, *(pid for pid in leaders if pid), *stray_pids(places["a"]))
+    for name, run in runs.items():
+        result = load_run_folder(places[name], run)
+        assert result.outcome.what == "interrupted"
+        assert [len(rank.steps) for rank in result.ranks] == [2, 2]
+        assert all(not rank.problems for rank in result.ranks)

@@ -1,0 +1,130 @@
+"""A whole matrix through the real engine: killed, interrupted, resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.records import CaseSpec, ExitCode, RunSpec
+from harness.store import RunFolder
+
+HERE = Path(__file__).parent
+HARNESS = """
+import sys
+from pathlib import Path
+from harness.engine.local import LocalEngine
+from harness.errors import HarnessError
+from harness.records import Verdict
+from harness.run import execute
+from harness.store import RunFolder
+
+class Lines:
+    def run_started(self, spec): print("started", spec.key, flush=True)
+    def run_finished(self, outcome): print("finished", outcome.key, flush=True)
+    def judged(self, verdict): print("judged", verdict.case_id, flush=True)
+
+folder = RunFolder.open(Path(sys.argv[1]))
+with LocalEngine(2, entry="stub_ranks:rank_main") as engine:
+    try:
+        execute(folder, folder.cases, engine, Lines())
+    except HarnessError as error:
+        print(error, flush=True)
+        sys.exit(error.exit_code)
+"""
+
+
+def run(name: str, replica: int = 0) -> RunSpec:
+    stub = {"*": "hang_once"} if name == "slow" else {}
+    config = {"graph": [], "steps": 4, "microbatches": 1, "stub": stub, "name": name}
+    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=20.0, replica=replica)
+
+
+def case(name: str) -> CaseSpec:
+    return CaseSpec(
+        id=name, scenario="s", labels={}, reference=run("ref"), control=run("ref", 1),
+        candidate=run(name), expect="bitwise", checks={"loss": {}},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    cases = [case("fast"), case("slow"), case("last")]
+    made = RunFolder.create(tmp_path / "out", {}, "", cases)
+    made.release()
+    return made
+
+
+def harness(folder: RunFolder) -> "subprocess.Popen[str]":
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    return subprocess.Popen(
+        [sys.executable, "-c", HARNESS, str(folder.path)], env=environment, text=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def until_slow_hangs(folder: RunFolder) -> None:
+    paths = [folder.run_folder(run("slow").key) / f"hanging{rank}" for rank in (0, 1)]
+    deadline = time.monotonic() + 20
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def facts(folder: RunFolder) -> list[tuple[str, str, str]]:
+    return [(v.case_id, v.outcome, v.message) for v in folder.verdicts()]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_matrix_goes_on_where_it_was(
+    folder: RunFolder, how: int, tmp_path: Path
+) -> None:
+    """Stopped in the middle and resumed: finished runs stay, the verdicts are those of a quiet run.
+
+    A run that hangs in its first attempt only makes the middle a certain place.
+    """
+    with harness(folder) as first:
+        until_slow_hangs(folder)
+        first.send_signal(how)
+        told = first.communicate(timeout=20)[0]
+    expected = -how if how == signal.SIGKILL else ExitCode.INTERRUPTED
+    assert first.returncode == expected
+    if how != signal.SIGKILL:
+        assert "1 of 3 cases are done" in told
+    done = {key: (folder.run_folder(key) / "outcome.json").stat().st_mtime_ns
+            for key in (run("ref").key, run("ref", 1).key, run("fast").key)}  # fmt: skip
+    assert folder.finished(run("slow").key) is None
+    with harness(folder) as second:
+        lines = second.communicate(timeout=20)[0].splitlines()
+    assert second.returncode == 0
+    started = [line.split()[1] for line in lines if line.startswith("started")]
+    assert started == [run("slow").key, run("last").key]
+    for key, mtime_ns in done.items():
+        assert (folder.run_folder(key) / "outcome.json").stat().st_mtime_ns == mtime_ns
+    kept = folder.path / "runs" / f"{run('slow').key}.attempt0"
+    assert json.loads((kept / "rank0.jsonl").read_text().splitlines()[1])["step"] == 0
+    quiet = RunFolder.create(tmp_path / "quiet", {}, "", folder.cases)
+    quiet.release()
+    (quiet.run_folder(run("slow").key).with_name(f"{run('slow').key}.attempt0")).mkdir(parents=True)
+    with harness(quiet) as undisturbed:
+        undisturbed.communicate(timeout=20)
+    assert facts(folder) == facts(quiet)
+    assert [fact[1] for fact in facts(folder)] == ["passed"] * 3
+
+
+def test_a_second_harness_on_the_folder_is_refused(folder: RunFolder) -> None:
+    """While one harness works, another is told so and exits with 4; the first is undisturbed."""
+    with harness(folder) as first:
+        until_slow_hangs(folder)
+        with harness(folder) as second:
+            told = second.communicate(timeout=20)[0]
+        assert second.returncode == ExitCode.USAGE
+        assert f"in use by another harness (process {first.pid} on" in told
+        assert first.poll() is None
+        first.terminate()
+        first.communicate(timeout=20)
+    assert first.returncode == ExitCode.INTERRUPTED
