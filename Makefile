@@ -1,0 +1,58 @@
+# Set-up and the few commands of every day. Each sets up what it needs first, once.
+#
+#   make demo    run the main scenario: eager against graphed, on 2, 4 and 8 ranks
+#   make test    the tests
+#   make lint    ruff, mypy, import layers, spelling
+#   make bench   the benchmarks that need no GPU
+#   make venv    only the environment that `make demo` uses
+#
+# PYTHON   the interpreter to build on (its torch is used, if it has one)
+# VENV     the environment's folder
+# DEVICE   cpu, cuda or auto, for `make demo`
+
+PYTHON ?= python3
+VENV ?= .venv
+DEVICE ?= auto
+SCENARIO ?= scenarios/smoke/fsdp_cudagraph_alignment.yaml
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+.PHONY: demo test lint bench venv clean
+
+demo: $(VENV)/.ready
+	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
+
+test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+bench: $(VENV)/.ready-test
+	$(BIN)/python -m benchmarks.digest --device cpu
+	$(BIN)/python -m benchmarks.digest --device cpu --corruptions 100000
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml .ci/venv
+	.ci/venv $(PYTHON) $(VENV)
+	touch $@
+
+$(VENV)/.ready-test: pyproject.toml .ci/venv
+	.ci/venv $(PYTHON) $(VENV) test
+	touch $@ $(VENV)/.ready
+
+$(VENV)/.ready-dev: pyproject.toml .ci/venv
+	.ci/venv $(PYTHON) $(VENV) dev
+	touch $@ $(VENV)/.ready $(VENV)/.ready-test
+
+clean:
+	rm -rf build dist *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache

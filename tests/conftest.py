@@ -1,0 +1,37 @@
+"""Fixtures and rules for every test: GPU markers, warm ranks, one worker for the ranks."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dist.rank_pool import RankPool
+
+MAX_RANKS = 8
+
+
+@pytest.fixture(scope="session")
+def warm_ranks() -> Iterator[RankPool]:
+    """CPU ranks that stay warm for the whole run: `warm_ranks.run(function, world_size=4)`."""
+    pool = RankPool(MAX_RANKS)
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where GPUs lack; keep tests that share the ranks on one xdist worker."""
+    for item in items:
+        if "warm_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("warm_ranks"))
+        marker = item.get_closest_marker("gpu")
+        if marker is not None:
+            needed = int(marker.args[0])
+            if (found := _num_gpus()) < needed:
+                reason = f"needs {needed} CUDA device{'s' * (needed > 1)}, found {found}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _num_gpus() -> int:
+    # Imported here: most runs of a few unit tests need no torch.
+    import torch
+
+    return torch.cuda.device_count()

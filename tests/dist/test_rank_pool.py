@@ -1,0 +1,136 @@
+"""The pool of warm ranks: results in order, failures by name, nothing carried over."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dist.rank_pool import RankError, RankPool
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    """A pool of its own, for tests that wreck it."""
+    pool = RankPool(2, timeout_s=30)
+    yield pool
+    pool.close()
+
+
+def describe(offset: int) -> tuple[int, int, int, float]:
+    """Rank, world, threads and a sum over the ranks."""
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), total.item()
+
+
+def own_pid() -> int:
+    """The rank's process."""
+    return os.getpid()
+
+
+def raise_on(rank: int) -> None:
+    """One rank raises; the others wait for it in a collective."""
+    if dist.get_rank() == rank:
+        raise KeyError("planted")
+    dist.barrier()
+
+
+def kill_on(rank: int) -> None:
+    """One rank dies; the others wait for it."""
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on(rank: int) -> None:
+    """One rank never comes back."""
+    if dist.get_rank() == rank:
+        threading.Event().wait()
+
+
+def unpicklable() -> object:
+    """A result that cannot travel."""
+    return threading.Lock()
+
+
+def leave_default_dtype() -> torch.dtype:
+    """Leaves state behind, as a careless test would."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    raise RuntimeError(str(before))
+
+
+def test_every_world_size_is_its_own_world(warm_ranks: RankPool) -> None:
+    """Each call sees exactly the ranks that it asked for, each with one thread."""
+    for world_size in (2, 1, 4, 3):
+        expected_sum = sum(rank + 5 for rank in range(world_size))
+        assert warm_ranks.run(describe, 5, world_size=world_size) == [
+            (rank, world_size, 1, expected_sum) for rank in range(world_size)
+        ]
+
+
+def test_ranks_stay_warm(warm_ranks: RankPool) -> None:
+    """Successive calls run in the same processes, none of them ours."""
+    first = warm_ranks.run(own_pid, world_size=3)
+    assert warm_ranks.run(own_pid, world_size=3) == first == warm_ranks.pids[:3]
+    assert os.getpid() not in first
+    assert len(set(first)) == 3
+
+
+def test_a_raise_names_its_rank_and_place(pool: RankPool) -> None:
+    """The error is that of the rank that raised, not of those that lost it."""
+    with pytest.raises(RankError, match=r"(?s)rank 1: KeyError.*in raise_on.*planted") as caught:
+        pool.run(raise_on, 1, world_size=2)
+    assert (caught.value.rank, caught.value.kind) == (1, "KeyError")
+
+
+def test_a_death_is_reported_with_its_exit_code(pool: RankPool) -> None:
+    """A rank that is killed is an error of its own, with the signal."""
+    with pytest.raises(RankError, match="exit code -9") as caught:
+        pool.run(kill_on, 0, world_size=2)
+    assert (caught.value.rank, caught.value.kind) == (0, "died")
+
+
+def test_a_hang_ends_at_the_limit(pool: RankPool) -> None:
+    """A silent rank is named at the time limit, with the place where it is."""
+    pool.run(own_pid, world_size=2)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"no answer within 1.5 s from ranks \[") as caught:
+        pool.run(hang_on, 1, world_size=2, timeout_s=1.5)
+    assert time.monotonic() - begin < 10
+    assert caught.value.kind == "hang"
+    assert "in hang_on" in str(caught.value)
+
+
+def test_wrecked_ranks_are_replaced(pool: RankPool) -> None:
+    """After a failure the next call runs in new processes, without the old one's leftovers."""
+    before = pool.run(own_pid, world_size=2)
+    for _ in range(2):
+        with pytest.raises(RankError, match="float32"):
+            pool.run(leave_default_dtype, world_size=2)
+    after = pool.run(own_pid, world_size=2)
+    assert not set(before) & set(after)
+    assert pool.starts == 6
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_an_unpicklable_result_is_an_error(pool: RankPool) -> None:
+    """A result that cannot be sent is reported, not waited for."""
+    with pytest.raises(RankError, match="pickle"):
+        pool.run(unpicklable, world_size=1)
+
+
+def test_misuse_is_refused(pool: RankPool) -> None:
+    """A world too large, or a function without a name of its own, is refused before any rank."""
+    with pytest.raises(ValueError, match=r"world_size in 1\.\.2, got 3"):
+        pool.run(own_pid, world_size=3)
+    with pytest.raises(ValueError, match="top of a module"):
+        pool.run(lambda: 0, world_size=1)
+    assert pool.pids == []
