@@ -1,0 +1,44 @@
+"""Ranks that meet over gloo: enough torch to see what the survivors of a dead rank report."""
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from stub_ranks import Stream, sleep_for_ever, start_record
+
+from harness.records import EndRecord, ErrorRecord, RunSpec
+
+TIMEOUT = timedelta(seconds=1)
+
+
+def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
+    stream = Stream(folder, rank)
+    stream.write(start_record(spec, rank))
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=20))  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=spec.world_size, timeout=TIMEOUT
+    )
+    value = torch.ones(4)
+    dist.all_reduce(value)
+    assert value[0].item() == spec.world_size
+    behaviour = spec.config["stub"].get(str(rank), "ok")
+    if behaviour == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "hang":
+        sleep_for_ever()
+    try:
+        dist.all_reduce(value)
+    except RuntimeError as error:
+        stream.write(
+            ErrorRecord(
+                rank=rank, step=0, what="crashed", type="RuntimeError", message=str(error),
+                traceback="",
+            )
+        )  # fmt: skip
+        return 1
+    dist.destroy_process_group()
+    stream.write(EndRecord(rank=rank, steps=0, peak_bytes=0, startup_s=0.0, wall_s=0.0))
+    return 0
