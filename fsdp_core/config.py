@@ -86,7 +86,9 @@ class ModelConfig:
         for key in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "seq"):
             _at_least(key, getattr(self, key), 1)
         if self.hidden % self.heads:
-            raise ConfigError("heads", expected=f"a divisor of hidden={self.hidden}", got=self.heads)
+            raise ConfigError(
+                "heads", expected=f"a divisor of hidden={self.hidden}", got=self.heads
+            )
         if self.head_dim % 2:
             raise ConfigError(
                 "heads", expected=f"hidden/heads even (RoPE), hidden={self.hidden}", got=self.heads

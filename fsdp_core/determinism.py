@@ -24,7 +24,7 @@ def make_deterministic(seed: int) -> None:
     """Ask for deterministic kernels and seed every default generator with `seed`."""
     torch.use_deterministic_algorithms(True)
     # Filling new memory would hide what a graph leaves in it and costs a kernel an allocation.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -6,6 +6,7 @@ because resident size also counts what the allocator keeps, which is noise.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -69,9 +70,7 @@ class StorageCounter(TorchDispatchMode):
         self.peak_bytes = 0
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count the storages that it returns."""
         out = func(*args, **(kwargs or {}))
         for value in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
@@ -86,7 +85,7 @@ class StorageCounter(TorchDispatchMode):
         known = self._known.get(key)
         if known is not None and known[0]() is not None:
             return
-        reference = weakref.ref(storage, lambda _, key=key: self._forget(key))
+        reference: weakref.ref[Any] = weakref.ref(storage, functools.partial(self._forget, key))
         self._known[key] = (reference, storage.nbytes())
         self._change(storage.nbytes())
 
@@ -97,7 +96,7 @@ class StorageCounter(TorchDispatchMode):
             self._known[storage._cdata] = (known[0], storage.nbytes())
             self._change(storage.nbytes() - known[1])
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: "weakref.ref[Any]") -> None:
         known = self._known.pop(key, None)
         if known is not None:
             self._change(-known[1])

@@ -38,7 +38,5 @@ def build_mesh(parallel: ParallelConfig, device: Device) -> DeviceMesh:
     """
     world_size = dist.get_world_size()
     if parallel.world_size != world_size:
-        raise ValueError(
-            f"Expected {parallel.world_size} ranks for {parallel}, got {world_size}."
-        )
+        raise ValueError(f"Expected {parallel.world_size} ranks for {parallel}, got {world_size}.")
     return init_device_mesh(device.kind, (parallel.dp,), mesh_dim_names=("dp",))

@@ -1,7 +1,7 @@
-"""AdamW and gradient clipping on shards, with no host synchronisation, so that graphs can hold them.
+"""AdamW and gradient clipping on shards, with no host synchronisation, so graphs can hold them.
 
-AdamW (Loshchilov and Hutter, 2019) with bias correction; the arithmetic is torch's own fused kernel,
-fed with a step and a learning rate that are tensors on the device.
+AdamW (Loshchilov and Hutter, 2019) with bias correction; the arithmetic is torch's own fused
+kernel, fed with a step and a learning rate that are tensors on the device.
 """
 
 from collections.abc import Sequence

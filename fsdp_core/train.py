@@ -59,9 +59,7 @@ class GraphCounts:
     unnamed_externals: int = 0
 
 
-def build_model(
-    config: TrainConfig, backend: Backend, mesh: DeviceMesh, device: Device
-) -> Decoder:
+def build_model(config: TrainConfig, backend: Backend, mesh: DeviceMesh, device: Device) -> Decoder:
     """The decoder on `device` with each block and the root as FSDP units."""
     model = Decoder(config.model, backend)
     model.init_weights(config.seed)
@@ -94,7 +92,7 @@ def build_model(
 
 
 class Trainer:
-    """Runs steps of one rank. Use inside the ranks' process group; `close` before it is destroyed."""
+    """Runs steps of one rank, inside a process group; `close` before that is destroyed."""
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, device: Device) -> None:
         self.config, self.device = config, device
@@ -163,8 +161,7 @@ class Trainer:
             loss=torch.zeros((), device=device),
             grad_norm=torch.zeros((), device=device),
             digests={
-                group: empty_rows(len(names), device)
-                for group, (names, _) in self.digested.items()
+                group: empty_rows(len(names), device) for group, (names, _) in self.digested.items()
             },
         )
 
@@ -240,10 +237,10 @@ class Trainer:
             found[f"{name} exp_avg"], found[f"{name} exp_avg_sq"] = first, second
         found |= {"step_count": optimizer.step_count, "lr": optimizer.lr}
         found |= {"losses": outputs.losses, "loss": outputs.loss, "grad_norm": outputs.grad_norm}
-        found |= {f"digest of {group}": rows for group, rows in outputs.digests.items()}
-        for group, digester in self._digesters.items():
+        found |= {f"digest of {digested}": rows for digested, rows in outputs.digests.items()}
+        for digested, digester in self._digesters.items():
             for number, scratch in enumerate(digester.scratch()):
-                found[f"digest scratch {number} of {group}"] = scratch
+                found[f"digest scratch {number} of {digested}"] = scratch
         return found
 
     def _resolver(self) -> Any:
@@ -253,9 +250,7 @@ class Trainer:
         schedule = self.root.fsdp_schedule
         schedule.quiesce()
         if self.config.graph == ("full_iteration",):
-            self._iteration_graph = CapturedFunction(
-                self._maker, self._iteration, self._resolver()
-            )
+            self._iteration_graph = CapturedFunction(self._maker, self._iteration, self._resolver())
             self.counts.captured = 1
             ledgers = [self._iteration_graph.ledger] if self._iteration_graph.ledger else []
         else:
@@ -307,7 +302,7 @@ class Trainer:
             self.counts.replays += 2 if torch.is_grad_enabled() else 1
             return graph(x)
 
-        block.attn.forward = replay  # type: ignore[method-assign]
+        block.attn.forward = replay  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         """Drop the graphs, then wait; a process group must not be destroyed before this."""

@@ -4,7 +4,7 @@
     main_weight    shard               float32   always; the optimizer's parameters are views of it
     model_weight   shard               compute   always; is main_weight where the dtypes agree
     gathered       full                compute   from the pool, between unshard and reshard
-    grads          full                reduce    from the pool, from the first gradient to the reduce
+    grads          full                reduce    from the pool, from first gradient to reduction
     main_grad      shard               float32   always; the optimizer's gradients are views of it
 
 With strategy `no_shard` a shard is the full buffer, `gathered` is `model_weight`, and the reduction
@@ -174,9 +174,7 @@ class ParamGroup:
             if self.policy.sharded:
                 # An output of its own: reducing into a slice of the input lets a collective
                 # overwrite what other ranks have yet to read.
-                reduced = torch.empty(
-                    self.layout.shard_numel, dtype=full.dtype, device=full.device
-                )
+                reduced = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=full.device)
                 reduce_scatter(reduced, full, self._group)
             else:
                 reduced = full

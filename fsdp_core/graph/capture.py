@@ -185,7 +185,7 @@ class CapturedModule:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, captured: CapturedModule, x: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
         del parameters
@@ -193,5 +193,5 @@ class _Replay(torch.autograd.Function):
         return captured.replay_forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *ctx.captured.replay_backward(grad))

@@ -13,7 +13,7 @@ each replay, in the recorded order, so dropout gives eager's bits.
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -223,6 +223,6 @@ def _wait(outputs: list[Any]) -> None:
     """Finish a collective: c10d returns a Work object, functional collectives a pending tensor."""
     for value in outputs:
         if isinstance(value, torch.ScriptObject):
-            value.wait()
+            cast("Any", value).wait()  # torchbind methods are not in the stubs
         elif isinstance(value, torch.Tensor):
             torch.ops._c10d_functional.wait_tensor(value)

@@ -66,9 +66,7 @@ class Ledger:
             if storage.data_ptr() in entries and tensor.numel():
                 named_storages.add(storage.data_ptr())
                 self._named.append(
-                    _Named(
-                        name, tensor.data_ptr(), tensor.numel(), tensor.dtype, storage.nbytes()
-                    )
+                    _Named(name, tensor.data_ptr(), tensor.numel(), tensor.dtype, storage.nbytes())
                 )
         self._unnamed: list[StorageEntry] = [
             entry for address, entry in entries.items() if address not in named_storages
@@ -115,9 +113,7 @@ def _moved(named: _Named, now: Mapping[str, torch.Tensor]) -> str:
         freed = "" if address else " (its storage was freed)"
         return f"captured at {named.address:#x}, now at {address:#x}{freed}"
     if tensor.numel() != named.numel or tensor.dtype != named.dtype:
-        return (
-            f"captured as {named.numel} x {named.dtype}, now {tensor.numel()} x {tensor.dtype}"
-        )
+        return f"captured as {named.numel} x {named.dtype}, now {tensor.numel()} x {tensor.dtype}"
     if tensor.untyped_storage().nbytes() < named.storage_bytes:
         return "its storage has shrunk since the capture"
     return ""

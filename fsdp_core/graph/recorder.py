@@ -105,9 +105,7 @@ def calling_place() -> str:
 class HostReadGuard(TorchFunctionMode):
     """Refuses reads of tensor data by Python that no operator shows."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` unless it copies tensor data to Python."""
         name = getattr(func, "__name__", "")
         if name in _READS_ON_HOST:
@@ -133,9 +131,7 @@ class Recorder(TorchDispatchMode):
         self._before_write = before_write
         self._numbers: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the operator around its execution."""
         kwargs = kwargs or {}
         if self._keep:
@@ -187,9 +183,7 @@ class Recorder(TorchDispatchMode):
         )
         return number
 
-    def _fresh_outputs(
-        self, out: Any, number: int, name: str
-    ) -> tuple[tuple[int, TensorRef], ...]:
+    def _fresh_outputs(self, out: Any, number: int, name: str) -> tuple[tuple[int, TensorRef], ...]:
         fresh = []
         for index, value in enumerate(flat_outputs(out)):
             if not isinstance(value, torch.Tensor):
@@ -220,7 +214,7 @@ class Recorder(TorchDispatchMode):
             entry.written = True
         entry.last = operation
         return TensorRef(
-            number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+            number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
         )
 
 

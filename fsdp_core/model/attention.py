@@ -27,9 +27,7 @@ class AttentionBranch(nn.Module):
         self.wv = backend.linear(config.hidden, kv_width)
         self.wo = backend.linear(config.hidden, config.hidden)
 
-    def forward(
-        self, x_BTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_BTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[B, T, H] -> [B, T, H]; `cos` and `sin` are the RoPE tables [T, D / 2]."""
         batch, time, _ = x_BTH.shape
         normed = self.norm(x_BTH)

@@ -61,7 +61,7 @@ class TransformerEngineBackend:
             raise BackendMissing(
                 "backend: te needs a CUDA device, and torch sees none; set backend: torch"
             )
-        import transformer_engine.pytorch as te  # noqa: PLC0415  absent on most machines
+        import transformer_engine.pytorch as te
 
         self._te = te
 

@@ -39,11 +39,9 @@ class Block(nn.Module):
         self.attn = AttentionBranch(config, backend)
         self.mlp = MlpBranch(config, backend)
 
-    def forward(
-        self, x_BTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_BTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[B, T, H] -> [B, T, H]."""
-        return self.mlp(self.attn(x_BTH, cos, sin))  # type: ignore[no-any-return]
+        return self.mlp(self.attn(x_BTH, cos, sin))
 
 
 class Decoder(nn.Module):

@@ -1,7 +1,7 @@
 """One rank: join the others, train, write records, say what went wrong.
 
-Everything heavy is imported at module level on purpose: the forkserver imports this module once, and
-every rank is a fork of it.
+Everything heavy is imported at module level on purpose: the forkserver imports this module once,
+and every rank is a fork of it.
 """
 
 import os

@@ -126,14 +126,12 @@ class Plant:
         """Allocate more and more, untouched, until the allocator itself refuses."""
         held, nbytes = [], 1 << 30
         while True:
-            held.append(
-                torch.empty(nbytes, dtype=torch.uint8, device=trainer.device.torch_device)
-            )
+            held.append(torch.empty(nbytes, dtype=torch.uint8, device=trainer.device.torch_device))
             # The CPU hands out address space without memory behind it: ask for more than exists.
             nbytes = nbytes if trainer.device.is_cuda else nbytes * 1024
 
     def _illegal_access(self, trainer: Trainer) -> None:
-        """A device kernel that reads far outside its tensor, as a graph over unmapped memory does."""
+        """A kernel that reads far outside its tensor, as a graph over unmapped memory does."""
         with trainer.device.on(trainer.stream):
             small = torch.zeros(1, device=trainer.device.torch_device)
             far = torch.as_strided(small, (1 << 20,), (1 << 24,))
