@@ -83,19 +83,19 @@ class ScenarioError(UsageError):
         super().__init__(text)
 
 
-class NothingSelected(HarnessError):  # noqa: N818 - a state, not a mistake
+class NothingSelected(HarnessError):
     """A legal request that selects no case: nothing would run, so nothing may pass."""
 
     exit_code = ExitCode.NOTHING_RAN
 
 
-class Infrastructure(HarnessError):  # noqa: N818 - a state, not a mistake
+class Infrastructure(HarnessError):
     """The machine or its software stopped the harness; no verdict about the program."""
 
     exit_code = ExitCode.NO_VERDICT
 
 
-class Interrupted(HarnessError):  # noqa: N818 - a state, not a mistake
+class Interrupted(HarnessError):
     """The user or the system asked the harness to stop."""
 
     exit_code = ExitCode.INTERRUPTED

@@ -100,7 +100,7 @@ def _nvml(*, init: bool = True, answers: bool = True) -> Any:
 def _use(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.import_module
     monkeypatch.setattr(
-        machine.importlib, "import_module",
+        importlib, "import_module",
         lambda name: module if name == "pynvml" else real(name),
     )  # fmt: skip
 

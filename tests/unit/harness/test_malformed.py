@@ -18,7 +18,7 @@ EXPECTED: dict[str, str] = {
     "axes_empty": "@:4: axes: expected at least one axis, got an empty mapping",
     "axes_overlap": "@:4: axes.parallel.dp: expected each setting on one axis, got parallel.dp, which the axis parallel sets too",  # noqa: E501
     "axis_duplicate_value": "@:7: axes.parallel: expected each value once, got the mapping {'dp': 2} again (first on line 6)",  # noqa: E501
-    "axis_empty": "@:4: axes.parallel: expected a list of values of parallel, got an empty list",  # noqa: E501
+    "axis_empty": "@:4: axes.parallel: expected a list of values of parallel, got an empty list",
     "axis_scalar": "@:4: axes.parallel: expected a list of values of parallel, got the mapping {'dp': 2}",  # noqa: E501
     "backend_bool": '@:3: base.backend: expected a string, "on" in quotes, got true (YAML reads a bare on as a bool)',  # noqa: E501
     "binary": "@:2: file: expected UTF-8 text, got byte 0x80",
@@ -62,8 +62,8 @@ EXPECTED: dict[str, str] = {
     "nul_escape": "@:2: syntax: expected text, got the character '\\x00'",
     "only_comment": "@:1: file: expected a scenario, got an empty file",
     "path_without_text": "@:3: data.path: expected no path unless kind is text, got '/tmp/x'",
-    "peak_memory_ratio_word": "@:6: checks.peak_memory.max_ratio: expected a number > 0, got 'two'",  # noqa: E501
-    "plant_rank_outside": "@:3: plant.rank: expected last or a rank below the world size 2, got 2",  # noqa: E501
+    "peak_memory_ratio_word": "@:6: checks.peak_memory.max_ratio: expected a number > 0, got 'two'",
+    "plant_rank_outside": "@:3: plant.rank: expected last or a rank below the world size 2, got 2",
     "plant_step_too_late": "@:3: plant.step: expected a step below steps=4, got 4",
     "plant_takes_no_tensor": "@:3: base.plant.tensor: expected what the fault hang takes, got a key that it does not take; legal values: fault, step, rank, legs",  # noqa: E501
     "plant_unknown": "@:3: base.plant.fault: expected one of the legal values, got 'ulpp' (did you mean ulp?); legal values: ",  # noqa: E501
@@ -86,14 +86,14 @@ EXPECTED: dict[str, str] = {
     "top_is_list": "@:1: file: expected a mapping, got the list [{'name': 'x'}]; legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
     "tp_not_built": "@:4: parallel.tp: expected 1 (only dp is built so far), got 2; legal values: 1",  # noqa: E501
     "two_documents": "@:8: file: expected one YAML document, got a second one",
-    "unclosed": "@:3: syntax: expected valid YAML, got an error: did not find expected ',' or ']'",  # noqa: E501
+    "unclosed": "@:3: syntax: expected valid YAML, got an error: did not find expected ',' or ']'",
     "unknown_anchor": "@:1: name: expected an anchor defined above, got *nobody",
     "unknown_base_key": "@:3: base.stepz: expected a known key, got 'stepz' (did you mean steps?); legal values: ",  # noqa: E501
     "unknown_dotted_key": "@:3: base.optim.lrr: expected a known key, got 'optim.lrr' (did you mean optim.lr?); legal values: ",  # noqa: E501
     "unknown_nested_key": "@:3: base.optim.learning_rate: expected a known key, got 'learning_rate'; legal values: ",  # noqa: E501
     "unknown_section": "@:8: basis: expected a known key, got 'basis' (did you mean base?); legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
-    "why_empty": "@:2: why: expected a sentence that says what is at stake, got an empty string",  # noqa: E501
-    "world_size_product": "@:3: world_size: expected 4, the product of the degrees (dp=4), got 8",  # noqa: E501
+    "why_empty": "@:2: why: expected a sentence that says what is at stake, got an empty string",
+    "world_size_product": "@:3: world_size: expected 4, the product of the degrees (dp=4), got 8",
 }
 """File to line; a line that ends in `legal values: ` goes on with names that may grow."""
 NOTHING_LEFT = ("exclude_everything",)

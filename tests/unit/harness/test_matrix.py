@@ -358,7 +358,8 @@ def test_ten_thousand_cases_expand_in_two_seconds_without_torch(tmp_path: Path) 
     plain["axes"] = {"seed": list(range(100)), "steps": list(range(3, 53)), "graph": GRAPHS}
     (tmp_path / "case.yaml").write_text(json.dumps(plain))
     code = (
-        "import sys, time; from harness.matrix import expand; from harness.schema import load_scenario\n"
+        "import sys, time\n"
+        "from harness.matrix import expand; from harness.schema import load_scenario\n"
         "began = time.process_time(); cases = expand(load_scenario(sys.argv[1]), 'cpu')\n"
         "print(len(cases), time.process_time() - began, 'torch' in sys.modules)"
     )

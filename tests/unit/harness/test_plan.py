@@ -7,6 +7,7 @@ import pytest
 from fsdp_core.config import ModelConfig, TrainConfig
 from harness import plan as planning
 from harness.errors import UsageError
+from harness.machine import num_cores
 from harness.plan import estimate_s, make_plan, num_parameters, resume_plan
 from harness.records import CaseSpec, PlantSpec, RunSpec
 
@@ -109,7 +110,7 @@ def test_counts_below_one_are_refused(slots: int, jobs: int | None) -> None:
 def test_the_estimate_follows_the_packing() -> None:
     """Two runs side by side take as long as one; after each other, twice as long."""
     pair = [case("a", 4)]
-    each = estimate_s(pair[0].reference, planning.num_cores())
+    each = estimate_s(pair[0].reference, num_cores())
     assert make_plan(pair, slots=12).estimate_s == pytest.approx(each)
     assert make_plan(pair, slots=4).estimate_s == pytest.approx(3 * each)
     assert make_plan(pair, slots=12, jobs=1).estimate_s == pytest.approx(3 * each)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fsdp_core.config import MODEL_PRESETS, TrainConfig
 from harness import settings
 from harness.errors import ScenarioError
+from harness.records import PlantSpec
 from harness.schema import Overrides, Scenario, load_scenario
 from harness.yaml_source import MAX_NODES, Origin, parse_bytes, parse_text
 
@@ -96,9 +97,9 @@ def test_every_leaf_has_a_decoder_that_refuses_a_list_of_lists(leaf: str, tmp_pa
         ("{plant: none}", "plant", None),
         ("{plant: ~}", "plant", None),
         ("{plant: {fault: ulp, step: 1, rank: last}}", "plant",
-         settings.PlantSpec(fault="ulp", step=1, rank=-1)),
+         PlantSpec(fault="ulp", step=1, rank=-1)),
         ("{plant: {fault: ulp, step: 1, rank: -1, tensor: a.b, legs: [reference]}}", "plant",
-         settings.PlantSpec(fault="ulp", step=1, rank=-1, tensor="a.b", legs=("reference",))),
+         PlantSpec(fault="ulp", step=1, rank=-1, tensor="a.b", legs=("reference",))),
     ],
 )  # fmt: skip
 def test_legal_values_decode(text: str, leaf: str, value: Any, tmp_path: Path) -> None:
@@ -241,9 +242,12 @@ def test_any_bytes_parse_or_are_refused(data: bytes) -> None:
         assert str(error).isprintable()  # noqa: PT017 - both ends are legal
 
 
+TEXTS = st.text("ab:#-[]{}'\"\n é", max_size=8)
+
+
 @given(
     value=st.recursive(
-        st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text("ab:#-[]{}'\"\n é", max_size=8),
+        st.none() | st.booleans() | st.integers(-(10**9), 10**9) | TEXTS,
         lambda inner: st.lists(inner, max_size=3)
         | st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, max_size=3),
         max_leaves=12,
