@@ -28,16 +28,16 @@ def build(run_folder: Path) -> dict[str, Path]:
     """
     report = summarise(run_folder)
     folder = report.folder / REPORT_FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise Infrastructure(f"cannot make folder {folder}: {error.strerror or error}") from error
     texts = {
         "html": ("index.html", html.render(report)),
         "markdown": ("report.md", markdown.render(report)),
         "junit": ("junit.xml", junit.render(report)),
         "json": ("report.json", json_report.render(report)),
     }
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise Infrastructure(f"cannot make folder {folder}: {error.strerror or error}") from error
     for name, text in texts.values():
         write_atomic(folder / name, well_formed(text))
     return {form: folder / name for form, (name, _) in texts.items()}

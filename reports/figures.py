@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -26,6 +27,7 @@ from reports.summary import OUTCOME_ORDER, SYMBOLS, LegMemory, Matrix
 MIB = 1 << 20
 MAX_MARKED_POINTS = 80
 MAX_MATRIX_ROWS = 60
+MAX_MATRIX_COLUMNS = 12
 MAX_LABEL_CHARS = 28
 
 # Stand-ins that Matplotlib copies into the file, and what they become there: (light, dark).
@@ -41,7 +43,7 @@ OUTCOME_COLOURS: dict[Outcome, str] = {
     "passed": "#2bb58b", "failed": "#e8743b", "error": "#d793b8", "incomparable": "#eab308",
     "skipped": "#a9afb6",
 }  # fmt: skip
-_RC = {
+_RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
     "text.parse_math": False,
@@ -73,8 +75,8 @@ def _style() -> Iterator[None]:
 
 def matrix_figure(matrix: Matrix) -> str:
     """Verdicts by axes, a cell a case; of several cases in one cell the worst is shown."""
-    rows = matrix.rows[:MAX_MATRIX_ROWS]
-    num_columns, num_rows = max(1, len(matrix.columns)), max(1, len(rows))
+    rows, columns = matrix.rows[:MAX_MATRIX_ROWS], matrix.columns[:MAX_MATRIX_COLUMNS]
+    num_columns, num_rows = max(1, len(columns)), max(1, len(rows))
     label_chars = max((min(len(row), MAX_LABEL_CHARS) for row in rows), default=0)
     left, top, cell_width, cell_height = 0.2 + 0.08 * label_chars, 0.35, 1.45, 0.4
     width, height = left + cell_width * num_columns + 0.1, top + cell_height * num_rows + 0.1
@@ -87,8 +89,8 @@ def matrix_figure(matrix: Matrix) -> str:
         axes.set_ylim(num_rows, 0)
         axes.xaxis.tick_top()
         axes.text(-0.07, -0.21, f"{_label(matrix.axis, 18)}:", ha="right", va="center")
-        axes.set_xticks([i + 0.5 for i in range(len(matrix.columns))])
-        axes.set_xticklabels([_label(column, 18) for column in matrix.columns])
+        axes.set_xticks([i + 0.5 for i in range(len(columns))])
+        axes.set_xticklabels([_label(column, 18) for column in columns])
         axes.set_yticks([i + 0.5 for i in range(len(rows))])
         axes.set_yticklabels([_label(row) for row in rows])
         axes.tick_params(length=0)
@@ -96,7 +98,7 @@ def matrix_figure(matrix: Matrix) -> str:
         for spine in axes.spines.values():
             spine.set_visible(False)
         for y, row in enumerate(rows):
-            for x, column in enumerate(matrix.columns):
+            for x, column in enumerate(columns):
                 held = matrix.cells.get((row, column), ())
                 _cell(axes, x, y, [case.outcome for case in held])
         return _data_uri(figure)
@@ -119,7 +121,8 @@ def _cell(axes: Axes, x: int, y: int, outcomes: list[Outcome]) -> None:
 def loss_figure(curve: LossCurve) -> str:
     """Loss of both legs above, largest distance over the ranks below."""
     with _style():
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        figure = Figure(figsize=(6.4, 4.0))
+        figure.subplots_adjust(left=0.13, right=0.98, top=0.98, bottom=0.12, hspace=0.2)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         marked = len(curve.steps) <= MAX_MARKED_POINTS
         upper.plot(
@@ -179,7 +182,8 @@ def _plain(value: float, _place: object) -> str:
 def memory_figure(legs: tuple[LegMemory, ...], max_ratio: float | None) -> str:
     """A bar for each leg's highest rank, a mark for every rank, a line for the limit."""
     with _style():
-        figure = Figure(figsize=(6.4, 1.5), layout="constrained")
+        figure = Figure(figsize=(6.4, 1.6))
+        figure.subplots_adjust(left=0.14, right=0.97, top=0.93, bottom=0.32)
         axes = figure.subplots()
         highest = max((leg.worst for leg in legs), default=0) / MIB
         for y, leg in enumerate(legs):

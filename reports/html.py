@@ -8,6 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.records import CheckResult
 from reports.figures import (
+    MAX_MATRIX_COLUMNS,
     MAX_MATRIX_ROWS,
     OUTCOME_COLOURS,
     loss_figure,
@@ -44,7 +45,9 @@ def render(report: Report) -> str:
         drawn=drawn,
         matrix_picture=matrix_figure(report.matrix) if report.cases else "",
         matrix_words=_matrix_words(report),
+        num_columns=min(len(report.matrix.columns), MAX_MATRIX_COLUMNS),
         hidden_rows=max(0, len(report.matrix.rows) - MAX_MATRIX_ROWS),
+        hidden_columns=max(0, len(report.matrix.columns) - MAX_MATRIX_COLUMNS),
         environment_keys=sorted({key for values in report.environments.values() for key in values}),
     )
 

@@ -1,6 +1,7 @@
 """JUnit XML as continuous integration reads it, in the narrow form that every reader accepts.
 
-    testsuites > testsuite > properties, testcase > failure | error | skipped, system-out, system-err
+    testsuites > testsuite > properties, testcase
+    testcase   > failure | error | skipped, system-out, system-err
 
 A case without a verdict is an `error`, so is a run without cases: neither may look green.
 """

@@ -73,11 +73,15 @@ def _ulps(left: str, right: str) -> float:
     return float("nan") if distance is None else float(distance)
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _words(both: pd.DataFrame, num_reference: int, num_candidate: int) -> str:
     num_ranks, num_steps = both["rank"].nunique(), both["step"].nunique()
     lost = max(num_reference, num_candidate) - len(both)
     note = f" {lost} recorded losses have no counterpart in the other leg." if lost else ""
-    where = f"{num_steps} shared step{'s' * (num_steps != 1)} on {num_ranks} rank{'s' * (num_ranks != 1)}"
+    where = f"{_count(num_steps, 'shared step')} on {_count(num_ranks, 'rank')}"
     bad = both[both["differs"]]
     if bad.empty:
         return f"Δloss is zero: the same bits in {where}.{note}"
@@ -86,7 +90,7 @@ def _words(both: pd.DataFrame, num_reference: int, num_candidate: int) -> str:
     text += f", in {len(bad)} of {len(both)} losses ({where})"
     numbers = bad["ulps"].dropna()
     if len(numbers):
-        worst = bad.loc[numbers.idxmax()]
+        worst = bad.sort_values("ulps", ascending=False, kind="stable").iloc[0]
         text += (
             f"; at most {worst['ulps']:.0f} ulp (step {worst['step']}, rank {worst['rank']})"
             if worst["ulps"]

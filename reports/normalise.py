@@ -27,6 +27,8 @@ def normalise(name: str, text: str, folder: Path) -> str:
     """
     for written in {str(folder), html.escape(str(folder)), json.dumps(str(folder))[1:-1]}:
         text = text.replace(written, PLACE)
+    # A path that had to be quoted for the shell is the same place as one that had not.
+    text = re.sub(rf"('|&#39;)({PLACE}[A-Za-z0-9_+=,@./-]*)\1", r"\2", text)
     if name.endswith(".html"):
         return re.sub(r'<footer data-varies="time">.*?</footer>', "", text, flags=re.DOTALL)
     if name.endswith(".md"):

@@ -40,7 +40,8 @@ compare: {axis: graph, reference: eager, expect: bitwise}
 """
 HOSTILE = (
     "<script>alert(1)</script> ]]> \x00 \x1b[31mred\x1b[0m | `tick` ``` @everyone "
-    "https://example.org/x \ud800 \u202eright-to-left \x07 </pre></footer> $\\frac{1}$ {{ 7*7 }} & é 漢"
+    "https://example.org/x \ud800 \u202eright-to-left \x07 </pre></footer> "
+    "$\\frac{1}$ {{ 7*7 }} & é 漢"
 )
 STEPS = 20
 Edit = Callable[[StepRecord], StepRecord | None]
@@ -76,7 +77,7 @@ class Writer:
     unjudged: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, case_id: str, world_size: int, graph: str, **changes: Any) -> None:
-        """Plan a case. `reference`, `control`, `candidate`: how that run departs from a whole one."""
+        """Plan a case; `reference`, `control`, `candidate` say how that run is not whole."""
         legs = {}
         for leg, replica, scopes in (
             ("reference", 0, []), ("control", 1, []), ("candidate", 0, [graph]),
@@ -238,7 +239,8 @@ def add_everything(writer: Writer) -> Writer:
     add("dp2-full_iteration", 2, "full_iteration", candidate={"edit": nan_at_12})
     add("dp3-attn", 3, "attn", candidate={
         "what": "hang", "message": f"rank 1 did not finish within 300 s; {HOSTILE}", "culprit": 1,
-        "stop": 9, "printed": "first line\n" * 50 + HOSTILE + "\n" + "x" * 1_000_000 + "\nlast line\n",
+        "stop": 9,
+        "printed": "line\n" * 50 + "x" * 1_000_000 + f"\n{HOSTILE}\nlast line\n",
     })  # fmt: skip
     add("dp3-full_iteration", 3, "full_iteration", candidate={"peak": 100 << 20})
     add("dp4-attn", 4, "attn", candidate={"edit": without_step_4})
@@ -269,9 +271,9 @@ def writer(tmp_path: Path) -> Writer:
 
 
 @pytest.fixture(scope="session")
-def fill() -> Callable[[Writer], Writer]:
-    """Plans every kind of case."""
-    return add_everything
+def make_writer() -> type[Writer]:
+    """For folders elsewhere."""
+    return Writer
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,251 @@
+"""The files of a report: all four, whole, the same each time, and safe to open."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import xmlschema
+
+from harness.errors import Infrastructure
+from harness.records import Verdict
+from harness.store import RunFolder
+from reports import build, markdown, normalise
+from reports.json_report import verdicts
+from reports.markdown import MAX_BYTES, escape, fenced
+from reports.summary import summarise
+
+FORMATS = {
+    "html": "index.html", "markdown": "report.md", "junit": "junit.xml", "json": "report.json",
+}  # fmt: skip
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Tags, their nesting, attributes and visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def built(everything: Path) -> dict[str, str]:
+    """Texts of the report by format."""
+    return {form: path.read_text("utf-8") for form, path in build(everything).items()}
+
+
+def test_four_files_in_the_report_folder(everything: Path, built: dict[str, str]) -> None:
+    """Every format is written under `report/`, and nothing else is left there."""
+    assert set(built) == set(FORMATS)
+    names = {path.name for path in (everything / "report").iterdir()}
+    assert names == set(FORMATS.values())
+
+
+def test_reports_are_stable(everything: Path, built: dict[str, str]) -> None:
+    """Reporting the same folder again gives the same bytes."""
+    again = {form: path.read_text("utf-8") for form, path in build(everything).items()}
+    assert again == built
+
+
+def test_times_and_place_are_all_that_varies(
+    tmp_path: Path, make_writer: Callable[..., Any]
+) -> None:
+    """Two runs with the same answers at other times and places are equal once normalised."""
+    texts = []
+    for name, wall_s, created in (("a", 1.0, "2031-01-01T00:00:00Z"), ("b & c", 2.5, "2032-02-02")):
+        writer = make_writer(tmp_path / name, wall_s=wall_s, created=created)
+        writer.add("dp1-attn", 1, "attn")
+        writer.add("dp2-attn", 2, "attn", skip_reason="no room")
+        writer.add("dp3-attn", 1, "attn", candidate={"peak": 100 << 20})
+        files = build(writer.write())
+        texts.append({
+            form: normalise(path.name, path.read_text("utf-8"), writer.path)
+            for form, path in files.items()
+        })  # fmt: skip
+    assert texts[0] == texts[1]
+    assert "dp2-attn" in texts[0]["html"]
+    with pytest.raises(ValueError, match="expected"):
+        normalise("report.pdf", "", tmp_path)
+
+
+def test_page_is_well_formed_and_closed_to_the_world(built: dict[str, str]) -> None:
+    """Tags nest, there is no script, and every address is inside the page."""
+    page = Page(built["html"])
+    assert page.open == []
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "iframe", "link", "object", "base", "form"}
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        if tag == "img":
+            assert str(attributes["src"]).startswith("data:image/svg+xml;base64,")
+            assert attributes["alt"]
+        if tag == "a":
+            assert str(attributes["href"])[1:] in ids
+    assert not re.search(r"url\(|@import", built["html"])
+
+
+def test_page_says_what_an_engineer_needs(everything: Path, built: dict[str, str]) -> None:
+    """Verdict, place, bit patterns, Δloss in words, memory, environment and command are there."""
+    words = " ".join(" ".join(Page(built["html"]).words).split())
+    for expected in (
+        "step 7, rank 1, weights of layers.2.attn.qkv.weight",
+        "0x7fc00000", "0x80000000", "the sign of a zero", "Δloss is zero", "2.500 times",
+        "differs in torch", "2.13.0", f"harness rerun {everything}/cases/dp2-attn",
+        "needs 6 GPUs", "last line", "rank 1 did not finish within 300 s", "6 failed",
+    ):  # fmt: skip
+        assert expected in words
+    assert words.index("dp2-attn") < words.index("dp1-attn")
+
+
+def test_hostile_text_is_text(built: dict[str, str], hostile: str) -> None:
+    """Markup, template code and control characters of a log are shown, not obeyed."""
+    words = " ".join(Page(built["html"]).words)
+    assert "<script>alert(1)</script>" in words
+    assert "{{ 7*7 }}" in words
+    for text in built.values():
+        assert not set(text) & set("\x00\x07\x1b\u202e")
+
+
+def test_junit_is_valid_and_maps_outcomes(built: dict[str, str]) -> None:
+    """The XML keeps to the schema, and no case without a pass looks passed."""
+    xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd"))).validate(built["junit"])
+    root = ET.fromstring(built["junit"])
+    kinds = {
+        case.get("name"): [child.tag for child in case if not child.tag.startswith("system")]
+        for case in root.iter("testcase")
+    }
+    assert kinds["dp1-attn"] == []
+    assert kinds["dp2-attn"] == ["failure"]
+    assert kinds["dp6-attn"] == ["skipped"]
+    for name in ("dp5-attn", "dp6-full_iteration", "dp4-full_iteration", "dp5-full_iteration"):
+        assert kinds[name] == ["error"]
+    for element in (root, root[0]):
+        facts = [element.get(name) for name in ("tests", "failures", "errors")]
+        assert facts == ["13", "6", "4"]
+    assert root[0].get("skipped") == "1"
+    out = root.find(".//testcase[@name='dp2-attn']/system-out")
+    assert out is not None
+    assert "harness rerun" in str(out.text)
+
+
+def test_empty_run_is_not_green_anywhere(writer: Any) -> None:
+    """A plan without cases is an error in JUnit and says so in every other format."""
+    texts = {form: path.read_text("utf-8") for form, path in build(writer.write()).items()}
+    xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd"))).validate(texts["junit"])
+    assert ET.fromstring(texts["junit"]).get("errors") == "1"
+    assert "nothing ran" in texts["html"]
+    assert "No case passed" in texts["markdown"]
+    assert json.loads(texts["json"])["exit_code"] == 5
+
+
+def test_only_skips_says_that_nothing_passed(writer: Any) -> None:
+    """A run of skips alone is not presented as success."""
+    writer.add("a", 1, "attn", skip_reason="no GPU")
+    texts = {form: path.read_text("utf-8") for form, path in build(writer.write()).items()}
+    assert "No case passed" in texts["html"]
+    assert "No case passed" in texts["markdown"]
+
+
+def test_json_holds_every_verdict(everything: Path, built: dict[str, str]) -> None:
+    """The verdicts decode from the report as they were stored."""
+    assert json.loads(built["json"])["schema_version"] == 1
+    found = {verdict.case_id: verdict for verdict in verdicts(built["json"])}
+    stored = RunFolder.open(everything).verdicts()
+    assert len(found) == len(stored) + 1
+    plain = [verdict for verdict in stored if verdict.case_id != "dp3-attn"]
+    assert all(found[verdict.case_id] == verdict for verdict in plain)
+    with pytest.raises(ValueError, match="schema_version"):
+        verdicts('{"schema_version": 99}')
+
+
+def test_markdown_cannot_be_broken_out_of(built: dict[str, str]) -> None:
+    """Rows keep their four cells, tags and mentions are inert, fences outlast their text."""
+    lines = built["markdown"].splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 15
+    for row in rows:
+        assert len(re.findall(r"(?<!\\)\|", row)) == 5
+    fence = ""
+    for line in lines:
+        if match := re.match(r"`{3,}", line):
+            if not fence:
+                fence = match[0]
+            elif line == fence:
+                fence = ""
+        elif not fence:
+            assert "<script" not in line
+            assert "@everyone" not in line
+            assert "https://example" not in line
+    assert fence == ""
+    assert escape("a|b<i>@x") == r"a\|b&lt;i&gt;&#64;x"
+    assert fenced("a\n````\nb").startswith("`````text\n")
+
+
+def test_markdown_fits_a_comment(writer: Any, make_verdict: Callable[..., Verdict]) -> None:
+    """Hundreds of wordy failures stay within the limit, and what was left out is counted."""
+    for number in range(200):
+        writer.add(f"c{number}", 1, "attn", skip_reason="later")
+    folder = writer.write()
+    with RunFolder.open(folder) as opened:
+        for number in range(200):
+            opened.save_verdict(make_verdict(f"c{number}", message="漢|" * 900))
+    text = markdown.render(summarise(folder)).encode()
+    assert len(text) <= MAX_BYTES
+    assert b"more cases are in the page" in text
+    assert b"<details>" in text
+    assert text.count(b"<details>") == text.count(b"</details>")
+
+
+def test_large_matrix_is_drawn_in_part(writer: Any) -> None:
+    """Past the limit of pictures the page says so instead of growing without end."""
+    for number in range(70):
+        writer.add(
+            f"c{number}",
+            1,
+            "attn",
+            skip_reason="x",
+            labels={"parallel": f"dp{number}", "graph": f"g{number % 20}"},
+        )
+    page = build(writer.write())["html"].read_text("utf-8")
+    assert "in the table only: 10 more rows, 8 more columns" in page
+    assert "Pictures are drawn for the first 60 cases only" in page
+
+
+def test_unwritable_place_is_one_line(everything: Path, tmp_path: Path) -> None:
+    """A report folder that cannot be made is an infrastructure error, not a traceback."""
+    copy = tmp_path / "run"
+    shutil.copytree(everything, copy, ignore=shutil.ignore_patterns("report"))
+    (copy / "report").write_text("in the way")
+    with pytest.raises(Infrastructure, match="report"):
+        build(copy)
+
+
+def test_report_takes_seconds(everything: Path) -> None:
+    """Thirteen cases are reported in well under four seconds of processor time."""
+    began = time.process_time()
+    build(everything)
+    assert time.process_time() - began < 4.0
