@@ -99,7 +99,10 @@ class _Session:
                 pid=os.getpid(),
                 device=device.name,
                 tensors=observer.tensor_names,
-                environment={"fingerprint": fingerprint(trainer)},
+                environment={
+                    "fingerprint": fingerprint(trainer),
+                    "started_unix_s": self.started_s,
+                },
             )
         )
         device.synchronize()
