@@ -141,12 +141,13 @@ def lead(
     adopt_orphans()
     # Inherited by the ranks: a request for stacks must not kill one that has no handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # From the very first, so that the outcome follows the run folder even if a resumed harness sets
+    # it aside under another name. The ranks stay in the caller's folder.
+    folder_fd = os.open(job.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             crew = _Crew(job, rank_main, listener, limits)
-            # Only ranks still needed the caller's folder: from here on relative names follow the
-            # run folder even if a resumed harness sets it aside under another name.
-            os.chdir(job.folder)
+            os.fchdir(folder_fd)
             store = open_store(listener)
             crew.watch_to_the_end()
             del store

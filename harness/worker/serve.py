@@ -72,7 +72,7 @@ def open_torch_store(listener: socket.socket) -> object:
     import torch.distributed as dist
 
     port = listener.getsockname()[1]
-    return dist.TCPStore(  # type: ignore[attr-defined] # torch does not list it in __all__
+    return dist.TCPStore(
         "127.0.0.1",
         port,
         is_master=True,

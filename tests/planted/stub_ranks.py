@@ -25,7 +25,12 @@ from harness.records import (
     dumps,
 )
 
-TENSORS = {"grads": ("a",), "weights": ("a",), "optim": ("a.m",), "rng": ("cpu",)}
+TENSORS: dict[str, tuple[str, ...]] = {
+    "grads": ("a",),
+    "weights": ("a",),
+    "optim": ("a.m",),
+    "rng": ("cpu",),
+}
 
 
 class Stream:
@@ -81,7 +86,7 @@ def step_record(step: int, rank: int) -> StepRecord:
         loss=one,
         microbatch_losses=(one,),
         grad_norm=one,
-        digests={group: "0" * 32 for group in TENSORS},
+        digests=dict.fromkeys(TENSORS, "0" * 32),
         nonfinite={},
         step_s=0.0,
         live_bytes=1,
@@ -164,7 +169,8 @@ def peer_lost(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | N
 def pid_of_rank(folder: Path, rank: int) -> int:
     """Process id in the start record of a rank, once that is there."""
     while True:
-        text = (folder / f"rank{rank}.jsonl").read_text() if folder.exists() else ""
+        path = folder / f"rank{rank}.jsonl"
+        text = path.read_text() if path.exists() else ""
         if "\n" in text:
             return int(StartRecord.from_json(json.loads(text.split("\n")[0])).pid)
         time.sleep(0.002)
@@ -187,7 +193,7 @@ def flood(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
 
 
 def print_both(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
-    print("to stdout")
+    sys.stdout.write("to stdout\n")
     sys.stderr.write("to stderr\n")
 
 

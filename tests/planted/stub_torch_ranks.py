@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from stub_ranks import Stream, sleep_for_ever, start_record
 
 from harness.records import EndRecord, ErrorRecord, RunSpec
+from tests.planted.stub_ranks import Stream, sleep_for_ever, start_record
 
 TIMEOUT = timedelta(seconds=1)
 
@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=1)
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     stream = Stream(folder, rank)
     stream.write(start_record(spec, rank))
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=20))  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=20))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=spec.world_size, timeout=TIMEOUT
     )

@@ -19,8 +19,7 @@ from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
 from harness.store import RunFolder, load_run_folder
 
-HERE = Path(__file__).parent
-ENTRY = "stub_ranks:rank_main"
+ENTRY = "tests.planted.stub_ranks:rank_main"
 LIMITS = Limits(grace_s=0.4, stacks_s=0.3, output_cap_bytes=100_000)
 PATIENCE_S = 20.0
 """How long to wait for what must happen; reached only by a failing test."""
@@ -38,15 +37,8 @@ def spec(
     return RunSpec.from_json(plain)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable_stub() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-        yield
-
-
 @pytest.fixture(scope="module")
-def engine(importable_stub: None) -> Iterator[LocalEngine]:
+def engine() -> Iterator[LocalEngine]:
     with LocalEngine(8, entry=ENTRY, limits=LIMITS) as engine:
         yield engine
 
@@ -260,9 +252,7 @@ def test_an_idle_forkserver_dies(engine: LocalEngine, tmp_path: Path) -> None:
     assert finish(engine, spec({}), tmp_path / "after").what == ""
 
 
-def test_cancel_kills_and_leaves_the_folder_unfinished(
-    engine: LocalEngine, tmp_path: Path
-) -> None:
+def test_cancel_kills_and_leaves_the_folder_unfinished(engine: LocalEngine, tmp_path: Path) -> None:
     """A cancelled run keeps its records, has no outcome, leaves nobody, frees its slots."""
     run = spec({"*": "children_then_hang"}, 8)
     engine.start(run, tmp_path)
@@ -278,8 +268,8 @@ def test_cancel_kills_and_leaves_the_folder_unfinished(
 def test_a_leader_writes_where_its_folder_went(engine: LocalEngine, tmp_path: Path) -> None:
     """A run whose folder was set aside cannot put its outcome into a newer attempt's folder."""
     folder = tmp_path / "run"
-    engine.start(spec({"0": "hang"}, timeout_s=0.5), folder)
-    wait_for(folder / "hanging0")
+    engine.start(spec({"*": "hang"}, timeout_s=1.0), folder)
+    wait_for(*(folder / f"hanging{rank}" for rank in range(4)))
     folder.rename(tmp_path / "run.attempt0")
     folder.mkdir()
     engine.wait(PATIENCE_S)
@@ -303,7 +293,9 @@ def test_a_run_that_never_fits_is_refused(engine: LocalEngine, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("entry", ["no_such_module:rank_main", "stub_ranks:nothing", "stub_ranks"])
+@pytest.mark.parametrize(
+    "entry", ["no_such_module:rank_main", "harness.errors:nothing", "harness.errors"]
+)
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, entry: str) -> None:
     """A failing import is one infrastructure error that names what failed; no slot is lost."""
     with LocalEngine(4, entry=entry) as engine:
@@ -319,7 +311,7 @@ from pathlib import Path
 from harness.engine.local import LocalEngine
 from harness.records import RunSpec
 import json
-engine = LocalEngine(8, entry="stub_ranks:rank_main")
+engine = LocalEngine(8, entry="tests.planted.stub_ranks:rank_main")
 for name, plain in json.loads(sys.argv[2]).items():
     engine.start(RunSpec.from_json(plain), Path(sys.argv[1]) / name)
 print(engine.server_pid, flush=True)
@@ -334,7 +326,7 @@ def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path) -> None:
     runs = {"a": spec({"*": "children_then_hang"}, 2, name="a"), "b": spec({"*": "hang"}, 2)}
     plain = json.dumps({name: run.to_json() for name, run in runs.items()})
     places = {name: folder.path / "runs" / name for name in runs}
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", DOOMED, str(folder.path / "runs"), plain]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as harness:
         assert harness.stdout is not None

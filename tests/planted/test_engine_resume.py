@@ -13,7 +13,6 @@ import pytest
 from harness.records import CaseSpec, ExitCode, RunSpec
 from harness.store import RunFolder
 
-HERE = Path(__file__).parent
 HARNESS = """
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ class Lines:
     def judged(self, verdict): print("judged", verdict.case_id, flush=True)
 
 folder = RunFolder.open(Path(sys.argv[1]))
-with LocalEngine(2, entry="stub_ranks:rank_main") as engine:
+with LocalEngine(2, entry="tests.planted.stub_ranks:rank_main") as engine:
     try:
         execute(folder, folder.cases, engine, Lines())
     except HarnessError as error:
@@ -60,7 +59,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def harness(folder: RunFolder) -> "subprocess.Popen[str]":
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         [sys.executable, "-c", HARNESS, str(folder.path)], env=environment, text=True,
         stdout=subprocess.PIPE,
@@ -80,9 +79,7 @@ def facts(folder: RunFolder) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_matrix_goes_on_where_it_was(
-    folder: RunFolder, how: int, tmp_path: Path
-) -> None:
+def test_a_stopped_matrix_goes_on_where_it_was(folder: RunFolder, how: int, tmp_path: Path) -> None:
     """Stopped in the middle and resumed: finished runs stay, the verdicts are those of a quiet run.
 
     A run that hangs in its first attempt only makes the middle a certain place.

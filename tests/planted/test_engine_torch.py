@@ -1,6 +1,5 @@
 """The forkserver with torch in it: one thread, a working store, culprits found behind gloo."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +9,12 @@ from harness.engine.leader import Limits
 from harness.engine.local import LocalEngine
 from harness.records import RunOutcome, RunSpec
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
     limits = Limits(grace_s=1.0, stacks_s=0.3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-        with LocalEngine(8, entry="stub_torch_ranks:rank_main", limits=limits) as engine:
-            yield engine
+    with LocalEngine(8, entry="tests.planted.stub_torch_ranks:rank_main", limits=limits) as engine:
+        yield engine
 
 
 def finish(
@@ -40,7 +35,7 @@ def test_eight_ranks_meet(engine: LocalEngine, tmp_path: Path) -> None:
 def test_the_warm_server_has_one_thread(engine: LocalEngine, tmp_path: Path) -> None:
     """Forking is safe only while no other thread can hold a lock."""
     finish(engine, tmp_path, {}, world_size=1)
-    assert len(os.listdir(f"/proc/{engine.server_pid}/task")) == 1
+    assert len(list(Path(f"/proc/{engine.server_pid}/task").iterdir())) == 1
 
 
 def test_the_killed_rank_is_blamed_and_not_those_that_lost_it(

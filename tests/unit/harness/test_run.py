@@ -124,7 +124,11 @@ def make_folder(tmp_path: Path, *cases: CaseSpec) -> RunFolder:
 
 
 def go(
-    folder: RunFolder, engine: PretendEngine, notes: Notes | None = None, *, exit_first: bool = False
+    folder: RunFolder,
+    engine: PretendEngine,
+    notes: Notes | None = None,
+    *,
+    exit_first: bool = False,
 ) -> dict[str, str]:
     verdicts = execute(
         folder, folder.cases, engine, notes or Notes(), exit_first=exit_first, judge=pretend_judge

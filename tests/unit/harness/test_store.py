@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import disk, store
+from harness import store
 from harness.errors import Infrastructure, UsageError
 from harness.records import (
     SCHEMA_VERSION,
@@ -186,7 +186,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(Infrastructure, match=r"cannot write .*verdict.json: No space left"):
         write_atomic(path, "new")
     assert path.read_text() == "old"
@@ -258,7 +258,7 @@ def test_a_sealed_case_stands_alone(
         def no_links(source: object, target: object) -> None:
             raise OSError(1, "Operation not permitted")
 
-        monkeypatch.setattr(disk.os, "link", no_links)
+        monkeypatch.setattr(os, "link", no_links)
     for run in (case().reference, case().control, case().candidate):
         finish(folder, run)
     sealed = folder.seal_case(case())

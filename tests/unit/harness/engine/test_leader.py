@@ -23,7 +23,7 @@ def test_nothing_is_done_before_the_time_is_up() -> None:
 
 
 def test_time_up_asks_for_stacks_then_kills() -> None:
-    """At the timeout every rank is asked for its stacks; after the wait it is killed, and says so."""
+    """At the timeout every rank is asked for its stacks, and after the wait it is killed."""
     w = watch()
     assert w.advance(110.0) == signal.SIGUSR1
     assert w.timed_out

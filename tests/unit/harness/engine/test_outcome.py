@@ -72,7 +72,10 @@ def lost(number: int, message: str = GLOO_LOST, what: What = "crashed") -> RankE
     return rank(number, 1, what=what, message=message)
 
 
-KILLED = {"code": -9, "ours": True}
+def ended(number: int, steps: int = 3) -> RankEvidence:
+    """A rank that the harness had to kill."""
+    return rank(number, -9, ours=True, steps=steps)
+
 
 ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = {
     "all well": ([good(0), good(1)], [], False, "", None),
@@ -108,15 +111,15 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = 
     "only victims": ([lost(0), lost(1)], [1, 0], False, "crashed", 1),
     "one left early": ([lost(0), rank(1, 0)], [0], False, "crashed", 1),
     "one finished well, victims": ([lost(0), good(1)], [0], False, "crashed", 0),
-    "all hang": ([rank(0, **KILLED), rank(1, **KILLED)], [], True, "hang", None),
-    "one behind hangs": ([rank(0, **KILLED), rank(1, steps=1, **KILLED)], [], True, "hang", 1),
-    "one hangs, others done": ([good(0), rank(1, **KILLED)], [], True, "hang", 1),
-    "one hangs, others gave up": ([lost(0, GLOO_WAITED, "hang"), rank(1, **KILLED)], [0], False,
+    "all hang": ([ended(0), ended(1)], [], True, "hang", None),
+    "one behind hangs": ([ended(0), ended(1, steps=1)], [], True, "hang", 1),
+    "one hangs, others done": ([good(0), ended(1)], [], True, "hang", 1),
+    "one hangs, others gave up": ([lost(0, GLOO_WAITED, "hang"), ended(1)], [0], False,
                                   "hang", 1),
-    "one fails, others killed": ([rank(0, 13), rank(1, **KILLED)], [0], False, "crashed", 0),
-    "time up, but one had failed": ([rank(0, -11), rank(1, **KILLED)], [0], True, "crashed", 0),
+    "one fails, others killed": ([rank(0, 13), ended(1)], [0], False, "crashed", 0),
+    "time up, but one had failed": ([rank(0, -11), ended(1)], [0], True, "crashed", 0),
     "never started": ([rank(0, None, tail="fork: Resource temporarily unavailable"),
-                       rank(1, **KILLED)], [0], False, "not_run", 0),
+                       ended(1)], [0], False, "not_run", 0),
     "disk full, recorded": ([rank(0, 1, what="crashed", message="[Errno 28] No space left on "
                                   "device")], [0], False, "interrupted", 0),
     "disk full, printed": ([rank(0, 1, tail="OSError: [Errno 28] No space left on device")], [0],
@@ -145,7 +148,7 @@ def test_the_order_of_ranks_does_not_matter(row: str) -> None:
 
 def test_a_hang_names_the_ranks_and_their_last_steps() -> None:
     """The message of a hang says who was still running and how far each had come."""
-    ranks = [good(0), rank(1, **KILLED), rank(2, steps=0, **KILLED)]
+    ranks = [good(0), ended(1), ended(2, steps=0)]
     message = classify(ranks, timed_out=True, timeout_s=5.0)[1]
     expected = "rank 1 after step 2, rank 2 before its first step"
     assert message == f"time was up after 5 s; still running: {expected}"
@@ -153,7 +156,7 @@ def test_a_hang_names_the_ranks_and_their_last_steps() -> None:
 
 def test_a_crash_tells_who_followed() -> None:
     """The message names the culprit's end first, then who failed with it and who was killed."""
-    ranks = [lost(0), rank(1, -11), rank(2, **KILLED)]
+    ranks = [lost(0), rank(1, -11), ended(2)]
     message = classify(ranks, timed_out=False, timeout_s=5.0, failed_order=[1, 0])[1]
     assert message == (
         "rank 1 died by SIGSEGV after step 2; then rank 0 failed too; rank 2 ended by the harness"
