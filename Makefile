@@ -39,6 +39,7 @@ lint: $(VENV)/.ready-dev
 bench: $(VENV)/.ready-test
 	$(BIN)/python -m benchmarks.digest --device cpu
 	$(BIN)/python -m benchmarks.digest --device cpu --corruptions 100000
+	$(BIN)/python -m benchmarks.lanes
 
 venv: $(VENV)/.ready
 

@@ -1,0 +1,111 @@
+"""Who may import what: layers, torch-free rooms, heavy libraries, declared dependencies."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
+
+TORCH_FREE = ("fsdp_core.config", "fsdp_core.fsdp.layout")
+REPORT_LIBRARIES = {"pandas", "matplotlib"}
+OPTIONAL = {"triton", "transformer_engine"}  # used where they are installed, never required
+DISTRIBUTION_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
+
+
+def all_imports() -> list[Import]:
+    """Every import of the three packages."""
+    return [entry for path in code_files(*PACKAGES) for entry in imports(path)]
+
+
+def may_use_torch(module: str) -> bool:
+    """The engine but its pure parts, and the worker."""
+    inside = module.startswith(("fsdp_core.", "harness.worker."))
+    return inside and module not in TORCH_FREE
+
+
+def layered_packages() -> dict[str, set[str]]:
+    """Package -> its children named by an exhaustive layers contract."""
+    found: dict[str, set[str]] = {}
+    for contract in settings()["tool"]["importlinter"]["contracts"]:
+        if contract["type"] == "layers":
+            assert contract["exhaustive"], contract["name"]
+            children = {c for layer in contract["layers"] for c in re.findall(r"\w+", layer)}
+            for container in contract["containers"]:
+                found[container] = children
+    return found
+
+
+@pytest.mark.parametrize("package", layered_packages())
+def test_every_module_is_in_a_layer(package: str) -> None:
+    """A new module has to say where it stands, and a removed one leaves no layer behind."""
+    folder = ROOT / package.replace(".", "/")
+    children = {p.stem for p in folder.glob("*.py")} - {"__init__"}
+    children |= {p.name for p in folder.iterdir() if p.is_dir() and list(p.glob("*.py"))}
+    assert layered_packages()[package] == children
+
+
+def test_each_package_has_layers() -> None:
+    """All three packages are under a layers contract."""
+    assert set(PACKAGES) <= set(layered_packages())
+
+
+def test_torch_is_imported_only_where_it_may_be() -> None:
+    """torch belongs to the engine and the worker, not even inside a function elsewhere."""
+    wrong = [e for e in all_imports() if e.top == "torch" and not may_use_torch(e.module)]
+    assert wrong == []
+
+
+def test_report_libraries_stay_in_reports() -> None:
+    """pandas and matplotlib cost a second to import: only reports pay it."""
+    wrong = [
+        entry
+        for entry in all_imports()
+        if entry.top in REPORT_LIBRARIES and not entry.module.startswith("reports.")
+    ]
+    assert wrong == []
+
+
+def test_only_the_command_line_imports_reports_and_only_when_asked() -> None:
+    """`harness list` must not load plotting code."""
+    users = [e for e in all_imports() if e.top == "reports" and not e.module.startswith("reports")]
+    assert users, "somebody has to ask for reports"
+    assert [e for e in users if e.module != "harness.cli" or not e.nested] == []
+
+
+def test_optional_packages_are_imported_late() -> None:
+    """transformer-engine and Triton are no requirement: no module but the kernel's needs them."""
+    early = {e.module for e in all_imports() if e.top in OPTIONAL and not e.nested}
+    assert early == {"fsdp_core.graph.digest_triton"}
+    users = [e for e in all_imports() if e.name.startswith("fsdp_core.graph.digest_triton")]
+    assert users
+    assert all(e.nested for e in users)
+
+
+def test_torch_free_modules_load_no_torch() -> None:
+    """Importing all torch-free modules, in a process of its own, loads neither torch nor pandas."""
+    modules = [module_name(path) for path in code_files("harness")]
+    modules = [m for m in modules if not m.startswith("harness.worker") and "__main__" not in m]
+    modules += TORCH_FREE
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(sorted(set(sys.modules) & { ({'torch', 'reports'} | REPORT_LIBRARIES)!r}))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_dependencies_are_what_is_imported() -> None:
+    """Each third-party import is declared, and nothing is declared that nobody imports."""
+    third_party = {e.top for e in all_imports()} - set(sys.stdlib_module_names) - set(PACKAGES)
+    used = {DISTRIBUTION_OF.get(name, name) for name in third_party - OPTIONAL}
+    declared = {
+        re.match(r"[\w-]+", text).group()  # type: ignore[union-attr]
+        for text in settings()["project"]["dependencies"]
+    }
+    assert used == declared
