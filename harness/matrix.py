@@ -28,7 +28,7 @@ from typing import Literal
 from harness.case_id import label, unique_ids
 from harness.decode import dotted
 from harness.errors import NothingSelected
-from harness.faults.catalogue import CATALOGUE
+from harness.faults.catalogue import CATALOGUE, LEGS
 from harness.records import CaseSpec, PlantSpec, RunSpec
 from harness.schema import Choice, Rule, Scenario
 from harness.settings import Leg, build_leg, overlay, plain_config
@@ -177,21 +177,22 @@ class _Maker:
     scenario: Scenario
     device: Device
     legs: dict[tuple[tuple[str, int], ...], Leg] = field(default_factory=dict)
-    runs: dict[tuple[int, str], RunSpec] = field(default_factory=dict)
+    runs: dict[tuple[int, str, PlantSpec | None], RunSpec] = field(default_factory=dict)
     seen: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def case(self, name: str, held: Assignment) -> CaseSpec:
         compare = self.scenario.compare
         candidate = self._leg(held)
         reference = self._leg({**held, compare.axis: compare.reference})
-        self._check_pair(name, held, candidate, reference)
+        plants = {role: _planted(role, candidate, reference) for role in LEGS}
+        self._check_pair(name, held, candidate, reference, plants)
         return CaseSpec(
             id=name,
             scenario=self.scenario.name,
             labels={key: label(choice) for key, choice in held.items()},
-            reference=self._run(reference, "reference"),
-            control=self._run(reference, "control"),
-            candidate=self._run(candidate, "candidate"),
+            reference=self._run(reference, "reference", plants["reference"]),
+            control=self._run(reference, "control", plants["control"]),
+            candidate=self._run(candidate, "candidate", plants["candidate"]),
             expect=compare.expect,
             checks=self.scenario.checks,
         )
@@ -205,8 +206,8 @@ class _Maker:
             self.legs[key] = build_leg(settings, self.scenario.compare.origin)
         return self.legs[key]
 
-    def _run(self, leg: Leg, role: Literal["reference", "control", "candidate"]) -> RunSpec:
-        key = (id(leg), role)
+    def _run(self, leg: Leg, role: str, plant: PlantSpec | None) -> RunSpec:
+        key = (id(leg), role, plant)
         if key not in self.runs:
             self.runs[key] = RunSpec(
                 config=plain_config(leg.config),
@@ -214,17 +215,21 @@ class _Maker:
                 world_size=leg.config.parallel.world_size,
                 timeout_s=self.scenario.launch.timeout_s,
                 replica=1 if role == "control" else 0,
-                plant=_planted(leg, role),
+                plant=plant,
             )
         return self.runs[key]
 
-    def _check_pair(self, name: str, held: Assignment, candidate: Leg, reference: Leg) -> None:
+    def _check_pair(
+        self,
+        name: str,
+        held: Assignment,
+        candidate: Leg,
+        reference: Leg,
+        plants: Mapping[str, PlantSpec | None],
+    ) -> None:
         axis = self.scenario.compare.axis
         where, key = held[axis].origin, dotted("axes", axis)
-        pair = (
-            candidate.config, _planted(candidate, "candidate"),
-            reference.config, _planted(reference, "reference"),
-        )  # fmt: skip
+        pair = (candidate.config, plants["candidate"], reference.config, plants["reference"])
         if pair[:2] == pair[2:]:
             raise where.error(
                 key, expected="a value that changes the run", got=f"{label(held[axis])}, "
@@ -252,9 +257,13 @@ def _pairing(candidate: Leg, reference: Leg) -> Iterator[tuple[str, int, int]]:
     yield "number of microbatches", mine.microbatches, theirs.microbatches
 
 
-def _planted(leg: Leg, role: str) -> PlantSpec | None:
-    plant = leg.plant
-    if plant is None or role in plant.legs:
-        return plant
-    counterpart = CATALOGUE[plant.fault].counterpart
-    return dataclasses.replace(plant, fault=counterpart) if counterpart else None
+def _planted(role: str, candidate: Leg, reference: Leg) -> PlantSpec | None:
+    """The fault of one run: its own leg's, or the counterpart of the one it is compared with."""
+    own = candidate.plant if role == "candidate" else reference.plant
+    if own is not None and role in own.legs:
+        return own
+    other = candidate.plant or own
+    if other is None or role in other.legs:
+        return None
+    counterpart = CATALOGUE[other.fault].counterpart
+    return dataclasses.replace(other, fault=counterpart, legs=(role,)) if counterpart else None

@@ -389,3 +389,17 @@ def test_many_rules_on_many_cases_stay_fast(tmp_path: Path) -> None:
     began = time.process_time()
     assert len(ids(tmp_path, axes=axes, exclude=rules)) == 10_000 - 2 * len(rules)
     assert time.process_time() - began < 4
+
+
+def test_a_compared_plant_has_its_counterpart_in_the_reference(tmp_path: Path) -> None:
+    """With plants as the compared axis too, a negative zero is compared with a positive one."""
+    plants = [None, {"fault": "ulp", "step": 1}, {"fault": "negative_zero", "step": 1}]
+    found = cases(
+        tmp_path,
+        axes={"plant": plants},
+        compare={"axis": "plant", "reference": None, "expect": "bitwise"},
+    )
+    assert [case.reference.plant and case.reference.plant.fault for case in found] == [
+        None, "positive_zero",
+    ]  # fmt: skip
+    assert found[0].reference.key != found[1].reference.key
