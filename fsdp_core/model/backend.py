@@ -1,6 +1,7 @@
 """The single place that chooses between torch and TransformerEngine modules."""
 
 import importlib.util
+import os
 from typing import Protocol, cast
 
 import torch
@@ -61,6 +62,7 @@ class TransformerEngineBackend:
             raise BackendMissing(
                 "backend: te needs a CUDA device, and torch sees none; set backend: torch"
             )
+        _prefer_cudnn_of_torch()
         import transformer_engine.pytorch as te
 
         self._te = te
@@ -73,6 +75,17 @@ class TransformerEngineBackend:
     def norm(self, hidden: int, eps: float) -> nn.Module:
         """`te.RMSNorm`."""
         return cast("nn.Module", self._te.RMSNorm(hidden, eps=eps))
+
+
+def _prefer_cudnn_of_torch() -> None:
+    """Point TransformerEngine at the cuDNN that torch brings, unless the user chose one.
+
+    It looks for a system cuDNN first; with two versions in one process, whichever library comes
+    second fails to load or refuses the other's version.
+    """
+    spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    if spec is not None and spec.submodule_search_locations:
+        os.environ.setdefault("CUDNN_HOME", next(iter(spec.submodule_search_locations)))
 
 
 def make_backend(name: str) -> Backend:

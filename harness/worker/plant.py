@@ -131,12 +131,20 @@ class Plant:
             nbytes = nbytes if trainer.device.is_cuda else nbytes * 1024
 
     def _illegal_access(self, trainer: Trainer) -> None:
-        """A kernel that reads far outside its tensor, as a graph over unmapped memory does."""
-        with trainer.device.on(trainer.stream):
-            small = torch.zeros(1, device=trainer.device.torch_device)
-            far = torch.as_strided(small, (1 << 20,), (1 << 24,))
-            raise_on_read = far.sum()
-            raise_on_read.item()
+        """Replay a graph over memory that was given back to the driver and unmapped."""
+        device = trainer.device
+        with device.on(trainer.stream):
+            # Larger than any block that the allocator would cut from a shared segment.
+            source = torch.ones(256 << 20, dtype=torch.uint8, device=device.torch_device)
+            total = torch.zeros(256 << 20, dtype=torch.uint8, device=device.torch_device)
+            graph = torch.cuda.CUDAGraph()
+            device.synchronize()
+            with torch.cuda.graph(graph, stream=trainer.stream, capture_error_mode="thread_local"):
+                total.copy_(source)
+            del source
+            torch.cuda.empty_cache()
+            graph.replay()
+            device.synchronize()
 
     def _move_parameter(self, trainer: Trainer) -> None:
         """Free the storage behind a parameter and allocate it again somewhere else.
