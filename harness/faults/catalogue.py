@@ -75,7 +75,7 @@ _ENTRIES = (
     ),
     Fault(
         name="drop_rank",
-        description="The rank writes no records and exits with 0.",
+        description="The rank trains along, writes no records and exits with 0.",
         takes=("rank",),
         expects=("missing_rank", "empty_run"),
     ),
