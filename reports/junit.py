@@ -21,7 +21,7 @@ def render(report: Report) -> str:
     num_tests = len(report.cases)
     if not report.cases:
         errors, num_tests = 1, 1
-    seconds = f"{sum(case.verdict.wall_s for case in report.cases):.3f}"
+    seconds = _seconds(sum(case.verdict.wall_s for case in report.cases))
     totals = {"tests": str(num_tests), "failures": str(failures), "errors": str(errors)}
     name = report.scenario or "scenario"
     root = ET.Element("testsuites", {"name": name, "time": seconds, **totals})
@@ -41,6 +41,11 @@ def render(report: Report) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, "unicode") + "\n"
 
 
+def _seconds(value: float) -> str:
+    # A damaged file may hold any float; the schema knows only plain decimals.
+    return f"{value:.3f}" if 0 <= value < float("inf") else "0.000"
+
+
 def _properties(report: Report) -> list[tuple[str, str]]:
     found = [("why", report.why), ("exit_code", str(report.exit_code))]
     for letter, values in report.environments.items():
@@ -50,7 +55,7 @@ def _properties(report: Report) -> list[tuple[str, str]]:
 
 
 def _case(suite: ET.Element, classname: str, case: CaseReport) -> None:
-    facts = {"name": case.spec.id, "classname": classname, "time": f"{case.verdict.wall_s:.3f}"}
+    facts = {"name": case.spec.id, "classname": classname, "time": _seconds(case.verdict.wall_s)}
     element = ET.SubElement(suite, "testcase", facts)
     message = one_line(case.message, MAX_MESSAGE_CHARS)
     kind = case.verdict.what or case.outcome

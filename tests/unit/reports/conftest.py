@@ -25,6 +25,7 @@ from harness.records import (
     dumps,
 )
 from harness.store import RunFolder, begin_run, save_outcome
+from reports.summary import Report, summarise
 
 TENSORS = {
     "grads": tuple(f"layers.{i}.attn.qkv.weight" for i in range(4)),
@@ -262,6 +263,12 @@ def add_everything(writer: Writer) -> Writer:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every kind of outcome; tests do not change it."""
     return add_everything(Writer(tmp_path_factory.mktemp("runs") / "run")).write()
+
+
+@pytest.fixture(scope="session")
+def summary(everything: Path) -> Report:
+    """The summary of that folder."""
+    return summarise(everything)
 
 
 @pytest.fixture

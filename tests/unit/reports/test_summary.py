@@ -8,12 +8,12 @@ import pytest
 
 from harness.errors import UsageError
 from reports.frames import load
-from reports.summary import summarise
+from reports.summary import Report, summarise
 
 
-def test_every_outcome_is_counted_and_failures_lead(everything: Path) -> None:
+def test_every_outcome_is_counted_and_failures_lead(summary: Report) -> None:
     """Cases come worst first, in the plan's order within an outcome."""
-    report = summarise(everything)
+    report = summary
     assert dict(report.counts) == {
         "failed": 6, "error": 2, "incomparable": 2, "passed": 2, "skipped": 1,
     }  # fmt: skip
@@ -49,9 +49,9 @@ def test_empty_plan(writer: Any) -> None:
     assert (report.exit_code, report.headline, report.cases) == (5, "nothing ran", ())
 
 
-def test_matrix_has_the_compared_axis_across(everything: Path) -> None:
+def test_matrix_has_the_compared_axis_across(summary: Report) -> None:
     """Columns are the values of the axis that the scenario compares."""
-    matrix = summarise(everything).matrix
+    matrix = summary.matrix
     assert matrix.axis == "graph"
     assert matrix.columns[:2] == ("attn", "full_iteration")
     (case,) = matrix.cells["parallel=dp2", "attn"]
@@ -67,9 +67,9 @@ def test_matrix_without_a_readable_scenario(writer: Any) -> None:
     assert len(report.matrix.cells) == 1
 
 
-def test_environments_are_told_apart(everything: Path) -> None:
+def test_environments_are_told_apart(summary: Report) -> None:
     """Two fingerprints get two letters, and a case says which key differs."""
-    report = summarise(everything)
+    report = summary
     assert len(report.environments) == 2
     cases = {case.spec.id: case for case in report.cases}
     moved = cases["dp5-full_iteration"]
@@ -78,9 +78,9 @@ def test_environments_are_told_apart(everything: Path) -> None:
     assert cases["dp1-attn"].environment_note == "the same on every leg and rank"
 
 
-def test_output_is_of_the_rank_at_fault(everything: Path) -> None:
+def test_output_is_of_the_rank_at_fault(summary: Report) -> None:
     """A failing case shows what its culprit printed; a passing one shows nothing."""
-    cases = {case.spec.id: case for case in summarise(everything).cases}
+    cases = {case.spec.id: case for case in summary.cases}
     hang = cases["dp3-attn"].output
     assert hang is not None
     assert (hang.leg, hang.rank) == ("candidate", 1)

@@ -100,6 +100,7 @@ def test_record_after_end(lab: Any, edit: Any) -> None:
         flaw = find_flaw(broken)
         assert flaw is not None
         assert (flaw.what, flaw.rank) == ("record_after_end", 0)
+        assert any(words in flaw.message for words in ("after end", "ends with", "and an end"))
 
 
 def test_error_record_with_clean_exit(lab: Any, edit: Any) -> None:
