@@ -27,6 +27,7 @@ demo: $(VENV)/.ready
 	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
 
 test: $(VENV)/.ready-test
+	rm -f .coverage .coverage.*
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-dev
