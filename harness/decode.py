@@ -102,7 +102,7 @@ def take_float(node: Node, key: str, *, above: float | None = None) -> float:
     number: float | None = None
     if isinstance(node.value, int | float) and not isinstance(node.value, bool):
         number = float(node.value)
-    elif isinstance(node.value, str) and node.raw and set(node.raw) <= _NUMBER_CHARS:
+    elif node.raw and set(node.raw) <= _NUMBER_CHARS:
         number = _exponent(node.raw)
     if number is None or number - number != 0 or (above is not None and not number > above):
         raise refuse(node, key, expected)

@@ -242,7 +242,9 @@ def test_k_selects(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> No
     code, answer = run_json(capsys, "run", "small.yaml", "-k", "dp1 and not attn")
     assert (code, [v["case_id"] for v in answer["verdicts"]]) == (0, ["dp1-full_iteration"])
     assert len(engine.made) == 3
-    assert main(["run", "small.yaml", "-k", "nothing"]) == 5
+    assert main(["run", "small.yaml", "-k", "nothing", "--out", "none"]) == 5
+    assert "'nothing' selects none of 4 cases of small" in capsys.readouterr().err
+    assert not Path("none").exists()
 
 
 def test_set_and_axis_reach_the_runs(
@@ -275,6 +277,8 @@ def test_resume_makes_only_what_is_missing(
     assert "harness: the engine is gone" in capsys.readouterr().err
     first = list(engine.made)
     failing["left"] = 100
+    code, plan = run_json(capsys, "run", "--resume", "r", "--dry-run")
+    assert (code, len(plan["runs"])) == (0, 5)
     code, answer = run_json(capsys, "run", "small.yaml", "--resume", "r")
     assert code == 0
     assert len(answer["verdicts"]) == 4
