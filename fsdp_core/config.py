@@ -97,9 +97,9 @@ class ModelConfig:
             raise ConfigError(
                 "kv_heads", expected=f"a divisor of heads={self.heads}", got=self.kv_heads
             )
-        if self.rope_theta <= 0 or self.norm_eps <= 0 or self.init_std <= 0:
-            bad = next(k for k in ("rope_theta", "norm_eps", "init_std") if getattr(self, k) <= 0)
-            raise ConfigError(bad, expected="a number > 0", got=getattr(self, bad))
+        for key in ("rope_theta", "norm_eps", "init_std"):
+            if not getattr(self, key) > 0:  # so that NaN fails too
+                raise ConfigError(key, expected="a number > 0", got=getattr(self, key))
         _fraction("dropout", self.dropout, below=1.0)
 
     @property
@@ -239,6 +239,8 @@ class TrainConfig:
         for key in ("steps", "microbatches", "micro_batch_size", "flush_every"):
             _at_least(key, getattr(self, key), 1)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 2**64:
+            raise ConfigError("seed", expected="an integer < 2**64", got=self.seed)
         _at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, DTYPES)
