@@ -84,6 +84,8 @@ class StorageCounter(TorchDispatchMode):
         key = storage._cdata
         known = self._known.get(key)
         if known is not None and known[0]() is not None:
+            if known[1] != storage.nbytes():  # an operator resized it: resize_, or a small `out`
+                self.resized(storage)
             return
         reference: weakref.ref[Any] = weakref.ref(storage, functools.partial(self._forget, key))
         self._known[key] = (reference, storage.nbytes())
