@@ -1,0 +1,317 @@
+"""Configuration: every rule names its key, round trips are exact, and no torch is needed."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_core import config
+from fsdp_core.config import (
+    ConfigError,
+    DataConfig,
+    FsdpConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+    model_from_preset,
+)
+
+NAN = float("nan")
+DYNAMIC = FsdpConfig(pool="dynamic")
+NO_PERSISTENCE = FsdpConfig(persistent_on_miss=False)
+SMALL_VOCABULARY = ModelConfig(vocab_size=255)
+TEXT = DataConfig(kind="text")
+
+Rule = tuple[Callable[..., Any], dict[str, Any], str, str, Any, tuple[object, ...]]
+
+
+def integers(owner: Callable[..., Any], key: str, minimum: int) -> list[Rule]:
+    """An integer field refuses what is below its minimum, a bool, a float and a word."""
+    expected = f"an integer >= {minimum}"
+    bad = [minimum - 1, -7, True, float(minimum), str(minimum), None]
+    return [(owner, {key: value}, key, expected, value, ()) for value in bad]
+
+
+def numbers(owner: Callable[..., Any], key: str, expected: str, bad: list[float]) -> list[Rule]:
+    """A number field refuses each of `bad`."""
+    return [(owner, {key: value}, key, expected, value, ()) for value in bad]
+
+
+def words(owner: Callable[..., Any], key: str, legal: tuple[str, ...]) -> list[Rule]:
+    """A field of listed words refuses others, and lists the legal ones."""
+    return [
+        (owner, {key: value}, key, "one of the legal values", value, legal)
+        for value in ("nonsense", "", None, legal[0].upper())
+    ]
+
+
+RULES: list[Rule] = [
+    *(
+        rule
+        for key in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "seq")
+        for rule in integers(ModelConfig, key, 1)
+    ),
+    (ModelConfig, {"heads": 3}, "heads", "a divisor of hidden=64", 3, ()),
+    (
+        ModelConfig,
+        {"hidden": 12, "heads": 4},
+        "heads",
+        "hidden/heads even (RoPE), hidden=12",
+        4,
+        (),
+    ),
+    (ModelConfig, {"kv_heads": 3}, "kv_heads", "a divisor of heads=4", 3, ()),
+    (ModelConfig, {"kv_heads": 8}, "kv_heads", "a divisor of heads=4", 8, ()),
+    *(
+        rule
+        for key in ("rope_theta", "norm_eps", "init_std")
+        for rule in numbers(ModelConfig, key, "a number > 0", [0.0, -1.0, NAN])
+    ),
+    *numbers(ModelConfig, "dropout", "a number in [0, 1)", [1.0, -0.1, 2.0, NAN]),
+    *(
+        rule
+        for key in ("dp", "tp", "cp", "ep", "etp", "pp")
+        for rule in integers(ParallelConfig, key, 1)
+    ),
+    *(
+        (ParallelConfig, {key: 2}, key, "1 (only dp is built so far)", 2, (1,))
+        for key in ("tp", "cp", "ep", "etp", "pp")
+    ),
+    *words(FsdpConfig, "strategy", config.STRATEGIES),
+    *words(FsdpConfig, "pool", config.POOLS),
+    *words(FsdpConfig, "reduce_dtype", config.DTYPES),
+    *(
+        rule
+        for key in ("lr", "weight_decay", "clip_grad_norm")
+        for rule in numbers(OptimConfig, key, "a number >= 0", [-1e-9, NAN])
+    ),
+    *numbers(OptimConfig, "eps", "a number > 0", [0.0, -1.0, NAN]),
+    *numbers(OptimConfig, "beta1", "a number in [0, 1)", [1.0, -0.1, NAN]),
+    *numbers(OptimConfig, "beta2", "a number in [0, 1)", [1.0, -0.1, NAN]),
+    *words(DataConfig, "kind", config.DATA_KINDS),
+    (DataConfig, {"path": "/x"}, "path", "no path unless kind is text", "/x", ()),
+    *(
+        rule
+        for key in ("steps", "microbatches", "micro_batch_size", "flush_every")
+        for rule in integers(TrainConfig, key, 1)
+    ),
+    *integers(TrainConfig, "seed", 0),
+    (TrainConfig, {"seed": 2**64}, "seed", "an integer < 2**64", 2**64, ()),
+    *integers(TrainConfig, "graph_warmup_steps", 1),
+    *words(TrainConfig, "backend", config.BACKENDS),
+    *words(TrainConfig, "dtype", config.DTYPES),
+    (
+        TrainConfig,
+        {"graph": ("mlp",)},
+        "graph",
+        "graph scopes",
+        "mlp",
+        ("eager", "attn", "full_iteration"),
+    ),
+    (
+        TrainConfig,
+        {"graph": ("attn", "attn")},
+        "graph",
+        "each scope once",
+        ["attn", "attn"],
+        (),
+    ),
+    (
+        TrainConfig,
+        {"graph": ("attn", "full_iteration")},
+        "graph",
+        "full_iteration alone, it holds every other",
+        ["attn", "full_iteration"],
+        (),
+    ),
+    (
+        TrainConfig,
+        {"graph": ("attn",), "steps": 2},
+        "steps",
+        "more than graph_warmup_steps=2, or no graph is ever replayed",
+        2,
+        (),
+    ),
+    (
+        TrainConfig,
+        {"graph": ("attn",), "fsdp": DYNAMIC},
+        "fsdp.pool",
+        "stable buffers for the partial graph scope attn",
+        "dynamic",
+        ("double",),
+    ),
+    (
+        TrainConfig,
+        {"graph": ("attn",), "fsdp": NO_PERSISTENCE},
+        "fsdp.persistent_on_miss",
+        "true for the partial graph scope attn",
+        False,
+        (True,),
+    ),
+    (
+        TrainConfig,
+        {"model": SMALL_VOCABULARY, "data": TEXT},
+        "model.vocab_size",
+        ">= 256 for byte-level text",
+        255,
+        (),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "values", "key", "expected", "got", "legal"),
+    RULES,
+    ids=[f"{rule[0].__name__}-{rule[2]}-{rule[4]!r}" for rule in RULES],
+)
+def test_rule(
+    owner: Callable[..., Any],
+    values: dict[str, Any],
+    key: str,
+    expected: str,
+    got: object,
+    legal: tuple[object, ...],
+) -> None:
+    """A broken rule names its key, what was expected, what was got, and what is legal."""
+    with pytest.raises(ConfigError) as caught:
+        owner(**values)
+    error = caught.value
+    assert (error.key, error.expected, error.legal) == (key, expected, legal)
+    assert repr(error.got) == repr(got)
+    assert str(error).startswith(f"{key}: expected {expected}, got {got!r}")
+    for value in legal:
+        assert str(value) in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("owner", "values"),
+    [
+        (ModelConfig, {"hidden": 8, "heads": 4, "kv_heads": 4}),
+        (ModelConfig, {"dropout": 0.0, "vocab_size": 1, "seq": 1}),
+        (OptimConfig, {"lr": 0.0, "weight_decay": 0.0, "clip_grad_norm": 0.0, "beta1": 0.0}),
+        (DataConfig, {"kind": "text", "path": "/x"}),
+        (TrainConfig, {"steps": 1}),
+        (TrainConfig, {"seed": 2**64 - 1}),
+        (TrainConfig, {"graph": ("attn",), "steps": 3}),
+        (TrainConfig, {"graph": ("full_iteration",), "fsdp": DYNAMIC}),
+        (
+            TrainConfig,
+            {"graph": ("attn",), "fsdp": FsdpConfig(strategy="no_shard", pool="dynamic")},
+        ),
+        (TrainConfig, {"model": ModelConfig(vocab_size=256), "data": TEXT}),
+    ],
+)
+def test_edge_of_a_rule_is_legal(owner: Callable[..., Any], values: dict[str, Any]) -> None:
+    """The value next to each limit is accepted as it is."""
+    built = owner(**values)
+    assert {key: getattr(built, key) for key in values} == values
+
+
+def test_frozen_and_keyword_only() -> None:
+    """A configuration cannot change after its rules were checked, and takes no positions."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().steps = 0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        ParallelConfig(2)  # type: ignore[misc]
+
+
+def test_preset_with_overrides() -> None:
+    """A preset gives its values, an override wins, everything else is the default."""
+    built = model_from_preset("dense_tiny_dropout", {"layers": 5})
+    assert built == ModelConfig(preset="dense_tiny_dropout", dropout=0.1, layers=5)
+    for preset in config.MODEL_PRESETS:
+        assert model_from_preset(preset).preset == preset
+
+
+def test_preset_mistakes_are_named() -> None:
+    """An unknown preset or field lists the legal names; `preset` itself is no field to override."""
+    with pytest.raises(ConfigError) as caught:
+        model_from_preset("dense_huge")
+    assert (caught.value.key, caught.value.got) == ("preset", "dense_huge")
+    assert caught.value.legal == tuple(config.MODEL_PRESETS)
+    for name in ("hiden", "preset"):
+        with pytest.raises(ConfigError) as caught:
+            model_from_preset("dense_tiny", {name: 3})
+        assert caught.value.key == name
+        assert "hidden" in caught.value.legal
+        assert "preset" not in caught.value.legal
+
+
+legal_configs = st.builds(
+    TrainConfig,
+    model=st.builds(
+        ModelConfig,
+        dropout=st.floats(0, 1, exclude_max=True),
+        rope_theta=st.floats(1e-3, 1e9),
+        heads=st.sampled_from([2, 4, 8]),
+    ),
+    parallel=st.builds(ParallelConfig, dp=st.integers(1, 4096)),
+    fsdp=st.builds(
+        FsdpConfig,
+        strategy=st.sampled_from(config.STRATEGIES),
+        reshard_after_forward=st.booleans(),
+        reduce_dtype=st.sampled_from(config.DTYPES),
+    ),
+    optim=st.builds(OptimConfig, lr=st.floats(0, 1), beta1=st.floats(0, 1, exclude_max=True)),
+    data=st.sampled_from([DataConfig(), TEXT, DataConfig(kind="text", path="/corpus")]),
+    graph=st.sampled_from([(), ("attn",), ("full_iteration",)]),
+    steps=st.integers(5, 10**6),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(legal_configs)
+def test_round_trip(built: TrainConfig) -> None:
+    """A configuration comes back equal from its plain form, through JSON text too."""
+    text = json.dumps(built.to_dict(), allow_nan=False)
+    assert TrainConfig.from_dict(json.loads(text)) == built
+
+
+def test_from_dict_refuses_unknown_keys() -> None:
+    """An unknown key is named with its section, and never dropped."""
+    plain = TrainConfig().to_dict()
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(plain | {"stpes": 3})
+    assert (caught.value.key, caught.value.got) == ("stpes", "stpes")
+    assert "steps" in caught.value.legal
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(plain | {"optim": {"learning_rate": 1.0}})
+    assert caught.value.key == "optim.learning_rate"
+    assert "lr" in caught.value.legal
+
+
+def test_from_dict_checks_rules() -> None:
+    """Values read from a file obey the same rules as values given in code."""
+    plain = TrainConfig().to_dict()
+    with pytest.raises(ConfigError, match="strategy"):
+        TrainConfig.from_dict(plain | {"fsdp": {"strategy": "zero"}})
+    with pytest.raises(ConfigError, match="graph"):
+        TrainConfig.from_dict(plain | {"graph": ["mlp"]})
+
+
+def test_properties() -> None:
+    """The derived sizes: one head's width, and ranks of a layout."""
+    assert ModelConfig(hidden=96, heads=4, kv_heads=1).head_dim == 24
+    assert ParallelConfig(dp=4096).world_size == 4096
+
+
+def test_needs_no_torch() -> None:
+    """A laptop without torch can validate any layout: importing the module imports only stdlib."""
+    program = (
+        "import sys, fsdp_core.config\n"
+        "heavy = {'torch', 'numpy', 'yaml', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print(fsdp_core.config.ParallelConfig(dp=4096).world_size)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "4096", "")

@@ -1,0 +1,217 @@
+"""The device layer on the CPU: storage counted exactly, host streams that never lag."""
+
+import gc
+
+import pytest
+import torch
+
+from fsdp_core.device import Device, HostEvent, HostStream, StorageCounter
+
+
+def test_counts_a_storage_once_through_views_and_writes() -> None:
+    """A storage counts once, however many views, reshapes and in-place writes it goes through."""
+    with StorageCounter() as counter:
+        tensor = torch.zeros(10, 10)
+        views = [tensor[2:5], tensor.t(), tensor.view(-1), tensor.unsqueeze(0), *tensor.unbind()]
+        tensor.add_(1).mul_(2)
+        torch.add(tensor, 1, out=tensor)
+        assert counter.live_bytes == counter.peak_bytes == 400
+        del tensor
+        assert counter.live_bytes == 400
+        del views
+        assert counter.live_bytes == 0
+        assert counter.peak_bytes == 400
+
+
+def test_peak_is_the_highest_moment() -> None:
+    """The peak is the sum of what lived together, not of all that ever lived."""
+    with StorageCounter() as counter:
+        first = torch.zeros(100)
+        second = torch.zeros(50)
+        del first
+        third = torch.zeros(25)
+        assert counter.live_bytes == 300
+        assert counter.peak_bytes == 600
+        del second, third
+    assert counter.live_bytes == 0
+
+
+def test_temporaries_of_an_expression_count() -> None:
+    """An intermediate that lives only inside an expression is in the peak."""
+    with StorageCounter() as counter:
+        x = torch.ones(64)
+        y = (x + 1) * 2
+        assert counter.live_bytes == 512
+        assert counter.peak_bytes == 768
+        del x, y
+
+
+def test_lists_of_outputs_count() -> None:
+    """Every tensor of an operator that returns several is counted."""
+    with StorageCounter() as counter:
+        parts = torch._foreach_add([torch.zeros(4), torch.zeros(8)], 1.0)
+        values, indices = torch.zeros(2, 8).max(dim=1)
+        assert counter.live_bytes == 48 + 2 * 4 + 2 * 8
+        del parts, values, indices
+
+
+def test_saved_for_backward_counts_until_backward() -> None:
+    """What autograd keeps for the backward pass is live until the backward pass frees it."""
+    with StorageCounter() as counter:
+        x = torch.zeros(8, requires_grad=True)
+        loss = x.repeat(3).sin().sum()
+        assert counter.live_bytes == 32 + 96 + 4
+        loss.backward()
+        assert counter.live_bytes == 32 + 32 + 4
+
+
+def test_resize_of_a_storage_keeps_the_count() -> None:
+    """Freeing and growing a storage in place changes the count by exactly the difference."""
+    device = Device("cpu")
+    with device.counting_memory():
+        tensor = torch.zeros(100)
+        storage = tensor.untyped_storage()
+        device.resize_storage(storage, 0)
+        assert device.live_bytes() == 0
+        device.resize_storage(storage, 1000)
+        assert (device.live_bytes(), device.peak_bytes()) == (1000, 1000)
+        device.resize_storage(storage, 40)
+        assert (device.live_bytes(), device.peak_bytes()) == (40, 1000)
+        del tensor, storage
+        assert device.live_bytes() == 0
+
+
+def test_resize_by_an_operator_keeps_the_count() -> None:
+    """A tensor that an operator grows (resize_, or a small `out`) is counted anew."""
+    with StorageCounter() as counter:
+        tensor = torch.zeros(4)
+        tensor.resize_(100)
+        assert counter.live_bytes == 400
+        out = torch.empty(0)
+        torch.mul(tensor, 2.0, out=out)
+        assert counter.live_bytes == 800
+        del tensor, out
+        assert counter.live_bytes == 0
+
+
+def test_foreign_storages_do_not_count_until_returned() -> None:
+    """Tensors from outside enter the count when an operator first returns them, once."""
+    outside = torch.zeros(16)
+    with StorageCounter() as counter:
+        made = outside + 1
+        assert counter.live_bytes == 64
+        outside.add_(1)
+        outside.add_(1)
+        assert counter.live_bytes == 128
+        del made
+        assert counter.live_bytes == 64
+
+
+def test_a_reused_identity_is_a_new_storage() -> None:
+    """Storages that come and go at one address never drift the count."""
+    with StorageCounter() as counter:
+        for size in range(1, 200):
+            tensor = torch.zeros(size)
+            assert counter.live_bytes == 4 * size
+            del tensor
+        assert counter.live_bytes == 0
+        assert counter.peak_bytes == 4 * 199
+
+
+def test_cycles_count_until_collected() -> None:
+    """A tensor in a reference cycle is live until the collector runs, as it really is."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with StorageCounter() as counter:
+            cycle: list[object] = [torch.zeros(25)]
+            cycle.append(cycle)
+            del cycle
+            assert counter.live_bytes == 100
+            gc.collect()
+            assert counter.live_bytes == 0
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def test_counting_is_off_outside() -> None:
+    """Outside `counting_memory` the CPU reports 0, and a new count starts from 0."""
+    device = Device("cpu")
+    assert (device.live_bytes(), device.peak_bytes()) == (0, 0)
+    with device.counting_memory():
+        kept = torch.zeros(5)
+        assert device.live_bytes() == 20
+    assert (device.live_bytes(), device.peak_bytes()) == (0, 0)
+    with device.counting_memory():
+        assert device.live_bytes() == 0
+    del kept
+
+
+def test_counting_ends_when_the_body_raises() -> None:
+    """An exception inside leaves no counter behind."""
+    device = Device("cpu")
+    with pytest.raises(KeyError), device.counting_memory():
+        raise KeyError
+    assert device.counter is None
+
+
+def test_watchers_are_told_after_the_resize() -> None:
+    """A storage watcher sees each resize with the new size already there."""
+    seen = []
+
+    class Watcher:
+        def resized(self, storage: torch.UntypedStorage) -> None:
+            seen.append((storage._cdata, storage.nbytes()))
+
+    device = Device("cpu")
+    device.storage_watchers.append(Watcher())
+    storage = torch.zeros(8).untyped_storage()
+    device.resize_storage(storage, 0)
+    device.resize_storage(storage, 64)
+    assert seen == [(storage._cdata, 0), (storage._cdata, 64)]
+
+
+def test_host_stream_keeps_order() -> None:
+    """On the CPU work is done when it is issued, so every wait is satisfied and events complete."""
+    device = Device("cpu")
+    stream, other = device.new_stream(), device.new_stream()
+    assert isinstance(stream, HostStream)
+    assert stream is not other
+    with device.on(stream):
+        value = torch.ones(3).sum()
+        event = stream.record_event()
+    assert isinstance(event, HostEvent)
+    other.wait_event(event)
+    other.wait_stream(stream)
+    device.current_stream().wait_stream(other)
+    event.synchronize()
+    device.synchronize()
+    assert value.item() == 3
+
+
+def test_rng_states_are_copies() -> None:
+    """Saved generator states survive later draws, and putting them back repeats the draws."""
+    device = Device("cpu")
+    states = device.rng_states()
+    saved = [state.clone() for state in states]
+    first = torch.rand(50)
+    assert all(torch.equal(a, b) for a, b in zip(states, saved, strict=True))
+    device.set_rng_states(states)
+    assert torch.equal(torch.rand(50), first)
+
+
+def test_properties_and_refusals() -> None:
+    """The CPU is named, uses gloo, and a wrong or absent device is an error."""
+    device = Device("cpu")
+    assert (device.is_cuda, device.collective_backend, device.name) == (False, "gloo", "cpu")
+    assert device.torch_device == torch.device("cpu")
+    with pytest.raises(ValueError, match="cpu or cuda, got 'tpu'"):
+        Device("tpu")
+
+
+def test_absent_cuda_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for cuda where torch sees none says so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="cuda was asked for, but torch sees no CUDA device"):
+        Device("cuda")
