@@ -17,6 +17,9 @@ SCENARIO ?= scenarios/smoke/fsdp_cudagraph_alignment.yaml
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+# A tool that the environment inherits from PYTHON has its program beside PYTHON.
+BESIDE = $$(dirname "$$($(PYTHON) -c 'import sys; print(sys.executable)')")
+TOOLS = env PATH="$(abspath $(BIN)):$(BESIDE):$$PATH"
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -31,11 +34,11 @@ test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/codespell
+	$(TOOLS) ruff check .
+	$(TOOLS) ruff format --check .
+	$(BIN)/python -m mypy
+	$(TOOLS) lint-imports
+	$(TOOLS) codespell
 
 bench: $(VENV)/.ready-test
 	$(BIN)/python -m benchmarks.digest --device cpu
