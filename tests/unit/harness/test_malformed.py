@@ -94,6 +94,19 @@ EXPECTED: dict[str, str] = {
     "unknown_section": "@:8: basis: expected a known key, got 'basis' (did you mean base?); legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
     "why_empty": "@:2: why: expected a sentence that says what is at stake, got an empty string",
     "world_size_product": "@:3: world_size: expected 4, the product of the degrees (dp=4), got 8",
+    "base_setting_twice": "@:3: base.fsdp.pool: expected each setting once, got it again (first on line 3)",  # noqa: E501
+    "default_broken_by_neighbour": "@:3: model.heads: expected a divisor of hidden=30, got 4",
+    "alias_as_key": "@:3: base.A sentence.: expected a known key, got 'A sentence.'; legal values: ",  # noqa: E501
+    "alias_list_as_key": "@:3: base: expected a string key, got *g",
+    "include_sets_axis_by_leaf": "@:8: include.parallel.dp: expected the axis' own name, parallel, got parallel.dp under another name",  # noqa: E501
+    "include_setting_twice": "@:8: include.fsdp.pool: expected each setting once, got fsdp.pool, which fsdp sets too",  # noqa: E501
+    "include_empty": "@:8: include: expected at least one key, got an empty mapping",
+    "exclude_scalar": "@:8: exclude: expected a list of mappings, got 'dp2'",
+    "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: True",  # noqa: E501
+    "loss_null": "@:6: checks.loss: expected an empty mapping, {}, got nothing",
+    "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes, got an empty mapping; legal values: max_ratio, max_bytes",  # noqa: E501
+    "plant_legs_twice": "@:3: base.plant.legs: expected each leg once, got the list ['candidate', 'candidate']",  # noqa: E501
+    "why_too_long": "@:2: why: expected at most 1000 characters, got 'word word word word word word word word word word word word word word word wor\u2026 (2001 characters)",  # noqa: E501
 }
 """File to line; a line that ends in `legal values: ` goes on with names that may grow."""
 NOTHING_LEFT = ("exclude_everything",)
