@@ -11,11 +11,12 @@ A collective therefore works on the buffer itself, with no copy in or out.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGN_NUMEL = 8
 """Parameters start at multiples of this many elements: 16 bytes in bf16, as wide loads want."""
+_FINE_TRIES = 256
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,10 @@ def build_layout(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatLayo
     """Place `shapes` in order into the smallest equal shards that this search finds.
 
     A parameter that spans two boundaries or more needs the shard to be a multiple of its row; one
-    that spans one boundary only needs a suitable start. So the search walks over shard sizes that
-    are multiples of the rows of the large parameters, and beyond that over sizes which hold the
-    largest parameter whole, where a solution always exists.
+    that spans one boundary only needs a suitable start. So the search first tries a number of sizes
+    that suit some of the large parameters' rows, in steps of what these have in common, then walks
+    over multiples of all of them, and beyond that over sizes which hold the largest parameter
+    whole, where a solution always exists.
 
     Raises:
         ValueError: `num_shards` is not positive.
@@ -104,20 +106,25 @@ def build_layout(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatLayo
     numels = [math.prod(shape) for shape in shapes]
     lower = _round_up(max(-(-sum(numels) // num_shards), 1), ALIGN_NUMEL)
     rows = [math.prod(s[1:]) for s, n in zip(shapes, numels, strict=True) if n > lower]
-    step = math.lcm(ALIGN_NUMEL, *rows)
     largest = _round_up(max(numels, default=1), ALIGN_NUMEL)
-    shard_numel = _round_up(lower, step)
-    while shard_numel < 2 * largest:
+    for shard_numel in _sizes(lower, largest, rows):
         slots = _place(shapes, shard_numel, num_shards)
         if slots is not None:
             return FlatLayout(slots, shard_numel, num_shards)
-        shard_numel += _round_up(max(step, lower // 64), step)
-    shard_numel = max(largest, lower)
+    raise AssertionError("a shard that holds every parameter was no solution")
+
+
+def _sizes(lower: int, largest: int, rows: Sequence[int]) -> Iterator[int]:
+    """Shard sizes to try, in order; without end."""
+    fine, coarse = math.lcm(ALIGN_NUMEL, math.gcd(*rows) or 1), math.lcm(ALIGN_NUMEL, *rows)
+    first = _round_up(lower, fine)
+    yield from range(first, min(first + _FINE_TRIES * fine, 2 * largest), fine)
+    stride = _round_up(max(coarse, lower // 64), coarse)
+    yield from range(_round_up(lower, coarse), 2 * largest, stride)
+    size = max(largest, lower)
     while True:
-        slots = _place(shapes, shard_numel, num_shards)
-        if slots is not None:
-            return FlatLayout(slots, shard_numel, num_shards)
-        shard_numel += _round_up(max(1, shard_numel // 64), ALIGN_NUMEL)
+        yield size
+        size += _round_up(max(1, size // 64), ALIGN_NUMEL)
 
 
 def _place(
