@@ -220,7 +220,7 @@ def test_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().steps = 0  # type: ignore[misc]
     with pytest.raises(TypeError):
-        ParallelConfig(2)  # type: ignore[misc]
+        ParallelConfig(2)  # type: ignore[call-arg]
 
 
 def test_preset_with_overrides() -> None:

@@ -1,0 +1,159 @@
+"""The flat layout: whole rows, nothing overlaps, nothing is lost, little is wasted."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fsdp_core.config import MODEL_PRESETS, ModelConfig, model_from_preset
+from fsdp_core.fsdp.layout import ALIGN_NUMEL, FlatLayout, build_layout
+
+PRIMES = [2, 3, 5, 7, 13, 31, 97, 127, 251, 509]
+dims = st.one_of(st.integers(0, 24), st.sampled_from(PRIMES))
+shape_lists = st.lists(st.lists(dims, max_size=3).map(tuple), max_size=8)
+Shapes = list[tuple[int, ...]]
+
+
+@given(shape_lists, st.integers(1, 9))
+@example([], 1)
+@example([()], 9)
+@example([(), ()], 2)
+@example([(0,), (0, 5), (5, 0)], 3)
+@example([(1, 509), (127, 3)], 7)
+@example([(97, 31), (13,), (251, 7), ()], 5)
+@settings(max_examples=150, deadline=None)
+def test_places(shapes: Shapes, num_shards: int) -> None:
+    """Parameters lie in order at aligned starts, and gaps and slots tile the buffer exactly."""
+    layout = build_layout(shapes, num_shards)
+    assert [slot.shape for slot in layout.slots] == shapes
+    assert layout.total_numel == layout.shard_numel * layout.num_shards
+    assert layout.num_shards == num_shards
+    cursor = 0
+    for slot in layout.slots:
+        assert slot.offset % ALIGN_NUMEL == 0
+        assert slot.offset >= cursor
+        assert slot.numel == math.prod(slot.shape)
+        cursor = slot.offset + slot.numel
+    assert cursor <= layout.total_numel
+    ranges = [(s.offset, s.offset + s.numel) for s in layout.slots if s.numel]
+    tiles = sorted([*ranges, *layout.gaps])
+    assert all(start < stop for start, stop in tiles)
+    assert [start for start, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
+    assert tiles[-1][1] == layout.total_numel
+
+
+@given(shape_lists, st.integers(1, 9))
+@example([(1, 509), (127, 3)], 7)
+@example([(8, 0), (3, 5)], 2)
+@settings(max_examples=150, deadline=None)
+def test_pieces(shapes: Shapes, num_shards: int) -> None:
+    """The ranks' pieces of a parameter are whole rows that cover it once, in rank order."""
+    layout = build_layout(shapes, num_shards)
+    for index, slot in enumerate(layout.slots):
+        next_row, elements = 0, 0
+        for shard in range(num_shards):
+            piece = layout.local_piece(index, shard)
+            elements += piece.numel
+            if not piece.numel:
+                assert piece.row_start == piece.row_stop
+                continue
+            assert piece.row_start == next_row
+            assert piece.numel == (piece.row_stop - piece.row_start) * slot.row_numel
+            assert piece.offset >= 0
+            assert piece.offset + piece.numel <= layout.shard_numel
+            place = shard * layout.shard_numel + piece.offset
+            assert place == slot.offset + piece.row_start * slot.row_numel
+            next_row = piece.row_stop
+        assert elements == slot.numel
+        if slot.numel:
+            assert next_row == (slot.shape[0] if slot.shape else 1)
+
+
+@given(shape_lists, st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_shards_are_aligned_and_bounded(shapes: Shapes, num_shards: int) -> None:
+    """A shard is aligned, so a collective's parts are; never larger than the search promises."""
+    layout = build_layout(shapes, num_shards)
+    assert layout.shard_numel % ALIGN_NUMEL == 0
+    padded = [-(-math.prod(s) // ALIGN_NUMEL) * ALIGN_NUMEL for s in shapes]
+    if num_shards == 1:
+        # Only alignment, and one stride of 1/64, may pad a buffer that no boundary cuts.
+        assert layout.total_numel <= max(sum(padded) * 65 / 64 + ALIGN_NUMEL, ALIGN_NUMEL)
+    # One parameter whole a shard and the rest beside it is always a solution of this size, and the
+    # search steps over sizes by 1/64 of what it has.
+    bound = (max(padded, default=ALIGN_NUMEL) + sum(padded)) * 65 / 64 + 2 * ALIGN_NUMEL
+    assert layout.shard_numel <= bound
+
+
+def block_shapes(config: ModelConfig) -> Shapes:
+    """Parameters of one decoder block, in the order of the modules."""
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = [(h,), (h, h), (kv, h), (kv, h), (h, h)]
+    return [*attention, (h,), (config.ffn, h), (config.ffn, h), (h, config.ffn)]
+
+
+def root_shapes(config: ModelConfig) -> Shapes:
+    """Parameters of the root unit."""
+    return [
+        (config.vocab_size, config.hidden),
+        (config.hidden,),
+        (config.vocab_size, config.hidden),
+    ]
+
+
+@pytest.mark.parametrize("num_shards", range(1, 9))
+@pytest.mark.parametrize("preset", MODEL_PRESETS)
+def test_waste_is_small_for_transformers(preset: str, num_shards: int) -> None:
+    """Padding of real units stays within 2 % of the buffer."""
+    config = model_from_preset(preset)
+    for shapes in (block_shapes(config), root_shapes(config)):
+        layout = build_layout(shapes, num_shards)
+        waste = sum(stop - start for start, stop in layout.gaps)
+        assert waste <= 0.02 * layout.total_numel, (shapes, layout)
+
+
+def test_no_waste_where_everything_divides() -> None:
+    """Shapes that divide evenly are packed without a gap."""
+    layout = build_layout([(64, 64), (64, 16), (32, 64)], 4)
+    assert layout.gaps == ()
+    assert layout.total_numel == 64 * 64 + 64 * 16 + 32 * 64
+
+
+def test_example() -> None:
+    """A boundary inside a matrix cuts it between two rows."""
+    layout = build_layout([(6, 8), (2, 8)], 2)
+    assert layout.shard_numel == 32
+    first, second = layout.local_piece(0, 0), layout.local_piece(0, 1)
+    assert (first.offset, first.numel, first.row_start, first.row_stop) == (0, 32, 0, 4)
+    assert (second.offset, second.numel, second.row_start, second.row_stop) == (0, 16, 4, 6)
+    assert layout.local_piece(1, 0).numel == 0
+
+
+def test_gaps_of_an_empty_layout() -> None:
+    """A unit of no elements is all padding, and still has a shard for the collective."""
+    layout = build_layout([], 3)
+    assert layout.gaps == ((0, layout.total_numel),)
+    assert layout.shard_numel >= 1
+    assert isinstance(layout, FlatLayout)
+
+
+@pytest.mark.parametrize("num_shards", [0, -1])
+def test_num_shards_must_be_positive(num_shards: int) -> None:
+    """A shard count below one is refused with the value."""
+    with pytest.raises(ValueError, match=f"num_shards >= 1, got {num_shards}"):
+        build_layout([(4, 4)], num_shards)
+
+
+def test_needs_no_torch() -> None:
+    """The arithmetic runs on a machine without torch."""
+    program = (
+        "import sys\nfrom fsdp_core.fsdp.layout import build_layout\n"
+        "build_layout([(4, 4)], 2)\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

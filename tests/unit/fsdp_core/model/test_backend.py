@@ -1,0 +1,75 @@
+"""The choice of module library, and torch's own RMSNorm and linear."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core.model.backend import BackendMissing, RmsNorm, TorchBackend, make_backend
+
+
+def test_rms_norm_equals_its_formula() -> None:
+    """Float32 output is x / sqrt(mean(x^2) + eps) * weight, to the rounding of a few operations."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 33, generator=generator)
+    norm = RmsNorm(33, 1e-5)
+    norm.weight.data.normal_(generator=generator)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    # Mean of 33 squares, root, two products: (33 + 6) roundings of 2^-24 relative at the very most.
+    torch.testing.assert_close(norm(x).double(), exact, rtol=40 * 2**-24, atol=0)
+
+
+def test_rms_norm_statistics_are_float32() -> None:
+    """In bf16 only the result is rounded: squares that bf16 would lose or overflow still count."""
+    x = torch.full((1, 64), 1e20, dtype=torch.bfloat16)
+    norm = RmsNorm(64, 1e-5).bfloat16()
+    tiny = torch.full((1, 64), 1e-3, dtype=torch.bfloat16)
+    assert norm(x / 1e2).isfinite().all()
+    expected = tiny.float() * torch.rsqrt(tiny.float().square().mean() + 1e-5)
+    assert torch.equal(norm(tiny), expected.bfloat16())
+    assert norm(tiny).dtype == torch.bfloat16
+
+
+def test_rms_norm_is_scale_free() -> None:
+    """Doubling the input changes nothing but what eps adds."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    norm = RmsNorm(16, 0.0)
+    assert torch.equal(norm(x), norm(2 * x))
+
+
+def test_torch_backend_makes_plain_modules() -> None:
+    """The torch backend's linear has no bias, and its norm starts at one."""
+    backend = make_backend("torch")
+    assert isinstance(backend, TorchBackend)
+    linear, norm = backend.linear(3, 5), backend.norm(7, 1e-6)
+    assert isinstance(linear, nn.Linear)
+    assert dict(linear.named_parameters()).keys() == {"weight"}
+    assert linear.weight.shape == (5, 3)
+    assert isinstance(norm, RmsNorm)
+    assert norm.weight.tolist() == [1.0] * 7
+
+
+def test_te_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backend te without its package says what to install or set."""
+    real = importlib.util.find_spec
+
+    def find(name: str, *rest: Any) -> Any:
+        return None if name == "transformer_engine" else real(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    with pytest.raises(
+        BackendMissing, match="transformer-engine, which is not installed"
+    ) as caught:
+        make_backend("te")
+    assert "backend: torch" in str(caught.value)
+
+
+def test_te_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backend te without a CUDA device is refused before the package is imported."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendMissing, match="needs a CUDA device"):
+        make_backend("te")
