@@ -1,4 +1,4 @@
-"""Strict JSON round trip of frozen dataclasses: what does not fit its type is an error, no guess."""
+"""Strict JSON round trip of frozen dataclasses: what does not fit its type is an error."""
 
 import dataclasses
 import json

@@ -39,8 +39,8 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomp
 
 What = Literal[
     "", "diverged", "nonfinite", "memory_regression", "missing_step", "missing_rank",
-    "record_after_end", "corrupt_record", "empty_run", "illegal_access", "oom", "hang", "crashed",
-    "killed", "stale_address", "capture_refused", "nondeterministic_reference",
+    "record_after_end", "corrupt_record", "empty_run", "not_replayed", "illegal_access", "oom",
+    "hang", "crashed", "killed", "stale_address", "capture_refused", "nondeterministic_reference",
     "different_environment", "unsupported", "not_run", "interrupted",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)
@@ -225,13 +225,17 @@ class ErrorRecord(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord(Json):
-    """Last line of a rank that ran every step. `startup_s`: process start to first step."""
+    """Last line of a rank that ran every step.
+
+    `startup_s` is from process start to first step; `replays` counts launches of captured graphs.
+    """
 
     rank: int
     steps: int
     peak_bytes: int
     startup_s: float
     wall_s: float
+    replays: int = 0
     kind: Literal["end"] = "end"
 
 

@@ -6,6 +6,7 @@ The first flaw found is returned. Nothing is compared before both runs are known
 missing step would otherwise be a step that did not differ.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.checks.steps import rank_table
@@ -23,7 +24,7 @@ from harness.records import (
 
 HEX_DIGITS = "0123456789abcdef"
 PROVING_GROUPS = ("grads", "weights", "optim")
-"""Digest groups that must cover at least one tensor on every rank; a run may hold no RNG."""
+"""Digest groups that must cover at least one tensor of a run; it may hold no RNG."""
 AFTER_END = "after end"
 """How a reader of record files words its problem with a line that follows the end record."""
 
@@ -90,9 +91,47 @@ def _records_flaw(run: RunResult) -> Flaw | None:
     assert isinstance(steps, int)
     assert isinstance(microbatches, int)
     for records in rank_table(run).values():
-        flaw = _rank_flaw(records, run.spec.world_size, steps, microbatches)
+        flaw = _rank_flaw(records, run.spec.world_size, steps, microbatches) or _replays_flaw(
+            records, run.spec.config
+        )
         if flaw is not None:
             return flaw
+    return _proof_flaw(run)
+
+
+def _replays_flaw(records: RankRecords, config: Mapping[str, object]) -> Flaw | None:
+    """A graphed leg that never replayed, or an eager one that did, would agree by testing nothing.
+
+    Every scope replays at least once in each step after the warm-up.
+    """
+    assert records.end is not None
+    rank, replays = records.rank, records.end.replays
+    steps, warmup = config.get("steps"), config.get("graph_warmup_steps", 0)
+    assert isinstance(steps, int)
+    least = max(steps - warmup, 1) if isinstance(warmup, int) and config.get("graph") else 0
+    if replays < least:
+        return Flaw(
+            what="not_replayed",
+            message=f"rank {rank} replayed its graphs {replays} times, expected at least {least}",
+            rank=rank,
+        )
+    if replays and not least:
+        return Flaw(
+            what="not_replayed",
+            message=f"rank {rank} of an eager run replayed graphs {replays} times",
+            rank=rank,
+        )
+    return None
+
+
+def _proof_flaw(run: RunResult) -> Flaw | None:
+    """A rank may own no row of a small model; all of them together must own some."""
+    for group in PROVING_GROUPS:
+        if not any(records.start and records.start.tensors[group] for records in run.ranks):
+            return Flaw(
+                what="empty_run",
+                message=f"no rank digests a tensor of {group}: empty digests prove nothing",
+            )
     return None
 
 
@@ -162,13 +201,6 @@ def _start_flaw(records: RankRecords, world_size: int) -> Flaw | None:
             f"expected {sorted(DIGEST_GROUPS)}",
             rank=rank,
         )
-    for group in PROVING_GROUPS:
-        if not start.tensors[group]:
-            return Flaw(
-                what="empty_run",
-                message=f"rank {rank} digests no tensor of {group}: an empty digest proves nothing",
-                rank=rank,
-            )
     return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.checks.answer import error, failed, passed, refuse_parameters
+from harness.checks.evidence import first_steps, sentence
 from harness.checks.steps import count, rank_table, shared_pairs, show_ranks, step_table
 from harness.records import (
     DIGEST_GROUPS,
@@ -71,10 +72,13 @@ def check(
         if key[0] == step
         for place in _places(ours[key], theirs[key], starts[key[1]], order)
     ]
-    return _failure(step, places, len(differing), len(pairs))
+    return _failure(step, places, (len(differing), len(pairs)), first_steps(ours, theirs))
 
 
-def _failure(step: int, places: list[_Place], num_differing: int, num_pairs: int) -> CheckResult:
+def _failure(
+    step: int, places: list[_Place], pairs: tuple[int, int], evidence: dict[str, int]
+) -> CheckResult:
+    num_differing, num_pairs = pairs
     first = min(places, key=lambda place: place.order)
     tensors = {(place.group, place.tensor) for place in places}
     ranks = {place.rank for place in places}
@@ -85,7 +89,7 @@ def _failure(step: int, places: list[_Place], num_differing: int, num_pairs: int
         f"digest {first.reference} became {first.candidate}; in that step "
         f"{count(len(tensors), 'tensor')} on {show_ranks(ranks)} "
         f"{'differs' if len(tensors) == 1 else 'differ'}, in all "
-        f"{num_differing} of {count(num_pairs, '(step, rank) pair')}",
+        f"{num_differing} of {count(num_pairs, '(step, rank) pair')}; {sentence(evidence)}",
         Difference(
             step=step,
             rank=first.rank,
@@ -97,6 +101,7 @@ def _failure(step: int, places: list[_Place], num_differing: int, num_pairs: int
         differing_tensors=len(tensors),
         differing_ranks=len(ranks),
         differing_pairs=num_differing,
+        **evidence,
     )
 
 

@@ -51,8 +51,6 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
         store_port: of the run's TCPStore on 127.0.0.1.
     """
     session = _Session(spec, folder, rank)
-    if session.plant.silent:
-        return 0
     try:
         session.run(store_port)
     except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
@@ -121,6 +119,7 @@ class _Session:
                 peak_bytes=device.peak_bytes(),
                 startup_s=startup_s,
                 wall_s=_now() - self.started_s,
+                replays=trainer.counts.replays,
             )
         )
         self.plant.after_end()

@@ -2,7 +2,7 @@
 
     before_step   the rank dies, hangs, runs out of memory, or memory moves under a graph
     after_step    a main weight changes, and the state is digested again
-    alter         a record line is dropped or damaged
+    alter         a record line is dropped or damaged, or all of a rank's lines
     after_end     a line too many
 
 A fault that is given no step is planted at the middle of the run, past any capture.
@@ -35,11 +35,6 @@ class Plant:
         self._rank, self._file = rank, file
         if self._plant is not None:
             file.alter = self._alter
-
-    @property
-    def silent(self) -> bool:
-        """Whether this rank is to write nothing and leave with 0."""
-        return self._fault == "drop_rank"
 
     @property
     def _fault(self) -> str:
@@ -100,6 +95,8 @@ class Plant:
         self._file.write(event)
 
     def _alter(self, line: str) -> list[str]:
+        if self._fault == "drop_rank":
+            return []
         plain = json.loads(line)
         if plain["kind"] != "step" or self._plant is None or plain["step"] != self._plant.step:
             return [line]

@@ -107,7 +107,8 @@ class FakeEngine:
             schema=1, rank=rank, world_size=spec.world_size, pid=1, device="cpu", tensors=tensors,
             environment={"fingerprint": {"torch": "x"}},
         )  # fmt: skip
-        end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5)
+        end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
+                        replays=len(steps) if spec.config["graph"] else 0)  # fmt: skip
         return [start, *steps, end]
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:

@@ -151,6 +151,7 @@ class Writer:
                     dumps(EndRecord(
                         rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096,
                         startup_s=0.1, wall_s=1.0,
+                        replays=self.steps if spec.config["graph"] else 0,
                     ))
                 )  # fmt: skip
             (path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")

@@ -81,7 +81,7 @@ class Lab:
             peak_bytes=2000 + rank,
         )
 
-    def rank(self, rank: int) -> RankRecords:
+    def rank(self, rank: int, replays: int = 0) -> RankRecords:
         return RankRecords(
             rank=rank,
             start=StartRecord(
@@ -93,7 +93,8 @@ class Lab:
             events=(),
             error=None,
             end=EndRecord(
-                rank=rank, steps=self.steps, peak_bytes=2000 + rank, startup_s=0.1, wall_s=1.0
+                rank=rank, steps=self.steps, peak_bytes=2000 + rank, startup_s=0.1, wall_s=1.0,
+                replays=replays,
             ),
             problems=(),
         )  # fmt: skip
@@ -107,7 +108,9 @@ class Lab:
                 ranks=tuple(RankExit(rank=rank, code=0) for rank in ranks),
                 started_unix_s=0.0, wall_s=1.0,
             ),
-            ranks=tuple(self.rank(rank) for rank in ranks),
+            ranks=tuple(
+                self.rank(rank, self.steps if spec.config["graph"] else 0) for rank in ranks
+            ),
         )  # fmt: skip
 
     def legs(self) -> tuple[RunResult, RunResult, RunResult]:

@@ -65,16 +65,33 @@ def test_empty_run(lab: Any, edit: Any) -> None:
 
 @pytest.mark.parametrize("group", ["grads", "weights", "optim"])
 def test_empty_digest_proves_nothing(lab: Any, edit: Any, group: str) -> None:
-    """A rank that digests no tensor of a group is not whole, although its lengths agree."""
+    """A run that digests no tensor of a group is not whole; one rank alone may own no row."""
     run = lab.run(lab.spec())
-    start = run.ranks[0].start
-    tensors = start.tensors | {group: ()}
-    run = edit.rank(run, 0, start=dataclasses.replace(start, tensors=tensors))
-    for step, record in enumerate(run.ranks[0].steps):
-        run = edit.step(run, 0, step, digests=record.digests | {group: ""})
-    flaw = find_flaw(run)
-    assert flaw is not None
-    assert (flaw.what, flaw.rank) == ("empty_run", 0)
+    flaws = []
+    for rank in (0, 1):
+        start = run.ranks[rank].start
+        tensors = start.tensors | {group: ()}
+        run = edit.rank(run, rank, start=dataclasses.replace(start, tensors=tensors))
+        for step, record in enumerate(run.ranks[rank].steps):
+            run = edit.step(run, rank, step, digests=record.digests | {group: ""})
+        flaws.append(find_flaw(run))
+    assert flaws[0] is None
+    assert getattr(flaws[1], "what", "") == "empty_run"
+
+
+@pytest.mark.parametrize(
+    ("graph", "replays", "whole"),
+    [((), 0, True), ((), 1, False), (("attn",), 4, True), (("attn",), 0, False)],
+)
+def test_graphs_must_replay(
+    lab: Any, edit: Any, graph: tuple[str, ...], replays: int, whole: bool
+) -> None:
+    """A graphed run whose graphs never ran proves nothing; an eager one must not replay any."""
+    run = lab.run(lab.spec(graph=graph))
+    end = dataclasses.replace(run.ranks[1].end, replays=replays)
+    flaw = find_flaw(edit.rank(run, 1, end=end))
+    assert (flaw is None) == whole
+    assert whole or getattr(flaw, "what", "") == "not_replayed"
 
 
 def test_empty_rng_is_allowed(lab: Any, edit: Any) -> None:
