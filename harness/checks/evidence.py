@@ -38,8 +38,8 @@ def five_decimals(record: StepRecord) -> str:
 def sentence(steps: dict[str, int]) -> str:
     """What the loss alone would have shown, for people."""
     bits, decimals = steps["first_step_loss_bits"], steps["first_step_loss_5_decimals"]
-    return f"the loss bits differ {_when(bits)}, the loss at 5 decimals {_when(decimals)}"
+    return f"the loss bits {_when(bits)}; the loss at 5 decimals: {_when(decimals)}"
 
 
 def _when(step: int) -> str:
-    return "never" if step == NEVER else f"first at step {step}"
+    return "never differ" if step == NEVER else f"differ first at step {step}"

@@ -1,153 +1,20 @@
 """Contracts of harness.cli and harness.launch, with an engine that writes records itself."""
 
 import dataclasses
-import hashlib
-import json
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from harness import cli, launch, machine
+from harness import launch, machine
 from harness.cli import main
 from harness.errors import Infrastructure
 from harness.machine import Gpu
-from harness.records import (
-    DIGEST_GROUPS,
-    EndRecord,
-    FloatBits,
-    RankExit,
-    RunOutcome,
-    RunSpec,
-    StartRecord,
-    StepRecord,
-    What,
-    dumps,
-)
+from harness.records import RunSpec, What
 from harness.run import execute
-from harness.store import RunFolder, begin_run, save_outcome
-
-SCENARIO = """\
-name: small
-why: A sentence with <b>markup</b> and [red]brackets[/red].
-base: {steps: 4}
-axes: {parallel: [{dp: 1}, {dp: 2}], graph: [eager, [attn], [full_iteration]]}
-compare: {axis: graph, reference: eager, expect: bitwise}
-checks: {loss: {}, state: {}}
-launch: {device: cpu, timeout_s: 60}
-"""
-
-
-class FakeEngine:
-    """Makes runs at once, with equal bits; `spoil` changes records, `ends` outcomes by graph."""
-
-    def __init__(self) -> None:
-        self.made: list[str] = []
-        self.options: dict[str, Any] = {}
-        self.ends: dict[str, What] = {}
-        self.spoil: Callable[[RunSpec, StepRecord], StepRecord] = lambda spec, record: record
-        self.on_start: Callable[[RunSpec], None] = lambda spec: None
-        self.ended: list[RunOutcome] = []
-        self.closed = 0
-
-    def __call__(self, **options: Any) -> "FakeEngine":
-        """Stand in for the class of the engine."""
-        self.options = options
-        return self
-
-    @property
-    def slots(self) -> int:
-        return int(self.options["slots"])
-
-    def check(self, spec: RunSpec) -> None:
-        assert spec.world_size <= self.slots
-
-    def can_start(self, spec: RunSpec) -> bool:
-        return not self.ended
-
-    def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
-        self.on_start(spec)
-        self.made.append(spec.key)
-        begin_run(folder, spec)
-        for rank in range(spec.world_size):
-            lines = [dumps(record) for record in self._records(spec, rank)]
-            (folder / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
-        what = self.ends.get("+".join(spec.config["graph"]), "")
-        outcome = RunOutcome(
-            key=spec.key, what=what, message=f"planted {what}" if what else "",
-            culprit_rank=0 if what else None, started_unix_s=0.0, wall_s=0.5, attempt=attempt,
-            ranks=tuple(RankExit(rank=r, code=1 if what else 0) for r in range(spec.world_size)),
-        )  # fmt: skip
-        save_outcome(folder, outcome)
-        self.ended.append(outcome)
-
-    def _records(self, spec: RunSpec, rank: int) -> list[Any]:
-        tensors: dict[str, tuple[str, ...]] = dict.fromkeys(DIGEST_GROUPS, ("w",))
-        steps = [
-            self.spoil(
-                spec,
-                StepRecord(
-                    step=step, rank=rank, loss=FloatBits.from_bits(0x40000000),
-                    microbatch_losses=(FloatBits.from_bits(0x40000000),),
-                    grad_norm=FloatBits.from_bits(0x3F000000),
-                    digests={group: hashlib.md5(f"{group}{rank}{step}".encode()).hexdigest()
-                             for group in DIGEST_GROUPS},
-                    nonfinite=dict.fromkeys(DIGEST_GROUPS, ()),
-                    step_s=0.01, live_bytes=10, peak_bytes=20,
-                ),
-            )
-            for step in range(spec.config["steps"])
-        ]  # fmt: skip
-        start = StartRecord(
-            schema=1, rank=rank, world_size=spec.world_size, pid=1, device="cpu", tensors=tensors,
-            environment={"fingerprint": {"torch": "x"}},
-        )  # fmt: skip
-        end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
-                        replays=len(steps) if spec.config["graph"] else 0)  # fmt: skip
-        return [start, *steps, end]
-
-    def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def cancel(self) -> None:
-        self.ended = []
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
-    """A fake in place of the local engine; the working folder is a fresh one."""
-    fake = FakeEngine()
-    monkeypatch.setattr(launch, "LocalEngine", fake)
-    monkeypatch.setattr(
-        cli, "_build_reports", lambda folder: {"html": folder / "report" / "index.html"}
-    )
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.yaml").write_text(SCENARIO)
-    return fake
-
-
-def unequal(spec: RunSpec, record: StepRecord) -> StepRecord:
-    """One weight of the last rank of graphed runs differs from step 2 on."""
-    last = record.rank == spec.world_size - 1
-    if not (spec.config["graph"] == ["attn"] and last and record.step >= 2):
-        return record
-    return dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, Any]:
-    """Exit code and JSON answer of one command."""
-    capsys.readouterr()
-    code = main([*args, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+from harness.store import RunFolder
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
 
 def test_a_matrix_that_agrees_passes(
@@ -289,55 +156,6 @@ def test_resume_makes_only_what_is_missing(
     assert len(engine.made) == 8
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--resume", "r", "-k", "x"], "expected no -k"),
-        (["--resume", "r", "--set", "seed=1"], "expected no --set"),
-        (["--resume", "r", "--device", "cpu"], "expected no --device"),
-        (["--resume", "nowhere"], "is not a run folder"),
-        (["other.yaml", "--resume", "r"], "which differs"),
-        ([], "expected a SCENARIO or --resume RUN"),
-        (["small.yaml", "--out", "r"], "is a run folder already"),
-        (["small.yaml", "--out", "small.yaml"], "expected a folder or nothing"),
-        (["small.yaml", "--slots", "0"], "--slots"),
-        (["small.yaml", "--jobs", "x"], "--jobs"),
-        (["small.yaml", "--device", "tpu"], "--device"),
-        (["small.yaml", "--frobnicate"], "--frobnicate"),
-        (["small.yaml", "other.yaml"], "other.yaml"),
-        (["small.yaml", "-k", "(a"], "-k '(a': expected"),
-        (["small.yaml", "--set", "seed"], "--set 'seed'"),
-    ],
-)
-def test_misuse_is_one_line_and_exit_4(
-    args: list[str], said: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every misuse costs one line on stderr and exit 4, and nothing runs."""
-    assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
-    Path("other.yaml").write_text(SCENARIO.replace("steps: 4", "steps: 5"))
-    made = len(engine.made)
-    capsys.readouterr()
-    assert main(["run", *args]) == 4
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert said in err
-    assert len(engine.made) == made
-
-
-@pytest.mark.parametrize("args", [[], ["frob"], ["--frob"], ["show"], ["report", "nowhere"],
-                                  ["show", "x"], ["rerun", "x"]])  # fmt: skip
-def test_other_commands_misused(args: list[str], engine: FakeEngine) -> None:
-    """Usage mistakes end in 4 for every command, never in click's own 2."""
-    assert main(args) == 4
-
-
-def test_help_is_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
-    """-h works everywhere and says what the command does."""
-    for command in ([], ["run"], ["list"], ["report"], ["show"], ["rerun"], ["doctor"]):
-        assert main([*command, "-h"]) == 0
-        assert "Usage: harness" in capsys.readouterr().out
-
-
 def test_cuda_without_a_gpu_is_no_verdict(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,72 +207,6 @@ def test_show_finds_the_newest_run_and_unknown_cases_are_refused(
     assert (code, answer["verdict"]["outcome"]) == (0, "passed")
     assert main(["show", "dp9"]) == 4
     assert "dp1-attn" in capsys.readouterr().err
-
-
-def test_a_damaged_verdict_is_shown_as_none(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A verdict that does not decode is no verdict."""
-    assert main(["run", "small.yaml", "--out", "r"]) == 0
-    (Path("r") / "cases" / "dp1-attn" / "verdict.json").write_text("{")
-    assert run_json(capsys, "show", "dp1-attn", "r")[1]["verdict"] is None
-
-
-def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Our own mistake is one line too; the traceback lies in the run folder."""
-
-    def broken(spec: RunSpec) -> None:
-        raise KeyError("oops")
-
-    engine.on_start = broken
-    assert main(["run", "small.yaml", "--out", "r"]) == 3
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "internal error: KeyError: 'oops'" in err
-    assert "Traceback" in Path("r/internal_error.txt").read_text()
-    assert engine.closed == 1
-
-
-def test_a_bug_elsewhere_is_exit_3_with_its_traceback_kept(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a run folder the traceback goes to a file that the line names."""
-    monkeypatch.setattr(launch, "expand", lambda *a: 1 / 0)
-    assert main(["run", "small.yaml"]) == 3
-    err = capsys.readouterr().err
-    path = Path(err.split("traceback: ")[1].rstrip().rstrip(")"))
-    assert "ZeroDivisionError" in path.read_text()
-    path.unlink()
-
-
-def test_an_interrupt_ends_in_2_and_says_how_to_go_on(
-    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SIGTERM while runs are made: exit 2, the line names --resume, and resuming finishes."""
-
-    def stop(spec: RunSpec) -> None:
-        if len(engine.made) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    engine.on_start = stop
-    assert main(["run", "small.yaml", "--out", "r"]) == 2
-    assert "--resume" in capsys.readouterr().err
-    engine.on_start = lambda spec: None
-    assert main(["run", "--resume", "r"]) == 0
-
-
-def test_an_interrupt_while_planning_ends_in_2(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C before anything runs is the same exit code."""
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "expand", interrupted)
-    assert main(["run", "small.yaml"]) == 2
 
 
 def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

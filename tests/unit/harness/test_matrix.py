@@ -27,13 +27,10 @@ DPS = [{"dp": 2}, {"dp": 4}]
 def cases(folder: Path, **sections: Any) -> tuple[CaseSpec, ...]:
     """Expand a scenario given as plain values (JSON is YAML)."""
     plain = {
-        "name": "case",
-        "why": "A sentence.",
-        "base": {"steps": 4},
+        "name": "case", "why": "A sentence.", "base": {"steps": 4}, "checks": {"loss": {}},
         "axes": {"parallel": DPS, "graph": GRAPHS},
         "compare": {"axis": "graph", "reference": "eager", "expect": "bitwise"},
-        "checks": {"loss": {}},
-    } | sections
+    } | sections  # fmt: skip
     path = folder / "case.yaml"
     path.write_text(json.dumps(plain))
     return expand(load_scenario(path), "cpu")
@@ -394,11 +391,8 @@ def test_many_rules_on_many_cases_stay_fast(tmp_path: Path) -> None:
 def test_a_compared_plant_has_its_counterpart_in_the_reference(tmp_path: Path) -> None:
     """With plants as the compared axis too, a negative zero is compared with a positive one."""
     plants = [None, {"fault": "ulp", "step": 1}, {"fault": "negative_zero", "step": 1}]
-    found = cases(
-        tmp_path,
-        axes={"plant": plants},
-        compare={"axis": "plant", "reference": None, "expect": "bitwise"},
-    )
+    compare = {"axis": "plant", "reference": None, "expect": "bitwise"}
+    found = cases(tmp_path, axes={"plant": plants}, compare=compare)
     assert [case.reference.plant and case.reference.plant.fault for case in found] == [
         None, "positive_zero",
     ]  # fmt: skip

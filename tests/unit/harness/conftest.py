@@ -1,0 +1,21 @@
+"""Fixtures of the harness' unit tests."""
+
+from pathlib import Path
+
+import pytest
+
+from harness import cli, launch
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
+    """A fake in place of the local engine; the working folder is a fresh one."""
+    fake = FakeEngine()
+    monkeypatch.setattr(launch, "LocalEngine", fake)
+    monkeypatch.setattr(
+        cli, "_build_reports", lambda folder: {"html": folder / "report" / "index.html"}
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(SCENARIO)
+    return fake

@@ -1,0 +1,127 @@
+"""What the command line does when it is misused, interrupted, or finds a bug."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from harness import launch
+from harness.cli import main
+from harness.records import RunSpec
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--resume", "r", "-k", "x"], "expected no -k"),
+        (["--resume", "r", "--set", "seed=1"], "expected no --set"),
+        (["--resume", "r", "--device", "cpu"], "expected no --device"),
+        (["--resume", "nowhere"], "is not a run folder"),
+        (["other.yaml", "--resume", "r"], "which differs"),
+        ([], "expected a SCENARIO or --resume RUN"),
+        (["small.yaml", "--out", "r"], "is a run folder already"),
+        (["small.yaml", "--out", "small.yaml"], "expected a folder or nothing"),
+        (["small.yaml", "--slots", "0"], "--slots"),
+        (["small.yaml", "--jobs", "x"], "--jobs"),
+        (["small.yaml", "--device", "tpu"], "--device"),
+        (["small.yaml", "--frobnicate"], "--frobnicate"),
+        (["small.yaml", "other.yaml"], "other.yaml"),
+        (["small.yaml", "-k", "(a"], "-k '(a': expected"),
+        (["small.yaml", "--set", "seed"], "--set 'seed'"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_4(
+    args: list[str], said: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every misuse costs one line on stderr and exit 4, and nothing runs."""
+    assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
+    Path("other.yaml").write_text(SCENARIO.replace("steps: 4", "steps: 5"))
+    made = len(engine.made)
+    capsys.readouterr()
+    assert main(["run", *args]) == 4
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+    assert len(engine.made) == made
+
+
+@pytest.mark.parametrize("args", [[], ["frob"], ["--frob"], ["show"], ["report", "nowhere"],
+                                  ["show", "x"], ["rerun", "x"]])  # fmt: skip
+def test_other_commands_misused(args: list[str], engine: FakeEngine) -> None:
+    """Usage mistakes end in 4 for every command, never in click's own 2."""
+    assert main(args) == 4
+
+
+def test_help_is_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """-h works everywhere and says what the command does."""
+    for command in ([], ["run"], ["list"], ["report"], ["show"], ["rerun"], ["doctor"]):
+        assert main([*command, "-h"]) == 0
+        assert "Usage: harness" in capsys.readouterr().out
+
+
+def test_a_damaged_verdict_is_shown_as_none(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A verdict that does not decode is no verdict."""
+    assert main(["run", "small.yaml", "--out", "r"]) == 0
+    (Path("r") / "cases" / "dp1-attn" / "verdict.json").write_text("{")
+    assert run_json(capsys, "show", "dp1-attn", "r")[1]["verdict"] is None
+
+
+def test_a_bug_in_the_engine_is_exit_3_with_its_traceback_kept(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Our own mistake is one line too; the traceback lies in the run folder."""
+
+    def broken(spec: RunSpec) -> None:
+        raise KeyError("oops")
+
+    engine.on_start = broken
+    assert main(["run", "small.yaml", "--out", "r"]) == 3
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "internal error: KeyError: 'oops'" in err
+    assert "Traceback" in Path("r/internal_error.txt").read_text()
+    assert engine.closed == 1
+
+
+def test_a_bug_elsewhere_is_exit_3_with_its_traceback_kept(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a run folder the traceback goes to a file that the line names."""
+    monkeypatch.setattr(launch, "expand", lambda *a: 1 / 0)
+    assert main(["run", "small.yaml"]) == 3
+    err = capsys.readouterr().err
+    path = Path(err.split("traceback: ")[1].rstrip().rstrip(")"))
+    assert "ZeroDivisionError" in path.read_text()
+    path.unlink()
+
+
+def test_an_interrupt_ends_in_2_and_says_how_to_go_on(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM while runs are made: exit 2, the line names --resume, and resuming finishes."""
+
+    def stop(spec: RunSpec) -> None:
+        if len(engine.made) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    engine.on_start = stop
+    assert main(["run", "small.yaml", "--out", "r"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    engine.on_start = lambda spec: None
+    assert main(["run", "--resume", "r"]) == 0
+
+
+def test_an_interrupt_while_planning_ends_in_2(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before anything runs is the same exit code."""
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "expand", interrupted)
+    assert main(["run", "small.yaml"]) == 2
