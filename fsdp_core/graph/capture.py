@@ -169,13 +169,18 @@ class CapturedModule:
         return self._output.detach()
 
     def replay_backward(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Copy the output's gradient in, replay, and return aliases of the static gradients."""
+        """Copy the output's gradient in, replay, and return the static gradients.
+
+        They are the very tensors, held here too: autograd copies what it cannot have to itself.
+        Given an alias of its own, it would keep that as a parameter's `grad`, and the next replay
+        would overwrite what was to be added to.
+        """
         if self.ledgers:
             self.ledgers[1].check()
         if grad.data_ptr() != self._grad_output.data_ptr():
             self._grad_output.copy_(grad)
         self._backward.replay()
-        return tuple(g.detach() if g is not None else None for g in self._grads)
+        return self._grads
 
     def reset(self) -> None:
         """Drop both graphs."""
