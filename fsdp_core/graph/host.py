@@ -81,15 +81,27 @@ class HostGraph:
                 gc.enable()
             self._device.set_rng_states(states)
             for whole, saved in undo.values():
-                whole.copy_(saved)
+                self._restore(whole, saved)
         self.recording = recorder.recording
         self._anchor_externals(anchors)
         self._build(anchors)
         return result
 
+    def _restore(self, whole: torch.Tensor, saved: torch.Tensor) -> None:
+        storage = whole.untyped_storage()
+        if saved.numel() and storage.nbytes() != saved.numel():
+            # Resized inside the capture: writing into it as it is would write past its end.
+            self._device.resize_storage(storage, saved.numel())
+        whole.copy_(saved)
+
     def _anchor_externals(self, anchors: dict[int, torch.UntypedStorage]) -> None:
         foreign: set[int] = set()
         for number, entry in enumerate(self.recording.storages):
+            if entry.released and not entry.internal and entry.nbytes:
+                raise CaptureRefused(
+                    f"cannot capture {entry.made_by}: it uses a storage of {entry.nbytes} bytes "
+                    "that was made before the capture and is freed inside it; no replay finds it"
+                )
             storage = None if entry.released else entry.reference()
             if storage is not None:
                 anchors[number] = storage
@@ -113,9 +125,12 @@ class HostGraph:
         def rebuild(ref: TensorRef) -> torch.Tensor:
             tensor = torch.empty(0, dtype=ref.dtype)
             if ref.storage in anchors:
-                return tensor.set_(anchors[ref.storage], ref.offset, ref.size, ref.stride)
-            start = starts[ref.storage] // tensor.element_size()
-            return tensor.set_(arena_storage, start + ref.offset, ref.size, ref.stride)
+                tensor.set_(anchors[ref.storage], ref.offset, ref.size, ref.stride)
+            else:
+                start = starts[ref.storage] // tensor.element_size()
+                tensor.set_(arena_storage, start + ref.offset, ref.size, ref.stride)
+            tensor = tensor.conj() if ref.conjugate else tensor
+            return torch._neg_view(tensor) if ref.negative else tensor
 
         def step(operation: Operation) -> _Step:
             args, kwargs = tree_map_only(TensorRef, rebuild, (operation.args, operation.kwargs))

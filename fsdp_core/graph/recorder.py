@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
@@ -37,13 +37,18 @@ class CaptureRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor as (storage number, dtype, offset in elements, size, stride)."""
+    """A tensor as (storage number, dtype, offset in elements, size, stride, lazy views).
+
+    `conjugate` and `negative`: what is in the storage is yet to be conjugated, or negated.
+    """
 
     storage: int
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
 
 
 @dataclass
@@ -145,10 +150,10 @@ class Recorder(TorchDispatchMode):
 
         arg_refs, kwarg_refs = tree_map_only(torch.Tensor, refer, (args, kwargs))
         out = func(*args, **kwargs)
+        if self._keep and (reason := _unreplayable(out)):
+            raise CaptureRefused(f"cannot capture {func} at {calling_place()}: {reason}")
         fresh = self._fresh_outputs(out, number, name)
         if self._keep and (fresh or written) and func._schema.name not in _ALLOCATIONS:
-            if any(isinstance(a, torch.Tensor) and a.layout != torch.strided for a in args):
-                raise CaptureRefused(f"cannot capture {name}: only strided tensors can be replayed")
             self.recording.operations.append(Operation(func, arg_refs, kwarg_refs, fresh))
         elif not self._keep:
             self.recording.operations.append(Operation(func, None, None, ()))
@@ -214,7 +219,13 @@ class Recorder(TorchDispatchMode):
             entry.written = True
         entry.last = operation
         return TensorRef(
-            number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+            number,
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
 
@@ -267,10 +278,27 @@ def refuse_uncapturable(func: Any, args: Any, kwargs: Any) -> None:
         reason = "it bakes a Python value into the graph; use torch.full or a static input"
     elif name in _CHANGES_STORAGE:
         reason = "it changes the storage of a tensor"
-    elif any(t.is_sparse for t in flat_outputs(list(args)) if isinstance(t, torch.Tensor)):
-        reason = "sparse tensors cannot be replayed"
+    else:
+        reason = _unreplayable((args, kwargs))
     if reason:
         raise CaptureRefused(f"cannot capture {func} at {calling_place()}: {reason}")
+
+
+def _unreplayable(values: Any) -> str:
+    """Why a graph cannot hold one of `values`; empty if it can hold them all."""
+    for value in tree_iter(values):
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            return f"tensors of layout {value.layout} cannot be replayed, only strided ones"
+        if isinstance(value, torch.Generator) and _identity(value) != _identity(
+            torch.default_generator
+        ):
+            return "it draws from a generator of its own, whose state the graph does not know"
+    return ""
+
+
+def _identity(generator: torch.Generator) -> int:
+    """The same for every Python object that torch wraps around one generator."""
+    return generator._cdata  # type: ignore[attr-defined]
 
 
 def _shape_depends_on_data(name: str, args: Any) -> bool:
