@@ -1,0 +1,265 @@
+"""Captured functions and modules: eager's bits through forward and backward, or a refusal."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_core.config import ModelConfig
+from fsdp_core.device import Device
+from fsdp_core.graph.capture import CapturedFunction, CapturedModule, GraphMaker
+from fsdp_core.graph.ledger import StaleAddress
+from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.model.attention import AttentionBranch
+from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.rope import rope_tables
+
+DEVICE = Device("cpu")
+TIME = 12
+
+
+class Branch(nn.Module):
+    """Two linears with dropout, a residual, and a constant input."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(x) * scale.to(x.dtype))), self.dropout)
+
+
+def branch(dropout: float) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """The small branch and its constant."""
+    return Branch(dropout), (torch.full((24,), 0.7),)
+
+
+def attention(dropout: float) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """The model's attention branch and its RoPE tables."""
+    config = ModelConfig(hidden=16, heads=4, kv_heads=2, dropout=dropout)
+    tables = rope_tables(TIME, config.head_dim, 1e4, torch.device("cpu"))
+    return AttentionBranch(config, TorchBackend()), tables
+
+
+Make = Callable[[float], tuple[nn.Module, tuple[torch.Tensor, ...]]]
+
+
+def inputs(number: int) -> torch.Tensor:
+    """One microbatch."""
+    drawn = torch.randn(2, TIME, 16, generator=torch.Generator().manual_seed(number))
+    return drawn.requires_grad_()
+
+
+def sample() -> torch.Tensor:
+    """Like a microbatch, with other values."""
+    return torch.zeros(2, TIME, 16, requires_grad=True)
+
+
+def captured_module(
+    module: nn.Module, constants: tuple[torch.Tensor, ...], *, named: bool = True
+) -> CapturedModule:
+    """Captured forward and backward, the ledger knowing every parameter and constant."""
+
+    def resolve() -> dict[str, torch.Tensor]:
+        found = {name: p.data for name, p in module.named_parameters()}
+        return found | {f"constant {i}": c for i, c in enumerate(constants)}
+
+    captured = CapturedModule(
+        GraphMaker(DEVICE),
+        module,
+        sample(),
+        constants,
+        list(module.parameters()),
+        resolve=resolve if named else None,
+    )
+    captured.warm_up()
+    captured.capture_forward()
+    captured.capture_backward()
+    return captured
+
+
+def train(
+    module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], microbatches: int, steps: int
+) -> list[torch.Tensor]:
+    """Accumulated gradients, input gradients and outputs of some steps of plain SGD, copied."""
+    seen = []
+    torch.manual_seed(77)
+    for step in range(steps):
+        module.zero_grad(set_to_none=step % 2 == 0)
+        for number in range(microbatches):
+            x = inputs(step * microbatches + number)
+            # The upstream uses x twice, so that its gradient is accumulated inside autograd too.
+            output = call(x * 1.5) + x
+            (output.square().mean() + output[0, 0, 0]).backward()
+            assert x.grad is not None
+            seen += [output.detach().clone(), x.grad.clone()]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                seen.append(parameter.grad.clone())
+                parameter.sub_(parameter.grad, alpha=0.05)
+    return [*seen, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("make", [branch, attention])
+def test_module_equals_eager(make: Make, dropout: float, dtype: torch.dtype) -> None:
+    """Outputs, every gradient and the generator equal eager's over steps of three microbatches."""
+    torch.manual_seed(0)
+    eager, constants = make(dropout)
+    if dtype == torch.bfloat16:
+        eager = eager.bfloat16()
+    module = copy.deepcopy(eager)
+    graphed = captured_module_of(module, constants, dtype)
+    expected = train(eager, lambda x: eager(x.to(dtype), *constants).float(), 3, 3)
+    got = train(module, lambda x: graphed(x.to(dtype)).float(), 3, 3)
+    assert len(expected) == len(got)
+    for index, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert torch.equal(a, b), index
+
+
+def captured_module_of(
+    module: nn.Module, constants: tuple[torch.Tensor, ...], dtype: torch.dtype
+) -> CapturedModule:
+    """Captured for inputs of `dtype`."""
+    like = sample().detach().to(dtype).requires_grad_()
+    captured = CapturedModule(
+        GraphMaker(DEVICE), module, like, constants, list(module.parameters()), resolve=None
+    )
+    captured.warm_up()
+    captured.capture_forward()
+    captured.capture_backward()
+    return captured
+
+
+def test_capture_leaves_no_trace() -> None:
+    """Warm-up and capture change no parameter, no gradient and no generator."""
+    torch.manual_seed(0)
+    module, constants = branch(0.3)
+    before = [p.detach().clone() for p in module.parameters()]
+    state = torch.get_rng_state()
+    captured_module(module, constants)
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, old in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+        assert parameter.grad is None
+
+
+def test_parameters_are_read_in_place() -> None:
+    """An optimizer's in-place update is seen by the next replay."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    x = inputs(0)
+    assert torch.equal(graphed(x), x)
+
+
+def test_forward_without_grad() -> None:
+    """Under `no_grad` the forward replays alone and gives eager's bits."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants)
+    with torch.no_grad():
+        result = graphed(inputs(4))
+        assert torch.equal(result, module(inputs(4), *constants))
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(2, TIME + 1, 16),
+        torch.zeros(1, TIME, 16),
+        torch.zeros(2, TIME, 16, dtype=torch.bfloat16),
+    ],
+    ids=["longer", "fewer rows", "dtype"],
+)
+def test_wrong_input_is_refused(wrong: torch.Tensor) -> None:
+    """Another shape or dtype than captured is an error with both, never a broadcast copy."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants)
+    with pytest.raises(ValueError, match=r"Expected the captured input \(2, 12, 16\)") as caught:
+        graphed(wrong)
+    assert str(tuple(wrong.shape)) in str(caught.value)
+    assert str(wrong.dtype) in str(caught.value)
+
+
+def test_moved_parameter_is_stale_in_both_graphs() -> None:
+    """A parameter that moved stops the forward, and one that moves later stops the backward."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants)
+    assert isinstance(module, Branch)
+    assert "up.weight" in graphed.ledgers[0].names
+    assert "down.weight" in graphed.ledgers[1].names
+    output = graphed(inputs(0))
+    kept = module.down.weight.data
+    module.down.weight.data = kept.clone()
+    with pytest.raises(StaleAddress, match=r"down\.weight"):
+        output.sum().backward()
+    with pytest.raises(StaleAddress, match=r"down\.weight"):
+        graphed(inputs(1))
+    module.down.weight.data = kept
+    graphed(inputs(1)).sum().backward()
+
+
+def test_pair_has_no_unnamed_externals() -> None:
+    """Of a captured pair every external storage but the static input and gradient has a name."""
+    module, constants = attention(0.1)
+    graphed = captured_module(module, constants)
+    forward, backward = graphed.ledgers
+    assert set(forward.names) == {n for n, _ in module.named_parameters()} | {
+        "constant 0",
+        "constant 1",
+    }
+    # The graph's own static tensors: the input (both), and the output's gradient (backward).
+    assert forward.num_unnamed == 1
+    assert backward.num_unnamed <= 2
+
+
+def test_data_dependent_module_is_refused() -> None:
+    """A module that reads data in Python is refused, and works eagerly as before."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) if x.sum() >= 0 else x
+
+    module = Skips()
+    with pytest.raises(CaptureRefused, match="_local_scalar_dense"):
+        captured_module(module, ())
+    assert module(inputs(0)).shape == (2, TIME, 16)
+
+
+def test_captured_function_returns_its_result() -> None:
+    """A captured function gives its structure of results, fresh after each call, until reset."""
+    x = torch.ones(3)
+    captured = CapturedFunction(GraphMaker(DEVICE), lambda: {"sum": x.sum(), "twice": x * 2}, None)
+    assert captured.ledger is None
+    x.fill_(5)
+    result = captured()
+    assert (result["sum"].item(), result["twice"].tolist()) == (15, [10, 10, 10])
+    captured.reset()
+    with pytest.raises(RuntimeError, match="empty"):
+        captured()
+
+
+def test_reset_drops_both_graphs() -> None:
+    """After `reset` neither direction replays."""
+    module, constants = branch(0.0)
+    graphed = captured_module(module, constants, named=False)
+    assert graphed.ledgers == []
+    output = graphed(inputs(0))
+    graphed.reset()
+    with pytest.raises(RuntimeError, match="empty"):
+        output.sum().backward()
+    with pytest.raises(RuntimeError, match="empty"):
+        graphed(inputs(0))

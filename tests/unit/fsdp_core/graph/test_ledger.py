@@ -1,0 +1,205 @@
+"""The address ledger: names what moved, shrank, vanished or was freed, and never cries wolf."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core.device import Device
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.host import HostGraph
+from fsdp_core.graph.ledger import Ledger, StaleAddress
+
+DEVICE = Device("cpu")
+Names = dict[str, torch.Tensor]
+
+
+def build() -> tuple[Names, Ledger]:
+    """A graph over two named tensors of 64 KiB, a named output and an unnamed constant."""
+    names = {"weight": torch.ones(1 << 14), "bias": torch.ones(1 << 14), "out": torch.zeros(())}
+    names["unused"] = torch.ones(3)
+    constant = torch.ones(1 << 14)
+    names["constant is held by the program"] = constant[:0]
+    graph = HostGraph(DEVICE)
+
+    def function() -> torch.Tensor:
+        return names["out"].copy_((names["weight"] * names["bias"] + constant).sum())
+
+    graph.capture(function)
+    return names, Ledger(graph.recording, lambda: names)
+
+
+def replace(names: Names, name: str) -> None:
+    """The same values in another tensor."""
+    names[name] = names[name].clone()
+
+
+def free(names: Names, name: str) -> None:
+    """The storage is emptied."""
+    DEVICE.resize_storage(names[name].untyped_storage(), 0)
+
+
+def move_storage(names: Names, name: str) -> None:
+    """Freed and allocated again elsewhere, the tensor object being the same."""
+    storage = names[name].untyped_storage()
+    nbytes = storage.nbytes()
+    DEVICE.resize_storage(storage, 0)
+    names["squatter"] = torch.ones(nbytes // 4)
+    DEVICE.resize_storage(storage, nbytes)
+
+
+def vanish(names: Names, name: str) -> None:
+    """The program no longer has a tensor of that name."""
+    del names[name]
+
+
+def fewer(names: Names, name: str) -> None:
+    """The same address with fewer elements."""
+    names[name] = names[name][:10]
+
+
+def retype(names: Names, name: str) -> None:
+    """The same address with another dtype."""
+    names[name] = names[name].view(torch.int32)
+
+
+def shrink(names: Names, name: str) -> None:
+    """The storage is cut to half, which may move it."""
+    storage = names[name].untyped_storage()
+    DEVICE.resize_storage(storage, storage.nbytes() // 2)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (replace, r"captured at 0x[0-9a-f]+, now at 0x[0-9a-f]+"),
+        (move_storage, r"captured at 0x[0-9a-f]+, now at 0x[0-9a-f]+"),
+        (free, r"now at 0x0 \(its storage was freed\)"),
+        (vanish, "captured, but the program no longer has it"),
+        (fewer, r"captured as 16384 x torch.float32, now 10 x torch.float32"),
+        (retype, r"captured as 16384 x torch.float32, now 16384 x torch.int32"),
+        (shrink, r"storage has shrunk|now at 0x[0-9a-f]+"),
+    ],
+)
+def test_a_change_is_named(change: Callable[[Names, str], None], why: str, name: str) -> None:
+    """Each change of one tensor raises `StaleAddress` with that tensor's name alone, and why."""
+    names, ledger = build()
+    ledger.check()
+    change(names, name)
+    with pytest.raises(StaleAddress, match=f"^stale_address: {name}: .*{why}") as caught:
+        ledger.check()
+    assert caught.value.names == [name]
+
+
+def test_all_changes_are_named() -> None:
+    """When several tensors moved, all are named, in the order of the owner's names."""
+    names, ledger = build()
+    replace(names, "out")
+    replace(names, "weight")
+    with pytest.raises(StaleAddress, match=r"weight: .*\(and out\)") as caught:
+        ledger.check()
+    assert caught.value.names == ["weight", "out"]
+
+
+def test_names_and_count_of_unnamed() -> None:
+    """The ledger lists the names that the graph uses, and counts the storages without one."""
+    names = build()[1].names
+    assert names == ["weight", "bias", "out"]
+    x, y = torch.ones(4), torch.ones(4)
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: x + y)
+    assert Ledger(graph.recording, dict).num_unnamed == 2
+    assert Ledger(graph.recording, lambda: {"x": x}).num_unnamed == 1
+    assert Ledger(graph.recording, lambda: {"x": x, "y": y}).num_unnamed == 0
+
+
+def test_unnamed_freed() -> None:
+    """An unnamed external storage that died is described by its size and its operator."""
+    held, y = [torch.ones(100)], torch.ones(3)
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: y.add_(held[0].sum()))
+    ledger = Ledger(graph.recording, lambda: {"y": y})
+    ledger.check()
+    # The host graph holds the storages that it reads: without it the program's own is the last.
+    graph.reset()
+    held.clear()
+    with pytest.raises(StaleAddress, match=r"unnamed storage of 400 bytes used by aten.sum.*freed"):
+        ledger.check()
+
+
+def test_unnamed_moved() -> None:
+    """An unnamed external storage that moved is described too."""
+    x, y = torch.ones(1 << 14), torch.ones(3)
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: y.add_(x.sum()))
+    ledger = Ledger(graph.recording, lambda: {"y": y})
+    move_storage({"x": x}, "x")
+    with pytest.raises(StaleAddress, match="unnamed storage of 65536 bytes"):
+        ledger.check()
+
+
+def test_the_partners_memory_is_no_external() -> None:
+    """What a forward graph made and its backward graph reads belongs to the pair."""
+    x = torch.ones(8)
+    forward, backward = HostGraph(DEVICE), HostGraph(DEVICE)
+    saved = forward.capture(lambda: x * 3)
+    backward.capture(lambda: x + saved)
+    alone = Ledger(backward.recording, lambda: {"x": x})
+    paired = Ledger(backward.recording, lambda: {"x": x}, forward.recording)
+    assert alone.num_unnamed == 1
+    assert paired.num_unnamed == 0
+    assert paired.names == ["x"]
+
+
+def test_unchanged_program_never_alarms() -> None:
+    """Fifty replays of an unchanged step, with allocator churn between, pass every check."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 1))
+    x = torch.randn(4, 8)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def names() -> Names:
+        found = dict(model.named_parameters()) | {"x": x}
+        grads = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {**found, **grads}
+
+    def step() -> torch.Tensor:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+        return loss.detach()
+
+    captured = CapturedFunction(GraphMaker(DEVICE), step, names)
+    assert captured.ledger is not None
+    assert sorted(captured.ledger.names) == sorted(names())
+    assert captured.ledger.num_unnamed == 0
+    losses = []
+    for replay in range(50):
+        noise = [torch.ones(8 + replay) for _ in range(replay % 7)]
+        x.copy_(torch.randn(4, 8))
+        losses.append(captured().item())
+        del noise
+    assert len(set(losses)) == 50
+
+
+def test_a_stale_graph_does_not_run() -> None:
+    """The check comes before the replay: nothing of a stale graph runs."""
+    names = {"x": torch.ones(8), "y": torch.zeros(8)}
+    captured = CapturedFunction(
+        GraphMaker(DEVICE), lambda: names["y"].add_(names["x"]), lambda: names
+    )
+    held = names["y"]
+    captured()
+    replace(names, "x")
+    with pytest.raises(StaleAddress, match="x: captured at"):
+        captured()
+    assert (held == 1).all()
