@@ -197,6 +197,31 @@ def print_both(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
     sys.stderr.write("to stderr\n")
 
 
+def print_then_die(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
+    sys.stdout.write("last words\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def orphan_helper(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
+    """Start a helper the way daemons do, wait for `go`, and fail if the helper is gone by then."""
+    command = [sys.executable, "-c", DAEMON, str(folder / f"helper{rank}")]
+    subprocess.run(command, check=True)
+    helper = int((folder / f"helper{rank}").read_text())
+    (folder / f"helped{rank}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.005)
+    return None if alive(helper) else 5
+
+
+DAEMON = """
+import os, sys, time
+pid = os.fork()
+if pid == 0:
+    time.sleep(3600)
+open(sys.argv[1], "w").write(str(pid))
+"""
+
+
 def children(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
     """Leave two children behind, one of them in a session of its own."""
     command = [sys.executable, "-c", "import time; time.sleep(3600)"]
@@ -257,6 +282,8 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "kill_server": _signal_of(grandparent),
     "flood": flood,
     "print": print_both,
+    "print_then_die": print_then_die,
+    "orphan_helper": orphan_helper,
     "children": children,
     "children_then_hang": children_then_hang,
     "children_then_die": children_then_die,

@@ -39,8 +39,11 @@ def spec(
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
-    with LocalEngine(8, entry=ENTRY, limits=LIMITS) as engine:
-        yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        # Set on many CI machines, it would hide a buffer that a killed rank never flushes.
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
+        with LocalEngine(8, entry=ENTRY, limits=LIMITS) as engine:
+            yield engine
 
 
 def finish(engine: LocalEngine, run: RunSpec, folder: Path) -> RunOutcome:
@@ -160,6 +163,26 @@ def test_children_of_ranks_are_not_left_behind(
     strays = stray_pids(tmp_path)
     assert len(strays) == 2
     wait_gone(*strays)
+
+
+def test_a_helper_lives_as_long_as_its_run(engine: LocalEngine, tmp_path: Path) -> None:
+    """A daemon that a rank started is not swept away by the end of another run, only by its own."""
+    run, folder = spec({"0": "orphan_helper"}, 2, name="helped"), tmp_path / "helped"
+    engine.start(run, folder)
+    wait_for(folder / "helped0")
+    assert finish(engine, spec({}, 2), tmp_path / "other").what == ""
+    (folder / "go").touch()
+    (outcome,) = engine.wait(PATIENCE_S)
+    assert outcome.what == "", outcome.message
+    wait_gone(int((folder / "helper0").read_text()))
+
+
+def test_what_a_rank_printed_before_it_was_killed_is_stored(
+    engine: LocalEngine, tmp_path: Path
+) -> None:
+    """Nothing that was printed waits in a buffer for an end that never comes."""
+    finish(engine, spec({"0": "print_then_die"}), tmp_path)
+    assert (tmp_path / "rank0.stderr").read_text() == "last words\n"
 
 
 def test_a_flood_of_output_is_cut_and_its_end_kept(engine: LocalEngine, tmp_path: Path) -> None:
@@ -320,8 +343,12 @@ while True:
 """
 
 
-def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path) -> None:
-    """When the harness is killed, server, leaders, ranks and their children all end."""
+@pytest.mark.parametrize("with_server", [False, True])
+def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path, with_server: bool) -> None:
+    """When the harness is killed, alone or with its server, server, leaders and ranks all end.
+
+    Children of ranks end too, unless nobody is left who knows them.
+    """
     folder = RunFolder.create(tmp_path / "out", {}, "", [])
     runs = {"a": spec({"*": "children_then_hang"}, 2, name="a"), "b": spec({"*": "hang"}, 2)}
     plain = json.dumps({name: run.to_json() for name, run in runs.items()})
@@ -334,8 +361,14 @@ def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path) -> None:
         wait_for(*(place / f"hanging{rank}" for place in places.values() for rank in (0, 1)))
         ranks = [pid for place in places.values() for pid in rank_pids(place)]
         leaders = {parent_of(pid) for pid in ranks}
+        if with_server:
+            os.kill(server, signal.SIGKILL)
         harness.kill()
-    wait_gone(server, *ranks, *(pid for pid in leaders if pid), *stray_pids(places["a"]))
+    wait_gone(server, *ranks, *(pid for pid in leaders if pid))
+    for pid in stray_pids(places["a"]):
+        if with_server:
+            os.kill(pid, signal.SIGKILL)
+        wait_gone(pid)
     for name, run in runs.items():
         result = load_run_folder(places[name], run)
         assert result.outcome.what == "interrupted"

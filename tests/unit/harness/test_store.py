@@ -193,6 +193,17 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == ["verdict.json"]
 
 
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """Whoever has the old file open reads it to its end; the new one is whole, and alone."""
+    path = tmp_path / "verdict.json"
+    write_atomic(path, "old")
+    with path.open() as reader:
+        write_atomic(path, "new and longer")
+        assert reader.read() == "old"
+    assert path.read_text() == "new and longer"
+    assert [p.name for p in tmp_path.iterdir()] == ["verdict.json"]
+
+
 def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
     """Remains of unfinished attempts are renamed one after the other, never overwritten."""
     run, key = spec(), spec().key

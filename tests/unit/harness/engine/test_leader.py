@@ -58,6 +58,15 @@ def test_a_failure_starts_the_grace_of_the_others() -> None:
     assert w.running == [2]
 
 
+def test_a_late_failure_does_not_reopen_the_grace() -> None:
+    """A rank that fails while stacks are awaited does not put the killing of the others off."""
+    w = watch()
+    w.advance(110.0)
+    w.ended(0, 1, 110.5)
+    assert w.phase is Phase.STACKS
+    assert w.advance(111.0) == signal.SIGKILL
+
+
 def test_the_grace_does_not_outlast_the_timeout() -> None:
     """A failure just before the timeout does not give the others more time than the run has."""
     w = watch()

@@ -100,6 +100,13 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = 
                                    "crashed", 0),
     "silent death, victims that waited": ([rank(0, -9), lost(1, GLOO_WAITED, "hang")], [0, 1],
                                           False, "killed", 0),
+    "gave up in odd words, later silent death": (
+        [lost(0, "odd words", "hang"), rank(1, -9)], [0, 1], False, "killed", 1,
+    ),
+    "disk full beside a silent death": (
+        [rank(0, -9), lost(1, "[Errno 28] No space left on device")], [0, 1], False,
+        "interrupted", 1,
+    ),
     "silent death, later odd error": ([rank(0, -9), lost(1, "odd words")], [0, 1], False,
                                       "killed", 0),
     "odd error, later silent death": ([rank(0, -6), lost(1, "odd words")], [1, 0], False,
