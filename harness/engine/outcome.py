@@ -11,12 +11,15 @@
 
 One failing rank takes the others with it, so most of the evidence is collateral. A rank is a
 *victim* if its record only says that a peer went away or that it waited too long for one; the
-culprit is the first rank to fail that is not a victim, else one that was still running.
+culprit is the first rank to fail that is not a victim, else one that was still running: the one
+with the fewest steps, else the only one whose stack does not wait inside torch.distributed.
 """
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from harness.records import ErrorRecord, RankExit, RankRecords, What
 
@@ -34,6 +37,10 @@ OUTSIDE_SIGNALS = frozenset(
 )
 """Signals that come from outside of the program: a person, a scheduler, the kernel."""
 MESSAGE_CHARS = 500
+WAITING_PLACE = "torch/distributed/"
+"""Files in which a rank waits for the others."""
+_STACK_HEAD = "Current thread 0x"
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,17 @@ class RankEvidence:
         """Whether it failed by itself and left no error record."""
         failed = self.exit.code is None or self.exit.code != 0
         return failed and not self.still_running and self.records.error is None
+
+    @property
+    def stack(self) -> tuple[str, ...]:
+        """Frames of the last stack that faulthandler printed, innermost first: 'where (file:line)'.
+
+        The harness asks for it before it ends a rank, so its format is known.
+        """
+        _, found, printed = self.stderr_tail.rpartition(_STACK_HEAD)
+        # Threads are apart by an empty line; only the first one answered the signal.
+        own = printed.partition("\n\n")[0].partition("\nThread 0x")[0] if found else ""
+        return tuple(f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(own))
 
     @property
     def left_early(self) -> bool:
@@ -173,16 +191,27 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
 def _hang(
     running: Sequence[RankEvidence], victims: Sequence[RankEvidence], *, timeout_s: float | None
 ) -> Answer:
-    steps = ", ".join(f"rank {r.rank} {_where(r)}" for r in sorted(running, key=lambda r: r.rank))
+    ordered = sorted(running, key=lambda r: r.rank)
+    steps = ", ".join(f"rank {r.rank} {_where(r)}{_inside(r)}" for r in ordered)
     if timeout_s is not None:
         message = f"time was up after {timeout_s:g} s; still running: {steps}"
     else:
         error = victims[0].records.error
         told = _first_line(error.message) if error is not None else ""
         message = f"still running: {steps}; rank {victims[0].rank} waited and gave up: {told}"
-    behind = min(-1 if r.last_step is None else r.last_step for r in running)
-    last = [r.rank for r in running if (-1 if r.last_step is None else r.last_step) == behind]
-    return "hang", message, last[0] if len(last) == 1 else None
+    return "hang", message, _hung(running)
+
+
+def _hung(running: Sequence[RankEvidence]) -> int | None:
+    """The one rank that the others waited for, if the evidence singles it out."""
+    steps = {r.rank: -1 if r.last_step is None else r.last_step for r in running}
+    behind = [rank for rank, step in steps.items() if step == min(steps.values())]
+    if len(behind) == 1:
+        return behind[0]
+    waiting = {r.rank for r in running if any(WAITING_PLACE in frame for frame in r.stack)}
+    elsewhere = [r.rank for r in running if r.stack and r.rank not in waiting]
+    all_known = len(waiting) + len(elsewhere) == len(running)
+    return elsewhere[0] if waiting and all_known and len(elsewhere) == 1 else None
 
 
 def _blame_victims(victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
@@ -206,6 +235,14 @@ def _where(rank: RankEvidence) -> str:
     if rank.last_step is not None:
         return f"after step {rank.last_step}"
     return "before its first step" if rank.records.start is not None else "before its first record"
+
+
+def _inside(rank: RankEvidence) -> str:
+    """The innermost frame of its stack, without the folder."""
+    if not rank.stack:
+        return ""
+    name, _, place = rank.stack[0].partition(" (")
+    return f" in {name} ({PurePath(place).name}"
 
 
 def _names(ranks: Sequence[RankEvidence]) -> str:

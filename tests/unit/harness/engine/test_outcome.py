@@ -161,6 +161,57 @@ def test_a_hang_names_the_ranks_and_their_last_steps() -> None:
     assert message == f"time was up after 5 s; still running: {expected}"
 
 
+def stack(*frames: tuple[str, int, str], more: str = "") -> str:
+    """What faulthandler prints, after other output."""
+    lines = [f'  File "{path}", line {line} in {name}' for path, line, name in frames]
+    text = "\n".join(["noise", "Current thread 0x00007f (most recent call first):", *lines])
+    return f"{text}\n{more}"
+
+
+WAITING = stack(
+    ("/site/torch/distributed/distributed_c10d.py", 44, "all_gather"), ("/a/train.py", 9, "step")
+)
+SLEEPING = stack(("/a/plant.py", 114, "_hang"), ("/a/train.py", 7, "step"))
+OTHER_THREAD = (
+    'Thread 0x1 (most recent call first):\n  File "/x/torch/distributed/y.py", line 1 in f'
+)
+
+
+def stuck(number: int, tail: str) -> RankEvidence:
+    return rank(number, -9, ours=True, tail=tail)
+
+
+@pytest.mark.parametrize(
+    ("tails", "culprit"),
+    [
+        ((WAITING, SLEEPING, WAITING), 1),
+        ((WAITING, stack(("/a/plant.py", 1, "_hang"), more="\n" + OTHER_THREAD)), 1),
+        ((WAITING, stack(("/a/plant.py", 1, "_hang"), more=OTHER_THREAD)), 1),
+        ((WAITING, WAITING), None),
+        ((SLEEPING, SLEEPING), None),
+        ((WAITING, SLEEPING, SLEEPING), None),
+        ((WAITING, SLEEPING, ""), None),
+        ((SLEEPING, "no stack"), None),
+        ((stack(), WAITING), None),
+    ],
+)
+def test_stacks_single_out_the_rank_that_the_others_wait_for(
+    tails: tuple[str, ...], culprit: int | None
+) -> None:
+    """All but one wait in a collective: that one is the culprit; with any doubt there is none."""
+    ranks = [stuck(number, tail) for number, tail in enumerate(tails)]
+    assert classify(ranks, timed_out=True, timeout_s=5.0)[2] == culprit
+
+
+def test_a_hang_says_where_each_rank_was() -> None:
+    """The innermost frame of every stack is in the message, without its folder."""
+    message = classify([stuck(0, WAITING), stuck(1, SLEEPING)], timed_out=True, timeout_s=5.0)[1]
+    assert message == (
+        "time was up after 5 s; still running: rank 0 after step 2 in all_gather "
+        "(distributed_c10d.py:44), rank 1 after step 2 in _hang (plant.py:114)"
+    )
+
+
 def test_a_crash_tells_who_followed() -> None:
     """The message names the culprit's end first, then who failed with it and who was killed."""
     ranks = [lost(0), rank(1, -11), ended(2)]
