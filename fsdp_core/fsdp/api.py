@@ -20,6 +20,9 @@ from fsdp_core.fsdp.module import Schedule, Unit
 from fsdp_core.fsdp.param_group import GroupPolicy, Owned, ParamGroup
 from fsdp_core.fsdp.pool import Pool, make_pool
 
+_TAKEN = "_fsdp_taken"
+"""Set on a parameter that a unit has copied from: a second unit would train a second copy."""
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -79,7 +82,8 @@ def fully_shard(
         pool: where full buffers come from; the root's pool serves all its units. Default: double.
 
     Raises:
-        ValueError: unknown strategy, a mesh of several axes, no parameters, or wrapped twice.
+        ValueError: unknown strategy, a mesh of several axes, wrapped twice, no parameters, or
+            parameters that are frozen, not of floating point, or shared between modules.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"Expected a strategy of {STRATEGIES}, got {strategy!r}.")
@@ -91,6 +95,7 @@ def fully_shard(
     owned = list(_unheld_parameters(module, inner))
     if not owned:
         raise ValueError(f"Expected {type(module).__name__} to hold parameters of its own.")
+    _check_trainable(module, owned)
     policy = mp_policy or MixedPrecisionPolicy()
     device = Device(mesh.device_type, torch.cuda.current_device() if _on_cuda(mesh) else 0)
     schedule = Schedule(device, pool or make_pool("double", device, persistent_on_miss=True))
@@ -125,7 +130,27 @@ def _unheld_parameters(module: nn.Module, inner: list[Unit]) -> Iterator[Owned]:
             continue
         for attribute, parameter in child._parameters.items():
             if parameter is not None:
-                yield Owned(child, attribute, parameter)
+                yield Owned(child, attribute)
+
+
+def _check_trainable(module: nn.Module, owned: list[Owned]) -> None:
+    """Refuse what would silently change its meaning, then mark the parameters as taken."""
+    names = {id(child): name for name, child in module.named_modules()}
+    seen: set[int] = set()
+    for held in owned:
+        name, parameter = f"{names[id(held.module)]}.{held.attribute}".lstrip("."), held.current
+        if not (parameter.requires_grad and parameter.is_floating_point()):
+            raise ValueError(
+                f"Expected {name} to be of floating point with requires_grad, got "
+                f"{parameter.dtype} with requires_grad={parameter.requires_grad}."
+            )
+        if id(parameter) in seen or hasattr(parameter, _TAKEN):
+            raise ValueError(
+                f"Expected {name} to be held once, got a parameter shared with another."
+            )
+        seen.add(id(parameter))
+    for held in owned:
+        setattr(held.current, _TAKEN, True)
 
 
 def _name_units(root: nn.Module, schedule: Schedule) -> None:

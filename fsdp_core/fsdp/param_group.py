@@ -26,11 +26,17 @@ from fsdp_core.fsdp.pool import Key, Pool
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter and where its module holds it."""
+    """Where a module holds a parameter. The parameter itself is not kept: it has its full size."""
 
     module: nn.Module
     attribute: str
-    original: nn.Parameter
+
+    @property
+    def current(self) -> nn.Parameter:
+        """What the module holds now: the wrapped parameter, later one of the group's."""
+        parameter = self.module._parameters[self.attribute]
+        assert parameter is not None
+        return parameter
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class ParamGroup:
         self.num_ranks = dist.get_world_size(group)
         self.shard_index = dist.get_rank(group) if policy.sharded else 0
         shards = self.num_ranks if policy.sharded else 1
-        self.layout: FlatLayout = build_layout([tuple(o.original.shape) for o in owned], shards)
+        self.layout: FlatLayout = build_layout([tuple(o.current.shape) for o in owned], shards)
         self._gather_key, self._grad_key = Key(id(self), "gather"), Key(id(self), "grad")
         self._make_persistent_buffers()
         self._full_grad: torch.Tensor | None = None
@@ -79,7 +85,7 @@ class ParamGroup:
         for index, owned in enumerate(self.owned):
             piece = self.layout.local_piece(index, self.shard_index)
             if piece.numel:
-                source = owned.original.detach()
+                source = owned.current.detach()
                 rows = source[piece.row_start : piece.row_stop] if source.dim() else source
                 self._piece(self.main_weight, index).copy_(rows.reshape(-1))
         same = self.policy.compute_dtype == torch.float32
