@@ -10,6 +10,7 @@ Two side streams, `gather` and `reduce`, are shared by all units of a root (`Sch
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,10 @@ from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import Pool
 
 
+def _no_callback() -> None:
+    """Stands for the callback of a backward pass while there is none."""
+
+
 class Schedule:
     """What the units of one root share: streams, pool, recorded order, buffers to drain."""
 
@@ -30,7 +35,7 @@ class Schedule:
         self.units: list[Unit] = []
         self.order: list[Unit] = []
         self.reducing: list[tuple[ParamGroup, Any]] = []
-        self.final_callback_queued = False
+        self.final_callback: Callable[[], Any] = _no_callback
 
     @functools.cached_property
     def gather_stream(self) -> Any:
@@ -61,6 +66,21 @@ class Schedule:
             group, event = self.reducing.pop(0)
             current.wait_event(event)
             group.release_grad(current)
+
+    def begin_backward(self) -> None:
+        """Queue the end of this backward pass, once; drop what a pass that raised left behind."""
+        if self.final_callback() is not None:
+            return
+        self.drain(keep=0)
+        for unit in self.units:
+            unit.forget_backward()
+        # The reduce stream joins the current one before its first allocation, so that a capture in
+        # progress covers it.
+        self.reduce_stream.wait_stream(self.device.current_stream())
+        callback = functools.partial(finish, self)
+        # Weak: a pass that raises drops its callback unrun, and the next pass must see that.
+        self.final_callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def quiesce(self) -> None:
         """Finish all work and forget its events, so that a capture may begin or has ended.
@@ -138,12 +158,7 @@ class Unit:
     def _pre_backward(self, grad: torch.Tensor) -> None:
         del grad
         schedule = self.schedule
-        if not schedule.final_callback_queued:
-            schedule.final_callback_queued = True
-            # The reduce stream joins the current one before its first allocation, so that a
-            # capture in progress covers it.
-            schedule.reduce_stream.wait_stream(schedule.device.current_stream())
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: finish(schedule))
+        schedule.begin_backward()
         self._awaited = set(range(len(self.group.owned)))
         self.unshard()
         self.wait_unshard()
@@ -171,6 +186,12 @@ class Unit:
         schedule.reducing.append((self.group, schedule.reduce_stream.record_event()))
         schedule.drain(keep=1)
 
+    def forget_backward(self) -> None:
+        """Drop gradients that an unfinished backward pass left; nothing after a finished one."""
+        self._awaited = set()
+        if self.group.has_grads:
+            self.group.release_grad(self.schedule.device.current_stream())
+
     @property
     def missing_grads(self) -> list[str]:
         """Names of parameters whose gradient has not arrived in this backward pass."""
@@ -183,14 +204,15 @@ def finish(schedule: Schedule) -> None:
     Raises:
         RuntimeError: a unit went into backward and some of its gradients never came.
     """
-    schedule.final_callback_queued = False
+    schedule.final_callback = _no_callback
     schedule.drain(keep=0)
     schedule.device.current_stream().wait_stream(schedule.reduce_stream)
     schedule.device.current_stream().wait_stream(schedule.gather_stream)
+    for unit in schedule.units:
+        unit.reshard()
     for unit in schedule.units:
         if missing := unit.missing_grads:
             raise RuntimeError(
                 f"Expected gradients of every parameter of unit {unit.name!r}, "
                 f"{len(missing)} never came, such as {missing[0]!r}; the unit was not reduced."
             )
-        unit.reshard()
