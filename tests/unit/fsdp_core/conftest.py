@@ -1,0 +1,20 @@
+"""A process group of one rank: degree 1 runs the same code as any other."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core.config import ParallelConfig
+from fsdp_core.device import Device
+from fsdp_core.mesh import build_mesh, init_ranks
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    device = Device("cpu")
+    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
+    yield build_mesh(ParallelConfig(), device)
+    dist.destroy_process_group()

@@ -1,0 +1,23 @@
+"""The mesh: named axes over the ranks that are there."""
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core.config import ParallelConfig
+from fsdp_core.device import Device
+from fsdp_core.mesh import build_mesh
+
+
+def test_degree_one_is_a_mesh(mesh: DeviceMesh) -> None:
+    """One rank has a mesh with axis dp of size 1 and a process group of its own."""
+    assert mesh.mesh_dim_names == ("dp",)
+    assert mesh.size() == 1
+    assert mesh.get_local_rank("dp") == 0
+    assert mesh.get_group().size() == 1
+
+
+def test_wrong_world_is_refused(mesh: DeviceMesh) -> None:
+    """Degrees that do not multiply to the ranks that joined are an error with both numbers."""
+    del mesh
+    with pytest.raises(ValueError, match=r"Expected 3 ranks for .*, got 1\."):
+        build_mesh(ParallelConfig(dp=3), Device("cpu"))
