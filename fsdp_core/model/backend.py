@@ -1,7 +1,8 @@
 """The single place that chooses between torch and TransformerEngine modules."""
 
+import ctypes
 import importlib.util
-import os
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -78,14 +79,17 @@ class TransformerEngineBackend:
 
 
 def _prefer_cudnn_of_torch() -> None:
-    """Point TransformerEngine at the cuDNN that torch brings, unless the user chose one.
+    """Load every part of the cuDNN that torch brings, before TransformerEngine looks for one.
 
-    It looks for a system cuDNN first; with two versions in one process, whichever library comes
-    second fails to load or refuses the other's version.
+    TransformerEngine finds a system cuDNN first. cuDNN loads its parts by name when they are
+    needed, so two versions in one process share parts, and one of the libraries then fails.
     """
-    spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    if spec is not None and spec.submodule_search_locations:
-        os.environ.setdefault("CUDNN_HOME", next(iter(spec.submodule_search_locations)))
+    if importlib.util.find_spec("nvidia") is None:
+        return
+    spec = importlib.util.find_spec("nvidia.cudnn")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for library in sorted(Path(folder, "lib").glob("libcudnn*.so*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def make_backend(name: str) -> Backend:
