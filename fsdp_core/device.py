@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
 
@@ -72,9 +72,13 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count the storages that it returns."""
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the wrapper opens itself up first; what it holds is counted
         out = func(*args, **(kwargs or {}))
         for value in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass_type(
+                type(value)
+            ):
                 self.add(value)
         return out
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter, tree_map_only
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
@@ -138,6 +138,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the operator around its execution."""
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the wrapper (a pending collective's, say) opens itself up first
         kwargs = kwargs or {}
         if self._keep:
             refuse_uncapturable(func, args, kwargs)
@@ -191,7 +193,9 @@ class Recorder(TorchDispatchMode):
     def _fresh_outputs(self, out: Any, number: int, name: str) -> tuple[tuple[int, TensorRef], ...]:
         fresh = []
         for index, value in enumerate(flat_outputs(out)):
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass_type(
+                type(value)
+            ):
                 continue
             known = self._number_of(value.untyped_storage())
             if known is None:
