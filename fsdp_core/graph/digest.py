@@ -75,7 +75,7 @@ class Digester:
             self._plan = _make_plan(tensors, self.device, kernel)
 
     def __call__(self, tensors: Sequence[Tensor], out: Tensor) -> None:
-        """Write one row a tensor: four lanes, then the number of non-finite elements.
+        """Write one row a tensor: four lanes, then 1 if any element is not finite, else 0.
 
         Args:
             tensors: as many as at construction, of the same shapes, dtypes and device.
@@ -131,13 +131,13 @@ def empty_rows(num_tensors: int, device: torch.device | str) -> Tensor:
 
 
 def digest_hex(rows: Tensor) -> tuple[str, list[int]]:
-    """Rows on the host as text: 32 lower-case hex characters a tensor, concatenated, and counts.
+    """Rows on the host as text: 32 lower-case hex characters a tensor, concatenated, and flags.
 
     Args:
         rows: int32 [num_tensors, 5] on the CPU.
 
     Returns:
-        The digests of all tensors as one string, and the number of non-finite elements of each.
+        The digests of all tensors as one string, and the flag of non-finite elements of each.
     """
     if rows.dtype != torch.int32 or rows.dim() != 2 or rows.shape[1] != NUM_COLUMNS:
         raise ValueError(f"Expected int32 [n, {NUM_COLUMNS}], got {rows.dtype} {list(rows.shape)}.")

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from fsdp_core.graph.digest_words import (
     C1,
-    C2,
+    INT_OF_SIZE,
     M1,
-    M2,
     M3,
     MASK32,
     NUM_COLUMNS,
     PATTERNS,
     WORD_BYTES,
     as_int32,
-    index_keys,
+    index_key,
     length_rows,
+    second_factor,
 )
 
-PAGE_WORDS = 1 << 16  # 256 KiB: a page and its temporaries stay in the caches
+PAGE_WORDS = 1 << 18  # 1 MiB: smaller pages pay more for calling operators than they save in caches
 ROW_WORDS = 64  # a page row belongs to one tensor; also keeps every slot aligned for any dtype
 
 
@@ -46,42 +46,57 @@ class _Piece:
 class _Page:
     """Up to `PAGE_WORDS` words of one dtype: a zeroed buffer, its keys, which row is whose.
 
-    Padding has keys of zero as well as words of zero: it mixes to (0, 0) and adds nothing.
+    Padding has a key of zero as well as words of zero: it mixes to zeros and adds nothing.
     """
 
     def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype, device: torch.device) -> None:
         rows = [-(-piece.num_words // ROW_WORDS) for piece in pieces]
-        words = torch.zeros(sum(rows) * ROW_WORDS, dtype=torch.int64)
-        keys = [words, words.clone()]
+        key = torch.zeros(sum(rows) * ROW_WORDS, dtype=torch.int64)
         start, self.slots, self.pieces = 0, [], tuple(pieces)
-        self.words = torch.zeros(words.numel(), dtype=torch.int32, device=device)
-        elements = self.words.view(torch.uint8).view(dtype)
+        self.words = torch.zeros(key.numel(), dtype=torch.int32, device=device)
+        self.int_dtype = INT_OF_SIZE[dtype.itemsize]
+        elements = self.words.view(self.int_dtype)
         for piece, num_rows in zip(pieces, rows, strict=True):
-            for key, first, factor in zip(keys, index_keys(piece.word), (C1, C2), strict=True):
-                ramp = torch.arange(piece.num_words) * factor + first
-                key[start : start + piece.num_words] = ramp & MASK32
+            ramp = torch.arange(piece.num_words) * C1 + index_key(piece.word)
+            key[start : start + piece.num_words] = ramp & MASK32
             first_element = start * WORD_BYTES // dtype.itemsize
             self.slots.append(elements[first_element : first_element + piece.stop - piece.start])
             start += num_rows * ROW_WORDS
-        self.key_x, self.key_z = (key.to(torch.int32).to(device) for key in keys)
+        self.key = key.to(torch.int32).to(device)
+        self.factor = as_int32(second_factor(pieces[0].word))
         owners = torch.tensor([piece.tensor for piece in pieces])
         self.owners = owners.repeat_interleave(torch.tensor(rows)).to(device)
-        self.pattern = PATTERNS[dtype]
+        # An element is not finite if (bits ^ flip) & mask is the mask, which is the maximum.
+        pattern = PATTERNS[dtype]
+        shift = 32 if pattern.high_word_only else 0
+        self.mask, self.flip = pattern.mask << shift, (pattern.mask ^ pattern.value) << shift
+        self.most = torch.empty(sum(rows), dtype=self.int_dtype, device=device)
+        self.found = torch.empty(sum(rows), dtype=torch.bool, device=device)
+
+    def flag_nonfinite(self, out: Tensor, t: Tensor) -> None:
+        """out = 1 for each row with an element that is not finite, else 0; `t` is scratch."""
+        if not self.mask:
+            out.zero_()
+            return
+        masked = t.view(self.int_dtype)
+        torch.bitwise_and(self.words.view(self.int_dtype), self.mask, out=masked)
+        if self.flip:
+            masked.bitwise_xor_(self.flip)
+        torch.amax(masked.view(len(self.most), -1), 1, out=self.most)
+        out.copy_(torch.eq(self.most, self.mask, out=self.found))
 
 
 class TorchPlan:
     """The digest in torch operators over pages of words; needs no kernel of our own.
 
-    Tensors are cut into pieces, pieces of one dtype share pages. Holds three integers a word.
+    Tensors are cut into pieces, pieces of one dtype share pages. Holds two integers a word.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._start = length_rows(tensors, device)
         self._pages = [_Page(*page, device) for page in _paginate(tensors)]
         most = max((page.words.numel() for page in self._pages), default=0)
-        self._x, self._z, self._t = (
-            torch.empty(most, dtype=torch.int32, device=device) for _ in range(3)
-        )
+        self._mixed = torch.empty(4, most, dtype=torch.int32, device=device)
         self._sums = torch.empty(NUM_COLUMNS, most // ROW_WORDS, dtype=torch.int32, device=device)
 
     def update(self, tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -89,36 +104,32 @@ class TorchPlan:
         out.copy_(self._start)
         columns = out.t()
         for page in self._pages:
-            sources = [tensors[p.tensor].reshape(-1)[p.start : p.stop] for p in page.pieces]
+            sources = [
+                tensors[p.tensor].detach().view(page.int_dtype).reshape(-1)[p.start : p.stop]
+                for p in page.pieces
+            ]
             torch._foreach_copy_(page.slots, sources)
             columns.index_add_(1, page.owners, self._row_sums(page))
+        columns[-1].clamp_(max=1)
 
     def scratch(self) -> tuple[Tensor, ...]:
         """Everything that a recorded call touches besides its arguments."""
-        tables = [t for p in self._pages for t in (p.words, p.key_x, p.key_z, p.owners)]
-        return (self._start, self._x, self._z, self._t, self._sums, *tables)
+        tables = [t for p in self._pages for t in (p.words, p.key, p.owners, p.most, p.found)]
+        return (self._start, self._mixed, self._sums, *tables)
 
     def _row_sums(self, page: _Page) -> Tensor:
         n = page.words.numel()
-        x, z, t = self._x[:n], self._z[:n], self._t[:n]
+        x, y, z, t = self._mixed[:, :n].unbind()
         sums = self._sums[:, : n // ROW_WORDS]
-        torch.bitwise_xor(page.words, page.key_x, out=x)
-        _fold(x, t, 16).mul_(as_int32(M1))
+        _fold(torch.bitwise_xor(page.words, page.key, out=x), t, 16).mul_(as_int32(M1))
         _fold(x, t, 15)
-        torch.mul(x, as_int32(M2), out=z).add_(page.key_z)
-        _fold(z, t, 16).mul_(as_int32(M3))
-        _fold(z, t, 15)
+        _fold(torch.mul(x, page.factor, out=y).add_(page.key), t, 16)
+        _fold(torch.mul(y, as_int32(M3), out=z), t, 15)
         _sum_rows(z, sums[0])
         _sum_rows(torch.mul(x, z, out=t), sums[1])
-        _sum_rows(torch.bitwise_right_shift(x, 16, out=t).mul_(z), sums[2])
-        _sum_rows(z.bitwise_right_shift_(16).mul_(x), sums[3])
-        if page.pattern.fields:
-            _mark_finite(page, x, t)
-            _sum_rows(x, sums[4])
-            # Non-finite is what is missing from the row's full number of fields.
-            sums[4].neg_().add_(page.pattern.fields * ROW_WORDS)
-        else:
-            sums[4].zero_()
+        _sum_rows(x.mul_(y), sums[2])
+        _sum_rows(y.mul_(z), sums[3])
+        page.flag_nonfinite(sums[4], t)
         return sums
 
 
@@ -132,35 +143,22 @@ def _sum_rows(words: Tensor, out: Tensor) -> None:
     torch.sum(words.view(-1, ROW_WORDS), 1, dtype=torch.int32, out=out)
 
 
-def _mark_finite(page: _Page, out: Tensor, t: Tensor) -> None:
-    """out = number of finite fields of each word; `t` is scratch.
-
-    Comparisons give bool, and int32 += bool converts piecemeal at five times the cost: so a field
-    is 1 if its masked bits differ from the pattern, by xor and clamp.
-    """
-    pattern = page.pattern
-    for i in range(pattern.fields):
-        field = t if i else out
-        torch.bitwise_right_shift(page.words, i * 32 // pattern.fields, out=field)
-        field.bitwise_and_(pattern.mask).bitwise_xor_(pattern.value).clamp_(max=1)
-        if i:
-            out.add_(field)
-    if pattern.high_word_only:
-        out.view(-1, 2)[:, 0].fill_(1)
-
-
 def _paginate(tensors: Sequence[Tensor]) -> Iterator[tuple[list[_Piece], torch.dtype]]:
-    """Pages of whole rows: consecutive pieces of one dtype, together at most `PAGE_WORDS`."""
-    open_pages: dict[torch.dtype, tuple[list[_Piece], int]] = {}
+    """Pages of whole rows: consecutive pieces of one dtype, together at most `PAGE_WORDS`.
+
+    Words 2**32 apart have another second factor, so they share no page.
+    """
+    open_pages: dict[tuple[torch.dtype, int], tuple[list[_Piece], int]] = {}
     for number, tensor in enumerate(tensors):
         for piece in _cut(number, tensor):
-            pieces, used = open_pages.get(tensor.dtype, ([], 0))
+            kind = (tensor.dtype, second_factor(piece.word))
+            pieces, used = open_pages.get(kind, ([], 0))
             size = -(-piece.num_words // ROW_WORDS) * ROW_WORDS
             if used + size > PAGE_WORDS:
                 yield pieces, tensor.dtype
                 pieces, used = [], 0
-            open_pages[tensor.dtype] = ([*pieces, piece], used + size)
-    for dtype, (pieces, _) in open_pages.items():
+            open_pages[kind] = ([*pieces, piece], used + size)
+    for (dtype, _), (pieces, _) in open_pages.items():
         yield pieces, dtype
 
 

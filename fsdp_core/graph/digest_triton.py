@@ -1,7 +1,7 @@
 """The digest of `fsdp_core.graph.digest_words` as one Triton kernel over many tensors.
 
     tensors -> chunks of up to 1 MiB, each with its address, in one table on the device
-    program -> one chunk: loads words, mixes, sums lanes in registers, five atomic adds at the end
+    program -> one chunk: loads words, mixes, sums lanes in registers, five atomics at the end
 
 Integer addition has no order, so the atomics are deterministic. One launch covers every tensor of
 one bit pattern (all fp32 state is one launch). Vector loads need 16-byte addresses: a tensor that
@@ -9,8 +9,10 @@ starts elsewhere gets a first chunk of up to three words, which the masked path 
 be read in place as 32-bit words, a tensor that is not contiguous or starts at an address that is no
 multiple of four, is copied to a staging buffer first, inside the call.
 
-All arithmetic is on uint32 (shifts bring in zeros) but for the two half-word factors, whose shift
-is on int32 (brings in the sign), as the definition says.
+What makes it fast: few instructions a word (fp32: 17 on the integer pipes) and few registers (40,
+so that many warps wait for memory at once). Hence a tile is [words / 4, 4], a thread's 16 bytes
+are summed before they meet an accumulator; the key is stepped, not computed from the index; and
+floats are tested on the float pipe, as word * 0.0 is NaN exactly if the word is not finite.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,23 +24,25 @@ import triton.language as tl
 from torch import Tensor
 
 from fsdp_core.graph import digest_words as definition
-from fsdp_core.graph.digest_words import NUM_COLUMNS, PATTERNS, WORD_BYTES, Pattern, length_rows
+from fsdp_core.graph.digest_words import (
+    INT_OF_SIZE,
+    NUM_COLUMNS,
+    PATTERNS,
+    WORD_BYTES,
+    Pattern,
+    length_rows,
+)
 
-CHUNK_WORDS = 1 << 18
+REST_WORDS = 512  # a tile of what whole tiles leave over
 VECTOR_BYTES = 16
 INDEX_SPAN = 1 << 32  # words that share the high half of their index
 TABLE_COLUMNS = 5  # address, first word index, whole words, bytes after them, row of out
 
 # Triton reads a module's globals only as constexpr.
-_C1, _S1, _HIGH1 = (
+_C1, _S1, _HIGH = (
     tl.constexpr(definition.C1),
     tl.constexpr(definition.S1),
-    tl.constexpr(definition.HIGH1),
-)
-_C2, _S2, _HIGH2 = (
-    tl.constexpr(definition.C2),
-    tl.constexpr(definition.S2),
-    tl.constexpr(definition.HIGH2),
+    tl.constexpr(definition.HIGH),
 )
 _M1, _M2, _M3 = (
     tl.constexpr(definition.M1),
@@ -46,14 +50,22 @@ _M1, _M2, _M3 = (
     tl.constexpr(definition.M3),
 )
 _TABLE_COLUMNS, _OUT_COLUMNS = tl.constexpr(TABLE_COLUMNS), tl.constexpr(NUM_COLUMNS)
+_VECTOR = tl.constexpr(VECTOR_BYTES // WORD_BYTES)
+
+# Words, or their halves as bfloat16, that are not finite exactly where a float32 would not be.
+_AS_FLOAT = (PATTERNS[torch.float32], PATTERNS[torch.bfloat16])
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of a launch: words a tile, warps a program, tiles in flight (1: no pipeline)."""
+    """Shape of a launch: words a tile, warps a program, words a program, tiles in flight.
+
+    `num_stages` of 1 means no pipeline through shared memory.
+    """
 
     tile_words: int = 2048
     num_warps: int = 8
+    chunk_words: int = 1 << 18
     num_stages: int = 1
 
 
@@ -61,42 +73,42 @@ DEFAULT_LAUNCH = Launch()
 
 
 @triton.jit
-def _mix(word, index, seed_x, seed_z):  # type: ignore[no-untyped-def]
-    """(x, z) of uint32 words at uint32 indices; seeds are those of the index's high half."""
-    x = word ^ (index * tl.cast(_C1, tl.uint32) + seed_x)
-    x = x ^ (x >> 16)
-    x = x * tl.cast(_M1, tl.uint32)
+def _mix(word, key, factor):  # type: ignore[no-untyped-def]
+    """(x, y, z) of uint32 words with their keys, by the definition."""
+    x = word ^ key
+    x = (x ^ (x >> 16)) * tl.cast(_M1, tl.uint32)
     x = x ^ (x >> 15)
-    z = x * tl.cast(_M2, tl.uint32) + (index * tl.cast(_C2, tl.uint32) + seed_z)
-    z = z ^ (z >> 16)
-    z = z * tl.cast(_M3, tl.uint32)
+    y = x * factor + key
+    y = y ^ (y >> 16)
+    z = y * tl.cast(_M3, tl.uint32)
     z = z ^ (z >> 15)
-    return x, z
+    return x, y, z
 
 
 @triton.jit
-def _high_half(x):  # type: ignore[no-untyped-def]
-    """The upper 16 bits, sign extended."""
-    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _num_nonfinite(  # type: ignore[no-untyped-def]
+def _nonfinite(  # type: ignore[no-untyped-def]
     word,
     index,
     FIELDS: tl.constexpr,
     MASK: tl.constexpr,
     VALUE: tl.constexpr,
     HIGH_WORD_ONLY: tl.constexpr,
+    AS_FLOAT: tl.constexpr,
 ):
-    """Number of fields of each word that are not finite."""
-    count = tl.zeros_like(word)
-    for i in tl.static_range(FIELDS):
-        field = (word >> (i * (32 // FIELDS))) & MASK
-        count += (field == VALUE).to(tl.uint32)
-    if HIGH_WORD_ONLY:
-        count = count * (index & 1)
-    return count
+    """Sums over the last dim: zero if all fields of the words are finite; else more, or NaN."""
+    if AS_FLOAT:
+        found = tl.sum(word.to(tl.float32, bitcast=True) * 0.0, -1)
+        if FIELDS == 2:
+            found += tl.sum((word << 16).to(tl.float32, bitcast=True) * 0.0, -1)
+        return found
+    else:
+        count = tl.zeros_like(word)
+        for i in tl.static_range(FIELDS):
+            field = (word >> (i * (32 // FIELDS))) & MASK
+            count += (field == VALUE).to(tl.uint32)
+        if HIGH_WORD_ONLY:
+            count = count * (index.to(tl.uint32) & 1)
+        return tl.sum(count, -1)
 
 
 @triton.jit
@@ -116,13 +128,14 @@ def _load_rest(address, num_words, num_tail, offset):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _add_row(target, sum0, sum1, sum2, sum3, bad):  # type: ignore[no-untyped-def]
+def _add_row(target, sum0, sum1, sum2, sum3, found):  # type: ignore[no-untyped-def]
     """Add the sums of a program to the tensor's row."""
     tl.atomic_add(target, tl.sum(sum0, 0).to(tl.int32, bitcast=True), sem="relaxed")
     tl.atomic_add(target + 1, tl.sum(sum1, 0).to(tl.int32, bitcast=True), sem="relaxed")
     tl.atomic_add(target + 2, tl.sum(sum2, 0).to(tl.int32, bitcast=True), sem="relaxed")
     tl.atomic_add(target + 3, tl.sum(sum3, 0).to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_add(target + 4, tl.sum(bad, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    # NaN differs from zero as well.
+    tl.atomic_max(target + 4, (found != 0).to(tl.int32), sem="relaxed")
 
 
 @triton.jit
@@ -133,52 +146,58 @@ def _digest_chunks(  # type: ignore[no-untyped-def]
     MASK: tl.constexpr,
     VALUE: tl.constexpr,
     HIGH_WORD_ONLY: tl.constexpr,
+    AS_FLOAT: tl.constexpr,
     TILE: tl.constexpr,
+    REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One chunk a program: whole tiles in a loop, then the rest, then five atomic adds."""
+    """One chunk a program: whole tiles in a loop, five atomics, then what is left, if any."""
     entry = table + tl.program_id(0) * _TABLE_COLUMNS
     address = tl.load(entry)
     first = tl.load(entry + 1)
     num_words = tl.load(entry + 2).to(tl.int32)
-    low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
-    seed_x = high * tl.cast(_HIGH1, tl.uint32) + tl.cast(_S1, tl.uint32)
-    seed_z = high * tl.cast(_HIGH2, tl.uint32) + tl.cast(_S2, tl.uint32)
-    lane = tl.arange(0, TILE)
-    aligned = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
     num_whole = num_words // TILE * TILE
+    aligned = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+    vector = tl.arange(0, TILE // _VECTOR) * _VECTOR
+    within = tl.arange(0, _VECTOR)
+    lane = vector[:, None] + within[None, :]
+    low = first.to(tl.uint32)
+    factor = tl.cast(_M2, tl.uint32) + (first >> 32).to(tl.uint32) * tl.cast(_HIGH, tl.uint32)
+    # The key of each vector's first word; its others are constants away.
+    c1 = tl.cast(_C1, tl.uint32)
+    key = (low + vector.to(tl.uint32)) * c1 + tl.cast(_S1, tl.uint32)
+    steps = within.to(tl.uint32) * c1
 
-    sum0 = tl.zeros([TILE], tl.uint32)
-    sum1 = tl.zeros([TILE], tl.uint32)
-    sum2 = tl.zeros([TILE], tl.uint32)
-    sum3 = tl.zeros([TILE], tl.uint32)
-    bad = tl.zeros([TILE], tl.uint32)
+    target = out + tl.load(entry + 4) * _OUT_COLUMNS
+    sum0 = tl.zeros([TILE // _VECTOR], tl.uint32)
+    sum1 = tl.zeros([TILE // _VECTOR], tl.uint32)
+    sum2 = tl.zeros([TILE // _VECTOR], tl.uint32)
+    sum3 = tl.zeros([TILE // _VECTOR], tl.uint32)
+    bad = tl.zeros([TILE // _VECTOR], tl.float32 if AS_FLOAT else tl.uint32)
     for start in tl.range(0, num_whole, TILE, num_stages=STAGES):
         word = tl.load(aligned + start + lane)
-        index = low + (start + lane).to(tl.uint32)
-        x, z = _mix(word, index, seed_x, seed_z)
-        sum0 += z
-        sum1 += x * z
-        sum2 += _high_half(x) * z
-        sum3 += x * _high_half(z)
-        bad += _num_nonfinite(word, index, FIELDS, MASK, VALUE, HIGH_WORD_ONLY)
+        x, y, z = _mix(word, key[:, None] + steps[None, :], factor)
+        sum0 += tl.sum(z, 1)
+        sum1 += tl.sum(x * z, 1)
+        sum2 += tl.sum(x * y, 1)
+        sum3 += tl.sum(y * z, 1)
+        bad += _nonfinite(word, low + lane, FIELDS, MASK, VALUE, HIGH_WORD_ONLY, AS_FLOAT)
+        key += tl.cast(TILE, tl.uint32) * c1
+    _add_row(target, sum0, sum1, sum2, sum3, tl.sum(bad, 0))
 
-    offset = num_whole + lane
-    word, present = _load_rest(address, num_words, tl.load(entry + 3).to(tl.int32), offset)
-    index = low + offset.to(tl.uint32)
-    x, z = _mix(word, index, seed_x, seed_z)
-    # Absent words are zero, which is finite; as (0, 0) they add nothing to the lanes either.
-    x = tl.where(present, x, tl.zeros_like(x))
-    z = tl.where(present, z, tl.zeros_like(z))
-    bad += _num_nonfinite(word, index, FIELDS, MASK, VALUE, HIGH_WORD_ONLY)
-    _add_row(
-        out + tl.load(entry + 4) * _OUT_COLUMNS,
-        sum0 + z,
-        sum1 + x * z,
-        sum2 + _high_half(x) * z,
-        sum3 + x * _high_half(z),
-        bad,
-    )
+    # In tiles of one row, and apart: its registers would be the loop's above.
+    num_tail = tl.load(entry + 3).to(tl.int32)
+    for start in tl.range(num_whole, num_words + (num_tail > 0).to(tl.int32), REST, num_stages=1):
+        offset = start + tl.arange(0, REST)
+        word, present = _load_rest(address, num_words, num_tail, offset)
+        index = low + offset.to(tl.uint32)
+        x, y, z = _mix(word, index * c1 + tl.cast(_S1, tl.uint32), factor)
+        # Absent words are zero, which is finite; as zeros they add nothing to the lanes either.
+        x = tl.where(present, x, tl.zeros_like(x))
+        y = tl.where(present, y, tl.zeros_like(y))
+        z = tl.where(present, z, tl.zeros_like(z))
+        found = _nonfinite(word, index, FIELDS, MASK, VALUE, HIGH_WORD_ONLY, AS_FLOAT)
+        _add_row(target, z, x * z, x * y, y * z, found)
 
 
 class TritonPlan:
@@ -194,7 +213,7 @@ class TritonPlan:
         self._launch = launch
         self._start = length_rows(tensors, device)
         self._staged = {
-            i: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            i: torch.empty_like(_as_integers(tensor), memory_format=torch.contiguous_format)
             for i, tensor in enumerate(tensors)
             if _needs_staging(tensor)
         }
@@ -216,7 +235,7 @@ class TritonPlan:
         if capturing and not any(tables is self._tables for tables in self._captured):
             self._captured.append(self._tables)
         for i, buffer in self._staged.items():
-            buffer.copy_(tensors[i])
+            buffer.copy_(_as_integers(tensors[i]))
         out.copy_(self._start)
         for pattern, table in self._tables.items():
             _digest_chunks[(table.shape[0],)](
@@ -226,7 +245,9 @@ class TritonPlan:
                 MASK=pattern.mask,
                 VALUE=pattern.value,
                 HIGH_WORD_ONLY=pattern.high_word_only,
+                AS_FLOAT=pattern in _AS_FLOAT,
                 TILE=self._launch.tile_words,
+                REST=REST_WORDS,
                 STAGES=self._launch.num_stages,
                 num_warps=self._launch.num_warps,
             )
@@ -252,11 +273,15 @@ class TritonPlan:
     def _prepare(self, tensors: Sequence[Tensor]) -> None:
         for i, tensor in enumerate(tensors):
             if i not in self._staged and _needs_staging(tensor):
-                self._staged[i] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                self._staged[i] = torch.empty_like(
+                    _as_integers(tensor), memory_format=torch.contiguous_format
+                )
         self._addresses = self._locate(tensors)
         rows: dict[Pattern, list[tuple[int, ...]]] = {}
         for i, (tensor, address) in enumerate(zip(tensors, self._addresses, strict=True)):
-            rows.setdefault(PATTERNS[tensor.dtype], []).extend(_chunks(i, address, tensor.nbytes))
+            rows.setdefault(PATTERNS[tensor.dtype], []).extend(
+                _chunks(i, address, tensor.nbytes, self._launch.chunk_words)
+            )
         self._tables = {
             pattern: self._upload(torch.tensor(entries, dtype=torch.int64))
             for pattern, entries in rows.items()
@@ -271,13 +296,18 @@ class TritonPlan:
         return table.pin_memory().to(self._device, non_blocking=True)
 
 
+def _as_integers(tensor: Tensor) -> Tensor:
+    """A view as integers of the elements' size: not every dtype can be copied."""
+    return tensor.detach().view(INT_OF_SIZE[tensor.itemsize])
+
+
 def _needs_staging(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and (
         not tensor.is_contiguous() or tensor.data_ptr() % WORD_BYTES != 0
     )
 
 
-def _chunks(row: int, address: int, num_bytes: int) -> Iterator[tuple[int, ...]]:
+def _chunks(row: int, address: int, num_bytes: int, chunk_words: int) -> Iterator[tuple[int, ...]]:
     """Table entries of one tensor: address, first word, whole words, tail bytes, row.
 
     Cuts at 16-byte addresses and at multiples of 2**32 words, so that a chunk's high index is one.
@@ -286,7 +316,7 @@ def _chunks(row: int, address: int, num_bytes: int) -> Iterator[tuple[int, ...]]
     word = 0
     while word < num_words:
         here = address + word * WORD_BYTES
-        most = min(CHUNK_WORDS, INDEX_SPAN - word % INDEX_SPAN)
+        most = min(chunk_words, INDEX_SPAN - word % INDEX_SPAN)
         if here % VECTOR_BYTES:
             most = min(most, (VECTOR_BYTES - here % VECTOR_BYTES) // WORD_BYTES)
         count = min(most, num_words - word)

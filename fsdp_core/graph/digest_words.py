@@ -2,25 +2,30 @@
 
     bytes of the logical elements, row-major
       -> 32-bit little-endian words w at index j, the last one padded with zero bytes
-      -> (x, z) = mix(w, j), two 32-bit integers
-      -> four lanes: sums of z, x*z, (x >> 16)*z and x*(z >> 16), modulo 2**32
+      -> (x, y, z) = mix(w, j), three 32-bit integers
+      -> four lanes: sums of z, x*z, x*y and y*z, modulo 2**32
       -> plus the number of bytes times one odd constant a lane
 
-    mix(w, j):  x = w ^ (j*C1 + S1);      x ^= x >>> 16;  x *= M1;  x ^= x >>> 15
-                z = x*M2 + (j*C2 + S2);   z ^= z >>> 16;  z *= M3;  z ^= z >>> 15
+mix(w, j):  key = j*C1 + S1
+            x = w ^ key;      x ^= x >>> 16;  x *= M1;  x ^= x >>> 15
+            y = x*M2 + key;   y ^= y >>> 16
+            z = y*M3;         z ^= z >>> 15
 
-`>>>` shifts in zeros, `>>` the sign; past 2**32 words j counts on in S1 and S2. Integer sums have
-no order, so threads, pages and devices may add as they like: CPU (plain torch) and CUDA (one Triton
-kernel, each byte read once) give the same bits. A fifth number counts non-finite elements in the
-same pass.
+`>>>` shifts in zeros; past 2**32 words j starts again and M2 has grown by HIGH, an even number.
+Integer sums have no order, so threads, pages and devices may add as they like: CPU (plain torch)
+and CUDA (one Triton kernel, each byte read once) give the same bits. A fifth number, from the same
+pass, is 1 if any element is not finite, else 0.
 
-What is known of it. (w, j) -> (x, z) is one to one within 2**32 words, and z is one to one in w, so
-a change confined to one word, or another number of bytes, is always seen. Any other change is
-missed only if its four lane sums all cancel. Measured by `python -m benchmarks.lanes` over
-single-bit changes of zeros, ones and Gaussian values, at consecutive and at strided indices: in
-each lane, pairs of differences cancel as often as random 32-bit integers would, within a tenth. If
-lanes cancel independently, which is plausible and not proven, a miss has odds of about 2**-128. It
-is no cryptographic hash: a miss can be constructed.
+What is known of it. Within 2**32 words (w, j) -> (x, z) is one to one: z gives y, y and x give the
+key, the key gives j and w. For one j, z is one to one in w: so a change confined to one word, or
+another number of bytes, is always seen. Any other change is missed only if its four lane sums all
+cancel. `python -m benchmarks.lanes` counts how often two changes cancel in a lane, for each single
+bit (sign bits moved between rows beside it, the worst case: a top bit passes a multiplication by an
+odd number unchanged, hence the shift before the first one), and in a number made of eight bits of
+each lane: as often as random 32-bit integers would, but for the three products, which are even more
+often than odd and cancel up to a sixth more often. If lanes cancel independently, which the joint
+count supports and does not prove, a miss has odds of about 2**-127. It is no cryptographic hash: a
+miss can be constructed.
 """
 
 from collections.abc import Sequence
@@ -33,13 +38,16 @@ NUM_LANES = 4
 NUM_COLUMNS = NUM_LANES + 1
 WORD_BYTES = 4
 MASK32 = 0xFFFF_FFFF
+# Elements are copied and tested as integers of their size: not every dtype has every operator.
+INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Odd multipliers: the golden ratio and other constants of published integer hashes (xxHash,
-# MurmurHash3, Wellons' prospector), seeds from the fractions of pi and e. Any change here changes
-# every digest: records are comparable only within one version of this file.
-C1, S1, HIGH1 = 0x9E3779B1, 0x243F6A89, 0x27D4EB2F
-C2, S2, HIGH2 = 0x85EBCA77, 0xB7E15163, 0x165667B1
+# MurmurHash3, Wellons' prospector), a seed from the fraction of pi; HIGH is even, so that M2 stays
+# odd. Any change here changes every digest: records are comparable only within one version of this
+# file.
+C1, S1 = 0x9E3779B1, 0x243F6A89
 M1, M2, M3 = 0x21F0AAAD, 0xD35A2D97, 0xC2B2AE35
+HIGH = 0x27D4EB2E
 LENGTH = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
@@ -81,13 +89,17 @@ def as_int32(value: int) -> int:
     return ((value & MASK32) ^ 0x8000_0000) - 0x8000_0000
 
 
-def index_keys(index: int) -> tuple[int, int]:
-    """(j*C1 + S1, j*C2 + S2) modulo 2**32 for word index j, its high half mixed in."""
-    low, high = index & MASK32, index >> 32
-    return (low * C1 + S1 + high * HIGH1) & MASK32, (low * C2 + S2 + high * HIGH2) & MASK32
+def index_key(index: int) -> int:
+    """j*C1 + S1 modulo 2**32 for word index j."""
+    return (index * C1 + S1) & MASK32
+
+
+def second_factor(index: int) -> int:
+    """M2, or what it has grown to at word index j."""
+    return (M2 + (index >> 32) * HIGH) & MASK32
 
 
 def length_rows(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """What `out` starts from: number of bytes times a constant a lane, count 0. [T, 5] int32."""
+    """What `out` starts from: number of bytes times a constant a lane, flag 0. [T, 5] int32."""
     rows = [[as_int32(t.nbytes * factor) for factor in LENGTH] + [0] for t in tensors]
     return torch.tensor(rows, dtype=torch.int32, device=device).reshape(-1, NUM_COLUMNS)

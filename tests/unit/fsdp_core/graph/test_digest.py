@@ -1,8 +1,10 @@
 """The digest in plain torch: its definition, what it detects, what a capture needs of it."""
 
+import dataclasses
+import itertools
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +18,6 @@ from benchmarks import corruptions
 from benchmarks.digest import count_misses, digest_texts
 from fsdp_core.graph import digest_torch, digest_words
 from fsdp_core.graph.digest import Digester, digest_hex, digest_tensors, empty_rows
-from fsdp_core.graph.digest_words import as_int32
 
 FLOATS = [dtype for dtype, pattern in digest_words.PATTERNS.items() if pattern.fields]
 MASK = 0xFFFF_FFFF
@@ -24,18 +25,25 @@ MASK = 0xFFFF_FFFF
 
 def reference(data: bytes) -> str:
     """The definition, word by word, in Python integers."""
-    lanes = [len(data) * factor & MASK for factor in digest_words.LENGTH]
+    lanes = [len(data) * factor for factor in digest_words.LENGTH]
     padded = data + b"\0" * (-len(data) % 4)
     for j, (word,) in enumerate(struct.iter_unpack("<I", padded)):
-        x = word ^ (j * digest_words.C1 + digest_words.S1 & MASK)
-        x = (x ^ x >> 16) * digest_words.M1 & MASK
-        x ^= x >> 15
-        z = x * digest_words.M2 + j * digest_words.C2 + digest_words.S2 & MASK
-        z = (z ^ z >> 16) * digest_words.M3 & MASK
-        z ^= z >> 15
-        terms = (z, x * z, (as_int32(x) >> 16) * z, x * (as_int32(z) >> 16))
-        lanes = [lane + term & MASK for lane, term in zip(lanes, terms, strict=True)]
-    return "".join(f"{lane:08x}" for lane in lanes)
+        terms = mix_terms(word, j, digest_words.M2)
+        lanes = [lane + term for lane, term in zip(lanes, terms, strict=True)]
+    return "".join(f"{lane & MASK:08x}" for lane in lanes)
+
+
+def mix_terms(word: int, j: int, factor: int) -> tuple[int, int, int, int]:
+    """What one word adds to the four lanes."""
+    key = j * digest_words.C1 + digest_words.S1 & MASK
+    x = word ^ key
+    x = (x ^ x >> 16) * digest_words.M1 & MASK
+    x ^= x >> 15
+    y = x * factor + key & MASK
+    y ^= y >> 16
+    z = y * digest_words.M3 & MASK
+    z ^= z >> 15
+    return z, x * z, x * y, y * z
 
 
 def raw(data: bytes, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -57,8 +65,9 @@ def test_equals_definition(contents: list[bytes]) -> None:
     assert digest_texts([raw(data) for data in contents]) == [reference(d) for d in contents]
 
 
-def test_equals_definition_across_pages() -> None:
+def test_equals_definition_across_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor longer than a page counts its word index on, and shares pages with others."""
+    monkeypatch.setattr(digest_torch, "PAGE_WORDS", 1 << 14)
     generator = torch.Generator().manual_seed(0)
     long = torch.randint(0, 256, (digest_torch.PAGE_WORDS * 4 + 4099,), generator=generator)
     tensors = [torch.ones(5), long.to(torch.uint8), torch.arange(70, dtype=torch.int16)]
@@ -104,10 +113,32 @@ def test_independent_of_grouping_and_page_size(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_index_counts_on_past_32_bits() -> None:
-    """Words 2**32 apart have other keys: their exchange would be seen."""
-    near, far = digest_words.index_keys(5), digest_words.index_keys(5 + (1 << 32))
-    assert near[0] != far[0]
-    assert near[1] != far[1]
+    """Words 2**32 apart share a key but not the second factor, and that stays odd."""
+    far = [5 + (n << 32) for n in range(1000)]
+    assert len({digest_words.index_key(index) for index in far}) == 1
+    factors = {digest_words.second_factor(index) for index in far}
+    assert len(factors) == 1000
+    assert all(factor % 2 for factor in factors)
+
+
+def test_reads_words_past_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan takes key and second factor from a piece's own index, next to pieces of others."""
+    monkeypatch.setattr(digest_torch, "PAGE_WORDS", 64)
+    cut = digest_torch._cut
+
+    def far_cut(number: int, tensor: Tensor) -> Iterator[digest_torch._Piece]:
+        for i, piece in enumerate(cut(number, tensor)):
+            yield dataclasses.replace(piece, word=piece.word + (i << 32))
+
+    tensors = [torch.arange(150, dtype=torch.int32), torch.zeros(3)]
+    monkeypatch.setattr(digest_torch, "_cut", far_cut)
+    rows = rows_of(*tensors)
+    lanes = [tensors[0].nbytes * factor for factor in digest_words.LENGTH]
+    for j, word in enumerate(tensors[0].tolist()):
+        terms = mix_terms(word, j, digest_words.second_factor((j // 64) << 32))
+        lanes = [lane + term for lane, term in zip(lanes, terms, strict=True)]
+    assert [lane & MASK for lane in lanes] == [int(n) & MASK for n in rows[0, :4].tolist()]
+    assert digest_hex(rows[1:])[0] == reference(bytes(12))
 
 
 def test_mix_is_one_to_one_in_the_word() -> None:
@@ -206,19 +237,26 @@ def test_no_miss_in_two_thousand_corruptions() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_counts_nonfinite(dtype: torch.dtype) -> None:
-    """The fifth column agrees with `isfinite` over every bit pattern of the exponent's bytes."""
+def test_flags_nonfinite(dtype: torch.dtype) -> None:
+    """The fifth column agrees with `isfinite` on every exponent, wherever in the tensor it is."""
     size = dtype.itemsize
-    values = torch.arange(256 if size == 1 else 1 << 16, dtype=torch.int32)
-    data = torch.zeros(len(values), size, dtype=torch.uint8)
-    data[:, -1] = (values >> (0 if size == 1 else 8)).to(torch.uint8)
-    if size > 1:
-        data[:, -2] = (values & 255).to(torch.uint8)
-        data[::3, 0] |= 1
-    tensor = data.view(dtype).reshape(-1)
-    expected = int((~torch.isfinite(tensor.to(torch.float64))).sum())
-    assert expected > 0
-    assert digest_hex(rows_of(tensor))[1] == [expected]
+    lows = (0, 1, 0x7F, 0x80, 0xEF, 0xF0, 0xFB, 0xFC, 0xFF) if size > 1 else (0,)
+    tensors = []
+    for i, (high, low) in enumerate(itertools.product(range(256), lows)):
+        data = torch.zeros(5, size, dtype=torch.uint8)
+        data[i % 5, -2 if size > 1 else -1] = low
+        data[i % 5, -1] = high
+        tensors.append(data.view(dtype).reshape(-1))
+    expected = [int(not t.to(torch.float64).isfinite().all()) for t in tensors]
+    assert 0 < sum(expected) < len(expected)
+    assert digest_hex(rows_of(*tensors))[1] == expected
+
+
+def test_flag_is_one_however_many() -> None:
+    """A tensor of nothing but NaN, over several rows of a page, has the flag 1, as one NaN has."""
+    many, one = torch.full((1000,), float("nan")), torch.zeros(1000)
+    one[999] = float("inf")
+    assert digest_hex(rows_of(many, one, torch.zeros(3)))[1] == [1, 1, 0]
 
 
 def test_low_half_of_a_double_is_no_exponent() -> None:
