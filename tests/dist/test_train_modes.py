@@ -1,0 +1,241 @@
+"""The trainer over ranks: eager and graphed agree on every bit, whatever the layout."""
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_core.config import (
+    DataConfig,
+    FsdpConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from fsdp_core.device import Device
+from fsdp_core.graph.ledger import StaleAddress
+from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.mesh import build_mesh
+from fsdp_core.train import Trainer
+from tests.dist.rank_pool import RankPool
+
+STEPS = 8
+SHAPES: dict[str, Any] = {
+    "vocab_size": 40, "hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 24, "seq": 6,
+}  # fmt: skip
+SHARDED = "optim_grads_params"
+MODES: tuple[tuple[str, ...], ...] = ((), ("attn",), ("full_iteration",))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of the matrix."""
+
+    strategy: str
+    pool: str
+    dtype: str
+    dropout: float
+    reduce_dtype: str = "fp32"
+    clip_grad_norm: float = 1.0
+    reshard_after_forward: bool = True
+
+    @property
+    def modes(self) -> tuple[tuple[str, ...], ...]:
+        """Graph scopes that are legal here."""
+        partial = self.strategy == "no_shard" or self.pool == "double"
+        return tuple(mode for mode in MODES if partial or mode != ("attn",))
+
+
+def config(cell: Cell, graph: tuple[str, ...], world_size: int) -> TrainConfig:
+    """A tiny run of two microbatches."""
+    return TrainConfig(
+        model=ModelConfig(dropout=cell.dropout, **SHAPES),
+        parallel=ParallelConfig(dp=world_size),
+        fsdp=FsdpConfig(
+            strategy=cell.strategy,
+            pool=cell.pool,
+            reduce_dtype=cell.reduce_dtype,
+            reshard_after_forward=cell.reshard_after_forward,
+        ),
+        optim=OptimConfig(clip_grad_norm=cell.clip_grad_norm, lr=1e-2),
+        data=DataConfig(),
+        graph=graph,
+        dtype=cell.dtype,
+        steps=STEPS,
+        microbatches=2,
+        seed=5,
+        graph_warmup_steps=2,
+    )
+
+
+def observe(trainer: Trainer, step: int) -> tuple[Any, ...]:
+    """Everything that a step shows, as bits."""
+    outputs = trainer.step(step)
+    floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
+    digests = tuple(tuple(rows.flatten().tolist()) for rows in outputs.digests.values())
+    rng = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    return tuple(floats.view(torch.int32).tolist()), digests, rng
+
+
+def train(cell: Cell, graph: tuple[str, ...]) -> tuple[list[tuple[Any, ...]], int, int, int]:
+    """All steps of one run: what was observed, graphs captured, replays, unnamed externals."""
+    device = Device("cpu")
+    chosen = config(cell, graph, dist.get_world_size())
+    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
+    seen = [observe(trainer, step) for step in range(STEPS)]
+    counts = trainer.counts
+    trainer.close()
+    return seen, counts.captured, counts.replays, counts.unnamed_externals
+
+
+def train_modes(cell: Cell, control: bool) -> list[Any]:
+    """The cell's modes, the eager one again if `control`."""
+    return [train(cell, graph) for graph in (*cell.modes, *MODES[: int(control)])]
+
+
+def check(cell: Cell, ranks: list[list[Any]]) -> None:
+    """Every mode has the reference's bits, tested something, and replayed as often as it should."""
+    for rank in ranks:
+        reference = rank[0][0]
+        # No two steps look alike: the comparison compares something.
+        assert len({step[1] for step in reference}) == STEPS
+        modes = (*cell.modes, ())[: len(rank)]
+        for mode, (seen, captured, replays, unnamed) in zip(modes, rank, strict=True):
+            for step in range(STEPS):
+                assert seen[step] == reference[step], (cell, mode, step)
+            replayed_steps = STEPS - 2
+            expected = {
+                (): (0, 0),
+                ("attn",): (2 * 2, replayed_steps * 2 * 2 * 2),
+                ("full_iteration",): (1, replayed_steps),
+            }[mode]
+            assert (captured, replays) == expected, (cell, mode)
+            if mode == ("full_iteration",):
+                # The double pool's gradient buffers, two of the blocks and the root's, live on
+                # between steps and belong to no tensor of the trainer.
+                assert unnamed == (3 if cell.pool == "double" else 0), (cell, mode)
+    # Each rank has its own data, and its own dropout.
+    assert len({rank[0][0][0][0] for rank in ranks}) == len(ranks)
+    assert len({rank[0][0][0][2] for rank in ranks}) == len(ranks)
+
+
+CELLS = [
+    Cell(*values)
+    for values in itertools.product(
+        (SHARDED, "no_shard"), ("double", "dynamic"), ("bf16", "fp32"), (0.0, 0.2)
+    )
+]
+
+
+def label(cell: Cell) -> str:
+    """A cell in a test's id."""
+    return f"{cell.strategy}-{cell.pool}-{cell.dtype}-{cell.dropout}"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+def test_modes_agree_at_two_ranks(warm_ranks: RankPool, cell: Cell) -> None:
+    """Eager and each graph scope agree on losses, norm, digests and RNG of every step."""
+    check(cell, warm_ranks.run(train_modes, cell, False, world_size=2))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(SHARDED, "double", "bf16", 0.2),
+        Cell(SHARDED, "dynamic", "fp32", 0.2, clip_grad_norm=0.0),
+        Cell(SHARDED, "double", "bf16", 0.0, reduce_dtype="bf16", reshard_after_forward=False),
+    ],
+    ids=["double", "dynamic unclipped", "kept gathered"],
+)
+def test_modes_agree_at_four_ranks(warm_ranks: RankPool, cell: Cell) -> None:
+    """The same at four ranks, with other reductions and resharding, and eager run again."""
+    check(cell, warm_ranks.run(train_modes, cell, True, world_size=4))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_strategies_agree_at_two_ranks(warm_ranks: RankPool, dtype: str) -> None:
+    """Sharding changes no loss bit at two ranks, unclipped: a sum of two has one order.
+
+    With clipping the norm's own order of summation differs, and at four ranks the reductions' do.
+    """
+    sharded, whole = (
+        warm_ranks.run(train, Cell(strategy, "double", dtype, 0.2, "fp32", 0.0), (), world_size=2)
+        for strategy in (SHARDED, "no_shard")
+    )
+    for ours, theirs in zip(sharded, whole, strict=True):
+        losses = [[step[0][:-1] for step in rank[0]] for rank in (ours, theirs)]
+        assert losses[0] == losses[1]
+        assert [step[2] for step in ours[0]] == [step[2] for step in theirs[0]]
+
+
+def losses_of(cell: Cell) -> list[float]:
+    """Mean losses of an eager run with another learning rate for longer."""
+    device = Device("cpu")
+    chosen = config(cell, (), dist.get_world_size())
+    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
+    return [trainer.step(step).loss.item() for step in range(40)]
+
+
+def test_training_learns(warm_ranks: RankPool) -> None:
+    """The loss falls on learnable data: the bits that agree are those of a training that works."""
+    for losses in warm_ranks.run(losses_of, Cell(SHARDED, "double", "bf16", 0.0), world_size=2):
+        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+
+
+def move_a_parameter(graph: tuple[str, ...], ledger: bool) -> str:
+    """Moves a gathered buffer between two replays; the error's text, or nothing."""
+    device = Device("cpu")
+    plain = config(Cell(SHARDED, "double", "fp32", 0.0), graph, dist.get_world_size()).to_dict()
+    chosen = TrainConfig.from_dict(plain | {"ledger": ledger})
+    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
+    for step in range(4):
+        trainer.step(step)
+    block = next(unit.group for unit in trainer.units if unit.name == "layers.0")
+    storage = block.unsharded[block.names.index("layers.0.attn.wq.weight")].untyped_storage()
+    nbytes = storage.nbytes()
+    # Growing allocates before it frees: the one way to move a storage for certain.
+    device.resize_storage(storage, 2 * nbytes)
+    squatter = torch.full((nbytes // 4,), float("nan"))
+    try:
+        trainer.step(4)
+    except (StaleAddress, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        del squatter
+    return ""
+
+
+@pytest.mark.parametrize("graph", MODES[1:], ids=["attn", "full"])
+def test_moved_parameter_is_stale(warm_ranks: RankPool, graph: tuple[str, ...]) -> None:
+    """A gathered parameter that moved is named by the ledger; without it the replay still stops."""
+    for text in warm_ranks.run(move_a_parameter, graph, True, world_size=2):
+        assert text.startswith("StaleAddress: stale_address: layers.0.")
+        assert "layers.0.attn.wq.weight" in text
+    for text in warm_ranks.run(move_a_parameter, graph, False, world_size=2):
+        assert "illegal memory access" in text
+
+
+def capture_data_dependent_code() -> str:
+    """A trainer whose model reads data in Python cannot be captured."""
+    device = Device("cpu")
+    chosen = config(Cell(SHARDED, "double", "fp32", 0.0), ("full_iteration",), 1)
+    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
+    trainer.model.norm.register_forward_hook(lambda module, args, out: out * out.mean().item())
+    trainer.step(0)
+    trainer.step(1)
+    try:
+        trainer.step(2)
+    except CaptureRefused as error:
+        return str(error)
+    return ""
+
+
+def test_capture_is_refused_by_name(warm_ranks: RankPool) -> None:
+    """A scope that cannot be captured ends the step with the operator and the line."""
+    (text,) = warm_ranks.run(capture_data_dependent_code, world_size=1)
+    assert "aten._local_scalar_dense.default at test_train_modes.py:" in text
