@@ -60,8 +60,10 @@ class HostStream:
 class StorageCounter(TorchDispatchMode):
     """Counts bytes of live CPU tensor storage, and their peak, while it is active.
 
-    A storage is counted when an operator first returns it and uncounted when it dies. `resized`
-    must be told of `UntypedStorage.resize_`, which is no operator.
+    A storage is counted when an operator makes it and uncounted when it dies. One that an operator
+    only passes on is not: a library's own buffer (gloo has some) lives as long as its threads
+    please, and two runs would not count the same. `resized` must be told of
+    `UntypedStorage.resize_`, which is no operator.
     """
 
     def __init__(self) -> None:
@@ -79,11 +81,11 @@ class StorageCounter(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass_type(
                 type(value)
             ):
-                self.add(value)
+                self._see(value, (args, kwargs))
         return out
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage unless it is known."""
+    def _see(self, tensor: torch.Tensor, inputs: Any) -> None:
+        """Count the storage of an operator's output if the operator made it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
@@ -91,6 +93,9 @@ class StorageCounter(TorchDispatchMode):
             if known[1] != storage.nbytes():  # an operator resized it: resize_, or a small `out`
                 self.resized(storage)
             return
+        for given in tree_iter(inputs):
+            if isinstance(given, torch.Tensor) and given.untyped_storage()._cdata == key:
+                return
         reference: weakref.ref[Any] = weakref.ref(storage, functools.partial(self._forget, key))
         self._known[key] = (reference, storage.nbytes())
         self._change(storage.nbytes())

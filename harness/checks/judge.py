@@ -40,6 +40,7 @@ NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported")
 
 INCOMPLETE: tuple[What, ...] = (
     "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
+    "not_replayed",
 )  # fmt: skip
 """Flaws of a run's records, as opposed to what ended it."""
 
@@ -94,8 +95,9 @@ def _answers(case: CaseSpec, runs: dict[str, RunResult]) -> list[CheckResult]:
     results.append(environment.check(reference, control, "control"))
     results.append(environment.check(reference, candidate, "candidate"))
     results.append(_control_answer(reference, control, flaws))
-    for name, parameters in case.checks.items():
-        results.append(_requested(name, parameters, reference, candidate, flaws))
+    # Not in the order given: a case read back from its file must be answered in the same words.
+    for name in sorted(case.checks, key=lambda name: (*CHECKS, name).index(name)):
+        results.append(_requested(name, case.checks[name], reference, candidate, flaws))
     return results
 
 
