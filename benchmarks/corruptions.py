@@ -71,6 +71,15 @@ def pair_negated(t: Tensor, rng: random.Random) -> None:
         _bits(t)[_element(t, rng)] ^= torch.iinfo(INT_OF[t.dtype]).min
 
 
+def signs_swapped(t: Tensor, rng: random.Random) -> None:
+    """The sign bits of two rows exchanged, every other bit kept."""
+    a, b = rng.sample(range(t.shape[0]), 2)
+    bits, sign = _bits(t), torch.iinfo(INT_OF[t.dtype]).min
+    different = (bits[a] ^ bits[b]) & sign
+    bits[a] ^= different
+    bits[b] ^= different
+
+
 def stale_row(t: Tensor, rng: random.Random) -> None:
     """One row keeps the values of before an update by one part in a hundred."""
     t[rng.randrange(t.shape[0])] *= 0.99
@@ -125,8 +134,8 @@ def shifted(t: Tensor, rng: random.Random) -> None:
 
 KINDS: tuple[Change, ...] = (
     one_ulp, bit_flipped, bits_flipped, elements_swapped, rows_swapped, rows_rolled,
-    columns_rolled, row_negated, pair_negated, stale_row, row_repeated, row_zeroed, zero_sign,
-    nan_moved, nan_payload, halves_exchanged, shifted,
+    columns_rolled, row_negated, pair_negated, signs_swapped, stale_row, row_repeated, row_zeroed,
+    zero_sign, nan_moved, nan_payload, halves_exchanged, shifted,
 )  # fmt: skip
 
 

@@ -6,10 +6,12 @@
     python -m benchmarks.digest --sweep              launch shapes of the CUDA kernel
 
 The model is a plain dense decoder of the preset's shapes. Its state is what a step digests: fp32
-main weights, two fp32 moments, fp32 gradients. The step is forward and backward of one microbatch
-in plain torch (bf16 on CUDA, fp32 on the CPU) without optimizer and communication, which would make
-the share smaller; the table also gives it for 4 and 16 microbatches. Results: a table on the
-terminal, `--json FILE` for machines. Exit code 1 if a corruption was missed.
+main weights, two fp32 moments, fp32 gradients. The step is forward and backward
+in plain torch (bf16 and microbatches of 8,192 tokens on CUDA; fp32 and one sequence on the CPU)
+without optimizer and communication, which would make the share smaller. Shares are given for the
+whole state and 1, 2 and 4 microbatches a step, and for a quarter of the state, as sharded over 4
+GPUs, and 1: a quarter of every tensor, timed, not divided. Results: a table on the terminal,
+`--json FILE` for machines. Exit code 1 if a corruption was missed.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -30,7 +33,9 @@ from fsdp_core.config import ModelConfig, model_from_preset
 from fsdp_core.graph.digest import Digester, digest_hex, empty_rows
 
 STATE_COPIES = {"main weights": 1, "moments": 2, "gradients": 1}
-MICROBATCHES = (1, 4, 16)
+MICROBATCHES = (1, 2, 4)
+SHARDS = 4
+MICROBATCH_TOKENS = 8192  # on CUDA; one sequence on the CPU
 BATCH = 500
 
 
@@ -105,46 +110,67 @@ def content(tensor: Tensor) -> bytes:
 
 def cost(config: ModelConfig, device: str, repeats: int) -> dict[str, object]:
     """Time the digest of a model's state, a copy of it, and a microbatch; print a table."""
+    state = model_state(config, device)
+    num_bytes = sum(t.nbytes for t in state)
+    digest_s, captured_s = _digest_seconds(state, device, repeats)
+    quarter = [t.view(-1)[: -(-t.numel() // SHARDS)] for t in state]
+    quarter_s = min(filter(None, _digest_seconds(quarter, device, repeats)))
+    copy_s = _copy_seconds(state, device, repeats)
+    num_tensors = len(state)
+    del state, quarter
+    step_s, tokens = microbatch(config, device, repeats)
+    whole_s = digest_s if captured_s is None else captured_s
+    shares = {
+        f"whole state, {n} microbatch{'es' if n > 1 else ''}": whole_s / (n * step_s + whole_s)
+        for n in MICROBATCHES
+    }
+    shares[f"1/{SHARDS} of the state, 1 microbatch"] = quarter_s / (step_s + quarter_s)
+    print(f"{config.preset} on {_machine(device)['device']}: {num_tensors} tensors, ", end="")
+    print(f"{num_bytes / 1e9:.3f} GB, microbatch of {tokens} tokens")
+    for name, value, read in (
+        ("digest, called", digest_s, num_bytes),
+        ("digest, captured", captured_s, num_bytes),
+        (f"digest of 1/{SHARDS}", quarter_s, num_bytes / SHARDS),
+        ("copy of the same bytes", copy_s, num_bytes),
+        ("forward and backward", step_s, 0),
+    ):
+        if value is not None:
+            rate = f"{read / value / 1e9:10.1f} GB/s read" if read else ""
+            print(f"  {name:32}{value * 1e3:10.3f} ms{rate}")
+    for name, share in shares.items():
+        print(f"  share: {name:32} {share:8.2%}")
+    return {
+        "preset": config.preset,
+        "tensors": num_tensors,
+        "bytes": num_bytes,
+        "digest_s": digest_s,
+        "digest_captured_s": captured_s,
+        "digest_quarter_s": quarter_s,
+        "copy_s": copy_s,
+        "microbatch_s": step_s,
+        "microbatch_tokens": tokens,
+        "shares": shares,
+    }
+
+
+def model_state(config: ModelConfig, device: str) -> list[Tensor]:
+    """What a step digests: random fp32 tensors of the model's shapes."""
     shapes = [p.shape for p in Decoder(config).to("meta").parameters()]
-    state = [
+    return [
         torch.randn(shape, device=device)
         for copies in STATE_COPIES.values()
         for _ in range(copies)
         for shape in shapes
     ]
-    num_bytes = sum(t.nbytes for t in state)
+
+
+def _digest_seconds(state: list[Tensor], device: str, repeats: int) -> tuple[float, float | None]:
+    """Called, and on CUDA replayed from a graph."""
     rows, digester = empty_rows(len(state), device), Digester(state)
-    digest_s = seconds(lambda: digester(state, rows), device, repeats)
-    captured_s = _graphed(lambda: digester(state, rows), repeats) if device == "cuda" else None
-    share_s = digest_s if captured_s is None else captured_s
-    copy_s = _copy_seconds(state, device, repeats)
-    step_s, tokens = microbatch(config, device, repeats)
-    shares = {n: share_s / (n * step_s + share_s) for n in MICROBATCHES}
-    print(f"{config.preset} on {_machine(device)['device']}: {len(state)} tensors, ", end="")
-    print(f"{num_bytes / 1e9:.3f} GB, microbatch of {tokens} tokens")
-    for name, value in (
-        ("digest, called", digest_s),
-        ("digest, captured", captured_s),
-        ("copy of the same bytes", copy_s),
-        ("forward and backward", step_s),
-    ):
-        if value is None:
-            continue
-        rate = "" if name.startswith("forward") else f"{num_bytes / value / 1e9:10.1f} GB/s read"
-        print(f"  {name:24}{value * 1e3:10.3f} ms{rate}")
-    for n, share in shares.items():
-        print(f"  share of a step of {n:2} microbatches {share:8.2%}")
-    return {
-        "preset": config.preset,
-        "tensors": len(state),
-        "bytes": num_bytes,
-        "digest_s": digest_s,
-        "digest_captured_s": captured_s,
-        "copy_s": copy_s,
-        "microbatch_s": step_s,
-        "microbatch_tokens": tokens,
-        "share_by_microbatches": shares,
-    }
+    called_s = seconds(lambda: digester(state, rows), device, repeats)
+    if device != "cuda":
+        return called_s, None
+    return called_s, _graphed(lambda: digester(state, rows), repeats)
 
 
 def _copy_seconds(state: list[Tensor], device: str, repeats: int) -> float:
@@ -153,24 +179,37 @@ def _copy_seconds(state: list[Tensor], device: str, repeats: int) -> float:
     return seconds(lambda: torch._foreach_copy_(targets, state), device, repeats)
 
 
+SWEEP = tuple(
+    (tile, warps, chunk_words, stages)
+    for tile, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16))
+    for chunk_words, stages in ((1 << 16, 1), (1 << 18, 1), (1 << 19, 1), (1 << 18, 3))
+)
+
+
 def sweep(preset: str) -> list[dict[str, object]]:
-    """Time launch shapes of the kernel over the preset's main weights; CUDA only."""
+    """Time launch shapes of the kernel over the preset's state, best first; CUDA only."""
     from fsdp_core.graph import digest_triton
 
-    shapes = [p.shape for p in Decoder(model_from_preset(preset)).to("meta").parameters()]
-    state = [torch.randn(shape, device="cuda") for shape in shapes]
+    state = model_state(model_from_preset(preset), "cuda")
     num_bytes = sum(t.nbytes for t in state)
     rows = empty_rows(len(state), "cuda")
     results: list[dict[str, object]] = []
-    for tile in (1024, 2048, 4096):
-        for warps in (4, 8):
-            for stages in (1, 2, 3, 4):
-                launch = digest_triton.Launch(tile, warps, stages)
-                plan = digest_triton.TritonPlan(state, torch.device("cuda"), launch)
-                taken = seconds(lambda plan=plan: plan.update(state, rows), "cuda", 10)  # type: ignore[misc]
-                rate = num_bytes / taken / 1e9
-                print(f"  {launch}: {taken * 1e3:.3f} ms, {rate:.0f} GB/s", flush=True)
-                results.append({"launch": str(launch), "seconds": taken, "gb_per_s": rate})
+    for shape in SWEEP:
+        launch = digest_triton.Launch(*shape)
+        plan = digest_triton.TritonPlan(state, torch.device("cuda"), launch)
+        taken = seconds(lambda plan=plan: plan.update(state, rows), "cuda", 7)  # type: ignore[misc]
+        results.append({**asdict(launch), "seconds": taken, "gb_per_s": num_bytes / taken / 1e9})
+    results.sort(key=lambda result: float(str(result["seconds"])))
+    print(
+        f"{preset}: {len(state)} tensors, {num_bytes / 1e9:.3f} GB on {_machine('cuda')['device']}"
+    )
+    print("  tile  warps   chunk  stages        ms    GB/s")
+    for found in results:
+        print(
+            f"{found['tile_words']:6} {found['num_warps']:6} {found['chunk_words']:7}"
+            f" {found['num_stages']:7} {float(str(found['seconds'])) * 1e3:9.3f}"
+            f" {found['gb_per_s']:7.0f}"
+        )
     return results
 
 
@@ -246,7 +285,9 @@ class Decoder(nn.Module):
 
 def microbatch(config: ModelConfig, device: str, repeats: int) -> tuple[float, int]:
     """Seconds of forward and backward, and tokens in it."""
-    dtype, sequences = (torch.bfloat16, 4) if device == "cuda" else (torch.float32, 1)
+    dtype, sequences = torch.float32, 1
+    if device == "cuda":
+        dtype, sequences = torch.bfloat16, -(-MICROBATCH_TOKENS // config.seq)
     with torch.device(device):
         model = Decoder(config).to(dtype)
         tokens = torch.randint(config.vocab_size, (sequences, config.seq))

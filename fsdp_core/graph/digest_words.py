@@ -19,12 +19,13 @@ pass, is 1 if any element is not finite, else 0.
 What is known of it. Within 2**32 words (w, j) -> (x, z) is one to one: z gives y, y and x give the
 key, the key gives j and w. For one j, z is one to one in w: so a change confined to one word, or
 another number of bytes, is always seen. Any other change is missed only if its four lane sums all
-cancel. `python -m benchmarks.lanes` counts how often two changes cancel in a lane, for each single
-bit (sign bits moved between rows beside it, the worst case: a top bit passes a multiplication by an
-odd number unchanged, hence the shift before the first one), and in a number made of eight bits of
-each lane: as often as random 32-bit integers would, but for the three products, which are even more
-often than odd and cancel up to a sixth more often. If lanes cancel independently, which the joint
-count supports and does not prove, a miss has odds of about 2**-127. It is no cryptographic hash: a
+cancel. `python -m benchmarks.lanes` counts how often two changes cancel in a lane: any single bit,
+and sign bits in every direction (exchanged between rows, say), the worst case, as a top bit passes
+a multiplication by an odd number unchanged; hence the shift before the first one. Lanes cancel as
+often as random 32-bit integers would, within a tenth (y*z a little more often, as a product is
+oftener even than odd), and so does a number made of eight bits of each lane. If lanes cancel
+independently, which that joint count supports and does not prove, a miss has odds of about 2**-128.
+It is no cryptographic hash: a
 miss can be constructed.
 """
 
