@@ -123,7 +123,7 @@ class Trainer:
 
     @property
     def units(self) -> list[Unit]:
-        """All FSDP units, the root last."""
+        """All FSDP units, the root first."""
         return self.root.fsdp_schedule.units
 
     @property
