@@ -1,10 +1,10 @@
-"""What a run costs before its first step: the warm forkserver beside torchrun, same job, same ranks.
+"""What a run costs before its first step: warm forkserver beside torchrun, same job and ranks.
 
     python -m benchmarks.startup [--ranks 8] [--repeats 3] [--json FILE]
 
-Both start `rank_main` on the same specification, alternating. Time counts from asking for the run to
-the moment when the slowest rank is about to do its first step. The forkserver's own start, paid once
-a session, is stated apart.
+Both start `rank_main` on the same specification, alternating. Time counts from asking for the run
+to the moment when the slowest rank is about to do its first step. The forkserver's own start, paid
+once per harness, is stated apart.
 """
 
 import argparse

@@ -237,7 +237,7 @@ def test_preset_mistakes_are_named() -> None:
         model_from_preset("dense_huge")
     assert (caught.value.key, caught.value.got) == ("preset", "dense_huge")
     assert caught.value.legal == tuple(config.MODEL_PRESETS)
-    for name in ("hiden", "preset"):
+    for name in ("hiddne", "preset"):
         with pytest.raises(ConfigError) as caught:
             model_from_preset("dense_tiny", {name: 3})
         assert caught.value.key == name
