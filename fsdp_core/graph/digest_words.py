@@ -25,8 +25,7 @@ a multiplication by an odd number unchanged; hence the shift before the first on
 often as random 32-bit integers would, within a tenth (y*z a little more often, as a product is
 oftener even than odd), and so does a number made of eight bits of each lane. If lanes cancel
 independently, which that joint count supports and does not prove, a miss has odds of about 2**-128.
-It is no cryptographic hash: a
-miss can be constructed.
+It is no cryptographic hash: a miss can be constructed.
 """
 
 from collections.abc import Sequence

@@ -40,6 +40,14 @@ def samples() -> list[Tensor]:
         specials.double(),
         base[:2048], base[:2047], base[:2049], torch.arange(3, dtype=torch.uint8),
     ]  # fmt: skip
+    # One NaN in the low or the high half of a word, in whole tiles and in the rest; doubles that are
+    # finite though their low words are a float's NaN.
+    for place in (0, 1, 5000, 5001):
+        halves = torch.ones(5002).bfloat16()
+        halves[place] = float("nan")
+        tensors += [halves, halves.half()]
+    low_nan = torch.tensor([0x3FF000007FF80000]).repeat(1500).view(torch.float64)
+    tensors += [low_nan, low_nan[1:]]
     for dtype in digest_words.PATTERNS:
         data = torch.randint(0, 2, (1001 * dtype.itemsize,), generator=generator)
         scale = 1 if dtype == torch.bool else 127
