@@ -40,7 +40,8 @@ class StepOutputs:
         losses: float32 [microbatches].
         loss: float32 scalar, their mean.
         grad_norm: float32 scalar, before clipping.
-        digests: per group, int32 [tensors, 5]: four lanes of the digest, non-finite elements.
+        digests: per group, int32 [tensors, 5]: four lanes of the digest, and whether any
+            element is not finite.
     """
 
     losses: torch.Tensor

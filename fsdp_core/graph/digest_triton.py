@@ -9,7 +9,7 @@ starts elsewhere gets a first chunk of up to three words, which the masked path 
 be read in place as 32-bit words, a tensor that is not contiguous or starts at an address that is no
 multiple of four, is copied to a staging buffer first, inside the call.
 
-What makes it fast: few instructions a word (fp32: 17 on the integer pipes) and few registers (40,
+What makes it fast: few instructions a word (fp32: 17 on the integer pipes) and few registers (32,
 so that many warps wait for memory at once). Hence a tile is [words / 4, 4], a thread's 16 bytes
 are summed before they meet an accumulator; the key is stepped, not computed from the index; and
 floats are tested on the float pipe, as word * 0.0 is NaN exactly if the word is not finite.

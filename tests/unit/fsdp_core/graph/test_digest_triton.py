@@ -40,8 +40,8 @@ def samples() -> list[Tensor]:
         specials.double(),
         base[:2048], base[:2047], base[:2049], torch.arange(3, dtype=torch.uint8),
     ]  # fmt: skip
-    # One NaN in the low or the high half of a word, in whole tiles and in the rest; doubles that are
-    # finite though their low words are a float's NaN.
+    # One NaN in the low or the high half of a word, in whole tiles and in the rest; doubles that
+    # are finite though their low words are a float's NaN.
     for place in (0, 1, 5000, 5001):
         halves = torch.ones(5002).bfloat16()
         halves[place] = float("nan")
