@@ -33,6 +33,7 @@ class Plant:
         target = -1 if plant is None else plant.rank % spec.world_size
         self._plant: PlantSpec | None = plant if rank == target else None
         self._rank, self._file = rank, file
+        self._last_step = ""
         if self._plant is not None:
             file.alter = self._alter
 
@@ -84,9 +85,7 @@ class Plant:
     def after_end(self) -> None:
         """Act once the end record is written."""
         if self._fault == "record_after_end":
-            self._file.write(
-                EventRecord(name="planted", rank=self._rank, step=-1, detail={"late": True})
-            )
+            self._file.write_raw(self._last_step + "\n")
 
     def _announce(self, step: int, **detail: str) -> None:
         event = EventRecord(
@@ -98,6 +97,8 @@ class Plant:
         if self._fault == "drop_rank":
             return []
         plain = json.loads(line)
+        if plain["kind"] == "step":
+            self._last_step = line
         if plain["kind"] != "step" or self._plant is None or plain["step"] != self._plant.step:
             return [line]
         if self._fault == "drop_step":
@@ -144,26 +145,37 @@ class Plant:
             device.synchronize()
 
     def _move_parameter(self, trainer: Trainer) -> None:
-        """Free the storage behind a parameter and allocate it again somewhere else.
+        """Free the memory behind a parameter and let its storage live on somewhere else.
 
-        Its contents are put back, so a program that looks the parameter up finds it intact; only
-        who remembers the old address is wrong. A tensor of NaN takes the old place.
+        Its contents come along, so a program that looks the parameter up finds it intact; only who
+        remembers the old address is wrong. A tensor of NaN takes the old place.
+
+        Raises:
+            ValueError: no such parameter, or its storage has no memory between steps.
         """
         assert self._plant is not None
         name = self._plant.tensor or "layers.0.attn.wq.weight"
-        unit, index = next(
-            (unit, unit.group.names.index(name))
+        held = {
+            name: parameter
             for unit in trainer.units
-            if name in unit.group.names
-        )
+            for name, parameter in zip(unit.group.names, unit.group.unsharded, strict=True)
+        }
+        if name not in held:
+            raise ValueError(
+                f"plant.tensor: expected a parameter, got {name!r}; legal values: {', '.join(held)}"
+            )
         device = trainer.device
         device.synchronize()
-        storage = unit.group.unsharded[index].data.untyped_storage()
-        nbytes = storage.nbytes()
-        whole = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
-        saved = whole.set_(storage, 0, (nbytes,), (1,)).clone()
-        device.resize_storage(storage, 0)
+        storage = held[name].data.untyped_storage()
+        nbytes, address = storage.nbytes(), storage.data_ptr()
+        if not nbytes:
+            raise ValueError(
+                f"plant.fault: expected {name} to have memory between steps, which stale_parameter "
+                "moves; with fsdp.pool dynamic it has none"
+            )
+        # Growing allocates the new block before it frees the old one, so the address must change.
+        # Freed and allocated again at its old size, the storage could get its old place back.
+        device.resize_storage(storage, 2 * nbytes)
+        assert storage.data_ptr() != address
         self.squatter = torch.full((nbytes // 4,), float("nan"), device=device.torch_device)
-        device.resize_storage(storage, nbytes)
-        whole.copy_(saved)
         device.synchronize()
