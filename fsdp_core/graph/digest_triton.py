@@ -63,10 +63,10 @@ class Launch:
     `num_stages` of 1 means no pipeline through shared memory.
     """
 
-    tile_words: int = 2048
+    tile_words: int = 4096
     num_warps: int = 8
     chunk_words: int = 1 << 18
-    num_stages: int = 1
+    num_stages: int = 3
 
 
 DEFAULT_LAUNCH = Launch()
