@@ -97,7 +97,7 @@ def mixed_dtypes(s: State) -> Any:
 
 def complex_numbers(s: State) -> Any:
     z = torch.complex(s["x"], s["y"])
-    return torch.view_as_real(z.conj() * z + z.imag), z.real.clone()
+    return torch.view_as_real(z.conj() * z + z.imag), z.real.clone(), z.conj().imag + 1
 
 
 def random_draws(s: State) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -91,6 +92,19 @@ def test_a_change_is_named(change: Callable[[Names, str], None], why: str, name:
     with pytest.raises(StaleAddress, match=f"^stale_address: {name}: .*{why}") as caught:
         ledger.check()
     assert caught.value.names == [name]
+
+
+def test_a_smaller_storage_at_the_same_address_is_named() -> None:
+    """A view of the same place, whose storage now ends earlier than captured, is stale."""
+    array = np.ones(100, dtype=np.float32)
+    names = {"x": torch.from_numpy(array)[:10], "y": torch.zeros(10)}
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: names["y"].add_(names["x"]))
+    ledger = Ledger(graph.recording, lambda: names)
+    ledger.check()
+    names["x"] = torch.from_numpy(array[:10])
+    with pytest.raises(StaleAddress, match="x: its storage has shrunk since the capture"):
+        ledger.check()
 
 
 def test_all_changes_are_named() -> None:
