@@ -6,7 +6,6 @@ because resident size also counts what the allocator keeps, which is noise.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -57,6 +56,25 @@ class HostStream:
         return HostEvent()
 
 
+class _StorageRef(weakref.ref[Any]):
+    """A weak reference that knows which storage it was."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+def _passes_on(func: Any) -> bool:
+    """Whether the operator's results are, by its schema, its own arguments or views of them."""
+    return any(returned.alias_info is not None for returned in func._schema.returns)
+
+
+def _makes_or_resizes(func: Any) -> bool:
+    """Whether a storage may be made, or change its size, in the operator."""
+    names = {argument.name for argument in func._schema.arguments}
+    resizes = func._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
+    return resizes or "out" in names or not _passes_on(func)
+
+
 class StorageCounter(TorchDispatchMode):
     """Counts bytes of live CPU tensor storage, and their peak, while it is active.
 
@@ -70,35 +88,49 @@ class StorageCounter(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: dict[int, tuple[_StorageRef, int]] = {}
+        self._sees: dict[Any, bool] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper that keeps the compiler out: nothing here is compiled, every operator pays."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count the storages that it returns."""
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        """Run the operator and count the storages that it makes."""
+        if types and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the wrapper opens itself up first; what it holds is counted
         out = func(*args, **(kwargs or {}))
-        for value in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
+        # This runs for every operator of every rank, so it looks at as little as it can.
+        sees = self._sees.get(func)
+        if sees is None:
+            sees = self._sees[func] = _makes_or_resizes(func)
+        if not sees:
+            return out
+        if type(out) is torch.Tensor:
+            self._see(out, func)
+            return out
+        for value in tree_iter(out):
             if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass_type(
                 type(value)
             ):
-                self._see(value, (args, kwargs))
+                self._see(value, func)
         return out
 
-    def _see(self, tensor: torch.Tensor, inputs: Any) -> None:
+    def _see(self, tensor: torch.Tensor, func: Any) -> None:
         """Count the storage of an operator's output if the operator made it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)
         if known is not None and known[0]() is not None:
-            if known[1] != storage.nbytes():  # an operator resized it: resize_, or a small `out`
+            if known[1] != storage.nbytes():
                 self.resized(storage)
-            return
-        for given in tree_iter(inputs):
-            if isinstance(given, torch.Tensor) and given.untyped_storage()._cdata == key:
-                return
-        reference: weakref.ref[Any] = weakref.ref(storage, functools.partial(self._forget, key))
-        self._known[key] = (reference, storage.nbytes())
-        self._change(storage.nbytes())
+        elif not _passes_on(func):
+            nbytes = storage.nbytes()
+            reference = _StorageRef(storage, self._forget)
+            reference.key = key
+            self._known[key] = (reference, nbytes)
+            self._change(nbytes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Correct the count after a storage changed its size."""
@@ -107,8 +139,8 @@ class StorageCounter(TorchDispatchMode):
             self._known[storage._cdata] = (known[0], storage.nbytes())
             self._change(storage.nbytes() - known[1])
 
-    def _forget(self, key: int, _: "weakref.ref[Any]") -> None:
-        known = self._known.pop(key, None)
+    def _forget(self, reference: "_StorageRef") -> None:
+        known = self._known.pop(reference.key, None)
         if known is not None:
             self._change(-known[1])
 

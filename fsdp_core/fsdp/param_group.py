@@ -69,13 +69,17 @@ class ParamGroup:
         self.layout: FlatLayout = build_layout([tuple(o.current.shape) for o in owned], shards)
         self._gather_key, self._grad_key = Key(id(self), "gather"), Key(id(self), "grad")
         self._make_persistent_buffers()
+        self._gathered: torch.Tensor | None = None
         self._full_grad: torch.Tensor | None = None
+        self._grad_home: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
         self.is_unsharded = False
         self.names = [o.attribute for o in owned]
         empty = torch.empty(0, dtype=policy.compute_dtype, device=device.torch_device)
         self.unsharded = [nn.Parameter(empty.clone()) for _ in owned]
         self.sharded = [self._sharded_parameter(i) for i in range(len(owned))]
-        self._bind_unsharded_views()
+        if not policy.sharded:
+            self._bind_unsharded_views(self.model_weight)
         self._register(self.sharded)
 
     def _make_persistent_buffers(self) -> None:
@@ -115,11 +119,14 @@ class ParamGroup:
         slot = self.layout.slots[index]
         return full[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
-    def _bind_unsharded_views(self) -> None:
-        """Point the unsharded parameters at model_weight where it is the full buffer."""
-        if not self.policy.sharded:
-            for index, parameter in enumerate(self.unsharded):
-                parameter.data = self._view(self.model_weight, index)
+    def _bind_unsharded_views(self, full: torch.Tensor) -> None:
+        """Point the unsharded parameters into a full buffer; they stay bound while it is the same.
+
+        `.data` keeps the buffer's version counter out of autograd: gathering again into a buffer
+        that saved views share is no in-place change of a parameter.
+        """
+        for index, parameter in enumerate(self.unsharded):
+            parameter.data = self._view(full, index)
 
     def _register(self, parameters: list[nn.Parameter]) -> None:
         for owned, parameter in zip(self.owned, parameters, strict=True):
@@ -134,12 +141,9 @@ class ParamGroup:
             full = self.pool.acquire(self._gather_key, total, dtype, stream)
             with self._device.on(stream):
                 all_gather(full, self.model_weight, self._group)
-            for index, parameter in enumerate(self.unsharded):
-                # `.data` keeps the buffer's version counter out of autograd: gathering again into
-                # a buffer that saved views share is no in-place change of a parameter.
-                view = self._view(full, index)
-                if parameter.data.data_ptr() != view.data_ptr():
-                    parameter.data = view
+            if full is not self._gathered:
+                self._gathered = full
+                self._bind_unsharded_views(full)
         self._register(self.unsharded)
         self.is_unsharded = True
 
@@ -159,11 +163,14 @@ class ParamGroup:
             raise RuntimeError(f"Expected a gradient of {self.names[index]}, got none.")
         if self._full_grad is None:
             total, dtype = self.layout.total_numel, self.policy.reduce_dtype
-            self._full_grad = self.pool.acquire(self._grad_key, total, dtype, stream)
+            self._full_grad = full = self.pool.acquire(self._grad_key, total, dtype, stream)
+            if full is not self._grad_home:
+                self._grad_home = full
+                self._grad_views = [self._view(full, i) for i in range(len(self.owned))]
             # Padding holds what the buffer's last user left there; the reduction must add zeros.
             for start, stop in self.layout.gaps:
-                self._full_grad[start:stop].zero_()
-        self._view(self._full_grad, index).copy_(parameter.grad)
+                full[start:stop].zero_()
+        self._grad_views[index].copy_(parameter.grad)
         parameter.grad = None
 
     @property

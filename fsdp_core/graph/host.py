@@ -10,6 +10,7 @@ graph's outputs and keep their own memory. Random operators draw from the defaul
 each replay, in the recorded order, so dropout gives eager's bits.
 """
 
+import ctypes
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,12 +61,13 @@ class HostGraph:
         Raises:
             CaptureRefused: something in it cannot be captured; nothing is left changed.
         """
-        undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        undo: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
         anchors: dict[int, torch.UntypedStorage] = {}
 
         def before_write(number: int, tensor: torch.Tensor) -> None:
-            whole = _whole_storage(tensor.untyped_storage())
-            undo[number] = (whole, whole.clone())
+            storage = tensor.untyped_storage()
+            # Plain bytes, not a tensor: CUDA needs no undo, so it must not count as the program's.
+            undo[number] = (storage, ctypes.string_at(storage.data_ptr(), storage.nbytes()))
 
         recorder = Recorder(keep_operations=True, before_write=before_write)
         states = self._device.rng_states()
@@ -80,19 +82,18 @@ class HostGraph:
             if collecting:
                 gc.enable()
             self._device.set_rng_states(states)
-            for whole, saved in undo.values():
-                self._restore(whole, saved)
+            for storage, saved in undo.values():
+                self._restore(storage, saved)
         self.recording = recorder.recording
         self._anchor_externals(anchors)
         self._build(anchors)
         return result
 
-    def _restore(self, whole: torch.Tensor, saved: torch.Tensor) -> None:
-        storage = whole.untyped_storage()
-        if saved.numel() and storage.nbytes() != saved.numel():
+    def _restore(self, storage: torch.UntypedStorage, saved: bytes) -> None:
+        if saved and storage.nbytes() != len(saved):
             # Resized inside the capture: writing into it as it is would write past its end.
-            self._device.resize_storage(storage, saved.numel())
-        whole.copy_(saved)
+            self._device.resize_storage(storage, len(saved))
+        ctypes.memmove(storage.data_ptr(), saved, len(saved))
 
     def _anchor_externals(self, anchors: dict[int, torch.UntypedStorage]) -> None:
         foreign: set[int] = set()
@@ -228,10 +229,6 @@ def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:
         placed.append(index)
     total = max((offsets[i] + ranges[i][0] for i in range(len(ranges))), default=0)
     return offsets, total
-
-
-def _whole_storage(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _wait(outputs: list[Any]) -> None:
