@@ -185,6 +185,25 @@ def test_backward_that_raised_does_not_silence_the_next(mesh: DeviceMesh) -> Non
             assert torch.equal(parameter.grad.reshape(-1), wanted.reshape(-1)), name
 
 
+def test_half_a_gradient_is_dropped(mesh: DeviceMesh) -> None:
+    """Gradients that came in part before an exception hold no buffer after the next pass."""
+    net = build()
+    fsdp = shard(net, mesh)
+    root = next(unit for unit in fsdp.fsdp_schedule.units if unit.name == "root")
+    weight = root.group.unsharded[root.group.names.index("head.weight")]
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise KeyError("planted")
+
+    hook = weight.register_hook(refuse)
+    with pytest.raises(KeyError, match="planted"):
+        run(net, torch.ones(4, 6))
+    hook.remove()
+    assert root.group.has_grads
+    net.blocks[0](torch.ones(4, 6)).sum().backward()
+    assert not root.group.has_grads
+
+
 def test_forward_that_raised_leaves_the_unit_usable(mesh: DeviceMesh) -> None:
     """After an exception inside a unit's forward, `reshard` and another pass give plain's bits."""
     net = build()

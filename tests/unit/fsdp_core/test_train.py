@@ -1,0 +1,133 @@
+"""The trainer on one rank: what plain torch would train, and who is named."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core.config import DataConfig, FsdpConfig, ModelConfig, OptimConfig, TrainConfig
+from fsdp_core.data import Batches, token_source
+from fsdp_core.device import Device
+from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
+from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.transformer import Decoder
+from fsdp_core.train import Trainer
+from harness.records import DIGEST_GROUPS
+
+STEPS = 5
+MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    """Put back the switches that a trainer sets."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def config(**options: Any) -> TrainConfig:
+    """A tiny float32 run of two microbatches."""
+    values: dict[str, Any] = {"model": MODEL, "dtype": "fp32", "steps": STEPS, "microbatches": 2}
+    return TrainConfig(**(values | options))
+
+
+def plain_training(chosen: TrainConfig) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step, by plain modules and torch's own optimizer."""
+    model = Decoder(MODEL, TorchBackend())
+    model.init_weights(chosen.seed)
+    model.set_rope(torch.device("cpu"))
+    optim = chosen.optim
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+    )
+    batches = Batches(token_source(DataConfig(), MODEL.vocab_size), chosen.seed, 0, 2, 1, MODEL.seq)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for tokens in batches.tokens(step):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            (loss / 2).backward()
+            losses.append(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(parameters, optim.clip_grad_norm)
+        optimizer.step()
+        seen.append((sum(losses) / 2, norm.item()))
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_trains_as_plain_torch_does(mesh: DeviceMesh, strategy: str) -> None:
+    """Losses and norms of five clipped steps follow a loop that shares no optimizer with ours."""
+    chosen = config(
+        optim=OptimConfig(lr=1e-2, clip_grad_norm=0.5), fsdp=FsdpConfig(strategy=strategy)
+    )
+    trainer = Trainer(chosen, mesh, Device("cpu"))
+    expected = plain_training(chosen)
+    for step, (loss, norm) in enumerate(expected):
+        outputs = trainer.step(step)
+        # Same gradients to the bit; AdamW and clipping round in another order: a few float32 ulps
+        # of each weight a step, whose effect on a loss near 4 stays below 1e-5.
+        assert outputs.loss.item() == pytest.approx(loss, rel=1e-5)
+        assert outputs.grad_norm.item() == pytest.approx(norm, rel=1e-4)
+        assert outputs.losses.mean().item() == outputs.loss.item()
+    assert expected[0][1] > 0.5, "the clipping must clip"
+
+
+def test_digests_are_those_of_the_named_tensors(mesh: DeviceMesh) -> None:
+    """After a step each group's rows are the digests of its tensors, the groups known to records."""
+    trainer = Trainer(config(optim=OptimConfig(clip_grad_norm=0.0)), mesh, Device("cpu"))
+    outputs = trainer.step(0)
+    assert {*outputs.digests, "rng"} == set(DIGEST_GROUPS)
+    for group, (names, tensors) in trainer.digested.items():
+        rows = empty_rows(len(names), "cpu")
+        digest_tensors(tensors, rows)
+        assert digest_hex(rows) == digest_hex(outputs.digests[group]), group
+        assert len(set(names)) == len(names) == len(tensors)
+
+
+def test_wrapping_leaves_the_initial_bits(mesh: DeviceMesh) -> None:
+    """The trainer's first weights are the decoder's own, whatever FSDP does with them."""
+    model = Decoder(MODEL, TorchBackend())
+    model.init_weights(1234)
+    plain = dict(model.named_parameters())
+    trainer = Trainer(config(), mesh, Device("cpu"))
+    names, tensors = trainer.digested["weights"]
+    assert set(names) == set(plain)
+    for name, tensor in zip(names, tensors, strict=True):
+        assert torch.equal(tensor, plain[name]), name
+
+
+def test_every_long_lived_tensor_has_a_name(mesh: DeviceMesh) -> None:
+    """A captured iteration uses no storage that the trainer cannot name, but pooled gradients."""
+    chosen = config(graph=("full_iteration",), fsdp=FsdpConfig(pool="dynamic"))
+    trainer = Trainer(chosen, mesh, Device("cpu"))
+    for step in range(STEPS):
+        trainer.step(step)
+    assert trainer.counts.unnamed_externals == 0
+    assert {"tokens", "lr", "step_count", "loss", "rope_cos"} <= set(trainer.counts.external_names)
+    trainer.close()
+
+
+@pytest.mark.parametrize("graph", [("attn",), ("full_iteration",)])
+def test_close_leaves_an_eager_trainer(mesh: DeviceMesh, graph: tuple[str, ...]) -> None:
+    """After `close` no graph is left, and closing twice is harmless."""
+    trainer = Trainer(config(graph=graph), mesh, Device("cpu"))
+    for step in range(4):
+        trainer.step(step)
+    replays = trainer.counts.replays
+    assert replays > 0
+    trainer.close()
+    trainer.close()
+    trainer.step(4)
+    assert trainer.counts.replays == replays
