@@ -85,7 +85,7 @@ def test_trains_as_plain_torch_does(mesh: DeviceMesh, strategy: str) -> None:
 
 
 def test_digests_are_those_of_the_named_tensors(mesh: DeviceMesh) -> None:
-    """After a step each group's rows are the digests of its tensors, the groups known to records."""
+    """After a step each group's rows are its tensors' digests, and records know every group."""
     trainer = Trainer(config(optim=OptimConfig(clip_grad_norm=0.0)), mesh, Device("cpu"))
     outputs = trainer.step(0)
     assert {*outputs.digests, "rng"} == set(DIGEST_GROUPS)
