@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import Device
 from fsdp_core.graph.recorder import (
@@ -96,7 +96,6 @@ class HostGraph:
         ctypes.memmove(storage.data_ptr(), saved, len(saved))
 
     def _anchor_externals(self, anchors: dict[int, torch.UntypedStorage]) -> None:
-        foreign: set[int] = set()
         for number, entry in enumerate(self.recording.storages):
             if entry.released and not entry.internal and entry.nbytes:
                 raise CaptureRefused(
@@ -109,8 +108,10 @@ class HostGraph:
                 if not entry.internal:
                     self._externals.append((storage, entry))
             elif not entry.internal and not entry.released:
-                foreign.add(number)
-        self.recording.operations = drop_completions(self.recording, foreign)
+                raise CaptureRefused(
+                    f"cannot capture {entry.made_by}: it reads a tensor that was made during the "
+                    "capture by no operator (torch.from_numpy, say); make it before the capture"
+                )
 
     def _build(self, anchors: dict[int, torch.UntypedStorage]) -> None:
         dead = [
@@ -169,36 +170,6 @@ class HostGraph:
     def reset(self) -> None:
         """Drop the recorded operators and the arena."""
         self._steps, self._arena, self._externals = [], None, []
-
-
-def drop_completions(recording: Recording, foreign: set[int]) -> list[Operation]:
-    """Leave out what a collective did to complete itself; replaying it does that again.
-
-    gloo's reduce-scatter copies its result out of a buffer of its own when it is waited for, and
-    that copy is an operator. `foreign` are storages that no operator made and that died during the
-    capture; such a copy into the output of an earlier collective is the only legal use of one.
-
-    Raises:
-        CaptureRefused: anything else reads a foreign storage.
-    """
-    outputs: list[TensorRef] = []
-    kept = []
-    for operation in recording.operations:
-        if operation.func.namespace == "c10d":
-            outputs.extend(r for r in tree_iter(operation.args[:1]) if isinstance(r, TensorRef))
-        refs = [r for r in tree_iter((operation.args, operation.kwargs)) if _is_ref(r)]
-        if not any(ref.storage in foreign for ref in refs):
-            kept.append(operation)
-        elif operation.func._schema.name != "aten::copy_" or refs[0] not in outputs:
-            raise CaptureRefused(
-                f"cannot capture {operation.func}: it reads a tensor that was made during the "
-                "capture by no operator (torch.from_numpy, say); make it before the capture"
-            )
-    return kept
-
-
-def _is_ref(value: Any) -> bool:
-    return isinstance(value, TensorRef)
 
 
 def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:

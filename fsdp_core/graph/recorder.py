@@ -14,12 +14,13 @@ import traceback
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
@@ -152,6 +153,8 @@ class Recorder(TorchDispatchMode):
 
         arg_refs, kwarg_refs = tree_map_only(torch.Tensor, refer, (args, kwargs))
         out = func(*args, **kwargs)
+        if self._keep and func.namespace == "c10d":
+            out = finish_collective(out)
         if self._keep and (reason := _unreplayable(out)):
             raise CaptureRefused(f"cannot capture {func} at {calling_place()}: {reason}")
         fresh = self._fresh_outputs(out, number, name)
@@ -231,6 +234,23 @@ class Recorder(TorchDispatchMode):
             tensor.is_conj(),
             tensor.is_neg(),
         )
+
+
+def finish_collective(out: Any) -> Any:
+    """Wait for a collective here, and hand on a handle that is finished already.
+
+    When gloo's reduce-scatter is waited for, it copies its result out of a buffer of its own, by
+    operators. In the program's wait the recorder would see them, and a replay would copy what that
+    buffer held at capture over its own result; here they run unseen.
+    """
+
+    def finished(value: Any) -> Any:
+        if not isinstance(value, torch.ScriptObject):
+            return value
+        cast("Any", value).wait()  # torchbind methods are not in the stubs
+        return FakeWork().boxed()
+
+    return tree_map(finished, out)
 
 
 def flat_outputs(out: Any) -> list[Any]:

@@ -17,6 +17,8 @@ from tests.dist.test_fsdp import settled
 # torch 2.13 renamed both; the old names warn there and the new ones are absent before.
 gather_tensor: Any = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 scatter_tensor: Any = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+scatter_async: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+HANDLES: list[Any] = []
 NUMEL = 12
 REPLAYS = 4
 
@@ -76,6 +78,16 @@ def functional(s: State) -> Any:
     return gathered + 1, scattered * 2
 
 
+def handle_kept(s: State) -> Any:
+    """A reduce-scatter whose handle, and so gloo's own buffer, outlives the capture."""
+    reduced = torch.empty(NUMEL)
+    work = scatter_async(reduced, s["full"] * 1.25, async_op=True)
+    HANDLES.append(work)
+    work.wait()
+    s["shard"].add_(reduced, alpha=0.5)
+    return reduced * 1.0
+
+
 def waited_later(s: State) -> Any:
     """An asynchronous collective with other work before the wait."""
     total = s["shard"] * 1.5
@@ -88,7 +100,7 @@ def waited_later(s: State) -> Any:
 
 
 PROGRAMS: list[Callable[[State], Any]] = [
-    gather, scatter, reduce_all, broadcast, gather_list, functional, waited_later,
+    gather, scatter, reduce_all, broadcast, gather_list, functional, waited_later, handle_kept,
 ]  # fmt: skip
 
 
