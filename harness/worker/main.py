@@ -105,12 +105,14 @@ class _Session:
         )
         device.synchronize()
         startup_s = _now() - self.started_s
-        for self.step in range(trainer.config.steps):
-            self.plant.before_step(trainer, self.step)
-            trainer.step(self.step)
-            self.plant.after_step(trainer, self.step)
-            observer.observe(self.step)
-        observer.flush()
+        try:
+            for self.step in range(trainer.config.steps):
+                self.plant.before_step(trainer, self.step)
+                trainer.step(self.step)
+                self.plant.after_step(trainer, self.step)
+                observer.observe(self.step)
+        finally:
+            self._flush(observer)
         self._write_graph_event(trainer)
         self.file.write(
             EndRecord(
@@ -123,6 +125,20 @@ class _Session:
             )
         )
         self.plant.after_end()
+
+    def _flush(self, observer: Observer) -> None:
+        """Write the steps that wait in the ring, also when the step after them has failed."""
+        failing = sys.exc_info()[1] is not None
+        if failing and self.spec.device == "cuda" and self.spec.world_size > 1:
+            # Copying from the device may wait for a collective that the others never join.
+            return
+        try:
+            observer.flush()
+        except RuntimeError as error:
+            # After an illegal access the device answers nothing any more: what it held is lost.
+            if not failing:
+                raise
+            sys.stderr.write(f"steps not yet flushed are lost: {error}\n")
 
     def _write_graph_event(self, trainer: Trainer) -> None:
         counts = trainer.counts

@@ -15,6 +15,7 @@ from harness.records import (
     EndRecord,
     ErrorRecord,
     EventRecord,
+    PlantSpec,
     RunSpec,
     StartRecord,
     StepRecord,
@@ -74,6 +75,14 @@ def test_another_seed_is_another_run(rank: Any, spec: Spec) -> None:
     assert isinstance(second, StepRecord)
     assert first.loss != second.loss
     assert first.digests["rng"] != second.digests["rng"]
+
+
+def test_steps_before_a_failure_are_not_lost(rank: Any, spec: Spec) -> None:
+    """Steps that wait in the ring are written when a later step raises."""
+    records = rank.run(spec(PlantSpec(fault="raise", step=3), flush_every=10))
+    assert [r.step for r in records if isinstance(r, StepRecord)] == [0, 1, 2]
+    assert isinstance(records[-1], ErrorRecord)
+    assert rank.code == 1
 
 
 def test_unflushed_steps_are_written_at_the_end(rank: Any, spec: Spec) -> None:
