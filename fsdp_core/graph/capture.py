@@ -62,6 +62,9 @@ class CapturedFunction:
         self, maker: GraphMaker, function: Callable[[], T], resolve: Resolver | None
     ) -> None:
         self.graph = maker.new()
+        # The function's own references (model, inputs) must live as long as the graph: a graph
+        # holds addresses, and over freed memory it faults or reads what came after.
+        self._function: Callable[[], Any] | None = function
         self.result: Any = self.graph.capture(function)
         self.ledger = Ledger(self.graph.recording, resolve) if resolve else None
 
@@ -79,7 +82,7 @@ class CapturedFunction:
     def reset(self) -> None:
         """Drop the graph."""
         self.graph.reset()
-        self.result = None
+        self._function = self.result = None
 
 
 class CapturedModule:

@@ -1,6 +1,9 @@
 """Captured functions and modules: eager's bits through forward and backward, or a refusal."""
 
 import copy
+import functools
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -250,6 +253,28 @@ def test_captured_function_returns_its_result() -> None:
     captured.reset()
     with pytest.raises(RuntimeError, match="empty"):
         captured()
+
+
+def test_what_the_function_uses_lives_as_long_as_the_graph() -> None:
+    """Nobody else needs to hold the model: on CUDA a replay over freed memory is illegal."""
+    model = nn.Linear(4, 4)
+    alive = weakref.ref(model)
+    x = torch.ones(2, 4)
+    captured = CapturedFunction(
+        GraphMaker(DEVICE), functools.partial(_without_grad, model, x), None
+    )
+    del model
+    gc.collect()
+    assert alive() is not None
+    captured.reset()
+    gc.collect()
+    assert alive() is None
+
+
+def _without_grad(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(x)
+    return result
 
 
 def test_reset_drops_both_graphs() -> None:
