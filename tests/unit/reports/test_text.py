@@ -42,10 +42,10 @@ def test_terminal_escapes_go_and_controls_are_seen(hostile: str) -> None:
 
 def test_long_text_is_cut_and_says_so() -> None:
     """A megabyte is clipped with the number of characters that were cut, quickly."""
-    began = time.perf_counter()
+    began = time.process_time()
     assert clean("x" * 1_000_000, 10) == "x" * 10 + "… (999990 more characters)"
     assert clean("\x1b]x" * 300_000, 1_000_000) == "x" * 300_000
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_plain_text_is_left_alone() -> None:
