@@ -68,11 +68,12 @@ def _passes_on(func: Any) -> bool:
     return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
-def _makes_or_resizes(func: Any) -> bool:
-    """Whether a storage may be made, or change its size, in the operator."""
+def _resizes(func: Any) -> bool:
+    """Whether the operator may change the size of a storage that it is given."""
     names = {argument.name for argument in func._schema.arguments}
-    resizes = func._schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
-    return resizes or "out" in names or not _passes_on(func)
+    return "out" in names or func._schema.name in (
+        "aten::resize_", "aten::resize_as_", "aten::set_",
+    )  # fmt: skip
 
 
 class StorageCounter(TorchDispatchMode):
@@ -89,7 +90,7 @@ class StorageCounter(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, tuple[_StorageRef, int]] = {}
-        self._sees: dict[Any, bool] = {}
+        self._kinds: dict[Any, tuple[bool, bool]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -102,22 +103,23 @@ class StorageCounter(TorchDispatchMode):
             return NotImplemented  # the wrapper opens itself up first; what it holds is counted
         out = func(*args, **(kwargs or {}))
         # This runs for every operator of every rank, so it looks at as little as it can.
-        sees = self._sees.get(func)
-        if sees is None:
-            sees = self._sees[func] = _makes_or_resizes(func)
-        if not sees:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = (not _passes_on(func), _resizes(func))
+        makes, resizes = kind
+        if not (makes or resizes):
             return out
         if type(out) is torch.Tensor:
-            self._see(out, func)
+            self._see(out, makes=makes)
             return out
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass_type(
                 type(value)
             ):
-                self._see(value, func)
+                self._see(value, makes=makes)
         return out
 
-    def _see(self, tensor: torch.Tensor, func: Any) -> None:
+    def _see(self, tensor: torch.Tensor, *, makes: bool) -> None:
         """Count the storage of an operator's output if the operator made it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -125,7 +127,7 @@ class StorageCounter(TorchDispatchMode):
         if known is not None and known[0]() is not None:
             if known[1] != storage.nbytes():
                 self.resized(storage)
-        elif not _passes_on(func):
+        elif makes:
             nbytes = storage.nbytes()
             reference = _StorageRef(storage, self._forget)
             reference.key = key

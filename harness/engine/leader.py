@@ -24,11 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import FrameType
 
 from harness.engine.outcome import RankEvidence, classify
 from harness.engine.output import CAP_BYTES, CappedOutput
 from harness.engine.process import (
+    ChildWakeup,
     adopt_orphans,
     die_with_parent,
     kill_children,
@@ -172,10 +172,8 @@ class _Crew:
         self._pids: dict[int, int] = {}
         self._outputs: list[CappedOutput] = []
         self._selector = selectors.DefaultSelector()
-        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _ignore_but_wake)
-        self._selector.register(self._wakeup_read, selectors.EVENT_READ, None)
+        self._wakeup = ChildWakeup()
+        self._selector.register(self._wakeup.fd, selectors.EVENT_READ, None)
         for rank in range(job.spec.world_size):
             self._fork(job, rank_main, rank, listener)
 
@@ -210,8 +208,7 @@ class _Crew:
         """In the new process: never returns, and runs none of the leader's clean-up."""
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            ChildWakeup.disarm()
             die_with_parent(leader_pid)
             _redirect(write_fd)
             port = listener.getsockname()[1]
@@ -234,8 +231,7 @@ class _Crew:
         self._selector.close()
         for output in self._outputs:
             output.abandon()
-        os.close(self._wakeup_read)
-        os.close(self._wakeup_write)
+        self._wakeup.close()
 
     def watch_to_the_end(self) -> None:
         """Wait until every rank has ended, by itself or by force."""
@@ -243,7 +239,7 @@ class _Crew:
             patience_s = max(self.watch.deadline_s - time.monotonic(), 0.0)
             for key, _ in self._selector.select(patience_s):
                 if key.data is None:
-                    _empty(self._wakeup_read)
+                    self._wakeup.drain()
                 elif not key.data.drain():
                     self._selector.unregister(key.fd)
             self._reap()
@@ -315,18 +311,6 @@ def _flush() -> None:
             stream.flush()
         except (OSError, ValueError):
             continue
-
-
-def _empty(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        return
-
-
-def _ignore_but_wake(number: int, frame: FrameType | None) -> None:
-    """A Python-level handler must exist for the wake-up descriptor to be written."""
 
 
 def _write_outcome(job: Job, crew: _Crew, started_unix_s: float) -> None:

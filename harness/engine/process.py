@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -74,6 +75,42 @@ def kill_children(spare: Collection[int] = ()) -> None:
             signal_quietly(pid, signal.SIGKILL)
         for pid in doomed:
             wait_quietly(pid)
+
+
+class ChildWakeup:
+    """A descriptor that becomes readable when a child ends, for a selector to wait on.
+
+    A forked process inherits it and must `disarm` it before anything else, then `close` it.
+    """
+
+    def __init__(self) -> None:
+        """Take over SIGCHLD of this process."""
+        self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _ignore_but_wake)
+
+    def drain(self) -> None:
+        """Make the descriptor wait for the next child."""
+        try:
+            while os.read(self.fd, 4096):
+                pass
+        except BlockingIOError:
+            return
+
+    @staticmethod
+    def disarm() -> None:
+        """In a forked process: let its own children not wake the parent's selector."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def close(self) -> None:
+        """Close both ends."""
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+
+def _ignore_but_wake(number: int, frame: FrameType | None) -> None:
+    """A Python-level handler must exist for the wake-up descriptor to be written."""
 
 
 def signal_quietly(pid: int, number: int) -> bool:

@@ -65,6 +65,7 @@ class _Session:
         self.file = RecordFile(folder / f"rank{rank}.jsonl")
         self.plant = Plant(spec, rank, self.file)
         self.step = -1
+        # Seconds since the epoch, so the times below are `time.time()` too.
         self.started_s = psutil.Process().create_time()
 
     def run(self, store_port: int) -> None:
@@ -104,7 +105,7 @@ class _Session:
             )
         )
         device.synchronize()
-        startup_s = _now() - self.started_s
+        startup_s = time.time() - self.started_s
         try:
             for self.step in range(trainer.config.steps):
                 self.plant.before_step(trainer, self.step)
@@ -120,7 +121,7 @@ class _Session:
                 steps=trainer.config.steps,
                 peak_bytes=device.peak_bytes(),
                 startup_s=startup_s,
-                wall_s=_now() - self.started_s,
+                wall_s=time.time() - self.started_s,
                 replays=trainer.counts.replays,
             )
         )
@@ -208,8 +209,3 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
         found["cudnn"] = torch.backends.cudnn.version()
         found["capability"] = list(torch.cuda.get_device_capability(device.torch_device))
     return found
-
-
-def _now() -> float:
-    """Wall-clock seconds since the epoch, as `psutil` gives process start times."""
-    return time.time()

@@ -5,7 +5,7 @@
     alter         a record line is dropped or damaged, or all of a rank's lines
     after_end     a line too many
 
-A fault that is given no step is planted at the middle of the run, past any capture.
+The catalogue says which faults take a step, a rank or a tensor; the decoder requires the step.
 """
 
 import json

@@ -22,11 +22,16 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 from harness.engine.leader import Job, Limits, RankMain, die_as_child_of, lead
-from harness.engine.process import adopt_orphans, kill_children, kill_group, signal_quietly
+from harness.engine.process import (
+    ChildWakeup,
+    adopt_orphans,
+    kill_children,
+    kill_group,
+    signal_quietly,
+)
 from harness.records import RunSpec
 
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -96,21 +101,19 @@ class _Server:
         self._limits = limits
         self._leaders: dict[int, str] = {}
         self._received = b""
-        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _ignore_but_wake)
+        self._wakeup = ChildWakeup()
 
     def run(self) -> None:
         """Serve until the harness goes away; then nothing of ours is left."""
         selector = selectors.DefaultSelector()
         selector.register(self._control, selectors.EVENT_READ)
-        selector.register(self._wakeup_read, selectors.EVENT_READ)
+        selector.register(self._wakeup.fd, selectors.EVENT_READ)
         try:
             _send(self._control, {"ready": os.getpid()})
             while True:
                 ready = {key.fd for key, _ in selector.select()}
-                if self._wakeup_read in ready:
-                    _empty(self._wakeup_read)
+                if self._wakeup.fd in ready:
+                    self._wakeup.drain()
                 self._reap()
                 if self._control.fileno() in ready and not self._receive():
                     return
@@ -148,11 +151,9 @@ class _Server:
 
     def _leader_work(self, command: dict[str, Any], folder: Path) -> Callable[[], None]:
         def work() -> None:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            ChildWakeup.disarm()
             self._control.close()
-            os.close(self._wakeup_read)
-            os.close(self._wakeup_write)
+            self._wakeup.close()
             spec = RunSpec.from_json(json.loads((folder / "spec.json").read_bytes()))
             job = Job(
                 spec=spec,
@@ -188,15 +189,3 @@ class _Server:
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:
     control.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _empty(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        return
-
-
-def _ignore_but_wake(number: int, frame: FrameType | None) -> None:
-    """A Python-level handler must exist for the wake-up descriptor to be written."""
