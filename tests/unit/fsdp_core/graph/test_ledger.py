@@ -42,12 +42,13 @@ def free(names: Names, name: str) -> None:
 
 
 def move_storage(names: Names, name: str) -> None:
-    """Freed and allocated again elsewhere, the tensor object being the same."""
+    """Allocated elsewhere, the tensor object being the same.
+
+    Growing allocates the new block before it frees the old one, so the address must change; freed
+    and allocated again, the storage could get its old place back.
+    """
     storage = names[name].untyped_storage()
-    nbytes = storage.nbytes()
-    DEVICE.resize_storage(storage, 0)
-    names["squatter"] = torch.ones(nbytes // 4)
-    DEVICE.resize_storage(storage, nbytes)
+    DEVICE.resize_storage(storage, 2 * storage.nbytes())
 
 
 def vanish(names: Names, name: str) -> None:
