@@ -123,6 +123,18 @@ _ENTRIES = (
         expects=("stale_address",),
     ),
     Fault(
+        name="hoard",
+        description="The rank allocates twice its peak memory so far, and keeps it.",
+        takes=_AT_STEP,
+        expects=("memory_regression",),
+    ),
+    Fault(
+        name="skip_graphs",
+        description="No rank captures a graph: every step runs eagerly.",
+        takes=(),
+        expects=("not_replayed",),
+    ),
+    Fault(
         name="corrupt_record",
         description="Half a JSON line is written in place of the step's record.",
         takes=_AT_STEP,

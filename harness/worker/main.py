@@ -72,7 +72,7 @@ class _Session:
         """Train every step and write every record."""
         determinism.prepare_environment()
         torch.set_num_threads(1)
-        config = TrainConfig.from_dict(self.spec.config)
+        config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         device = Device(self.spec.device, self.rank if self.spec.device == "cuda" else 0)
         store = dist.TCPStore("127.0.0.1", store_port)
         init_ranks(device, store, self.rank, self.spec.world_size, self.spec.timeout_s)

@@ -1,6 +1,7 @@
 """Plants the faults of `harness.faults.catalogue` in a rank, through public seams of the trainer.
 
-    before_step   the rank dies, hangs, runs out of memory, or memory moves under a graph
+    before_train  the rank will run eagerly where it should capture
+    before_step   the rank dies, hangs, hoards memory, or memory moves under a graph
     after_step    a main weight changes, and the state is digested again
     alter         a record line is dropped or damaged, or all of a rank's lines
     after_end     a line too many
@@ -12,10 +13,12 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 
+from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
 from harness.records import EventRecord, PlantSpec, RunSpec
 from harness.worker.observe import RecordFile
@@ -32,6 +35,7 @@ class Plant:
         plant = spec.plant
         target = -1 if plant is None else plant.rank % spec.world_size
         self._plant: PlantSpec | None = plant if rank == target else None
+        self._everywhere = "" if plant is None else plant.fault
         self._rank, self._file = rank, file
         self._last_step = ""
         if self._plant is not None:
@@ -40,6 +44,13 @@ class Plant:
     @property
     def _fault(self) -> str:
         return self._plant.fault if self._plant else ""
+
+    def before_train(self, config: TrainConfig) -> TrainConfig:
+        """The configuration that this rank really trains by.
+
+        Capturing takes collectives of its own, so all ranks skip it, or none.
+        """
+        return replace(config, graph=()) if self._everywhere == "skip_graphs" else config
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Act before `step` runs."""
@@ -51,6 +62,8 @@ class Plant:
             "exit": self._exit,
             "raise": self._raise,
             "oom": lambda: self._oom(trainer),
+            "skip_graphs": lambda: None,  # `before_train` did it
+            "hoard": lambda: self._hoard(trainer),
             "illegal_access": lambda: self._illegal_access(trainer),
             "stale_parameter": lambda: self._move_parameter(trainer),
         }
@@ -127,6 +140,12 @@ class Plant:
             held.append(torch.empty(nbytes, dtype=torch.uint8, device=trainer.device.torch_device))
             # The CPU hands out address space without memory behind it: ask for more than exists.
             nbytes = nbytes if trainer.device.is_cuda else nbytes * 1024
+
+    def _hoard(self, trainer: Trainer) -> None:
+        """Hold twice the peak so far, as one tensor."""
+        device = trainer.device
+        nbytes = 2 * device.peak_bytes()
+        self.hoarded = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device)
 
     def _illegal_access(self, trainer: Trainer) -> None:
         """Replay a graph over memory that was given back to the driver and unmapped."""

@@ -238,6 +238,29 @@ def test_oom(rank: Any, spec: Spec) -> None:
     assert len(steps_of(records)) == STEP
 
 
+def test_skip_graphs(rank: Any, spec: Spec) -> None:
+    """Every step runs and agrees, no graph is replayed."""
+    clean = rank.run(spec(graph=("attn",)))
+    records = rank.run(spec(PlantSpec(fault="skip_graphs"), graph=("attn",)))
+    assert rank.code == 0
+    replays = [r.replays for log in (clean, records) for r in log if isinstance(r, EndRecord)]
+    assert replays[0] > 0
+    assert replays[1:] == [0]
+    assert differing(records, clean, "weights") == {}
+
+
+def test_hoard(rank: Any, spec: Spec) -> None:
+    """From the step on, live memory is up by twice the peak before it; no bit changes."""
+    clean = rank.run(spec())
+    records = rank.run(spec(PlantSpec(fault="hoard", step=STEP)))
+    assert rank.code == 0
+    ours, theirs = steps_of(records), steps_of(clean)
+    more = [a.live_bytes - b.live_bytes for a, b in zip(ours, theirs, strict=True)]
+    assert more[:STEP] == [0] * STEP
+    assert more[STEP:] == [2 * theirs[STEP - 1].peak_bytes] * (len(ours) - STEP)
+    assert differing(records, clean, "weights") == {}
+
+
 @pytest.mark.parametrize(
     ("graph", "tensor", "strategy"),
     [
