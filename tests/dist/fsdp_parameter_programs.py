@@ -1,0 +1,300 @@
+"""Programs about what parameters a unit can hold and how they look: for every side of `fsdp_sides`.
+
+Modules here hold parameters of awkward kinds; steps are those of `fsdp_programs.Training`.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.dist.fsdp_models import WIDTH, Block, loss_of, net, rows, shard
+from tests.dist.fsdp_programs import Training
+from tests.dist.fsdp_sides import Api, gradients, is_piece, local, weights
+
+
+class Awkward(nn.Module):
+    """One parameter of a kind beside a Linear, and a count of its forwards in buffers."""
+
+    calls: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self, extra: torch.Tensor) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Parameter(extra)
+        self.last = nn.Linear(WIDTH, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, WIDTH] -> [rows, 1]."""
+        with torch.no_grad():
+            self.calls += 1
+            self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.5)
+        h = torch.tanh(self.first(x))
+        scale = self.extra.to(h.dtype)
+        if scale.dim() == 2:
+            h = h @ scale[:WIDTH] if scale.shape[0] >= WIDTH else h * scale.sum(0)
+        else:
+            h = h * scale.sum()
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+def seeded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random values, the same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(11)).to(dtype)
+
+
+EXTRAS: dict[str, Any] = {
+    "scalar": lambda: seeded(),
+    "one_row": lambda: seeded(1, WIDTH),
+    "one_element": lambda: seeded(1),
+    "column": lambda: seeded(3, 1).expand(3, WIDTH).contiguous(),
+    "many_dims": lambda: seeded(3, 2, 2),
+    "transposed": lambda: seeded(WIDTH, WIDTH + 1).t(),
+    "empty": lambda: seeded(0, WIDTH),
+    "double": lambda: seeded(WIDTH, WIDTH, dtype=torch.float64),
+    "bfloat16": lambda: seeded(WIDTH, WIDTH, dtype=torch.bfloat16),
+}
+
+
+def awkward(api: Api, mesh: DeviceMesh, kind: str, optimizer: str = "sgd") -> dict[str, Any]:
+    """A unit with one parameter of an awkward kind; buffers stay whole, plain and right."""
+    torch.manual_seed(5)
+    model = Awkward(EXTRAS[kind]())
+    api.fully_shard(model, mesh=mesh)
+    training = Training(api, model, mesh, optimizer)
+    for step in range(3):
+        training.step(step)
+    training.extra = {
+        "calls": model.calls,
+        "mean": model.mean,
+        "buffers": [(name, is_piece(b)) for name, b in model.named_buffers()],
+        "dtypes": [str(p.dtype) for p in model.parameters()],
+        "shapes": [tuple(p.shape) for p in model.parameters()],
+    }
+    return training.result()
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the head's weight, the block between them a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, WIDTH] floats -> [rows, WIDTH, 7]; tokens are the floats' bins."""
+        tokens = (x * 3).long() % 7
+        out: torch.Tensor = self.head(self.block(self.table(tokens)))
+        return out
+
+
+def tied(api: Api, mesh: DeviceMesh, inner: bool) -> dict[str, Any]:
+    """One parameter under two names in a unit: gradients of both uses add up, names stay."""
+    torch.manual_seed(5)
+    model = Tied()
+    if inner:
+        api.fully_shard(model.block, mesh=mesh)
+    api.fully_shard(model, mesh=mesh)
+    training = Training(api, model, mesh)
+    for step in range(3):
+        training.step(step)
+    training.extra = {
+        "is one": model.head.weight is model.table.weight,
+        "names": [name for name, _ in model.named_parameters()],
+        "state": list(model.state_dict()),
+    }
+    return training.result()
+
+
+def frozen(api: Api, mesh: DeviceMesh, what: str) -> dict[str, Any]:
+    """Parameters that do not train: some of a unit (`mixed`), a whole `unit`, the `first` one.
+
+    With `thawed`, what was frozen in the first step trains from the second on.
+    """
+    model = net(3)
+    middle = model.blocks[1]
+    chosen: list[nn.Parameter] = {
+        "mixed": lambda: [p for n, p in model.named_parameters() if n.endswith("bias")],
+        "unit": lambda: list(middle.parameters()),
+        "first": lambda: list(model.blocks[0].parameters()),
+        "root": lambda: [*model.embed.parameters(), *model.head.parameters()],
+        "thawed": lambda: list(middle.parameters()),
+    }[what]()
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    training = Training(api, shard(api, model, mesh), mesh)
+    for step in range(3):
+        if what == "thawed" and step == 1:
+            middle.requires_grad_(True)
+        training.step(step)
+    training.extra["trains"] = [p.requires_grad for p in model.parameters()]
+    return training.result()
+
+
+def ignored(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """Ignored parameters stay whole and plain, with this rank's own gradient."""
+    model = net()
+    block = cast("Block", model.blocks[0])
+    held = {model.embed.weight, block.up.bias}
+    names = [name for name, p in model.named_parameters() if p in held]
+    api.fully_shard(model.blocks[0], mesh=mesh, ignored_params=held)
+    api.fully_shard(model.blocks[1], mesh=mesh)
+    api.fully_shard(model, mesh=mesh, ignored_params=held)
+    loss = loss_of(model(rows(0)))
+    Training(api, model, mesh).backward(loss)
+    own = net()
+    loss_of(own(rows(0))).backward()
+    found = dict(model.named_parameters())
+    return {
+        "same objects": [found[name] in held for name in names],
+        "loss": loss,
+        "own": {name: found[name].grad for name in names} if api.name != "plain" else {
+            name: dict(own.named_parameters())[name].grad for name in names
+        },
+        "averaged": {n: g for n, g in gradients(model, mesh).items() if n not in names},
+        "state": list(model.state_dict()),
+    }  # fmt: skip
+
+
+class Looking(nn.Module):
+    """A Linear that notes the dtypes that its forward meets."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: set[str] = set()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
+        """Any floating dtype in; a tree of outputs."""
+        weight = next(self.inner.parameters())
+        self.seen.add(f"x {x.dtype} scale {scale.dtype} weight {weight.dtype}")
+        y = self.inner(x.to(weight.dtype)) * scale.to(weight.dtype)
+        return {"y": [y], "index": torch.arange(2), "name": "y"}
+
+
+def precision(api: Api, mesh: DeviceMesh, on_block: bool, **policy: Any) -> dict[str, Any]:
+    """A policy on a block, or on block and root: dtypes met in forward, at rest, of gradients."""
+    dtypes = {k: getattr(torch, v) if isinstance(v, str) else v for k, v in policy.items()}
+    torch.manual_seed(5)
+    model = Looking(nn.Sequential(Block(), nn.Linear(WIDTH, 3)))
+    mp = api.MixedPrecisionPolicy(**dtypes)
+    if on_block:
+        inner = {k: v for k, v in dtypes.items() if k != "output_dtype"}
+        api.fully_shard(
+            cast("nn.Sequential", model.inner)[0],
+            mesh=mesh,
+            mp_policy=api.MixedPrecisionPolicy(**inner),
+        )
+    api.fully_shard(model, mesh=mesh, mp_policy=mp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, grads, outputs = [], [], []
+    for step in range(3):
+        out = model(rows(step), scale=torch.tensor(0.5))
+        outputs.append((str(out["y"][0].dtype), str(out["index"].dtype), out["name"]))
+        loss = loss_of(out["y"][0])
+        losses.append(loss)
+        loss.backward()
+        grads.append(gradients(model, mesh))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "losses": losses,
+        "grads": grads,
+        "outputs": outputs,
+        "seen": sorted(model.seen),
+        "rest": [str(p.dtype) for p in model.parameters()],
+        "weights": weights(model, mesh),
+    }
+
+
+def names(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """Names, their order, classes and membership: what checkpoints and loggers rely on."""
+    model = shard(api, net(), mesh)
+    before = [name for name, _ in model.named_parameters()]
+    Training(api, model, mesh).step(0)
+    model.eval()
+    return {
+        "before": before,
+        "after": [name for name, _ in model.named_parameters()],
+        "state": list(model.state_dict()),
+        "modules": [name for name, _ in model.named_modules()],
+        "classes": [type(m).__name__ for m in model.modules()],
+        "units": [isinstance(m, api.FSDPModule) for m in model.modules()],
+        "is a Net": isinstance(model, type(net())),
+        "returns the module": api.fully_shard(block := Block(), mesh=mesh) is block,
+        "training": [m.training for m in model.modules()],
+    }
+
+
+def dtensors(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """`full_tensor` of parameters and of gradients; every rank has rows of every parameter."""
+    model = shard(api, net(width=8), mesh)
+    training = Training(api, model, mesh)
+    training.backward(training.forward(0))
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    full, grads = {}, {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None
+        if api.name != "plain":
+            assert local(parameter).shape == local(grad).shape
+            full[name], grads[name] = (cast("Any", t).full_tensor() for t in (parameter, grad))
+        else:
+            full[name], grads[name] = parameter, grad
+    return {"shapes": shapes, "full": full, "grads": grads}
+
+
+def state_dict_again(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """A state dict of one model loaded into another that was initialised otherwise."""
+    first = shard(api, net(), mesh)
+    Training(api, first, mesh).step(0)
+    state = {name: t.detach().clone() for name, t in first.state_dict().items()}
+    second = net()
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.zero_()
+    second = shard(api, second, mesh)
+    second.load_state_dict(state)
+    training = Training(api, second, mesh)
+    training.step(1)
+    return training.result()
+
+
+def written(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """Weights written in place by the user between steps, through the sharded parameters."""
+    model = shard(api, net(), mesh)
+    training = Training(api, model, mesh)
+    for step in range(3):
+        training.step(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    return training.result()
+
+
+def input_gradient(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """The gradient of the model's input, by backward and by `autograd.grad` of an output."""
+    model = shard(api, net(), mesh)
+    x = rows(0).requires_grad_()
+    loss_of(model(x)).backward()
+    return {"grad": x.grad}
+
+
+def functional_loss(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
+    """Inputs by keyword and in trees, outputs in trees."""
+    torch.manual_seed(5)
+    model = Looking(nn.Linear(WIDTH, 2))
+    api.fully_shard(model, mesh=mesh)
+    training = Training(api, model, mesh)
+    out = training.model(x=rows(0), scale=torch.tensor(2.0))
+    training.backward(F.mse_loss(out["y"][0], torch.ones(4, 2)))
+    return {"grads": gradients(model, mesh)}

@@ -1,0 +1,197 @@
+"""One program, several sides: torch's FSDP2, ours, and gradients averaged by hand.
+
+A program is `program(api, mesh, **options)`: it wraps a model with `api.fully_shard`, runs it and
+returns plain values (tensors, numbers, strings, in dicts and lists). The sides differ in `api`
+alone, as a user's program would differ in its import. `plain` leaves the model whole on every rank
+and its gradients are averaged axis by axis of the mesh, so two ranks an axis give the same bits as
+a reduce-scatter: a sum of two numbers has no order, and halving is exact.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+MODULES = {"torch": "torch.distributed.fsdp", "ours": "fsdp_core.fsdp"}
+
+
+class PlainModule:
+    """The methods of an FSDP module on a module that is whole everywhere: they do nothing."""
+
+    def unshard(self, async_op: bool = False) -> "PlainModule | None":
+        return self if async_op else None
+
+    def wait(self) -> None:
+        pass
+
+    def reshard(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("set_"):
+            return lambda *args, **kwargs: None
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class PlainPolicy:
+    """Stands for a policy: the plain side computes in the dtype that the model has."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+def plain_fully_shard(module: Any, **options: Any) -> Any:
+    """Give each module the methods of an FSDP module; `options` mean nothing here."""
+    del options
+    for each in module if isinstance(module, list) else [module]:
+        each.__class__ = type(f"FSDP{type(each).__name__}", (PlainModule, type(each)), {})
+    return module
+
+
+@dataclass(frozen=True)
+class Api:
+    """What a program takes from its side."""
+
+    name: str
+    fully_shard: Callable[..., Any]
+    FSDPModule: type
+    MixedPrecisionPolicy: Callable[..., Any]
+    register_fsdp_forward_method: Callable[[nn.Module, str], None]
+
+
+def average(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Average over all ranks of the mesh, innermost axis first, in place."""
+    for axis in reversed(range(mesh.ndim)):
+        dist.all_reduce(tensor, group=mesh.get_group(axis))
+    tensor.div_(mesh.size())
+
+
+def api_of(side: str) -> Api:
+    """The side by name: `plain`, `torch` or `ours`."""
+    if side == "plain":
+        return Api(side, plain_fully_shard, PlainModule, PlainPolicy, lambda module, name: None)
+    module = importlib.import_module(MODULES[side])
+    names = ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "register_fsdp_forward_method")
+    return Api(side, *(getattr(module, name) for name in names))
+
+
+def run_sides(
+    module: str, program: str, sides: Sequence[str], shape: Sequence[int], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Run one program on each side in turn; a side that raises answers with what it raised."""
+    function = getattr(importlib.import_module(module), program)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+    answers = {}
+    for side in sides:
+        torch.manual_seed(dist.get_rank())  # ranks differ, as in a user's program
+        try:
+            answers[side] = plain_values(function(api_of(side), mesh, **options))
+        except Exception as error:  # noqa: BLE001  (a raise is an answer: the other sides go on)
+            answers[side] = {"raised": f"{type(error).__name__}: {error}"}
+    return answers
+
+
+def plain_values(value: Any) -> Any:
+    """The same value of tensors that own their memory, so that pickling one sends no more."""
+    if isinstance(value, dict):
+        return {key: plain_values(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(v) for v in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a parameter or gradient."""
+    tensor = tensor.detach()
+    piece: Any = tensor
+    return cast("torch.Tensor", piece.to_local()) if is_piece(tensor) else tensor
+
+
+def is_piece(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for one of which this rank has some rows."""
+    return hasattr(tensor, "to_local")
+
+
+def whole(
+    tensors: dict[str, torch.Tensor | None], mesh: DeviceMesh
+) -> dict[str, torch.Tensor | None]:
+    """Full values out of all ranks' rows; None where no rank has any. Collective.
+
+    Needs nothing of a side but that pieces are whole rows in rank order, so a gradient that is
+    missing on a rank without rows is no obstacle.
+    """
+    mine = {
+        name: (is_piece(t), local(t).clone()) if t is not None else None
+        for name, t in tensors.items()
+    }
+    world: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(world, mine)
+    ranks = mesh.mesh[tuple(mesh.get_coordinate() or ())[:-1]].tolist()
+    return {name: _join([world[rank][name] for rank in ranks]) for name in mine}
+
+
+def _join(pieces: list[tuple[bool, torch.Tensor] | None]) -> torch.Tensor | None:
+    found = [piece for piece in pieces if piece is not None]
+    if not found:
+        return None
+    if not found[0][0]:
+        return found[0][1]  # a plain tensor is whole already
+    rows = [tensor for _, tensor in found if tensor.numel()]
+    if not rows:
+        return found[0][1]
+    return rows[0] if rows[0].dim() == 0 else torch.cat(rows)
+
+
+def gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor | None]:
+    """Full gradients by name. Collective."""
+    return whole({name: p.grad for name, p in model.named_parameters()}, mesh)
+
+
+def weights(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor | None]:
+    """Full parameters by name. Collective."""
+    return whole(dict(model.named_parameters()), mesh)
+
+
+def differences(
+    expected: Any,
+    got: Any,
+    path: str = "",
+    same: Callable[[torch.Tensor, torch.Tensor], bool] | None = None,
+) -> list[str]:
+    """Where two results differ; tensors by `same`, which is by default every bit."""
+    descend = partial(differences, same=same)
+    if isinstance(expected, dict) and isinstance(got, dict):
+        found = [f"{path}: keys {list(expected)}, got {list(got)}"] if [*expected] != [*got] else []
+        for key in expected.keys() & got.keys():
+            found += descend(expected[key], got[key], f"{path}.{key}")
+        return sorted(found)
+    if isinstance(expected, list) and isinstance(got, list) and len(expected) == len(got):
+        pairs = enumerate(zip(expected, got, strict=True))
+        return [line for i, (a, b) in pairs for line in descend(a, b, f"{path}[{i}]")]
+    if isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor):
+        if expected.dtype == got.dtype and expected.shape == got.shape:
+            if (same or same_bits)(expected, got):
+                return []
+            far = (expected.double() - got.double()).abs().max().item()
+            return [f"{path}: values differ by up to {far:.3g}"]
+        return [
+            f"{path}: expected {expected.dtype} {tuple(expected.shape)}, "
+            f"got {got.dtype} {tuple(got.shape)}"
+        ]
+    return [] if expected == got else [f"{path}: expected {expected!r}, got {got!r}"]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit: NaN equals itself, 0.0 differs from -0.0."""
+    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

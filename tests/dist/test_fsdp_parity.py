@@ -1,0 +1,340 @@
+"""The same program on torch's FSDP2 and on ours gives the same results, to the bit.
+
+A third side, `plain`, averages whole gradients by hand, so that two equal mistakes do not pass.
+With one or two ranks an axis every sum has one order and every division is by a power of two, so
+bits are due; elsewhere each tolerance is derived where it is used.
+
+torch's FSDP2 runs on CPU ranks over gloo but for `ReduceOp.PREMUL_SUM`, which a divide factor other
+than the number of ranks needs unless sums are forced (`set_force_sum_reduction_for_comms`).
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.dist import fsdp_parameter_programs, fsdp_programs
+from tests.dist.fsdp_models import loss_of, net, rows
+from tests.dist.fsdp_programs import OPTIMIZERS
+from tests.dist.fsdp_sides import differences, run_sides
+from tests.dist.rank_pool import RankPool
+
+EPS = torch.finfo(torch.float32).eps
+SIDES = ("plain", "torch", "ours")
+TIMEOUT_S = 30.0
+
+
+def answers(
+    ranks: RankPool, program: str, shape: tuple[int, ...], sides: tuple[str, ...], **options: Any
+) -> list[dict[str, Any]]:
+    """What each side answered, one dict a rank."""
+    home = fsdp_programs if hasattr(fsdp_programs, program) else fsdp_parameter_programs
+    found = ranks.run(
+        run_sides,
+        home.__name__,
+        program,
+        sides,
+        shape,
+        options,
+        world_size=int(torch.tensor(shape).prod()),
+        timeout_s=TIMEOUT_S,
+    )
+    return cast("list[dict[str, Any]]", found)
+
+
+def check(
+    ranks: RankPool,
+    program: str,
+    shape: tuple[int, ...] = (2,),
+    *,
+    sides: tuple[str, ...] = SIDES,
+    same: Callable[[torch.Tensor, torch.Tensor], bool] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Every side agrees with the first, which did not raise; returns the answers."""
+    found = answers(ranks, program, shape, sides, **options)
+    for number, rank in enumerate(found):
+        assert "raised" not in rank[sides[0]], rank[sides[0]]
+        for side in sides[1:]:
+            if "raised" in rank[side]:
+                pytest.fail(f"rank {number}, {side} raised {rank[side]['raised']}")
+            wrong = differences(rank[sides[0]], rank[side], same=same)
+            assert not wrong, f"rank {number}, {side} against {sides[0]}:\n" + "\n".join(wrong)
+    return found
+
+
+def within(bound: float) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """Equality up to `bound`, absolute."""
+    return lambda a, b: bool((a.double() - b.double()).abs().max() <= bound)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_training(warm_ranks: RankPool, shape: tuple[int, ...], reshard: bool | None) -> None:
+    """Five steps on a mesh of one or two axes: losses, gradients, weights, whatever is kept."""
+    options: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
+    check(warm_ranks, "steps", shape, num_steps=5, **options)
+
+
+def reference(world_size: int, num_steps: int) -> tuple[list[float], list[dict[str, Any]]]:
+    """One process, float64, whole batches: mean loss and, a parameter, gradient and magnitude.
+
+    The magnitude is the mean over the ranks' shares of the gradient's absolute values.
+    """
+    model = net().double()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    losses: list[float] = []
+    grads: list[dict[str, Any]] = []
+    for step in range(num_steps):
+        shares = []
+        for rank in range(world_size):
+            optimizer.zero_grad()
+            loss = model(rows_of(step, rank)).square().mean()
+            loss.backward()
+            shares.append({n: cast("Any", p.grad).clone() for n, p in model.named_parameters()})
+        optimizer.zero_grad()
+        batch = torch.cat([rows_of(step, rank) for rank in range(world_size)])
+        total = model(batch).square().mean()
+        total.backward()
+        losses.append(total.item())
+        grads.append({})
+        for name, parameter in model.named_parameters():
+            magnitude = sum(share[name].abs() for share in shares) / world_size
+            grads[-1][name] = (cast("Any", parameter.grad).clone(), magnitude)
+        optimizer.step()
+    return losses, grads
+
+
+def rows_of(step: int, rank: int) -> torch.Tensor:
+    """A rank's rows in float64."""
+    return rows(step, rank).double()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_single_process(warm_ranks: RankPool, world_size: int) -> None:
+    """Five steps are those of one process on the whole batch in float64, up to rounding.
+
+    A gradient here is a chain of five products and sums of at most 7 terms on each rank, then a sum
+    over the ranks and a division: under 64 roundings. Each step adds as many to the weights, whose
+    error a step of learning rate 0.1 on a loss of curvature around 1 does not amplify.
+    """
+    losses, grads = reference(world_size, 5)
+    found = answers(warm_ranks, "steps", (world_size,), SIDES, num_steps=5)
+    for side in SIDES:
+        assert "raised" not in found[0][side], found[0][side]
+        for step in range(5):
+            bound = 64 * EPS * (step + 1)
+            mean = sum(rank[side]["losses"][step].item() for rank in found) / world_size
+            assert abs(mean - losses[step]) <= bound * losses[step], (side, step)
+            for name, (grad, magnitude) in grads[step].items():
+                far = (found[0][side]["grads"][step][name].double() - grad).abs().max()
+                assert far <= bound * magnitude.max(), (side, step, name, far)
+
+
+def test_three_ranks(warm_ranks: RankPool) -> None:
+    """Thirds: sums have orders and a division rounds, so sides agree up to two roundings each.
+
+    The first gradients differ by under 2 (n - 1 sums and a division) eps of the largest addend,
+    n = 3, so under 1e-6 of values under 2; three steps of rate 0.1 do not amplify it.
+    """
+    check(warm_ranks, "steps", (3,), same=within(4 * 3 * EPS))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_foreach", "adagrad"])
+def test_optimizers(warm_ranks: RankPool, optimizer: str) -> None:
+    """Any torch optimizer over `model.parameters()`, on whole rows, is the whole one in pieces."""
+    check(warm_ranks, "steps", optimizer=optimizer)
+
+
+def test_fused_optimizer(warm_ranks: RankPool) -> None:
+    """Fused AdamW: its vector lanes round unlike its tail, so pieces differ by a few roundings.
+
+    Weights are under 2, an update is under 0.01, so a weight is off by one unit in its last place
+    and one a step.
+    """
+    check(warm_ranks, "steps", optimizer="adamw_fused", same=within(4 * 2 * EPS))
+
+
+@pytest.mark.parametrize("program", ["nested", "listed", "only_root"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_units(warm_ranks: RankPool, program: str, world_size: int) -> None:
+    """Units in units, a unit of several modules, one unit for all."""
+    check(warm_ranks, program, (world_size,))
+
+
+@pytest.mark.parametrize("how", ["each", "last", "unsharded", "declared"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_accumulation(warm_ranks: RankPool, how: str, shape: tuple[int, ...]) -> None:
+    """Microbatches summed before the reduction or after it."""
+    check(warm_ranks, "accumulation", shape, how=how)
+
+
+def test_microbatches_are_one_batch(warm_ranks: RankPool) -> None:
+    """Three microbatches reduced once are one batch of all their rows, up to the order of sums.
+
+    Gradients stay under 4, and a sum of 12 rows in another order is off by under 12 eps of that.
+    """
+    many = answers(warm_ranks, "accumulation", (2,), ("ours",), how="last")
+    one = answers(warm_ranks, "one_big_batch", (2,), ("plain",))
+    bound = 12 * 4 * EPS
+    for rank, expected in zip(many, one, strict=True):
+        assert not differences(expected["plain"], rank["ours"], same=within(bound))
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["reshard_after_forward", "reshard_after_backward", "prefetch", "unshard_in_backward",
+     "all_reduce"],
+)  # fmt: skip
+def test_schedule_setters(warm_ranks: RankPool, what: str) -> None:
+    """Settings of the schedule change no result."""
+    check(warm_ranks, "setters", what=what)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
+def test_divide_factor(warm_ranks: RankPool, factor: float) -> None:
+    """The user's divisor takes the place of the number of ranks."""
+    check(warm_ranks, "divide_factor", factor=factor)
+
+
+def test_by_hand(warm_ranks: RankPool) -> None:
+    """`unshard` shows full values, `reshard` hides them, either may be repeated."""
+    check(warm_ranks, "by_hand")
+
+
+def test_forward_method(warm_ranks: RankPool) -> None:
+    """A registered method gathers and reduces as forward does."""
+    check(warm_ranks, "forward_method")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(warm_ranks: RankPool, set_to_none: bool) -> None:
+    """`zero_grad` leaves None or zeros, and the next step starts from there."""
+    check(warm_ranks, "zeroing", set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["units", "inside", "model"])
+def test_checkpointed(warm_ranks: RankPool, where: str, reentrant: bool) -> None:
+    """Recomputation changes no bit, wherever it is."""
+    check(warm_ranks, "checkpointed", where=where, reentrant=reentrant)
+
+
+@pytest.mark.parametrize("program", ["skipped", "run_twice", "backward_twice", "intermediate"])
+def test_uses_of_a_unit(warm_ranks: RankPool, program: str) -> None:
+    """Units that run not at all, twice, are gone back through twice, or in part.
+
+    As in torch's FSDP2, a parameter that no backward reached has gradient None.
+    """
+    check(warm_ranks, program)
+
+
+@pytest.mark.parametrize("order", ["first", "last", "together"])
+def test_two_forwards(warm_ranks: RankPool, order: str) -> None:
+    """Two forwards before their backwards, whichever goes first."""
+    check(warm_ranks, "two_forwards", order=order)
+
+
+@pytest.mark.parametrize("when", ["between", "backward"])
+def test_evaluation(warm_ranks: RankPool, when: str) -> None:
+    """Passes without gradients leave training as it was, also between forward and backward."""
+    check(warm_ranks, "evaluation", when=when)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_recovery(warm_ranks: RankPool, where: str, reset: bool) -> None:
+    """After a step that raised and `zero_grad`, training goes on as if that step had not been.
+
+    torch's FSDP2 keeps gradients of the failed backward on unsharded parameters, even past
+    `reset_iter_state`, and adds them to the next step's: it is no reference there.
+    """
+    sides = SIDES if where == "forward" else ("plain", "ours")
+    check(warm_ranks, "recovery", sides=sides, where=where, reset=reset)
+
+
+@pytest.mark.parametrize("kind", ["one_row", "one_element", "column", "many_dims"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_few_rows(warm_ranks: RankPool, kind: str, world_size: int) -> None:
+    """Parameters of fewer rows than ranks, or of rows that do not divide."""
+    check(warm_ranks, "awkward", (world_size,), kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["one_row", "scalar"])
+@pytest.mark.parametrize("optimizer", ["adamw_fused", "adamw_foreach"])
+def test_empty_pieces(warm_ranks: RankPool, kind: str, optimizer: str) -> None:
+    """Optimizers over ranks that hold no row of a parameter; tolerance as for any fused one."""
+    sides = SIDES if kind == "one_row" else ("plain", "ours")
+    bound = within(4 * 2 * EPS)
+    check(warm_ranks, "awkward", sides=sides, same=bound, kind=kind, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "transposed", "empty", "double", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_torch_refuses(warm_ranks: RankPool, kind: str, world_size: int) -> None:
+    """Parameters of no dim, not contiguous, without elements, and of several dtypes in a unit."""
+    found = check(warm_ranks, "awkward", (world_size,), sides=("plain", "ours"), kind=kind)
+    assert found[0]["ours"]["extra"]["buffers"] == [["calls", False], ["mean", False]]
+
+
+def test_torch_refuses_them(warm_ranks: RankPool) -> None:
+    """The kinds that the test before leaves torch out of are those that its FSDP2 refuses."""
+    for kind in ("scalar", "transposed", "empty", "double", "bfloat16"):
+        assert "raised" in answers(warm_ranks, "awkward", (1,), ("torch",), kind=kind)[0]["torch"]
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_tied(warm_ranks: RankPool, inner: bool) -> None:
+    """One parameter under two names: one object still, one name, gradients of both uses."""
+    found = check(warm_ranks, "tied", inner=inner)
+    assert found[0]["ours"]["extra"]["is one"]
+
+
+@pytest.mark.parametrize("what", ["mixed", "unit", "first", "root", "thawed"])
+def test_frozen(warm_ranks: RankPool, what: str) -> None:
+    """Parameters that do not train, some of a unit or all of it, later thawed or not."""
+    check(warm_ranks, "frozen", what=what)
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"param_dtype": "bfloat16"},
+    {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    {"param_dtype": "bfloat16", "output_dtype": "float32"},
+    {"param_dtype": "bfloat16", "cast_forward_inputs": False},
+    {"reduce_dtype": "bfloat16"},
+    {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float64"},
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: "-".join(map(str, p.values())))
+@pytest.mark.parametrize("on_block", [False, True])
+def test_precision(warm_ranks: RankPool, policy: dict[str, Any], on_block: bool) -> None:
+    """Dtypes met in forward, of outputs, at rest and of gradients, and every value's bits."""
+    if on_block and "cast_forward_inputs" in policy:
+        policy = {**policy, "param_dtype": None}  # a block of bf16 must be fed bf16
+    found = check(warm_ranks, "precision", sides=("torch", "ours"), on_block=on_block, **policy)
+    ours = found[0]["ours"]
+    assert set(ours["rest"]) == {"torch.float32"}
+    assert {g.dtype for g in ours["grads"][0].values()} == {torch.float32}
+    if not on_block:  # the weight looked at is the block's otherwise, and at rest
+        computed = policy.get("param_dtype") or "float32"
+        assert all(line.endswith(f"weight torch.{computed}") for line in ours["seen"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "program",
+    ["ignored", "names", "dtensors", "state_dict_again", "written", "input_gradient",
+     "functional_loss"],
+)  # fmt: skip
+def test_how_it_looks(warm_ranks: RankPool, program: str, world_size: int) -> None:
+    """Ignored parameters, names, DTensors, state dicts, writes by the user, gradients of inputs."""
+    check(warm_ranks, program, (world_size,))
+
+
+def test_loss_is_a_number_that_falls(warm_ranks: RankPool) -> None:
+    """The programs train: a loss that stood still would make agreement cheap."""
+    seen = answers(warm_ranks, "steps", (2,), ("plain",), num_steps=5)[0]["plain"]["losses"]
+    assert loss_of(torch.ones(2)).item() == 1.0
+    assert seen[-1] < 0.7 * seen[0]
