@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPES = ("bf16", "fp32")
-STRATEGIES = ("no_shard", "optim_grads_params")
-POOLS = ("dynamic", "double")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""What is cut over the ranks of an axis; each cuts all that the one before does."""
+POOLS = ("dynamic", "double", "traced")
 SCOPES = ("attn", "full_iteration")
 BACKENDS = ("torch", "te")
 DATA_KINDS = ("synthetic", "text")
@@ -137,9 +138,14 @@ def model_from_preset(preset: str, overrides: Mapping[str, Any] | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Degrees of the mesh axes; their product is the world size."""
+    """Degrees of the mesh axes; their product is the world size.
+
+    `dp` ranks share the parameters; `dp_outer` such groups, farther apart, share what
+    `fsdp.outer_strategy` says.
+    """
 
     dp: int = 1
+    dp_outer: int = 1
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -147,18 +153,21 @@ class ParallelConfig:
     pp: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("dp", "tp", "cp", "ep", "etp", "pp"):
+        for key in ("dp", "dp_outer", "tp", "cp", "ep", "etp", "pp"):
             _at_least(key, getattr(self, key), 1)
         for key in ("tp", "cp", "ep", "etp", "pp"):
             if getattr(self, key) != 1:
                 raise ConfigError(
-                    key, expected="1 (only dp is built so far)", got=getattr(self, key), legal=(1,)
+                    key,
+                    expected="1 (only dp and dp_outer are built so far)",
+                    got=getattr(self, key),
+                    legal=(1,),
                 )
 
     @property
     def world_size(self) -> int:
         """Number of ranks of the layout."""
-        return self.dp * self.tp * self.cp * self.pp
+        return self.dp_outer * self.dp * self.tp * self.cp * self.pp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +175,7 @@ class FsdpConfig:
     """How parameters are sharded and where gathered buffers come from."""
 
     strategy: str = "optim_grads_params"
+    outer_strategy: str = "no_shard"
     pool: str = "double"
     persistent_on_miss: bool = True
     reshard_after_forward: bool = True
@@ -173,6 +183,7 @@ class FsdpConfig:
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("outer_strategy", self.outer_strategy, STRATEGIES)
         _one_of("pool", self.pool, POOLS)
         _one_of("reduce_dtype", self.reduce_dtype, DTYPES)
 
@@ -271,13 +282,13 @@ class TrainConfig:
                 got=self.steps,
             )
         partial = any(scope != "full_iteration" for scope in self.graph)
-        sharded = self.fsdp.strategy == "optim_grads_params"
+        sharded = "optim_grads_params" in (self.fsdp.strategy, self.fsdp.outer_strategy)
         if partial and sharded and self.fsdp.pool == "dynamic":
             raise ConfigError(
                 "fsdp.pool",
                 expected="stable buffers for the partial graph scope " + "+".join(self.graph),
                 got="dynamic",
-                legal=("double",),
+                legal=("double", "traced"),
             )
         if partial and sharded and not self.fsdp.persistent_on_miss:
             raise ConfigError(

@@ -31,7 +31,7 @@ def init_ranks(
 
 
 def build_mesh(parallel: ParallelConfig, device: Device) -> DeviceMesh:
-    """The mesh of a layout over the ranks of the default process group.
+    """The mesh of a layout over the ranks of the default process group: (dp_outer,) dp.
 
     Raises:
         ValueError: the degrees do not multiply to the number of ranks.
@@ -39,4 +39,7 @@ def build_mesh(parallel: ParallelConfig, device: Device) -> DeviceMesh:
     world_size = dist.get_world_size()
     if parallel.world_size != world_size:
         raise ValueError(f"Expected {parallel.world_size} ranks for {parallel}, got {world_size}.")
-    return init_device_mesh(device.kind, (parallel.dp,), mesh_dim_names=("dp",))
+    if parallel.dp_outer == 1:
+        return init_device_mesh(device.kind, (parallel.dp,), mesh_dim_names=("dp",))
+    shape = (parallel.dp_outer, parallel.dp)
+    return init_device_mesh(device.kind, shape, mesh_dim_names=("dp_outer", "dp"))

@@ -8,25 +8,28 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_core.config import OptimConfig
 
 
 class AdamW:
-    """One step over parameters whose gradients are persistent. Empty parameters are left out.
+    """One step over (name, weight, gradient) that stay where they are. Empty ones are left out.
 
     Attributes:
-        names: of the parameters that are updated, in order.
+        names: of the weights that are updated, in order.
         lr: float32 scalar tensor on the device; write it in place.
         step_count: float32 scalar tensor, the number of steps taken.
-        exp_avg, exp_avg_sq: first and second moments, like the parameters.
+        params, grads: weights and gradients that are left, in order.
+        exp_avg, exp_avg_sq: first and second moments, like the weights.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], config: OptimConfig) -> None:
-        kept = [(name, p) for name, p in named if p.numel()]
-        self.names = [name for name, _ in kept]
-        self.params = [p for _, p in kept]
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor, torch.Tensor]], config: OptimConfig
+    ) -> None:
+        kept = [(name, weight, grad) for name, weight, grad in named if weight.numel()]
+        self.names = [name for name, _, _ in kept]
+        self.params = [weight for _, weight, _ in kept]
+        self.grads = [grad for _, _, grad in kept]
         self._config = config
         device = self.params[0].device if kept else torch.device("cpu")
         self.lr = torch.full((), config.lr, dtype=torch.float32, device=device)
@@ -39,14 +42,14 @@ class AdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter in place from its `grad`."""
+        """Update every weight in place from its gradient."""
         self.step_count.add_(1.0)
         for indices, weight_decay in self._groups:
             if not indices:
                 continue
             torch._fused_adamw_(
                 [self.params[i] for i in indices],
-                [_grad(self.params[i]) for i in indices],
+                [self.grads[i] for i in indices],
                 [self.exp_avg[i] for i in indices],
                 [self.exp_avg_sq[i] for i in indices],
                 [],
@@ -61,23 +64,17 @@ class AdamW:
             )
 
 
-def _grad(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        raise RuntimeError("Expected a persistent gradient, got None; was grad set to none?")
-    return parameter.grad
-
-
 @torch.no_grad()
-def grad_norm(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Global L2 norm, float32 scalar: local squares summed in float64, then over `group`.
+def grad_norm(grads: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Global L2 norm, float32 scalar: local squares summed in float64, then over `groups`.
 
     Args:
         grads: this rank's flat shards; padding must be zero.
-        group: ranks that hold the other shards; None if `grads` is everything.
+        groups: ranks that hold the other shards, one group a mesh axis; none if there are none.
     """
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
     total = torch.stack(norms).square().sum()
-    if group is not None:
+    for group in groups:
         dist.all_reduce(total, group=group)
     return total.sqrt().float()
 

@@ -9,19 +9,19 @@ who issues the work. Scope `full_iteration` captures the whole iteration, optimi
 `attn` captures each block's attention branch, forward and backward.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.data import Batches, mix, token_source
 from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
-from fsdp_core.fsdp.api import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.module import Unit
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import make_pool
 from fsdp_core.graph.capture import CapturedFunction, CapturedModule, GraphMaker
 from fsdp_core.graph.digest import Digester, empty_rows
@@ -69,26 +69,19 @@ def build_model(config: TrainConfig, backend: Backend, mesh: DeviceMesh, device:
     fsdp = config.fsdp
     pool = make_pool(fsdp.pool, device, persistent_on_miss=fsdp.persistent_on_miss)
     policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPES[config.dtype], reduce_dtype=TORCH_DTYPES[fsdp.reduce_dtype]
+        param_dtype=TORCH_DTYPES[config.dtype],
+        reduce_dtype=TORCH_DTYPES[fsdp.reduce_dtype],
+        # The model casts for itself; its RoPE tables are float32 on purpose.
+        cast_forward_inputs=False,
+    )
+    strategy = (fsdp.outer_strategy, fsdp.strategy) if mesh.ndim == 2 else fsdp.strategy
+    shard = functools.partial(
+        fully_shard, mesh=mesh, strategy=strategy, mp_policy=policy, pool=pool, keep_grads=True
     )
     for block in model.layers:
-        fully_shard(
-            block,
-            mesh=mesh,
-            strategy=fsdp.strategy,
-            mp_policy=policy,
-            pool=pool,
-            reshard_after_forward=fsdp.reshard_after_forward,
-        )
+        shard(block, reshard_after_forward=fsdp.reshard_after_forward)
     # The root's own parameters are needed first and last, so it stays gathered in between.
-    fully_shard(
-        model,
-        mesh=mesh,
-        strategy=fsdp.strategy,
-        mp_policy=policy,
-        pool=pool,
-        reshard_after_forward=False,
-    )
+    shard(model, reshard_after_forward=False)
     return model
 
 
@@ -99,16 +92,16 @@ class Trainer:
         self.config, self.device = config, device
         self.stream = device.new_stream()
         self.counts = GraphCounts()
-        dp_rank = mesh.get_local_rank("dp")
+        dp_rank = _flat_rank(mesh)
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
         backend = make_backend(config.backend)
         make_deterministic(config.seed)
         with device.on(self.stream):
             self.model = build_model(config, backend, mesh, device)
-            self.optimizer = AdamW(self._named_shards(), config.optim)
+            self.optimizer = AdamW(self._named_states(), config.optim)
             self._make_static_tensors()
         seed_all(mix(config.seed, dp_rank))
-        self._norm_group = mesh.get_group() if config.fsdp.strategy != "no_shard" else None
+        self._norm_groups = self.groups[0].nest.groups
         self._batches = Batches(
             token_source(config.data, config.model.vocab_size),
             config.seed,
@@ -123,20 +116,21 @@ class Trainer:
         self._block_graphs: list[CapturedModule] = []
 
     @property
-    def units(self) -> list[Unit]:
-        """All FSDP units, the root first."""
-        return self.root.fsdp_schedule.units
+    def groups(self) -> list[ParamGroup]:
+        """The parameter groups of all FSDP units, the root's first."""
+        return self.root.fsdp_groups
 
     @property
     def root(self) -> FSDPModule:
         """The model as what `fully_shard` made of it."""
         return cast("FSDPModule", self.model)
 
-    def _named_shards(self) -> list[tuple[str, nn.Parameter]]:
+    def _named_states(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, main weight and main gradient of this rank's rows of every parameter."""
         return [
-            (name, parameter)
-            for unit in self.units
-            for name, parameter in zip(unit.group.names, unit.group.sharded, strict=True)
+            (name, group.local_rows(group.main_weight, i), group.local_rows(main_grad(group), i))
+            for group in self.groups
+            for i, name in enumerate(group.names)
         ]
 
     def _make_static_tensors(self) -> None:
@@ -145,8 +139,8 @@ class Trainer:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         optimizer = self.optimizer
         self.digested: dict[str, tuple[list[str], list[torch.Tensor]]] = {
-            "grads": (optimizer.names, [cast("torch.Tensor", p.grad) for p in optimizer.params]),
-            "weights": (optimizer.names, [p.detach() for p in optimizer.params]),
+            "grads": (optimizer.names, optimizer.grads),
+            "weights": (optimizer.names, optimizer.params),
             "optim": (
                 [f"{name}.exp_avg" for name in optimizer.names]
                 + [f"{name}.exp_avg_sq" for name in optimizer.names]
@@ -194,19 +188,28 @@ class Trainer:
         config, outputs = self.config, self.outputs
         self.root.zero_main_grads()
         for number, tokens in enumerate(self._tokens.unbind()):
+            self.root.set_is_last_backward(number == config.microbatches - 1)
             loss = self.model(tokens[:, :-1], tokens[:, 1:])
             (loss * (1.0 / config.microbatches)).backward()
             outputs.losses[number].copy_(loss.detach())
         outputs.loss.copy_(outputs.losses.mean())
+        self._require_grads()
         self._digest("grads")
-        grads = [unit.group.main_grad for unit in self.units]
-        outputs.grad_norm.copy_(grad_norm(grads, self._norm_group))
+        grads = [main_grad(group) for group in self.groups]
+        outputs.grad_norm.copy_(grad_norm(grads, self._norm_groups))
         clip_grads(grads, outputs.grad_norm, config.optim.clip_grad_norm)
         self.optimizer.step()
         with torch.no_grad():
             self.root.refresh_model_weights()
         self._digest("weights")
         self._digest("optim")
+
+    def _require_grads(self) -> None:
+        """A parameter that got no gradient would be updated by that of the step before."""
+        for group in self.groups:
+            for name, parameter in zip(group.names, group.sharded, strict=True):
+                if parameter.grad is None and group.holds_rows(parameter):
+                    raise RuntimeError(f"Expected a gradient of {name}, got none in this step.")
 
     def _digest(self, group: str) -> None:
         self._digesters[group](self.digested[group][1], self.outputs.digests[group])
@@ -220,16 +223,14 @@ class Trainer:
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Every long-lived tensor that a graph may use, by name, as it is now."""
         found = {"tokens": self._tokens}
-        for unit in self.units:
-            group = unit.group
+        for group in self.groups:
             found.update(zip(group.names, (p.data for p in group.unsharded), strict=True))
-            found[f"{unit.name} model_weight"] = group.model_weight
-        for unit in self.units:
-            group = unit.group
-            for name, parameter in zip(group.names, group.sharded, strict=True):
-                found[f"{name} main_weight"] = parameter.data
-                if parameter.grad is not None:
-                    found[f"{name} main_grad"] = parameter.grad
+            if group.model_weight is not None:
+                found[f"{group.name} model_weight"] = group.model_weight
+        for name, weight, grad in self._named_states():
+            found[f"{name} main_weight"] = weight
+            if grad.numel():
+                found[f"{name} main_grad"] = grad
         found.update(self.model.named_buffers())
         optimizer, outputs = self.optimizer, self.outputs
         for name, first, second in zip(
@@ -316,3 +317,18 @@ class Trainer:
             graph.reset()
         self._block_graphs = []
         self.device.synchronize()
+
+
+def main_grad(group: ParamGroup) -> torch.Tensor:
+    """The kept gradient buffer of a group."""
+    kept = group.gradients.main_grad
+    assert kept is not None
+    return kept
+
+
+def _flat_rank(mesh: DeviceMesh) -> int:
+    """This rank's number among all of the mesh, outer axis first."""
+    flat = 0
+    for axis in range(mesh.ndim):
+        flat = flat * mesh.size(axis) + mesh.get_local_rank(axis)
+    return flat

@@ -1,163 +1,227 @@
 """`fully_shard`: turn modules into FSDP units, innermost first, the root last.
 
-The signature keeps torch FSDP2's first arguments; `strategy` and `pool` are ours. Differences from
-FSDP2 that matter here: parameters at rest are plain (not DTensor) views of a float32 main-weight
-shard with whole rows, `grad` is a persistent view that `zero_grad` zeroes in place, and the compute
-dtype's copy is refreshed by `refresh_model_weights` after an optimizer step.
+Signature and methods are torch FSDP2's, so code written for it runs with another import;
+`strategy`, `placements`, `pool`, `overlap` and `keep_grads` are on top. What differs is in
+DESIGN.md beside this package.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_core.config import STRATEGIES
 from fsdp_core.device import Device
-from fsdp_core.fsdp.module import Schedule, Unit
-from fsdp_core.fsdp.param_group import GroupPolicy, Owned, ParamGroup
+from fsdp_core.fsdp.collectives import Nest
+from fsdp_core.fsdp.fsdp_module import FSDPModule, fsdp_class
+from fsdp_core.fsdp.param_group import GroupDtypes, Owned, ParamGroup
+from fsdp_core.fsdp.placement import Placements, placements_of
 from fsdp_core.fsdp.pool import Pool, make_pool
+from fsdp_core.fsdp.precision import MixedPrecisionPolicy
+from fsdp_core.fsdp.schedule import Overlap, Schedule
+from fsdp_core.fsdp.unit import Unit
 
-_TAKEN = "_fsdp_taken"
+_HELD = "_fsdp_held"
 """Set on a parameter that a unit has copied from: a second unit would train a second copy."""
 
 
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """`param_dtype` computes and is gathered, `reduce_dtype` is reduced; None means float32."""
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-
-class FSDPModule:
-    """What `fully_shard` adds to a module's class."""
-
-    _fsdp_unit: Unit
-
-    def unshard(self) -> None:
-        """Gather this unit's parameters and wait for them."""
-        self._fsdp_unit.unshard()
-        self._fsdp_unit.wait_unshard()
-
-    def reshard(self) -> None:
-        """Release this unit's gathered parameters."""
-        self._fsdp_unit.reshard()
-
-    @property
-    def fsdp_schedule(self) -> Schedule:
-        """Streams, pool and units of the root that this unit belongs to."""
-        return self._fsdp_unit.schedule
-
-    def zero_main_grads(self) -> None:
-        """Zero the gradients of all units of the root, in place."""
-        for unit in self.fsdp_schedule.units:
-            unit.group.zero_grad()
-
-    def refresh_model_weights(self) -> None:
-        """Cast main weights to the compute dtype in all units of the root."""
-        for unit in self.fsdp_schedule.units:
-            unit.group.refresh_model_weight()
-
-
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module],
     *,
-    mesh: DeviceMesh,
-    reshard_after_forward: bool = True,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    strategy: str = "optim_grads_params",
-    pool: Pool | None = None,
-) -> nn.Module:
+    offload_policy: None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    strategy: str | Sequence[str] = "optim_grads_params",
+    placements: Placements | None = None,
+    pool: Pool | str = "dynamic",
+    overlap: Overlap | bool = True,
+    keep_grads: bool = False,
+) -> Any:
     """Make `module` an FSDP unit of the parameters that no inner unit holds, and return it.
 
     Args:
-        module: gets the class `FSDP<its class>`; wrap inner modules first.
-        mesh: one-axis mesh whose ranks share the unit.
-        reshard_after_forward: release gathered parameters between forward and backward.
-        mp_policy: dtypes of compute and of the reduction.
-        strategy: `no_shard` or `optim_grads_params`.
-        pool: where full buffers come from; the root's pool serves all its units. Default: double.
+        module: gets the class `FSDP<its class>`; wrap inner modules first. A list of modules, none
+            inside another, becomes one unit.
+        mesh: one axis, or two: outer and inner. None: all ranks on one axis.
+        reshard_after_forward: release gathered parameters between forward and backward. None: yes,
+            except for the root.
+        shard_placement_fn, offload_policy: of torch FSDP2; must be None.
+        mp_policy: dtypes.
+        ignored_params: parameters that stay as they are.
+        strategy: what is cut over the mesh, see `placement`; one name, or one an axis.
+        placements: the same spelled out, in place of `strategy`.
+        pool: where full buffers come from: `dynamic`, `double`, `traced`, or a pool object; the
+            root's pool serves all its units.
+        overlap: two side streams, or what `Overlap` says; False: none. The root's holds.
+        keep_grads: gradients keep their memory for ever, for graphs that outlive `zero_grad`.
 
     Raises:
-        ValueError: unknown strategy, a mesh of several axes, wrapped twice, no parameters, or
-            parameters that are frozen, not of floating point, or shared between modules.
+        ValueError: an argument out of range; a module that is a unit already, or twice in the
+            list, or inside another of it; a parameter that another unit holds; a parameter that is
+            not of floating point.
+        RuntimeError: an inner unit is gathered, or has reductions under way.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"Expected a strategy of {STRATEGIES}, got {strategy!r}.")
-    if mesh.ndim != 1:
-        raise ValueError(f"Expected a mesh of one axis, got {mesh.ndim} axes.")
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"Expected a module that is no unit yet, got {type(module).__name__}.")
-    inner = [m._fsdp_unit for m in module.modules() if isinstance(m, FSDPModule)]
-    owned = list(_unheld_parameters(module, inner))
-    if not owned:
-        raise ValueError(f"Expected {type(module).__name__} to hold parameters of its own.")
-    _check_trainable(module, owned)
+    _refuse(shard_placement_fn, offload_policy, reshard_after_forward)
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    _check_modules(modules)
+    inner = _inner_units(modules)
+    _check_at_rest(inner)
+    owned = _own_parameters(modules, ignored_params or set())
+    mesh = mesh or _whole_mesh(owned)
+    if mesh.ndim > 2:
+        raise ValueError(f"Expected a mesh of one or two axes, got {mesh.ndim}.")
     policy = mp_policy or MixedPrecisionPolicy()
     device = Device(mesh.device_type, torch.cuda.current_device() if _on_cuda(mesh) else 0)
-    schedule = Schedule(device, pool or make_pool("double", device, persistent_on_miss=True))
-    group = ParamGroup(
-        owned,
-        group=mesh.get_group(),
-        device=device,
-        pool=schedule.pool,
-        policy=GroupPolicy(
-            sharded=strategy == "optim_grads_params",
-            compute_dtype=policy.param_dtype or torch.float32,
-            reduce_dtype=policy.reduce_dtype or torch.float32,
-        ),
-    )
-    unit = Unit(module, group, schedule, reshard_after_forward=reshard_after_forward)
-    for other in inner:
-        schedule.adopt(other)
-    module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
-    cast("FSDPModule", module)._fsdp_unit = unit
-    _name_units(module, schedule)
+    chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
+    nest = Nest(mesh, placements or placements_of(strategy, mesh.ndim))
+    for held in owned:
+        setattr(held.current, _HELD, True)
+    groups = [
+        ParamGroup(
+            part, nest=nest, device=device, pool=chosen, dtypes=dtypes, keep_grads=keep_grads
+        )
+        for dtypes, part in _partition(owned, policy).items()
+    ]
+    unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
+    _adopt(unit, inner, Schedule(unit, device, chosen, _overlap(overlap)))
+    for each in modules:
+        _move_buffers(each, device)
+        each.__class__ = fsdp_class(type(each))
+        cast("FSDPModule", each)._fsdp_unit = unit
+    _name_units(modules, unit.schedule)
     return module
+
+
+def _refuse(shard_placement_fn: object, offload_policy: object, reshard: object) -> None:
+    if shard_placement_fn is not None:
+        raise ValueError("Expected shard_placement_fn=None: parameters are cut by whole rows.")
+    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
+        raise ValueError(f"Expected offload_policy=None, got {offload_policy}.")
+    if reshard is not None and not isinstance(reshard, bool):
+        raise ValueError(
+            f"Expected reshard_after_forward to be True, False or None, got {reshard!r}; for "
+            "parameters cut inside a node only, use a mesh of two axes (HSDP, HFSDP)."
+        )
+
+
+def _overlap(overlap: Overlap | bool) -> Overlap:
+    return overlap if isinstance(overlap, Overlap) else Overlap(2 if overlap else 0)
 
 
 def _on_cuda(mesh: DeviceMesh) -> bool:
     return mesh.device_type == "cuda"
 
 
-def _unheld_parameters(module: nn.Module, inner: list[Unit]) -> Iterator[Owned]:
-    held = {id(owned.module): owned.module for unit in inner for owned in unit.group.owned}
-    for child in module.modules():
-        if id(child) in held:
-            continue
-        for attribute, parameter in child._parameters.items():
-            if parameter is not None:
-                yield Owned(child, attribute)
+def _whole_mesh(owned: list[Owned]) -> DeviceMesh:
+    """All ranks on one axis, of the accelerator if there is one and the parameters allow it."""
+    kinds = {o.current.device.type for o in owned} - {"meta"}
+    kind = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    if kind == "cpu" and "cuda" in kinds:
+        kind = "cuda"
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _check_trainable(module: nn.Module, owned: list[Owned]) -> None:
-    """Refuse what would silently change its meaning, then mark the parameters as taken."""
-    names = {id(child): name for name, child in module.named_modules()}
-    seen: set[int] = set()
-    for held in owned:
-        name, parameter = f"{names[id(held.module)]}.{held.attribute}".lstrip("."), held.current
-        if not (parameter.requires_grad and parameter.is_floating_point()):
-            raise ValueError(
-                f"Expected {name} to be of floating point with requires_grad, got "
-                f"{parameter.dtype} with requires_grad={parameter.requires_grad}."
+def _check_modules(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ValueError("Expected a module or several, got an empty list.")
+    if len({id(m) for m in modules}) != len(modules):
+        raise ValueError("Expected each module once in the list, got one twice.")
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"Expected a module that is no unit yet, got {type(module).__name__}.")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"Expected a module with a forward, got {type(module).__name__}.")
+        inside = {id(m) for m in module.modules()} - {id(module)}
+        if any(id(other) in inside for other in modules):
+            raise ValueError("Expected modules that do not hold each other in the list.")
+
+
+def _inner_units(modules: list[nn.Module]) -> list[Unit]:
+    found = [m._fsdp_unit for top in modules for m in top.modules() if isinstance(m, FSDPModule)]
+    return list(dict.fromkeys(found))
+
+
+def _check_at_rest(inner: list[Unit]) -> None:
+    for unit in inner:
+        if unit.holds_buffers or unit.schedule.has_reductions:
+            raise RuntimeError(
+                f"Expected inner units at rest, got unit {unit.name!r} gathered or with gradients "
+                "to reduce; reshard it, or finish the backward pass, before wrapping around it."
             )
-        if id(parameter) in seen or hasattr(parameter, _TAKEN):
+
+
+def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Owned]:
+    """Parameters of the modules that no inner unit holds, with every place that holds each."""
+    names = {id(m): n for top in modules for n, m in top.named_modules()}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for top in modules:
+        for holder in _own_modules(top):
+            for attribute, parameter in holder._parameters.items():
+                if parameter is not None and parameter not in ignored:
+                    places.setdefault(parameter, []).append((holder, attribute))
+    for parameter, where in places.items():
+        name = f"{names[id(where[0][0])]}.{where[0][1]}".lstrip(".")
+        if not parameter.is_floating_point():
+            raise ValueError(f"Expected {name} to be of floating point, got {parameter.dtype}.")
+        if hasattr(parameter, _HELD):
             raise ValueError(
-                f"Expected {name} to be held once, got a parameter shared with another."
+                f"Expected {name} to be held by one unit, got a parameter shared with another; "
+                "wrap the modules that share it as one unit: fully_shard([a, b])."
             )
-        seen.add(id(parameter))
+    return [Owned(tuple(where)) for where in places.values()]
+
+
+def _own_modules(top: nn.Module) -> list[nn.Module]:
+    """`top` and the modules in it that belong to no inner unit."""
+    found = [top]
+    for child in top.children():
+        if not isinstance(child, FSDPModule):
+            found.extend(_own_modules(child))
+    return list(dict.fromkeys(found))
+
+
+def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDtypes, list[Owned]]:
+    """A group of parameters for each set of dtypes that the policy gives them."""
+    groups: dict[GroupDtypes, list[Owned]] = {}
     for held in owned:
-        setattr(held.current, _TAKEN, True)
+        dtype = held.current.dtype
+        compute = policy.param_dtype or dtype
+        dtypes = GroupDtypes(
+            main=policy.main_dtype or dtype, compute=compute, reduce=policy.reduce_dtype or compute
+        )
+        groups.setdefault(dtypes, []).append(held)
+    return groups
 
 
-def _name_units(root: nn.Module, schedule: Schedule) -> None:
+def _adopt(unit: Unit, inner: list[Unit], schedule: Schedule) -> None:
+    for each in (unit, *inner):
+        each.schedule = schedule
+        schedule.units.append(each)
+        for group in each.groups:
+            group.pool = schedule.pool
+
+
+def _move_buffers(module: nn.Module, device: Device) -> None:
+    for holder in module.modules():
+        for name, buffer in holder._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                holder._buffers[name] = buffer.to(device.torch_device)
+
+
+def _name_units(roots: list[nn.Module], schedule: Schedule) -> None:
     """Give every unit and parameter its dotted name from the root wrapped so far."""
-    names = {id(module): name for name, module in root.named_modules()}
+    names: dict[int, str] = {}
+    for root in reversed(roots):
+        names |= {id(module): name for name, module in root.named_modules()}
     for unit in schedule.units:
-        unit.name = names[id(unit.module)] or "root"
-        unit.group.names = [
-            f"{names[id(o.module)]}.{o.attribute}".lstrip(".") for o in unit.group.owned
-        ]
+        unit.name = names[id(unit.modules[0])] or "root"
+        for number, group in enumerate(unit.groups):
+            group.name = f"{unit.name} group {number}" if number else unit.name
+            group.names = [
+                f"{names[id(o.places[0][0])]}.{o.places[0][1]}".lstrip(".") for o in group.owned
+            ]

@@ -13,6 +13,7 @@ A collective therefore works on the buffer itself, with no copy in or out.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ALIGN_NUMEL = 8
 """Parameters start at multiples of this many elements: 16 bytes in bf16, as wide loads want."""
@@ -87,6 +88,34 @@ class FlatLayout:
             row_start=(start - slot.offset) // row,
             row_stop=(stop - slot.offset) // row,
         )
+
+    def view(self, full: Any, index: int) -> Any:
+        """Parameter `index` as a view of a full buffer."""
+        slot = self.slots[index]
+        return full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+    def local_rows(self, shard_buffer: Any, index: int, shard: int) -> Any:
+        """Rows of parameter `index` as a view of the buffer of shard number `shard`.
+
+        Without rows it has shape (0, ...), and (0,) where the parameter has no dimension.
+        """
+        piece, shape = self.local_piece(index, shard), self.slots[index].shape
+        view = shard_buffer[piece.offset : piece.offset + piece.numel]
+        if not shape:
+            return view.view(()) if piece.numel else view
+        return view.view(piece.row_stop - piece.row_start, *shape[1:])
+
+    def row_bounds(self, index: int) -> tuple[int, ...]:
+        """Rows of parameter `index` before each shard, and all of them: shard s has [b[s], b[s+1]).
+
+        A parameter of no dimension counts as one row.
+        """
+        bounds = [0]
+        for shard in range(self.num_shards):
+            piece = self.local_piece(index, shard)
+            bounds.append(piece.row_stop if piece.numel else bounds[-1])
+        rows = self.slots[index].shape[0] if self.slots[index].shape else 1
+        return (*bounds[:-1], rows)
 
 
 def build_layout(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatLayout:

@@ -1,209 +1,270 @@
-"""One unit's parameters in flat buffers, and the collectives on them. Knows no modules' hooks.
+"""One group of parameters: their flat weight buffers, and gathering. Knows no modules' hooks.
 
-    buffer         elements            dtype     lives
-    main_weight    shard               float32   always; the optimizer's parameters are views of it
-    model_weight   shard               compute   always; is main_weight where the dtypes agree
-    gathered       full                compute   from the pool, between unshard and reshard
-    grads          full                reduce    from the pool, from first gradient to reduction
-    main_grad      shard               float32   always; the optimizer's gradients are views of it
+    buffer         cut at level  dtype    lives
+    main_weight    main          main     always; the parameters at rest are views of it
+    model_weight   weight        compute  always, if the weight is cut less than the main weight or,
+                                          whole, has another dtype; else there is none, and
+                                          main_weight is cast into the gathered buffer as it is sent
+    gathered       0             compute  from the pool, between unshard and reshard; is
+                                          model_weight where the weight is whole
 
-With strategy `no_shard` a shard is the full buffer, `gathered` is `model_weight`, and the reduction
-is an all-reduce.
+Levels are those of `placement`: level k is cut over the first k axes of the nest. Gradients are in
+`gradients`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.collectives import all_gather, reduce_scatter
+from fsdp_core.fsdp.collectives import Nest, all_gather
+from fsdp_core.fsdp.gradients import GradDtypes, Gradients
 from fsdp_core.fsdp.layout import FlatLayout, build_layout
+from fsdp_core.fsdp.optimizer import watch
 from fsdp_core.fsdp.pool import Key, Pool
+from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Where a module holds a parameter. The parameter itself is not kept: it has its full size."""
+    """Where modules hold a parameter: one place, or several if it is shared.
 
-    module: nn.Module
-    attribute: str
+    The parameter itself is not kept: it has its full size.
+    """
+
+    places: tuple[tuple[nn.Module, str], ...]
 
     @property
     def current(self) -> nn.Parameter:
-        """What the module holds now: the wrapped parameter, later one of the group's."""
-        parameter = self.module._parameters[self.attribute]
+        """What the modules hold now: the wrapped parameter, later one of the group's."""
+        module, attribute = self.places[0]
+        parameter = module._parameters[attribute]
         assert parameter is not None
         return parameter
 
+    def register(self, parameter: nn.Parameter) -> None:
+        """Make the modules hold `parameter`."""
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
+
 
 @dataclass(frozen=True)
-class GroupPolicy:
-    """What a group needs to know: sharded or not, and three dtypes are float32 or lower."""
+class GroupDtypes:
+    """Dtypes of a group: at rest, in compute, in the reduction."""
 
-    sharded: bool
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    main: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
 
 
 class ParamGroup:
-    """Flat buffers of one unit on one rank, over one process group."""
+    """Flat buffers of parameters that are gathered and reduced together, on one rank."""
 
     def __init__(
         self,
         owned: list[Owned],
         *,
-        group: dist.ProcessGroup,
+        nest: Nest,
         device: Device,
         pool: Pool,
-        policy: GroupPolicy,
+        dtypes: GroupDtypes,
+        keep_grads: bool,
     ) -> None:
-        self.owned, self.policy = owned, policy
-        self.pool = pool
-        self._group, self._device = group, device
-        self.num_ranks = dist.get_world_size(group)
-        self.shard_index = dist.get_rank(group) if policy.sharded else 0
-        shards = self.num_ranks if policy.sharded else 1
-        self.layout: FlatLayout = build_layout([tuple(o.current.shape) for o in owned], shards)
-        self._gather_key, self._grad_key = Key(id(self), "gather"), Key(id(self), "grad")
-        self._make_persistent_buffers()
+        self.owned, self.nest, self.dtypes, self.pool = owned, nest, dtypes, pool
+        self._device = device
+        sources = [o.current for o in owned]
+        self.name = ""
+        self.names = [o.places[0][1] for o in owned]
+        self.layout: FlatLayout = build_layout([tuple(p.shape) for p in sources], nest.num_shards)
+        self.specs = [
+            RowSpec(nest.mesh, p.shape, self.layout.row_bounds(i), nest.axes)
+            for i, p in enumerate(sources)
+        ]
+        self._gather_key = Key(id(self), "gather")
+        self.main_weight = self._fill_main_weight(sources)
+        self.model_weight: torch.Tensor | None = None
+        self._fresh_version: int | None = None
         self._gathered: torch.Tensor | None = None
-        self._full_grad: torch.Tensor | None = None
-        self._grad_home: torch.Tensor | None = None
-        self._grad_views: list[torch.Tensor] = []
+        self.gathered_version: int | None = None
         self.is_unsharded = False
-        self.names = [o.attribute for o in owned]
-        empty = torch.empty(0, dtype=policy.compute_dtype, device=device.torch_device)
-        self.unsharded = [nn.Parameter(empty.clone()) for _ in owned]
-        self.sharded = [self._sharded_parameter(i) for i in range(len(owned))]
-        if not policy.sharded:
-            self._bind_unsharded_views(self.model_weight)
-        self._register(self.sharded)
-
-    def _make_persistent_buffers(self) -> None:
-        numel, device = self.layout.shard_numel, self._device.torch_device
-        self.main_weight = torch.zeros(numel, dtype=torch.float32, device=device)
-        self.main_grad = torch.zeros(numel, dtype=torch.float32, device=device)
-        for index, owned in enumerate(self.owned):
-            piece = self.layout.local_piece(index, self.shard_index)
-            if piece.numel:
-                source = owned.current.detach()
-                rows = source[piece.row_start : piece.row_stop] if source.dim() else source
-                self._piece(self.main_weight, index).copy_(rows.reshape(-1))
-        same = self.policy.compute_dtype == torch.float32
-        self.model_weight = (
-            self.main_weight if same else self.main_weight.to(self.policy.compute_dtype)
+        self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(sources)]
+        self.unsharded = [self._unsharded_parameter(p) for p in sources]
+        self.gradients = Gradients(
+            self.sharded,
+            self.unsharded,
+            layout=self.layout,
+            specs=self.specs,
+            nest=nest,
+            device=device,
+            dtypes=GradDtypes(reduce=dtypes.reduce, main=dtypes.main),
+            keep=keep_grads,
         )
+        self._make_other_buffers()
+        self._register(self.sharded)
+        watch(self.sharded, self)
 
-    def _piece(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        piece = self.layout.local_piece(index, self.shard_index)
-        return shard[piece.offset : piece.offset + piece.numel]
+    # ---- at rest
 
-    def _local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's rows of parameter `index` as a view of `shard`."""
-        piece = self.layout.local_piece(index, self.shard_index)
-        shape = self.layout.slots[index].shape
-        rows = (piece.row_stop - piece.row_start, *shape[1:]) if shape else (piece.numel,)
-        return self._piece(shard, index).view(rows)
+    def _fill_main_weight(self, sources: list[nn.Parameter]) -> torch.Tensor:
+        is_meta = any(p.is_meta for p in sources)
+        device = torch.device("meta") if is_meta else self._device.torch_device
+        numel = self.layout.total_numel // self.nest.num_shards
+        main = torch.zeros(numel, dtype=self.dtypes.main, device=device)
+        for index, parameter in enumerate(sources):
+            piece = self.layout.local_piece(index, self.nest.shard_index)
+            if piece.numel and not is_meta:
+                source = parameter.detach()
+                rows = source[piece.row_start : piece.row_stop] if source.dim() else source
+                main[piece.offset : piece.offset + piece.numel].copy_(rows.reshape(-1))
+        return main
 
-    def _sharded_parameter(self, index: int) -> nn.Parameter:
-        parameter = nn.Parameter(self._local_rows(self.main_weight, index))
-        # An empty piece keeps grad None: fused optimizers must never see zero-element tensors.
-        if parameter.numel():
-            parameter.grad = self._local_rows(self.main_grad, index)
+    def _make_other_buffers(self) -> None:
+        """Make the copy of the weight that is kept at rest, if there must be one, and main_grad."""
+        nest, dtypes = self.nest, self.dtypes
+        self.model_weight, self._fresh_version = None, None
+        if self.main_weight.is_meta:
+            return
+        self.gradients.make_kept()
+        same = dtypes.main == dtypes.compute
+        if not (nest.weight_level == nest.main_level and (nest.weight_level or same)):
+            self.model_weight = torch.zeros(
+                nest.numel(self.layout.total_numel, nest.weight_level),
+                dtype=dtypes.compute,
+                device=self._device.torch_device,
+            )
+        if nest.weight_level == 0:
+            self._bind_unsharded(
+                self.main_weight if self.model_weight is None else self.model_weight
+            )
+
+    def holds_rows(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has any of a sharded parameter."""
+        return bool(cast("RowSharded", parameter).to_local().numel())
+
+    def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
+        rows: torch.Tensor = self.layout.local_rows(shard, index, self.nest.shard_index)
+        return rows
+
+    def _sharded_parameter(self, index: int, source: nn.Parameter) -> nn.Parameter:
+        data = RowSharded.make(self.local_rows(self.main_weight, index), self.specs[index])
+        parameter = nn.Parameter(data, requires_grad=source.requires_grad)
+        _carry_attributes(source, parameter)
         return parameter
 
-    def _view(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        slot = self.layout.slots[index]
-        return full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+    def _unsharded_parameter(self, source: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty(0, dtype=self.dtypes.compute, device=self._device.torch_device)
+        parameter = nn.Parameter(empty, requires_grad=source.requires_grad)
+        _carry_attributes(source, parameter)
+        return parameter
 
-    def _bind_unsharded_views(self, full: torch.Tensor) -> None:
+    def _register(self, parameters: list[nn.Parameter]) -> None:
+        for owned, parameter in zip(self.owned, parameters, strict=True):
+            owned.register(parameter)
+
+    def readopt(self) -> None:
+        """Take what the modules' parameters hold now as the parameters at rest.
+
+        For after `Module.to_empty` and the like, which give parameters memory of their own: their
+        rows are copied into the flat buffer, and they become views of it again.
+        """
+        current = [o.current for o in self.owned]
+        locals_ = [p.to_local() if isinstance(p, RowSharded) else None for p in current]
+        moved = [local for local in locals_ if local is not None and local.numel()]
+        home = self.main_weight.untyped_storage()._cdata
+        if all(local.untyped_storage()._cdata == home for local in moved):
+            return
+        self.main_weight = torch.zeros(
+            self.main_weight.numel(), dtype=self.dtypes.main, device=self._device.torch_device
+        )
+        for index, (parameter, local) in enumerate(zip(current, locals_, strict=True)):
+            if local is None:
+                raise RuntimeError(f"Expected {self.names[index]} to stay sharded, got a Tensor.")
+            rows = self.local_rows(self.main_weight, index)
+            rows.copy_(local)
+            parameter.rebind(rows)
+            self.sharded[index] = parameter
+        self._make_other_buffers()
+
+    # ---- weights
+
+    def refresh_model_weight(self) -> None:
+        """Bring the copy kept at rest up to date with main_weight, if there is one and it is not.
+
+        Whether it is shows in the version counter of main_weight, which every torch operator raises
+        that writes into it; `forget_freshness` is for writers that do not.
+        """
+        if self.model_weight is None or self._fresh_version == self.main_weight._version:
+            return
+        nest = self.nest
+        nest.slice(self.model_weight, nest.weight_level, nest.main_level).copy_(self.main_weight)
+        nest.gather(self.model_weight, nest.main_level, nest.weight_level)
+        self._fresh_version = self.main_weight._version
+
+    def forget_freshness(self) -> None:
+        """Count what was copied or gathered from main_weight as out of date."""
+        self._fresh_version = self.gathered_version = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what is gathered holds the main weight of now."""
+        return self.gathered_version == self.main_weight._version
+
+    def unshard(self, stream: Any) -> None:
+        """Gather the full parameters on `stream`; the caller orders compute after it."""
+        if self.is_unsharded:
+            return
+        if self.main_weight.is_meta:
+            raise RuntimeError(
+                f"Expected {self.names[0]} on {self._device.torch_device}, got a meta tensor; call "
+                "to_empty(device=...) and initialise the parameters first."
+            )
+        with self._device.on(stream), torch.no_grad():
+            self.refresh_model_weight()
+            if self.nest.weight_level:
+                self._gather(stream)
+        self.gathered_version = self.main_weight._version
+        for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
+            if sharded.requires_grad != unsharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+        self._register(self.unsharded)
+        self.is_unsharded = True
+
+    def _gather(self, stream: Any) -> None:
+        nest, total = self.nest, self.layout.total_numel
+        full = self.pool.acquire(self._gather_key, total, self.dtypes.compute, stream)
+        source = self.main_weight if self.model_weight is None else self.model_weight
+        if source.dtype == full.dtype and nest.weight_level == 1:
+            all_gather(full, source, nest.groups[0])
+        else:
+            nest.slice(full, 0, nest.weight_level).copy_(source)
+            nest.gather(full, nest.weight_level, 0)
+        if full is not self._gathered:
+            self._gathered = full
+            self._bind_unsharded(full)
+
+    def _bind_unsharded(self, full: torch.Tensor) -> None:
         """Point the unsharded parameters into a full buffer; they stay bound while it is the same.
 
         `.data` keeps the buffer's version counter out of autograd: gathering again into a buffer
         that saved views share is no in-place change of a parameter.
         """
         for index, parameter in enumerate(self.unsharded):
-            parameter.data = self._view(full, index)
-
-    def _register(self, parameters: list[nn.Parameter]) -> None:
-        for owned, parameter in zip(self.owned, parameters, strict=True):
-            owned.module._parameters[owned.attribute] = parameter
-
-    def unshard(self, stream: Any) -> None:
-        """Gather the full parameters on `stream`; the caller orders compute after it."""
-        if self.is_unsharded:
-            return
-        if self.policy.sharded:
-            total, dtype = self.layout.total_numel, self.policy.compute_dtype
-            full = self.pool.acquire(self._gather_key, total, dtype, stream)
-            with self._device.on(stream):
-                all_gather(full, self.model_weight, self._group)
-            if full is not self._gathered:
-                self._gathered = full
-                self._bind_unsharded_views(full)
-        self._register(self.unsharded)
-        self.is_unsharded = True
+            parameter.data = self.layout.view(full, index)
 
     def reshard(self, stream: Any) -> None:
         """Give the gathered buffer back after the work issued on `stream` so far."""
         if not self.is_unsharded:
             return
-        if self.policy.sharded:
+        if self.nest.weight_level:
             self.pool.release(self._gather_key, stream)
         self._register(self.sharded)
         self.is_unsharded = False
 
-    def take_grad(self, index: int, stream: Any) -> None:
-        """Move one unsharded parameter's gradient into the full gradient buffer."""
-        parameter = self.unsharded[index]
-        if parameter.grad is None:
-            raise RuntimeError(f"Expected a gradient of {self.names[index]}, got none.")
-        if self._full_grad is None:
-            total, dtype = self.layout.total_numel, self.policy.reduce_dtype
-            self._full_grad = full = self.pool.acquire(self._grad_key, total, dtype, stream)
-            if full is not self._grad_home:
-                self._grad_home = full
-                self._grad_views = [self._view(full, i) for i in range(len(self.owned))]
-            # Padding holds what the buffer's last user left there; the reduction must add zeros.
-            for start, stop in self.layout.gaps:
-                full[start:stop].zero_()
-        self._grad_views[index].copy_(parameter.grad)
-        parameter.grad = None
 
-    @property
-    def has_grads(self) -> bool:
-        """Whether gradients wait to be reduced."""
-        return self._full_grad is not None
-
-    def reduce(self, stream: Any) -> None:
-        """Average the full gradients over the ranks on `stream` and add them to main_grad."""
-        full = self._full_grad
-        if full is None:
-            return
-        with self._device.on(stream):
-            if self.policy.sharded:
-                # An output of its own: reducing into a slice of the input lets a collective
-                # overwrite what other ranks have yet to read.
-                reduced = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=full.device)
-                reduce_scatter(reduced, full, self._group)
-            else:
-                reduced = full
-                dist.all_reduce(reduced, group=self._group)
-            self.main_grad.add_(reduced, alpha=1.0 / self.num_ranks)
-
-    def release_grad(self, stream: Any) -> None:
-        """Give the full gradient buffer back; `stream` must come after the reduction."""
-        self._full_grad = None
-        self.pool.release(self._grad_key, stream)
-
-    def zero_grad(self) -> None:
-        """Zero main_grad in place; gradient objects and addresses stay."""
-        self.main_grad.zero_()
-
-    def refresh_model_weight(self) -> None:
-        """Cast main_weight to the compute dtype, once for the whole unit."""
-        if self.model_weight is not self.main_weight:
-            self.model_weight.copy_(self.main_weight)
+def _carry_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
+    """Give `to` what somebody set on the wrapped parameter: optimizers group by such marks."""
+    for name, value in vars(source).items():
+        setattr(to, name, value)

@@ -176,8 +176,8 @@ class Plant:
         name = self._plant.tensor or "layers.0.attn.wq.weight"
         held = {
             name: parameter
-            for unit in trainer.units
-            for name, parameter in zip(unit.group.names, unit.group.unsharded, strict=True)
+            for group in trainer.groups
+            for name, parameter in zip(group.names, group.unsharded, strict=True)
         }
         if name not in held:
             raise ValueError(

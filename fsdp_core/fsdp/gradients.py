@@ -1,0 +1,275 @@
+"""The gradients of one parameter group: from autograd through the reduction into `grad`.
+
+buffer         cut at level  dtype   lives
+full           0             reduce  from the pool, from first gradient to reduction; own memory
+                                     where gradients accumulate without communication
+carried        grad          reduce  sum of earlier backward passes that were not the last
+main_grad      main          main    what `grad` of the parameters at rest are views of: fresh
+                                     memory each time they are all None, or with `keep` the same
+                                     for ever, as a graph needs that is replayed
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_core.device import Device
+from fsdp_core.fsdp.collectives import Nest, all_reduce
+from fsdp_core.fsdp.layout import FlatLayout
+from fsdp_core.fsdp.pool import Key, Pool
+from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+
+
+@dataclass(frozen=True)
+class GradDtypes:
+    """Dtype of the reduction, and of the gradients at rest."""
+
+    reduce: torch.dtype
+    main: torch.dtype
+
+
+class Gradients:
+    """Gradient buffers of a group on one rank.
+
+    Attributes:
+        sharded, unsharded: the group's parameters at rest and in compute.
+        divide_factor: what sums are divided by; None: the number of ranks.
+        reduce_unused: give parameters without a gradient zeros where others of the group have one.
+    """
+
+    def __init__(
+        self,
+        sharded: list[nn.Parameter],
+        unsharded: list[nn.Parameter],
+        *,
+        layout: FlatLayout,
+        specs: list[RowSpec],
+        nest: Nest,
+        device: Device,
+        dtypes: GradDtypes,
+        keep: bool,
+    ) -> None:
+        self.sharded, self.unsharded = sharded, unsharded
+        self.layout, self.specs, self.nest, self.dtypes = layout, specs, nest, dtypes
+        self.keep = keep
+        self.divide_factor: float | None = None
+        self.reduce_unused = False
+        self.main_grad: torch.Tensor | None = None
+        self._device = device
+        self._key = Key(id(self), "grad")
+        self._full: torch.Tensor | None = None
+        self._release: Callable[[Any], None] | None = None
+        self._views: list[torch.Tensor] = []
+        self._kept: dict[int, RowSharded] = {}
+        self._arrived: set[int] = set()
+        self._copied: set[int] = set()
+        self._carried: torch.Tensor | None = None
+        self._carried_from: set[int] = set()
+
+    def make_kept(self) -> None:
+        """Make the buffer that gradients are kept in, if they are."""
+        if self.keep:
+            numel = self.nest.numel(self.layout.total_numel, self.nest.main_level)
+            self.main_grad = torch.zeros(
+                numel, dtype=self.dtypes.main, device=self._device.torch_device
+            )
+            self._kept = {}
+
+    def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
+        return self.layout.local_rows(shard, index, self.nest.shard_index)
+
+    # ---- before the reduction
+
+    def arrived(self, index: int) -> None:
+        """Note that autograd has accumulated the gradient of one unsharded parameter."""
+        parameter: Any = self.unsharded[index]
+        if getattr(parameter, "grad_added_to_main_grad", False):
+            # The backward kernel wrote into main_grad itself; what autograd got is a stand-in.
+            parameter.grad_added_to_main_grad = False
+            parameter.overwrite_main_grad = False
+            parameter.grad = None
+            self._copied.add(index)
+        else:
+            self._arrived.add(index)
+
+    @property
+    def waiting_numel(self) -> int:
+        """Elements of gradients that have arrived and are not in the full buffer yet."""
+        return sum(self.layout.slots[i].numel for i in self._arrived)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the full buffer holds gradients that are not reduced."""
+        return self._full is not None
+
+    def copy_in(self, pool: Pool | None, stream: Any) -> None:
+        """Move the gradients that have arrived into the full buffer.
+
+        Args:
+            pool: where a full buffer comes from; None: the buffer will outlive this backward pass
+                unreduced, and gets memory of its own.
+            stream: the current stream.
+        """
+        if not self._arrived:
+            return
+        self._take_full(pool, stream)
+        again = sorted(self._arrived & self._copied)
+        first = sorted(self._arrived - self._copied)
+        if first:
+            torch._foreach_copy_([self._views[i] for i in first], [self._arrival(i) for i in first])
+        if again:
+            torch._foreach_add_([self._views[i] for i in again], [self._arrival(i) for i in again])
+        for index in self._arrived:
+            self.unsharded[index].grad = None
+        self._copied |= self._arrived
+        self._arrived.clear()
+
+    def _arrival(self, index: int) -> torch.Tensor:
+        grad = self.unsharded[index].grad
+        if grad is None:
+            raise RuntimeError("Expected the gradient that has arrived, got None: who took it?")
+        return grad
+
+    def _take_full(self, pool: Pool | None, stream: Any) -> None:
+        if self._full is not None:
+            return
+        total, dtype = self.layout.total_numel, self.dtypes.reduce
+        if pool is None:
+            self._full = torch.empty(total, dtype=dtype, device=self._device.torch_device)
+        else:
+            self._full = pool.acquire(self._key, total, dtype, stream)
+            self._release = lambda stream: pool.release(self._key, stream)
+        self._views = [self.layout.view(self._full, i) for i in range(len(self.unsharded))]
+
+    def expose(self, indices: Iterable[int], pool: Pool | None, stream: Any) -> None:
+        """Give parameters a `main_grad` to write into, for backward kernels that add to it.
+
+        The convention is Megatron's and TransformerEngine's: the kernel adds to `main_grad`, or
+        overwrites it if `overwrite_main_grad`, and sets `grad_added_to_main_grad`.
+        """
+        self._take_full(pool, stream)
+        for index in indices:
+            parameter: Any = self.unsharded[index]
+            parameter.main_grad = self._views[index]
+            parameter.overwrite_main_grad = index not in self._copied
+            parameter.grad_added_to_main_grad = False
+
+    # ---- the reduction
+
+    def reduce(self, stream: Any, *, final: bool) -> list[torch.Tensor]:
+        """Reduce the full buffer on `stream`, which comes after the current one.
+
+        All memory is made on the current stream, so that it comes from, and goes back to, what that
+        stream has free.
+
+        Args:
+            stream: where the collectives run.
+            final: go on to the main level and into the parameters' `grad`; else stop at the
+                gradient's level and carry the sum into the next backward pass.
+
+        Returns:
+            Tensors that must live until `stream` has done its work.
+        """
+        full, nest = self._full, self.nest
+        assert full is not None
+        levels = nest.main_level if final else nest.grad_level
+        outputs = [full.new_empty(nest.numel(full.numel(), k + 1)) for k in range(levels)]
+        target = self._target(full.device) if final else None
+        if target is not None and outputs and target.dtype == full.dtype:
+            outputs[-1] = target
+        written = self._copied | self._carried_from
+        with self._device.on(stream), torch.no_grad():
+            self._zero_unwritten(full)
+            partial = nest.reduce(full, outputs[: nest.grad_level], 0)
+            if self._carried is not None:
+                partial.add_(self._carried)
+                outputs.append(self._carried)
+            self._carried, self._carried_from = None, set()
+            if target is None:
+                self._carried, self._carried_from = partial, written
+                return outputs
+            partial = nest.reduce(partial, outputs[nest.grad_level : levels], nest.grad_level)
+            for group in nest.replica_groups:
+                all_reduce(partial, group)
+            if partial is not target:
+                target.copy_(partial)
+            if self.scale != 1.0:
+                target.mul_(self.scale)
+            self._deposit(target, set(range(len(self.sharded))) if self.reduce_unused else written)
+        return [*outputs, target]
+
+    @property
+    def scale(self) -> float:
+        """Factor from the sum over the ranks to the gradient."""
+        return 1.0 / (self.divide_factor or self.nest.num_ranks)
+
+    def _target(self, device: torch.device) -> torch.Tensor:
+        """Memory of the reduced gradient: the kept buffer, if nothing in it counts any more."""
+        numel = self.nest.numel(self.layout.total_numel, self.nest.main_level)
+        fresh = all(p.grad is None for p in self.sharded)
+        if self.keep and fresh and self.main_grad is not None:
+            return self.main_grad
+        return torch.empty(numel, dtype=self.dtypes.main, device=device)
+
+    def _zero_unwritten(self, full: torch.Tensor) -> None:
+        """Padding and absent gradients hold what the last user left; the sum must add zeros."""
+        for start, stop in self.layout.gaps:
+            full[start:stop].zero_()
+        for index in set(range(len(self._views))) - self._copied:
+            self._views[index].zero_()
+        self._copied = set()
+
+    def _deposit(self, target: torch.Tensor, written: set[int]) -> None:
+        """Add the reduced gradient to `grad` of the parameters that had one in compute.
+
+        A parameter of which this rank holds no rows keeps None: fused optimizers must never see
+        tensors without elements.
+        """
+        rows = {i: self.local_rows(target, i) for i in sorted(written)}
+        rows = {i: row for i, row in rows.items() if row.numel()}
+        old = [i for i in rows if self.sharded[i].grad is not None]
+        if old:
+            grads = [self.sharded[i].grad.to_local() for i in old]  # type: ignore[union-attr]
+            torch._foreach_add_(grads, [rows[i] for i in old])
+        for index in rows:
+            if self.sharded[index].grad is None:
+                self.sharded[index].grad = self._grad_object(target, index, rows[index])
+
+    def _grad_object(self, target: torch.Tensor, index: int, row: torch.Tensor) -> RowSharded:
+        if not self.keep:
+            return RowSharded.make(row, self.specs[index])
+        assert self.main_grad is not None
+        if index not in self._kept:
+            kept = self.local_rows(self.main_grad, index)
+            self._kept[index] = RowSharded.make(kept, self.specs[index])
+        if target is not self.main_grad:
+            self._kept[index].to_local().copy_(row)
+        return self._kept[index]
+
+    def release_full(self, stream: Any) -> None:
+        """Give the full buffer back; `stream` must come after the reduction."""
+        release, self._release = self._release, None
+        self._full, self._views = None, []
+        if release is not None:
+            release(stream)
+
+    def forget(self, stream: Any) -> None:
+        """Drop every gradient that is not in the parameters' `grad` yet."""
+        for parameter in self.unsharded:
+            parameter.grad = None
+        self.release_full(stream)
+        self._arrived, self._copied = set(), set()
+        self._carried, self._carried_from = None, set()
+
+    def nonfinite(self, names: list[str]) -> list[str]:
+        """Of `names`, those whose gradient on this rank has NaN or infinity. Synchronises."""
+        grads = [(name, p.grad) for name, p in zip(names, self.sharded, strict=True)]
+        return [
+            name
+            for name, grad in grads
+            if grad is not None and not grad.to_local().isfinite().all()  # type: ignore[attr-defined]
+        ]

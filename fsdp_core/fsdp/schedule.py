@@ -1,0 +1,261 @@
+"""What the units of one root share: streams, pool, the order of passes, reductions under way.
+
+    current   ....forward 0........forward 1.........   ..backward 1......backward 0...
+    gather    [gather 0][gather 1]     [gather 2]          [gather 0]
+    reduce                                                       [reduce 1]   [reduce 0]
+
+A forward pass is recorded as it runs, and the next one of its kind (with or without gradients)
+gathers ahead by that record. A pass that runs otherwise, because a module was skipped, only loses
+the overlap: what was gathered in vain is given back at its end.
+
+The end of a backward pass waits and validates. The one piece of work it does is to reduce units
+whose gradients came out of nested backward passes (reentrant checkpoints inside a unit): only then
+is it known that no more will come.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_core.device import Device
+from fsdp_core.fsdp.gradients import Gradients
+from fsdp_core.fsdp.pool import Pool
+
+if TYPE_CHECKING:
+    from fsdp_core.fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How communication runs beside compute.
+
+    Attributes:
+        streams: 2: gathers and reductions on a side stream each; 1: on one side stream, with one
+            gradient buffer in place of two; 0: on the current stream, nothing gathered ahead.
+    """
+
+    streams: int = 2
+
+    def __post_init__(self) -> None:
+        if self.streams not in (0, 1, 2):
+            raise ValueError(f"Expected 0, 1 or 2 communication streams, got {self.streams!r}.")
+
+
+def in_backward() -> bool:
+    """Whether autograd is running now: a forward then is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def profiled(phase: str, name: str) -> contextlib.AbstractContextManager[Any]:
+    """A profiler range `fsdp <phase> <name>`; nothing where no profiler runs."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"fsdp {phase} {name}")
+
+
+@dataclass
+class _Reduction:
+    """A reduction under way; `held` is memory that it uses."""
+
+    gradients: Gradients
+    event: Any
+    held: list[torch.Tensor]
+
+
+class Schedule:
+    """Streams, pool, order and pending reductions of a root and its units."""
+
+    def __init__(self, root: "Unit", device: Device, pool: Pool, overlap: Overlap) -> None:
+        self.root, self.device, self.pool, self.overlap = root, device, pool, overlap
+        self.units: list[Unit] = []
+        self.is_last_backward = True
+        self._reductions: list[_Reduction] = []
+        self._visits: list[Unit] = []
+        self._left: list[Unit] = []
+        self._in_pass = False
+        self._plans: dict[bool, list[Unit]] = {True: [], False: []}
+        self._backward_order: list[Unit] = []
+        self._final: weakref.ref[Callable[[], None]] | None = None
+
+    # ---- streams
+
+    @functools.cached_property
+    def _side_streams(self) -> tuple[Any, Any]:
+        gather = self.device.new_stream()
+        return gather, self.device.new_stream() if self.overlap.streams == 2 else gather
+
+    @property
+    def gather_stream(self) -> Any:
+        """Stream of the gathers."""
+        return self._side_streams[0] if self.overlap.streams else self.device.current_stream()
+
+    @property
+    def reduce_stream(self) -> Any:
+        """Stream of the reductions."""
+        return self._side_streams[1] if self.overlap.streams else self.device.current_stream()
+
+    def quiesce(self) -> None:
+        """Finish all work and forget its events, so that a capture may begin or has ended.
+
+        An event recorded outside a capture must not be waited for inside it, nor the reverse. Nor
+        may what is known to be up to date outside be left out inside: a replay starts elsewhere.
+        """
+        self.drain(keep=0)
+        self.device.synchronize()
+        self.pool.forget_events()
+        for unit in self.units:
+            unit.gathered_event = None
+            for group in unit.groups:
+                group.forget_freshness()
+
+    # ---- forward
+
+    def enter(self, unit: "Unit") -> None:
+        """A forward begins; not called when it is a recomputation."""
+        if unit is self.root:
+            self.recover()
+            self._visits, self._left, self._in_pass = [], [], True
+        if self._in_pass:
+            self._visits.append(unit)
+        unit.is_prefetched = False
+        unit.forwards_open += 1
+
+    def following(self, unit: "Unit") -> "Unit | None":
+        """The unit that entered next in the last pass of this kind, if that pass is being kept."""
+        plan, place = self._plans[torch.is_grad_enabled()], len(self._visits)
+        if not self._in_pass or place >= len(plan) or plan[place - 1] is not unit:
+            return None
+        return plan[place]
+
+    def leave(self, unit: "Unit") -> bool:
+        """A forward has ended; whether backward begins with this unit, which then stays gathered."""
+        unit.forwards_open = max(unit.forwards_open - 1, 0)
+        trains = torch.is_grad_enabled()
+        if unit is self.root and self._in_pass:
+            self._end_forward_pass(unit, trains=trains)
+            return False
+        self._left.append(unit)
+        plan = self._plans[True]
+        return trains and self._in_pass and len(self._visits) == len(plan) and plan[-1] is unit
+
+    def _end_forward_pass(self, root: "Unit", *, trains: bool) -> None:
+        self._left.append(root)
+        self._in_pass = False
+        self._plans[trains] = self._visits
+        for unit in self.units:
+            # Gathered for nothing; or nothing may stay, since a replayed graph may change weights
+            # unseen before the next pass.
+            if unit.is_prefetched or not trains:
+                unit.reshard()
+        if trains:
+            self._backward_order = list(dict.fromkeys(reversed(self._left)))
+        else:
+            self.end_of_pass()
+
+    def recover(self) -> None:
+        """Put right what a pass that raised has left behind; nothing after one that ended."""
+        for unit in self.units:
+            unit.recover_forward()
+        if self._final is not None and self._final() is None:
+            self.abandon_backward()
+
+    # ---- backward
+
+    def begin_backward(self) -> None:
+        """Queue the end of this backward pass, once."""
+        if self._final is not None:
+            if self._final() is not None:
+                return
+            self.abandon_backward()
+        # The reduce stream joins the current one before its first work, so that a capture in
+        # progress covers it.
+        self.reduce_stream.wait_stream(self.device.current_stream())
+        callback = functools.partial(finish, self)
+        # Weak: a pass that raises drops its callback unrun, and the next pass must see that.
+        self._final = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def preceding(self, unit: "Unit") -> "Unit | None":
+        """The unit whose backward comes after that of `unit`, by the order of the last forward."""
+        order = self._backward_order
+        try:
+            place = order.index(unit) + 1
+        except ValueError:
+            return None
+        return order[place] if place < len(order) else None
+
+    def start_reduce(self, gradients: Gradients, *, final: bool) -> None:
+        """Reduce a full gradient buffer on the reduce stream."""
+        stream = self.reduce_stream
+        stream.wait_stream(self.device.current_stream())
+        held = gradients.reduce(stream, final=final)
+        self._reductions.append(_Reduction(gradients, stream.record_event(), held))
+
+    @property
+    def has_reductions(self) -> bool:
+        """Whether reductions are under way."""
+        return bool(self._reductions)
+
+    def make_room(self) -> None:
+        """Before a gradient buffer is taken: at most one other may be live, none with one stream."""
+        self.drain(keep=1 if self.overlap.streams == 2 else 0)
+
+    def drain(self, keep: int) -> None:
+        """Release gradient buffers whose reduction is queued, all but the newest `keep`."""
+        current = self.device.current_stream()
+        while len(self._reductions) > keep:
+            reduction = self._reductions.pop(0)
+            current.wait_event(reduction.event)
+            reduction.gradients.release_full(current)
+
+    def abandon_backward(self) -> None:
+        """Drop what a backward pass that raised has not reduced; `grad` keeps what it has."""
+        self._final = None
+        self.drain(keep=0)
+        self.device.current_stream().wait_stream(self.reduce_stream)
+        for unit in self.units:
+            unit.abandon_backward()
+
+    def end_backward(self) -> None:
+        """Join the side streams and give everything back."""
+        self._final = None
+        current = self.device.current_stream()
+        for unit in self.units:
+            unit.reduce_late()
+        if self.is_last_backward:
+            self.drain(keep=0)
+            current.wait_stream(self.reduce_stream)
+        current.wait_stream(self.gather_stream)
+        for unit in self.units:
+            unit.end_backward()
+        self.end_of_pass()
+
+    def end_of_pass(self) -> None:
+        """Tell the pool that everything is given back, if it is."""
+        at_rest = not self._reductions and not any(unit.holds_buffers for unit in self.units)
+        if at_rest:
+            self.pool.end_of_pass()
+
+
+def finish(schedule: Schedule) -> None:
+    """End of a backward pass.
+
+    Raises:
+        RuntimeError: a unit went into backward and some of its gradients never came, or its policy
+            asks for finite gradients and some are not; names unit and parameter.
+    """
+    missing = [(unit, name) for unit in schedule.units for name in unit.missing_grads]
+    schedule.end_backward()
+    if missing:
+        unit, name = missing[0]
+        raise RuntimeError(
+            f"Expected gradients of every parameter of unit {unit.name!r} that the loss depends "
+            f"on, {len(missing)} never came, such as {name!r}; the unit was not reduced."
+        )
+    for unit in schedule.units:
+        unit.check_finite()
