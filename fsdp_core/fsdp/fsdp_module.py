@@ -162,10 +162,13 @@ class FSDPModule:
         return [group for unit in self.fsdp_schedule.units for group in unit.groups]
 
     def refresh_model_weights(self) -> None:
-        """Bring copies of the main weights up to date in all units of the root."""
+        """Tell all units of the root that main weights have changed; copies of them follow now.
+
+        A `torch.optim.Optimizer` does so by itself.
+        """
         with torch.no_grad():
             for group in self.fsdp_groups:
-                group.refresh_model_weight()
+                group.main_weight_changed()
 
     def reset_iter_state(self) -> None:
         """Put right what a forward or backward that raised has left behind.

@@ -46,5 +46,4 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for reference in references:
             group = None if reference is None else reference()
             if group is not None:
-                group.forget_freshness()
-                group.refresh_model_weight()
+                group.main_weight_changed()

@@ -193,8 +193,8 @@ class ParamGroup:
     def refresh_model_weight(self) -> None:
         """Bring the copy kept at rest up to date with main_weight, if there is one and it is not.
 
-        Whether it is shows in the version counter of main_weight, which every torch operator raises
-        that writes into it; `forget_freshness` is for writers that do not.
+        Whether it is shows in the version counter of main_weight, which most torch operators raise
+        that write into it; `main_weight_changed` is for writers that do not, fused optimizers first.
         """
         if self.model_weight is None or self._fresh_version == self.main_weight._version:
             return
@@ -206,6 +206,11 @@ class ParamGroup:
     def forget_freshness(self) -> None:
         """Count what was copied or gathered from main_weight as out of date."""
         self._fresh_version = self.gathered_version = None
+
+    def main_weight_changed(self) -> None:
+        """Bring every copy of main_weight up to date, whatever the version counter says."""
+        self.forget_freshness()
+        self.refresh_model_weight()
 
     @property
     def is_current(self) -> bool:
