@@ -1,172 +1,397 @@
-"""Where full-size buffers come from: one interface, two allocators.
+"""Where full-size buffers come from: one interface, three allocators.
 
-    dynamic   one buffer a key, its storage freed on release and allocated again on acquire
-    double    two fixed buffers a (role, dtype, size) class; a key keeps the buffer it got first
+    pool      memory it holds             addresses of a key   graphs it may serve
+    dynamic   what is acquired now        new at each acquire  full_iteration
+    double    two buffers a class,        fixed, from first    all, with persistent_on_miss
+              one a miss                  acquire on
+    traced    the plan of one training    fixed, once planned  all, with persistent_on_miss,
+              pass, one buffer a miss                          captured after the first pass
 
-A key is (unit, role). The tensor returned for a key has the same storage object each time, so views
-that autograd saved stay valid; with `double` it also has the same address, as partial graphs need.
-A key of `double` whose buffer is taken gets a persistent one of its own (`persistent_on_miss`), or
-a dynamic one.
+A key is (owner, role); a class is (role, dtype, numel). The phases and the plan of `traced` are in
+`traced_pool`. A miss, a key whose buffer another key holds, moves the key into a buffer of its own
+for ever; in an evaluation only until the end of the pass, so it leaves the addresses as they are.
 
-Ordering: `release` records an event on the releasing stream, and the next `acquire` of that memory
-waits for it on the acquiring stream. No memory is handed on by `record_stream`.
+**Ordering.** No memory is handed on by `record_stream`. `dynamic` allocates on the *current*
+stream, whatever stream the buffer is for: the caching allocator keeps blocks by stream, and what
+is allocated on a side stream cannot use what activations freed. So the user's stream waits for the
+current one on acquire, and the current one for the user's on release. A fixed buffer has the event
+of its last release, and the next acquire waits for that. All of it is legal inside a capture.
+
+**A key keeps its storage while autograd may hold views of it.** A matmul saves the transposed view
+of a parameter, not the parameter, and reads through it in backward; if the key were given another
+buffer by then, that view would read what the first buffer holds now. So from the first acquire or
+release under grad mode until `end_of_pass`, a miss of a key other than a gradient's raises.
+
+**Cost.** Acquire and release of a fixed buffer: two dictionary look-ups, one wait, one record; no
+allocation. `dynamic`: one allocation and one free by the caching allocator, and four stream calls.
+Its gathers start after all work that the current stream was given before, so issue them early.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from fsdp_core.device import Device
+from fsdp_core.fsdp.traced_pool import Key as Key  # part of the interface
+from fsdp_core.fsdp.traced_pool import Timeline, plan_slots
 
-
-class Key(NamedTuple):
-    """Identity of a buffer: whose it is and what it is for (gather or grad)."""
-
-    owner: int
-    role: str
+GATHER, GRAD = "gather", "grad"
 
 
 class Pool(Protocol):
     """Hands out full-size buffers."""
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
-        """A 1-d buffer for `key`, safe to write on `stream`. It keeps its identity per key."""
+        """A 1-d buffer for `key`, safe to write on `stream`. What it holds is undefined.
+
+        Acquiring a key that is held returns the buffer that it has; one release gives it back.
+
+        Raises:
+            ValueError: the key had another numel or dtype before.
+            RuntimeError: the key cannot have its buffer, and must not have another one now.
+        """
 
     def release(self, key: Key, stream: Any) -> None:
-        """Give the buffer back once the work issued on `stream` so far is done."""
+        """Give the buffer back once work issued on `stream` is done; RuntimeError if not held."""
+
+    def end_of_pass(self) -> None:
+        """A backward pass or a forward-only pass is over, and its buffers were released.
+
+        Call it only when no autograd graph waits for its backward that saved views of gathered
+        buffers: where several forwards come before their backwards, after the last backward.
+        """
 
     def freeze(self) -> None:
-        """From now on no key may change its buffer: graphs hold the addresses."""
+        """From now on no key may change its address: graphs hold it."""
 
     def forget_events(self) -> None:
         """Drop recorded events; legal only when the device is idle or a capture begins or ends."""
 
+    def reserved_bytes(self) -> int:
+        """Bytes that the pool itself holds now."""
 
-@dataclass
+
+def _empty(numel: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
+    # A tensor made in inference mode could never be saved for a backward pass.
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device.torch_device)
+
+
+def _is_training() -> bool:
+    """Whether a forward pass that may be differentiated, or a backward pass, runs now."""
+    return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+
+
+def _check_size(key: Key, numel: int, dtype: torch.dtype, had: torch.Tensor) -> None:
+    if had.numel() != numel or had.dtype != dtype:
+        had_size = f"{had.numel()} x {had.dtype}"
+        raise ValueError(f"Expected {key} to have {had_size} as before, got {numel} x {dtype}.")
+
+
+@dataclass(slots=True, eq=False)
 class _Buffer:
+    """Memory of one key of the dynamic pool; `home` is the stream it came from while held."""
+
     tensor: torch.Tensor
-    owner: Key | None = None
-    event: Any = None
-    home_stream: Any = None
-    keys: set[Key] = field(default_factory=set)
+    home: Any = None
 
 
 class DynamicPool:
-    """Frees storage on release, so that memory holds only what is gathered now."""
+    """Frees storage on release, so that memory holds only what is acquired now.
 
-    def __init__(self, device: Device) -> None:
+    It keeps no event: a next acquire gets a block that the current stream may use, and the user's
+    stream comes after that one.
+    """
+
+    def __init__(self, device: Device, timeline: Timeline | None = None) -> None:
         self._device = device
+        self._timeline = timeline
         self._buffers: dict[Key, _Buffer] = {}
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
-        """See `Pool`."""
+        """See `Pool`. The tensor and its storage object are the same at every acquire of a key."""
         buffer = self._buffers.get(key)
-        with self._device.on(stream):
-            if buffer is None:
-                tensor = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
-                buffer = self._buffers[key] = _Buffer(tensor)
-            else:
-                if buffer.event is not None:
-                    stream.wait_event(buffer.event)
-                storage = buffer.tensor.untyped_storage()
-                self._device.resize_storage(storage, numel * buffer.tensor.element_size())
-        buffer.owner, buffer.home_stream = key, stream
+        current = self._device.current_stream()
+        if buffer is None:
+            buffer = self._buffers[key] = _Buffer(_empty(numel, dtype, self._device), current)
+        _check_size(key, numel, dtype, buffer.tensor)
+        if buffer.home is None:
+            nbytes = numel * dtype.itemsize
+            self._device.resize_storage(buffer.tensor.untyped_storage(), nbytes)
+            buffer.home = current
+        if stream != current:
+            stream.wait_stream(current)
+        if self._timeline is not None:
+            self._timeline.acquired(key, numel, dtype)
         return buffer.tensor
 
     def release(self, key: Key, stream: Any) -> None:
         """See `Pool`."""
-        buffer = self._buffers[key]
-        buffer.owner, buffer.event = None, stream.record_event()
-        # The caching allocator gives the block to later work of the stream that allocated it,
-        # whichever key asks, so that stream must come after the last use.
-        buffer.home_stream.wait_event(buffer.event)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.home is None:
+            raise RuntimeError(f"Expected {key} to be held, got a release without an acquire.")
+        # The allocator gives the block to the next work of the stream that it came from, as a rule
+        # the current one. Both must come after the last use.
+        current = self._device.current_stream()
+        if stream != current or stream != buffer.home:
+            event = stream.record_event()
+            current.wait_event(event)
+            if buffer.home != current:
+                buffer.home.wait_event(event)
+        buffer.home = None
         self._device.resize_storage(buffer.tensor.untyped_storage(), 0)
+        if self._timeline is not None:
+            self._timeline.released(key)
+
+    def holds(self, key: Key) -> bool:
+        """Whether the key is acquired now."""
+        return key in self._buffers and self._buffers[key].home is not None
+
+    def end_of_pass(self) -> None:
+        """See `Pool`. Nothing to do: a key's storage object never changes."""
 
     def freeze(self) -> None:
         """Nothing to do: only full_iteration graphs may use this pool, and they hold no address."""
 
     def forget_events(self) -> None:
+        """See `Pool`. There are none."""
+
+    def reserved_bytes(self) -> int:
         """See `Pool`."""
-        for buffer in self._buffers.values():
-            buffer.event = None
+        return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self._buffers.values())
 
 
-class DoublePool:
-    """Two fixed buffers a class; sticky keys; a miss gets a buffer of its own."""
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Fixed memory; `event` is its last release."""
+
+    memory: torch.Tensor
+    event: Any
+    holder: "_Home | None" = None
+    num_keys: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Home:
+    """Where a key lives; `grad_pass` is the last pass that used it under grad mode."""
+
+    key: Key
+    numel: int
+    dtype: torch.dtype
+    tensor: torch.Tensor
+    slot: _Slot
+    grad_pass: int = -1
+
+
+class SlotPool:
+    """Fixed slots, and keys that live in them: the base of `double` and `traced`.
+
+    A subclass says where a new key lives (`_choose_slot`). A key without a slot, or whose slot
+    another key holds, is a miss. With `persistent_on_miss` it gets a slot of its own, else it is
+    served dynamically, and until the end of the pass: autograd may have saved views.
+    """
 
     def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
+        self.misses = 0
         self._device = device
         self._persistent_on_miss = persistent_on_miss
-        self._classes: dict[tuple[str, torch.dtype, int], list[_Buffer]] = {}
-        self._homes: dict[Key, _Buffer] = {}
+        self._slots: list[_Slot] = []
+        self._homes: dict[Key, _Home] = {}
         self._overflow = DynamicPool(device)
-        self._overflowing: set[Key] = set()
+        self._own: dict[Key, _Home] = {}
+        self._displaced: dict[Key, _Home | None] = {}
         self._frozen = False
+        self._pass = 0
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
-        """See `Pool`.
-
-        Raises:
-            RuntimeError: the key's buffer is taken after `freeze`.
-        """
-        buffer = self._homes.get(key) or self._first_home(key, numel, dtype)
-        if buffer is None or (buffer.owner not in (None, key)):
-            if self._frozen:
-                taken = buffer.owner if buffer else "every buffer of its class"
-                raise RuntimeError(
-                    f"Expected the captured buffer of {key} to be free, but {taken} holds it; "
-                    "a graph would read foreign data."
-                )
-            if not self._persistent_on_miss:
-                self._overflowing.add(key)
-                return self._overflow.acquire(key, numel, dtype, stream)
-            buffer = self._homes[key] = self._new_buffer(numel, dtype)
-        if buffer.event is not None:
-            stream.wait_event(buffer.event)
-        buffer.owner = key
-        return buffer.tensor
+        """See `Pool`."""
+        home = self._homes.get(key)
+        if home is None:
+            home = self._find_home(key, numel, dtype)
+        elif home.numel != numel or home.dtype is not dtype:
+            _check_size(key, numel, dtype, home.tensor)
+        elif home.slot.holder is not None and home.slot.holder is not home:
+            home = self._leave_home(home, home.slot.holder.key)
+        if home is None:
+            return self._overflow.acquire(key, numel, dtype, stream)
+        slot = home.slot
+        if slot.event is not None:
+            stream.wait_event(slot.event)
+        slot.holder = home
+        if torch.is_grad_enabled():
+            home.grad_pass = self._pass
+        return home.tensor
 
     def release(self, key: Key, stream: Any) -> None:
         """See `Pool`."""
-        if key in self._overflowing:
-            self._overflowing.discard(key)
-            self._overflow.release(key, stream)
-            return
-        buffer = self._homes[key]
-        buffer.owner, buffer.event = None, stream.record_event()
+        home = self._homes.get(key)
+        if home is None or home.slot.holder is not home:
+            return self._overflow.release(key, stream)
+        home.slot.event = stream.record_event()
+        home.slot.holder = None
+        # A gather ahead of its use may be issued without grad mode, and the use be under it.
+        if torch.is_grad_enabled():
+            home.grad_pass = self._pass
+
+    def end_of_pass(self) -> None:
+        """See `Pool`."""
+        self._pass += 1
+        for key in [key for key in self._displaced if not self._holds(key)]:
+            if (home := self._displaced.pop(key)) is not None:
+                self._homes[key] = home
 
     def freeze(self) -> None:
-        """See `Pool`."""
+        """See `Pool`. A key without a home, whose address no graph holds, may still get one."""
         self._frozen = True
 
     def forget_events(self) -> None:
         """See `Pool`."""
-        for buffer in self._homes.values():
-            buffer.event = None
-        self._overflow.forget_events()
+        for slot in self._slots:
+            slot.event = None
 
-    def _first_home(self, key: Key, numel: int, dtype: torch.dtype) -> _Buffer | None:
-        """Choose a buffer of the key's class that no other key holds now; None on a miss."""
-        size_class = self._classes.setdefault((key.role, dtype, numel), [])
-        free = [buffer for buffer in size_class if buffer.owner is None]
-        if len(size_class) < 2 and not self._frozen:
-            # Fill both before sharing, so that neighbours in the order alternate.
-            free = [self._new_buffer(numel, dtype)]
-            size_class.extend(free)
-        if not free:
+    def reserved_bytes(self) -> int:
+        """See `Pool`."""
+        return sum(slot.memory.numel() for slot in self._slots) + self._overflow.reserved_bytes()
+
+    def _choose_slot(self, key: Key, numel: int, dtype: torch.dtype) -> _Slot | None:
+        """A slot that nobody holds, for a key that has no home; None is a miss."""
+        return None
+
+    def _find_home(self, key: Key, numel: int, dtype: torch.dtype) -> _Home | None:
+        """Where a key without a home lives from now on; None: served dynamically."""
+        if key in self._displaced:
             return None
-        buffer = min(free, key=lambda buffer: len(buffer.keys))
-        buffer.keys.add(key)
-        self._homes[key] = buffer
-        return buffer
+        slot = self._choose_slot(key, numel, dtype)
+        return self._settle(key, numel, dtype, slot) if slot else self._miss(key, numel, dtype)
 
-    def _new_buffer(self, numel: int, dtype: torch.dtype) -> _Buffer:
-        return _Buffer(torch.empty(numel, dtype=dtype, device=self._device.torch_device))
+    def _leave_home(self, home: _Home, holder: Key) -> _Home | None:
+        """Another home for a key whose slot is taken; None: served dynamically in this pass."""
+        key = home.key
+        if self._frozen:
+            raise RuntimeError(
+                f"Expected the captured buffer of {key} to be free, but {holder} holds it; "
+                "a graph would read foreign data."
+            )
+        if key.role != GRAD and home.grad_pass == self._pass:
+            raise RuntimeError(
+                f"Expected the buffer of {key} to be free, but {holder} holds it, and views that "
+                "autograd saved in this pass would read foreign data; use pool dynamic."
+            )
+        return self._miss(key, home.numel, home.dtype)
+
+    def _miss(self, key: Key, numel: int, dtype: torch.dtype) -> _Home | None:
+        self.misses += 1
+        home = self._homes.pop(key, None)
+        if not self._persistent_on_miss:
+            self._displaced[key] = home
+            return None
+        own = self._own.get(key)
+        if own is None:
+            own = self._own[key] = self._settle(
+                key, numel, dtype, self._new_slot(numel * dtype.itemsize)
+            )
+        if home is not None and not _is_training():
+            self._displaced[key] = home
+        self._homes[key] = own
+        return own
+
+    def _holds(self, key: Key) -> bool:
+        home = self._homes.get(key)
+        return self._overflow.holds(key) if home is None else home.slot.holder is home
+
+    def _new_slot(self, nbytes: int) -> _Slot:
+        memory = _empty(nbytes, torch.uint8, self._device)
+        # The block may have been used by earlier work of the stream that it comes from.
+        return _Slot(memory, self._device.current_stream().record_event())
+
+    def _settle(self, key: Key, numel: int, dtype: torch.dtype, slot: _Slot) -> _Home:
+        # `.data`: a version counter for each key of a slot, or writing one would look to autograd
+        # like an in-place change of another.
+        with torch.inference_mode(False):
+            tensor = slot.memory[: numel * dtype.itemsize].view(dtype).data
+        if slot.num_keys == 0:
+            self._slots.append(slot)
+        slot.num_keys += 1
+        home = self._homes[key] = _Home(key, numel, dtype, tensor, slot)
+        return home
+
+
+class DoublePool(SlotPool):
+    """Two slots a class, shared by its keys in turn; a key keeps the slot that it got first."""
+
+    def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
+        super().__init__(device, persistent_on_miss=persistent_on_miss)
+        self._classes: dict[tuple[str, torch.dtype, int], list[_Slot]] = {}
+
+    def _choose_slot(self, key: Key, numel: int, dtype: torch.dtype) -> _Slot | None:
+        pair = self._classes.setdefault((key.role, dtype, numel), [])
+        if len(pair) < 2:
+            # Fill both before sharing, so that neighbours in the order alternate.
+            pair.append(self._new_slot(numel * dtype.itemsize))
+            return pair[-1]
+        free = [slot for slot in pair if slot.holder is None]
+        return min(free, key=lambda slot: slot.num_keys, default=None)
+
+
+class TracedPool(SlotPool):
+    """The slots that one training pass needs, found by watching it. See `traced_pool`."""
+
+    def __init__(self, device: Device, *, persistent_on_miss: bool) -> None:
+        super().__init__(device, persistent_on_miss=persistent_on_miss)
+        self._timeline: Timeline | None = Timeline()
+        self._overflow = DynamicPool(device, self._timeline)
+        self._roles: set[str] = set()
+
+    def end_of_pass(self) -> None:
+        """See `Pool`. The first time after a whole training pass, with nothing held: plan."""
+        super().end_of_pass()
+        timeline = self._timeline
+        if timeline is None or not timeline.at_rest:
+            return
+        roles = {interval.key.role for interval in timeline.intervals}
+        self._roles |= roles
+        # Gradients mark a training pass. Where parameters are gathered, it gathers too.
+        if GRAD in roles and (GATHER in roles or GATHER not in self._roles):
+            self._plan(timeline)
+        else:
+            timeline.clear()
+
+    def freeze(self) -> None:
+        """See `Pool`. RuntimeError if buffers were handed out and there is no plan yet."""
+        if self._timeline is not None:
+            if self._timeline.has_begun:
+                raise RuntimeError(
+                    "Expected a whole training pass before pool traced is frozen, got none; "
+                    "addresses are fixed at its end, so run one before the capture."
+                )
+            self._plan(self._timeline)
+        super().freeze()
+
+    def _find_home(self, key: Key, numel: int, dtype: torch.dtype) -> _Home | None:
+        return None if self._timeline is not None else super()._find_home(key, numel, dtype)
+
+    def _plan(self, timeline: Timeline) -> None:
+        """Fix slots for every key of the timeline; from now on replay."""
+        planned = plan_slots(timeline.intervals)
+        sizes = {each.key: (each.numel, each.dtype) for each in timeline.intervals}
+        # All memory before any home: if it does not suffice, tracing just goes on.
+        slots = [self._new_slot(plan.nbytes) for plan in planned]
+        for slot, plan in zip(slots, planned, strict=True):
+            for key in plan.keys:
+                self._settle(key, *sizes[key], slot)
+        self._timeline, self._overflow = None, DynamicPool(self._device)
 
 
 def make_pool(name: str, device: Device, *, persistent_on_miss: bool) -> Pool:
-    """The pool called `name`: `dynamic` or `double`."""
+    """The pool called `name`: `dynamic`, `double` or `traced`.
+
+    Raises:
+        ValueError: no pool has that name.
+    """
     if name == "dynamic":
         return DynamicPool(device)
-    return DoublePool(device, persistent_on_miss=persistent_on_miss)
+    slots = {"double": DoublePool, "traced": TracedPool}
+    if name not in slots:
+        raise ValueError(f"Expected pool dynamic, double or traced, got {name!r}.")
+    return slots[name](device, persistent_on_miss=persistent_on_miss)
