@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.dist.fsdp_models import WIDTH, Block, loss_of, net, rows, shard
 from tests.dist.fsdp_programs import Training
-from tests.dist.fsdp_sides import Api, gradients, is_piece, local, weights
+from tests.dist.fsdp_sides import Api, average, gradients, is_piece, local, weights
 
 
 class Awkward(nn.Module):
@@ -65,7 +65,9 @@ EXTRAS: dict[str, Any] = {
 def awkward(api: Api, mesh: DeviceMesh, kind: str, optimizer: str = "sgd") -> dict[str, Any]:
     """A unit with one parameter of an awkward kind; buffers stay whole, plain and right."""
     torch.manual_seed(5)
-    model = Awkward(EXTRAS[kind]())
+    extra = EXTRAS[kind]()
+    # Rows are kept whole, so a parameter is contiguous once sharded; products round by strides.
+    model = Awkward(extra.contiguous() if api.name == "plain" else extra)
     api.fully_shard(model, mesh=mesh)
     training = Training(api, model, mesh, optimizer)
     for step in range(3):
@@ -236,21 +238,25 @@ def names(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def dtensors(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """`full_tensor` of parameters and of gradients; every rank has rows of every parameter."""
-    model = shard(api, net(width=8), mesh)
+    """Shapes, `full_tensor` of parameters, and of gradients where every rank has rows."""
+    model = shard(api, net(width=40), mesh)
     training = Training(api, model, mesh)
     training.backward(training.forward(0))
     shapes = [tuple(p.shape) for p in model.parameters()]
     full, grads = {}, {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        assert grad is not None
-        if api.name != "plain":
-            assert local(parameter).shape == local(grad).shape
-            full[name], grads[name] = (cast("Any", t).full_tensor() for t in (parameter, grad))
-        else:
-            full[name], grads[name] = parameter, grad
-    return {"shapes": shapes, "full": full, "grads": grads}
+        held = torch.tensor([float(parameter.grad is not None)])
+        average(held, mesh)
+        assert (parameter.grad is not None) == (local(parameter).numel() > 0)
+        if api.name == "plain":
+            full[name], grads[name] = parameter.detach(), parameter.grad
+            continue
+        full[name] = cast("Any", parameter).full_tensor().detach()
+        if held.item() == 1.0:
+            assert local(parameter).shape == local(cast("Any", parameter.grad)).shape
+            grads[name] = cast("Any", parameter.grad).full_tensor()
+    wide = {name: grads[name] for name in ("blocks.0.up.weight", "blocks.1.down.weight")}
+    return {"shapes": shapes, "full": full, "grads": wide}
 
 
 def state_dict_again(api: Api, mesh: DeviceMesh) -> dict[str, Any]:

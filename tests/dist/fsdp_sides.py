@@ -125,13 +125,13 @@ def is_piece(tensor: torch.Tensor) -> bool:
 def whole(
     tensors: dict[str, torch.Tensor | None], mesh: DeviceMesh
 ) -> dict[str, torch.Tensor | None]:
-    """Full values out of all ranks' rows; None where no rank has any. Collective.
+    """Full values out of all ranks' rows; None where no rank has any, nor has any element. Collective.
 
     Needs nothing of a side but that pieces are whole rows in rank order, so a gradient that is
     missing on a rank without rows is no obstacle.
     """
     mine = {
-        name: (is_piece(t), local(t).clone()) if t is not None else None
+        name: (tuple(t.shape), local(t).clone()) if t is not None else None
         for name, t in tensors.items()
     }
     world: list[Any] = [None] * dist.get_world_size()
@@ -140,16 +140,12 @@ def whole(
     return {name: _join([world[rank][name] for rank in ranks]) for name in mine}
 
 
-def _join(pieces: list[tuple[bool, torch.Tensor] | None]) -> torch.Tensor | None:
-    found = [piece for piece in pieces if piece is not None]
-    if not found:
-        return None
-    if not found[0][0]:
-        return found[0][1]  # a plain tensor is whole already
-    rows = [tensor for _, tensor in found if tensor.numel()]
-    if not rows:
-        return found[0][1]
-    return rows[0] if rows[0].dim() == 0 else torch.cat(rows)
+def _join(pieces: list[tuple[tuple[int, ...], torch.Tensor] | None]) -> torch.Tensor | None:
+    found = [piece for piece in pieces if piece is not None and piece[1].numel()]
+    for shape, tensor in found:
+        if tensor.shape == shape:
+            return tensor  # a plain tensor, or a rank that has every row
+    return torch.cat([tensor for _, tensor in found]) if found else None
 
 
 def gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor | None]:
@@ -195,3 +191,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in every bit: NaN equals itself, 0.0 differs from -0.0."""
     a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def within(bound: float) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """Equality up to `bound`, absolute."""
+    return lambda a, b: bool(((a.double() - b.double()).abs() <= bound).all())

@@ -1,0 +1,378 @@
+"""Programs on ours alone: each would show one bug that sharded training is known for.
+
+They run on ranks; `test_fsdp_regressions` says what is due.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_core.device import Device
+from fsdp_core.fsdp import FSDPModule, Overlap, fully_shard
+from fsdp_core.fsdp.pool import Key, Pool, make_pool
+from tests.dist.fsdp_models import WIDTH, Block, Net, loss_of, net, rows, shard
+from tests.dist.fsdp_parameter_programs import EXTRAS, Awkward
+from tests.dist.fsdp_programs import Training
+from tests.dist.fsdp_races import watching
+from tests.dist.fsdp_sides import api_of, gradients, local, weights
+
+OURS, PLAIN = "ours", "plain"
+
+
+def whole_mesh() -> DeviceMesh:
+    """All ranks on one axis."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def fresh_weights(strategy: str, how: str, gathered: str) -> dict[str, Any]:
+    """Weights written while units are gathered: what does the next forward compute with?
+
+    `how` they are written: by an optimizer, through `.data`, by `load_state_dict`. `gathered` how
+    they come to be gathered: `by_hand`, `after_backward`, or `at_rest` (they are not).
+    """
+    answers = {}
+    for side in (PLAIN, OURS):
+        mesh, options = whole_mesh(), {"strategy": strategy} if side == OURS else {}
+        training = Training(api_of(side), shard(api_of(side), net(), mesh, **options), mesh)
+        model = training.model
+        if gathered == "after_backward":
+            model.set_reshard_after_backward(False)
+        training.backward(training.forward(0))
+        if gathered == "by_hand":
+            for unit in [*model.blocks, model]:
+                unit.unshard()
+        if how == "optimizer":
+            training.optimizer.step()
+        held = training.optimizer.param_groups[0]["params"]
+        for parameter in held:
+            if how == "data":
+                parameter.data.mul_(0.5)
+            elif how == "local":
+                local(parameter).mul_(0.5)
+        training.optimizer.zero_grad()
+        with torch.no_grad():
+            evaluated = model(rows(5))
+        loss = training.forward(1)
+        training.backward(loss)
+        for unit in [*model.blocks, model]:
+            unit.reshard()
+        answers[side] = {
+            "evaluated": evaluated,
+            "loss": loss,
+            "grads": gradients(model, mesh),
+            "weights": weights(model, mesh),
+        }
+    return answers
+
+
+def races(options: dict[str, Any], what: str) -> dict[str, Any]:
+    """Steps with streams that keep clocks: races found, collectives in order, streams used."""
+    mesh = whole_mesh()
+    with watching() as found:
+        model = net(3)
+        if what == "checkpointed":
+            model.checkpointed = False
+        training = Training(api_of(OURS), shard(api_of(OURS), model, mesh, **options), mesh)
+        for step in range(3):
+            if what == "accumulated":
+                training.model.set_requires_gradient_sync(False)
+                training.forward(10 + step).backward()
+                training.model.set_requires_gradient_sync(True)
+            if what == "evaluated":
+                with torch.no_grad():
+                    training.model(rows(50))
+            training.forward(step).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=what != "zeroed")
+    return {
+        "races": found.found,
+        "streams": sorted({c.stream for c in found.collectives}),
+        "kinds": sorted({c.kind for c in found.collectives}),
+        "aliased": [c for c in found.collectives if c.aliased],
+    }
+
+
+class WatchedPool:
+    """A pool that fills what it hands out with NaN and counts the gradient buffers out."""
+
+    def __init__(self, kind: str) -> None:
+        self.inner: Pool = make_pool(kind, Device("cpu"), persistent_on_miss=True)
+        self.most: dict[str, int] = {}
+        self._out: dict[str, int] = {}
+
+    def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
+        """See `Pool`."""
+        count = self._out[key.role] = self._out.get(key.role, 0) + 1
+        self.most[key.role] = max(self.most.get(key.role, 0), count)
+        return self.inner.acquire(key, numel, dtype, stream).fill_(torch.nan)
+
+    def release(self, key: Key, stream: Any) -> None:
+        """See `Pool`."""
+        self._out[key.role] -= 1
+        self.inner.release(key, stream)
+
+    @property
+    def out(self) -> int:
+        """Buffers that are held now."""
+        return sum(self._out.values())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def poisoned(kind: str, streams: int, strategy: str) -> dict[str, Any]:
+    """Steps on a pool of NaN, with a unit's gradients missing in one of them, and without one."""
+    mesh, pool = whole_mesh(), WatchedPool(kind)
+    options = {"pool": pool, "overlap": Overlap(streams), "strategy": strategy}
+    answers: dict[str, Any] = {}
+    for side in (PLAIN, OURS):
+        given = options if side == OURS else {}
+        training = Training(api_of(side), shard(api_of(side), net(4), mesh, **given), mesh)
+        for step in range(3):
+            if step == 1:  # the head gets no gradient, others of its unit do
+                training.backward(loss_of(training.model.features(rows(step))))
+                training.update()
+            else:
+                training.step(step)
+        training.backward(training.forward(3))
+        answers[side] = training.result()
+        if side == OURS:
+            held = [p.grad for p in training.model.parameters() if p.grad is not None]
+            memory = [local(g).untyped_storage() for g in held]
+            flat = [torch.empty(0).set_(m) for m in memory]
+            answers["finite"] = all(bool(t.isfinite().all()) for t in flat)
+    return answers | {"most": pool.most, "out": pool.out}
+
+
+def empty_pieces() -> list[dict[str, Any]]:
+    """A parameter of one row over all ranks: numel of its piece, of each gradient seen, names."""
+    mesh, api = whole_mesh(), api_of(OURS)
+    torch.manual_seed(5)
+    model = Awkward(EXTRAS["one_row"]())
+    api.fully_shard(model, mesh=mesh)
+    training = Training(api, model, mesh, "adamw_fused")
+    seen = []
+    for step in range(2):
+        training.backward(training.forward(step))
+        for name, parameter in model.named_parameters():
+            has = parameter.grad is not None
+            seen.append({"name": name, "rows": local(parameter).shape[0], "grad": has})
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=step == 0)
+    states = [len(training.optimizer.state[p]) for p in model.parameters()]
+    held = [local(p).numel() for p in model.parameters()]
+    seen.append({"state only of rows": [bool(s) == bool(n) for s, n in zip(states, held)]})  # noqa: B905
+    return seen
+
+
+class _Fused(torch.autograd.Function):
+    """A Linear without bias whose backward adds to `main_grad` itself, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        computed = grad.t() @ x
+        if getattr(weight, "overwrite_main_grad", False):
+            weight.main_grad.copy_(computed)
+        else:
+            weight.main_grad.add_(computed)
+        weight.grad_added_to_main_grad = True
+        # A stand-in of the right shape, which nobody may use as a gradient.
+        return grad @ weight, torch.full_like(weight, torch.nan)
+
+
+class FusedLinear(nn.Module):
+    """TransformerEngine's convention: the module says that it fuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(EXTRAS["bfloat16"]().float())
+        self.fuse_wgrad_accumulation = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, WIDTH] -> [rows, WIDTH]."""
+        y: torch.Tensor = _Fused.apply(x, self.weight)
+        return y
+
+
+class PlainLinear(FusedLinear):
+    """The same without fusion."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, WIDTH] -> [rows, WIDTH]."""
+        return x @ self.weight.t()
+
+
+def fused(sync: bool, times: int, poison: bool) -> dict[str, Any]:
+    """Microbatches through a module that accumulates its own weight gradient, run `times` times."""
+    mesh, answers = whole_mesh(), {}
+    for side, kind in ((PLAIN, PlainLinear), (OURS, FusedLinear)):
+        api = api_of(side)
+        torch.manual_seed(5)
+        linear = kind()
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[linear] * times, nn.Linear(WIDTH, 1))
+        given = {"pool": WatchedPool("double")} if poison and side == OURS else {}
+        api.fully_shard(linear, mesh=mesh, **given)
+        api.fully_shard(model, mesh=mesh, **given)
+        training = Training(api, model, mesh)
+        for step in range(2):
+            for micro in range(3):
+                synced = sync or micro == 2
+                training.model.set_requires_gradient_sync(synced)
+                training.backward(training.forward(3 * step + micro), sync=synced)
+            training.update()
+        answers[side] = training.result()
+    return answers
+
+
+def attributes() -> dict[str, Any]:
+    """Marks set on parameters before wrapping: found at rest, gathered, after a step."""
+    model, marks = net(), {"sequence_parallel": True, "allreduce": False, "tag": ("a", 1)}
+    for name, value in marks.items():
+        setattr(model.blocks[0].up.weight, name, value)  # type: ignore[union-attr]
+    training = Training(api_of(OURS), shard(api_of(OURS), model, whole_mesh()), whole_mesh())
+    block = cast("Any", model.blocks[0])
+    found = {"rest": {n: getattr(block.up.weight, n, None) for n in marks}}
+    block.unshard()
+    found["gathered"] = {n: getattr(block.up.weight, n, None) for n in marks}
+    block.reshard()
+    training.step(0)
+    found["after"] = {n: getattr(block.up.weight, n, None) for n in marks}
+    found["others"] = {n: hasattr(block.down.weight, n) for n in marks}
+    return found
+
+
+def initialise(model: nn.Module) -> None:
+    """Draw every Linear anew, in the order of the modules."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+
+def meta_init(same_generators: bool, strategy: str) -> dict[str, Any]:
+    """A model made on the meta device and initialised sharded, beside one initialised whole.
+
+    Without `same_generators` only the first rank's generator is that of the whole one.
+    """
+    mesh, expected = whole_mesh(), Net()
+    torch.manual_seed(4)
+    initialise(expected)
+    with torch.device("meta"):
+        model = Net()
+    shard(api_of(OURS), model, mesh, strategy=strategy)
+    model.to_empty(device="cpu")
+    torch.manual_seed(4 if same_generators or dist.get_rank() == 0 else 77)
+    own = torch.get_rng_state()
+    if same_generators:
+        initialise(model)
+    else:
+        with cast("FSDPModule", model).synchronized_init():
+            initialise(model)
+    answers = {
+        "initial": (weights(expected, mesh), weights(model, mesh)),
+        "generator kept": same_generators or torch.equal(own, torch.get_rng_state()),
+    }
+    other = Training(api_of(PLAIN), shard(api_of(PLAIN), expected, mesh), mesh)
+    training = Training(api_of(OURS), model, mesh)
+    for each in (other, training):
+        each.step(0)
+        each.step(1)
+    return answers | {"steps": (other.result(), training.result())}
+
+
+def in_flight(what: str) -> str:
+    """Wrap around a unit that is not at rest; what was raised, or how many losses went on."""
+    mesh, model = whole_mesh(), net(1)
+    block = cast("Any", fully_shard(model.blocks[0], mesh=mesh))
+    if what == "gathered":
+        block.unshard()
+    elif what == "accumulating":
+        block.set_requires_gradient_sync(False)
+        loss_of(block(rows(0))).backward()
+    elif what == "forward":
+        loss_of(block(rows(0)))
+        block.unshard()
+    try:
+        fully_shard(model, mesh=mesh)
+    except RuntimeError as error:
+        return str(error)
+    return "wrapped"
+
+
+def stale_grads(set_to_none: bool, keep_grads: bool) -> list[bool]:
+    """Optimizer steps without a backward: whether the weights stayed the same, bit by bit."""
+    mesh, kept = whole_mesh(), []
+    model = shard(api_of(OURS), net(), mesh, keep_grads=keep_grads)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model(rows(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        before = weights(model, mesh)
+        optimizer.step()
+        with torch.no_grad():
+            model(rows(step))
+        optimizer.step()
+        after = weights(model, mesh)
+        kept += [torch.equal(before[n], after[n]) for n in before]  # type: ignore[arg-type]
+    return kept
+
+
+def ownership() -> dict[str, Any]:
+    """Units in units in a list: which parameter is held how often, and wrapping outside in."""
+    mesh, model = whole_mesh(), net(3)
+    fully_shard(cast("Block", model.blocks[0]).up, mesh=mesh)
+    fully_shard(model.blocks[0], mesh=mesh)
+    fully_shard([model.blocks[1], model.blocks[2]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    units = cast("FSDPModule", model).fsdp_schedule.units
+    names = [n for unit in units for group in unit.groups for n in group.names]
+    raised = []
+    for late in (cast("Block", model.blocks[0]).down, cast("Block", model.blocks[0]).up, model):
+        try:
+            fully_shard(late, mesh=mesh)
+        except ValueError as error:
+            raised.append(str(error))
+    return {"held": sorted(names), "names": sorted(n for n, _ in net(3).named_parameters()),
+            "units": [unit.name for unit in units], "raised": raised}  # fmt: skip
+
+
+def nonfinite(where: int) -> tuple[str, bool]:
+    """A NaN in one rank's gradient of one weight: what was raised, and whether the next step is ok.
+
+    The hook poisons one element of the middle block's `up.weight` on rank `where`.
+    """
+    mesh, model = whole_mesh(), net(3)
+    shard(api_of(OURS), model, mesh)
+    root = cast("Any", model)
+    root.set_check_finite_grads(True)
+    block = cast("Any", model.blocks[1])
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad[0, 0] = torch.nan
+        return grad
+
+    block.unshard()
+    bad = dist.get_rank() == where
+    handle = block.up.weight.register_hook(spoil) if bad else None
+    block.reshard()
+    message = ""
+    try:
+        loss_of(model(rows(0))).backward()
+    except RuntimeError as error:
+        message = str(error)
+    if handle is not None:
+        handle.remove()
+    torch.optim.SGD(model.parameters()).zero_grad()
+    loss_of(model(rows(1))).backward()
+    grads = gradients(model, mesh)
+    return message, all(bool(cast("Any", g).isfinite().all()) for g in grads.values())
