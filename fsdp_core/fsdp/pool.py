@@ -9,7 +9,7 @@
 
 A key is (owner, role); a class is (role, dtype, numel). The phases and the plan of `traced` are in
 `traced_pool`. A miss, a key whose buffer another key holds, moves the key into a buffer of its own
-for ever; in an evaluation only until the end of the pass, so it leaves the addresses as they are.
+for ever; in a pass without gradients only until its end, so evaluation leaves addresses alone.
 
 **Ordering.** No memory is handed on by `record_stream`. `dynamic` allocates on the *current*
 stream, whatever stream the buffer is for: the caching allocator keeps blocks by stream, and what
@@ -76,11 +76,6 @@ def _empty(numel: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
     # A tensor made in inference mode could never be saved for a backward pass.
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, device=device.torch_device)
-
-
-def _is_training() -> bool:
-    """Whether a forward pass that may be differentiated, or a backward pass, runs now."""
-    return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
 
 
 def _check_size(key: Key, numel: int, dtype: torch.dtype, had: torch.Tensor) -> None:
@@ -174,13 +169,14 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """Where a key lives; `grad_pass` is the last pass that used it under grad mode."""
+    """Where a key lives; in pass `grad_pass` autograd may have saved views of it."""
 
     key: Key
     numel: int
     dtype: torch.dtype
     tensor: torch.Tensor
     slot: _Slot
+    is_grad: bool
     grad_pass: int = -1
 
 
@@ -203,6 +199,7 @@ class SlotPool:
         self._displaced: dict[Key, _Home | None] = {}
         self._frozen = False
         self._pass = 0
+        self._is_training = False
 
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
         """See `Pool`."""
@@ -219,7 +216,9 @@ class SlotPool:
         if slot.event is not None:
             stream.wait_event(slot.event)
         slot.holder = home
-        if torch.is_grad_enabled():
+        if home.is_grad:
+            self._is_training = True
+        elif torch.is_grad_enabled():
             home.grad_pass = self._pass
         return home.tensor
 
@@ -231,15 +230,18 @@ class SlotPool:
         home.slot.event = stream.record_event()
         home.slot.holder = None
         # A gather ahead of its use may be issued without grad mode, and the use be under it.
-        if torch.is_grad_enabled():
+        if not home.is_grad and torch.is_grad_enabled():
             home.grad_pass = self._pass
 
     def end_of_pass(self) -> None:
         """See `Pool`."""
-        self._pass += 1
+        stays = self._is_training and self._persistent_on_miss
         for key in [key for key in self._displaced if not self._holds(key)]:
-            if (home := self._displaced.pop(key)) is not None:
+            home = self._displaced.pop(key)
+            if home is not None and not stays:
                 self._homes[key] = home
+        self._pass += 1
+        self._is_training = False
 
     def freeze(self) -> None:
         """See `Pool`. A key without a home, whose address no graph holds, may still get one."""
@@ -273,7 +275,7 @@ class SlotPool:
                 f"Expected the captured buffer of {key} to be free, but {holder} holds it; "
                 "a graph would read foreign data."
             )
-        if key.role != GRAD and home.grad_pass == self._pass:
+        if home.grad_pass == self._pass:
             raise RuntimeError(
                 f"Expected the buffer of {key} to be free, but {holder} holds it, and views that "
                 "autograd saved in this pass would read foreign data; use pool dynamic."
@@ -291,7 +293,7 @@ class SlotPool:
             own = self._own[key] = self._settle(
                 key, numel, dtype, self._new_slot(numel * dtype.itemsize)
             )
-        if home is not None and not _is_training():
+        if home is not None:
             self._displaced[key] = home
         self._homes[key] = own
         return own
@@ -313,7 +315,7 @@ class SlotPool:
         if slot.num_keys == 0:
             self._slots.append(slot)
         slot.num_keys += 1
-        home = self._homes[key] = _Home(key, numel, dtype, tensor, slot)
+        home = self._homes[key] = _Home(key, numel, dtype, tensor, slot, key.role == GRAD)
         return home
 
 

@@ -117,13 +117,18 @@ def test_a_third_key_at_once_gets_a_buffer_for_ever(device: Device) -> None:
 
 
 def test_a_taken_home_moves_the_key_once(device: Device) -> None:
-    """A key whose buffer another one holds in training gets its own, and stays there afterwards."""
+    """A key whose buffer another one holds in training gets its own, and stays there afterwards.
+
+    Also if the miss is in the forward pass: that gradients follow is known only at the end.
+    """
     pool = DoublePool(device, persistent_on_miss=True)
     holder, rival, home = rivals(pool)
     held = take(pool, holder).data_ptr()
-    moved = take(pool, rival).data_ptr()
+    with torch.no_grad():
+        moved = take(pool, rival).data_ptr()
     assert held == home != moved
-    give(pool, holder, rival)
+    take(pool, GRAD[0])
+    give(pool, holder, rival, GRAD[0])
     pool.end_of_pass()
     assert cycle(pool, [rival, holder]) == [moved, held]
     assert pool.misses == 1
