@@ -1,0 +1,154 @@
+"""Results as a table for people and as JSON for machines."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.fsdp.engines import ENGINES
+from benchmarks.fsdp.launch import Result
+
+LOSS_TOLERANCE = 2e-3
+"""Relative. The order of bf16 sums differs between engines and, in some kernels, between runs."""
+MAX_ERROR_CHARS = 400
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine on one workload over all rounds.
+
+    Attributes:
+        step_ms: 10th, 50th and 90th percentile of all timed steps.
+        speed: how many times the peer's speed; None without a peer in the run.
+        reserved_ratio: reserved memory over the peer's.
+        notes: what must be known beside the figures.
+        is_right: no error, and losses that agree with the peer's.
+    """
+
+    workload: str
+    engine: str
+    step_ms: tuple[float, float, float] | None
+    speed: float | None
+    allocated_gib: float | None
+    reserved_gib: float | None
+    reserved_ratio: float | None
+    losses: tuple[float, float] | None
+    notes: list[str]
+    is_right: bool
+
+
+def rows(results: Sequence[Result]) -> list[Row]:
+    """One row for each engine and workload, in the order of the catalogue."""
+    workloads = list(dict.fromkeys(result.workload for result in results))
+    names = [name for name in ENGINES if any(r.engine == name for r in results)]
+    found = []
+    for workload in workloads:
+        of = {name: _of(results, workload, name) for name in names}
+        found += [_row(workload, name, of) for name in names if of[name]]
+    return found
+
+
+def _of(results: Sequence[Result], workload: str, engine: str) -> list[Result]:
+    return [r for r in results if (r.workload, r.engine) == (workload, engine)]
+
+
+def _row(workload: str, name: str, of: dict[str, list[Result]]) -> Row:
+    engine = ENGINES[name]
+    mine = [r for r in of[name] if r.error is None]
+    peer = [r for r in of.get(engine.peer, []) if r.error is None]
+    times = [ms for r in mine for ms in r.times_ms]
+    peer_times = [ms for r in peer for ms in r.times_ms]
+    reserved, peer_reserved = _reserved(mine), _reserved(peer)
+    notes, agrees = _loss_notes(mine, peer, trains=engine.trains)
+    notes += _compile_notes(mine, compiled=engine.compiled)
+    notes += [f"round {r.number + 1}: {r.error[:MAX_ERROR_CHARS]}" for r in of[name] if r.error]
+    both_timed = bool(times and peer_times)
+    return Row(
+        workload=workload,
+        engine=name,
+        step_ms=percentiles(times) if times else None,
+        speed=statistics.median(peer_times) / statistics.median(times) if both_timed else None,
+        allocated_gib=max((r.allocated_gib for r in mine if r.allocated_gib), default=None),
+        reserved_gib=reserved,
+        reserved_ratio=reserved / peer_reserved if reserved and peer_reserved else None,
+        losses=mine[-1].losses if mine else None,
+        notes=notes,
+        is_right=agrees and len(mine) == len(of[name]),
+    )
+
+
+def _reserved(results: Sequence[Result]) -> float | None:
+    return max((r.reserved_gib for r in results if r.reserved_gib), default=None)
+
+
+def percentiles(times_ms: Sequence[float]) -> tuple[float, float, float]:
+    """10th, 50th and 90th percentile."""
+    if len(times_ms) == 1:
+        return times_ms[0], times_ms[0], times_ms[0]
+    deciles = statistics.quantiles(times_ms, n=10, method="inclusive")
+    return deciles[0], statistics.median(times_ms), deciles[8]
+
+
+def _loss_notes(
+    mine: Sequence[Result], peer: Sequence[Result], *, trains: bool
+) -> tuple[list[str], bool]:
+    """What to say of the losses, and whether they agree with the peer's."""
+    if not mine or not peer or mine[0].engine == peer[0].engine:
+        return [], True
+    notes, agrees = [], True
+    for when, which in enumerate(("first", "last") if trains else ("first",)):
+        pairs = [
+            (m.losses[when], p.losses[when]) for m in mine for p in peer if m.losses and p.losses
+        ]
+        if not all(_is_close(one, other) for one, other in pairs):
+            notes.append(f"{which.upper()} LOSS DIFFERS from {peer[0].engine}'s")
+            agrees = False
+    if trains and {r.last_loss_bits for r in mine} == {r.last_loss_bits for r in peer}:
+        notes.append(f"last loss has {peer[0].engine}'s bits")
+    return notes, agrees
+
+
+def _is_close(one: float, other: float) -> bool:
+    """False for NaN on either side."""
+    return abs(one - other) <= LOSS_TOLERANCE * max(abs(one), abs(other))
+
+
+def _compile_notes(mine: Sequence[Result], *, compiled: bool) -> list[str]:
+    if not compiled or not mine:
+        return []
+    last = mine[-1]
+    notes = [f"{last.graphs} graphs, {last.graph_breaks} breaks"]
+    if late := max(r.late_graphs for r in mine):
+        notes.append(f"{late} GRAPHS COMPILED IN TIMED STEPS")
+    return notes
+
+
+_HEAD = "step ms [p10, p90], speed, allocated, reserved, ratio of reserved, first and last loss"
+
+
+def table(found: Sequence[Row]) -> list[str]:
+    """Lines for people: memory in GiB, times in ms, ratios to the peer."""
+    lines: list[str] = []
+    width = max((len(row.engine) for row in found), default=0)
+    workload = ""
+    for row in found:
+        if row.workload != workload:
+            workload = row.workload
+            lines += ["", f"{workload}: {_HEAD}"]
+        lines.append(f"  {row.engine:{width}} {_cells(row)}  {'; '.join(row.notes)}".rstrip())
+    return lines
+
+
+def _cells(row: Row) -> str:
+    if row.step_ms is None:
+        return "no figures"
+    low, middle, high = row.step_ms
+    first, last = row.losses or (float("nan"), float("nan"))
+    return (
+        f"{middle:9.2f} [{low:.2f}, {high:.2f}]  {_number(row.speed)} x  "
+        f"{_number(row.allocated_gib)}  {_number(row.reserved_gib)}  "
+        f"{_number(row.reserved_ratio)}  {first:.5f} {last:.5f}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "     -" if value is None else f"{value:6.2f}"
