@@ -107,7 +107,9 @@ class RowSharded(_Base):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return row_sharded_ops.run(RowSharded, func, args, kwargs or {})
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
