@@ -91,7 +91,7 @@ def fully_shard(
     _adopt(unit, inner, Schedule(unit, device, chosen, _overlap(overlap)))
     for each in modules:
         _move_buffers(each, device)
-        each.__class__ = fsdp_class(type(each))
+        each.__class__ = fsdp_class(cast("Any", type(each)))
         cast("FSDPModule", each)._fsdp_unit = unit
     _name_units(modules, unit.schedule)
     return module

@@ -71,7 +71,7 @@ class Nest:
         return total // math.prod(self.sizes[:level])
 
     def slice(self, buffer: torch.Tensor, at: int, level: int) -> torch.Tensor:
-        """This rank's slice at `level` of `buffer`, which is its slice at the coarser level `at`."""
+        """This rank's slice at `level` of `buffer`, its slice at the coarser level `at`."""
         numel = buffer.numel() // math.prod(self.sizes[at:level])
         offset = (self._index(level) - self._index(at) * math.prod(self.sizes[at:level])) * numel
         return buffer[offset : offset + numel]

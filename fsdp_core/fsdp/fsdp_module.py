@@ -34,10 +34,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the wrapped class: `model.layers[1:]` makes a new container of its own type."""
-        plain = cls.__mro__[2]
-        made = plain.__new__(plain)
-        made.__init__(*args, **kwargs)
-        return made
+        return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refused: a copy would share buffers and hooks.

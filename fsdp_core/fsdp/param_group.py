@@ -171,21 +171,26 @@ class ParamGroup:
         rows are copied into the flat buffer, and they become views of it again.
         """
         current = [o.current for o in self.owned]
-        locals_ = [p.to_local() if isinstance(p, RowSharded) else None for p in current]
-        moved = [local for local in locals_ if local is not None and local.numel()]
+        if not all(isinstance(p, RowSharded) for p in current):
+            raise RuntimeError(f"Expected the parameters of {self.name} to stay sharded.")
+        locals_ = [cast("RowSharded", p).to_local() for p in current]
         home = self.main_weight.untyped_storage()._cdata
-        if all(local.untyped_storage()._cdata == home for local in moved):
+        if all(t.untyped_storage()._cdata == home for t in locals_ if t.numel()):
             return
+        if any(t.dtype != self.dtypes.main for t in locals_):
+            raise RuntimeError(
+                f"Expected the parameters of {self.name} to stay {self.dtypes.main}; convert "
+                "before sharding, or use MixedPrecisionPolicy(param_dtype=...)."
+            )
         self.main_weight = torch.zeros(
             self.main_weight.numel(), dtype=self.dtypes.main, device=self._device.torch_device
         )
-        for index, (parameter, local) in enumerate(zip(current, locals_, strict=True)):
-            if local is None:
-                raise RuntimeError(f"Expected {self.names[index]} to stay sharded, got a Tensor.")
-            rows = self.local_rows(self.main_weight, index)
-            rows.copy_(local)
-            parameter.rebind(rows)
-            self.sharded[index] = parameter
+        for index, (old, local) in enumerate(zip(self.sharded, locals_, strict=True)):
+            self.local_rows(self.main_weight, index).copy_(local)
+            # In place: the gradients share the list. A meta parameter cannot be given memory.
+            self.sharded[index] = self._sharded_parameter(index, old)
+        watch(self.sharded, self)
+        self._register(self.sharded)
         self._make_other_buffers()
 
     # ---- weights
@@ -194,7 +199,8 @@ class ParamGroup:
         """Bring the copy kept at rest up to date with main_weight, if there is one and it is not.
 
         Whether it is shows in the version counter of main_weight, which most torch operators raise
-        that write into it; `main_weight_changed` is for writers that do not, fused optimizers first.
+        that write into it; `main_weight_changed` is for writers that do not, such as kernels that
+        are given addresses.
         """
         if self.model_weight is None or self._fresh_version == self.main_weight._version:
             return

@@ -133,7 +133,7 @@ class Schedule:
         return plan[place]
 
     def leave(self, unit: "Unit") -> bool:
-        """A forward has ended; whether backward begins with this unit, which then stays gathered."""
+        """A forward has ended; whether backward begins with this unit, which so stays gathered."""
         unit.forwards_open = max(unit.forwards_open - 1, 0)
         trains = torch.is_grad_enabled()
         if unit is self.root and self._in_pass:
@@ -202,7 +202,7 @@ class Schedule:
         return bool(self._reductions)
 
     def make_room(self) -> None:
-        """Before a gradient buffer is taken: at most one other may be live, none with one stream."""
+        """Before a gradient buffer is taken: one other may be live, and none with one stream."""
         self.drain(keep=1 if self.overlap.streams == 2 else 0)
 
     def drain(self, keep: int) -> None:

@@ -327,9 +327,9 @@ class Unit:
         group = self.groups[place[0]]
         if not (self._is_backward or group.is_unsharded):
             raise RuntimeError(
-                f"Expected backward to enter unit {self.name!r} through its outputs, but a gradient "
-                f"of {group.names[place[1]]!r} came before: its forward must return its tensors "
-                "in tuples, lists, dicts or registered pytree nodes."
+                f"Expected backward to enter unit {self.name!r} through its outputs, but a "
+                f"gradient of {group.names[place[1]]!r} came before: its forward must return its "
+                "tensors in tuples, lists, dicts or registered pytree nodes."
             )
         gradients = group.gradients
         gradients.arrived(place[1])
