@@ -320,6 +320,32 @@ def test_a_gather_ahead_without_grad_mode_counts_when_released_under_it(device: 
             take(pool, rival)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_can_acquire_says_whether_acquire_would_raise(device: Device, frozen: bool) -> None:
+    """A key that must not move cannot be acquired while its buffer is taken; all others can."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    holder, rival, home = rivals(pool)
+    if frozen:
+        pool.freeze()
+    else:
+        take(pool, rival)
+        give(pool, rival)
+    assert pool.can_acquire(rival)
+    take(pool, holder)
+    assert not pool.can_acquire(rival)
+    assert pool.can_acquire(holder)
+    assert pool.can_acquire(Key(9, "gather"))
+    with pytest.raises(RuntimeError):
+        take(pool, rival)
+    give(pool, holder)
+    assert pool.can_acquire(rival)
+    assert take(pool, rival).data_ptr() == home
+    give(pool, rival)
+    pool.end_of_pass()
+    take(pool, holder)
+    assert pool.can_acquire(rival) is not frozen
+
+
 def test_gradient_buffers_may_move_at_any_time(device: Device) -> None:
     """Autograd saves no views of gradient buffers, so they move even under grad mode."""
     pool = DoublePool(device, persistent_on_miss=True)
@@ -329,4 +355,5 @@ def test_gradient_buffers_may_move_at_any_time(device: Device) -> None:
         take(pool, key)
         give(pool, key)
     take(pool, GRAD[0])
+    assert pool.can_acquire(GRAD[2])
     assert take(pool, GRAD[2]).data_ptr() not in addresses
