@@ -81,9 +81,21 @@ class Nest:
 
         In place: each collective's input is the part of its output that it belongs in.
         """
-        for level in range(start, at, -1):
-            whole = self.slice(buffer, at, level - 1)
-            all_gather(whole, self.slice(buffer, at, level), self.groups[level - 1])
+        for whole, part, group in self.gather_steps(buffer, start, at):
+            all_gather(whole, part, group)
+
+    def gather_steps(
+        self, buffer: torch.Tensor, start: int, at: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]]:
+        """The collectives of `gather`: output, input, ranks."""
+        return [
+            (
+                self.slice(buffer, at, level - 1),
+                self.slice(buffer, at, level),
+                self.groups[level - 1],
+            )
+            for level in range(start, at, -1)
+        ]
 
     def reduce(self, buffer: torch.Tensor, outputs: list[torch.Tensor], level: int) -> torch.Tensor:
         """Sum a slice at `level` over the ranks, one axis an output, and return the last output.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.device import Device
@@ -87,6 +88,8 @@ class ParamGroup:
         self.model_weight: torch.Tensor | None = None
         self._fresh_version: int | None = None
         self._gathered: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
+        self._gather_steps: list[tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]] = []
         self.gathered_version: int | None = None
         self.is_unsharded = False
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(sources)]
@@ -223,6 +226,10 @@ class ParamGroup:
         """Whether what is gathered holds the main weight of now."""
         return self.gathered_version == self.main_weight._version
 
+    def can_unshard(self) -> bool:
+        """Whether the buffer to gather into is free now."""
+        return self.nest.weight_level == 0 or self.pool.can_acquire(self._gather_key)
+
     def unshard(self, stream: Any) -> None:
         """Gather the full parameters on `stream`; the caller orders compute after it."""
         if self.is_unsharded:
@@ -246,15 +253,19 @@ class ParamGroup:
     def _gather(self, stream: Any) -> None:
         nest, total = self.nest, self.layout.total_numel
         full = self.pool.acquire(self._gather_key, total, self.dtypes.compute, stream)
+        if full is not self._gathered:
+            self._gathered = full
+            self._own = nest.slice(full, 0, nest.weight_level)
+            self._gather_steps = nest.gather_steps(full, nest.weight_level, 0)
+            self._bind_unsharded(full)
         source = self.main_weight if self.model_weight is None else self.model_weight
         if source.dtype == full.dtype and nest.weight_level == 1:
             all_gather(full, source, nest.groups[0])
-        else:
-            nest.slice(full, 0, nest.weight_level).copy_(source)
-            nest.gather(full, nest.weight_level, 0)
-        if full is not self._gathered:
-            self._gathered = full
-            self._bind_unsharded(full)
+            return
+        assert self._own is not None
+        self._own.copy_(source)
+        for whole, part, group in self._gather_steps:
+            all_gather(whole, part, group)
 
     def _bind_unsharded(self, full: torch.Tensor) -> None:
         """Point the unsharded parameters into a full buffer; they stay bound while it is the same.

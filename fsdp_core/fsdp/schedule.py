@@ -27,7 +27,7 @@ from fsdp_core.fsdp.gradients import Gradients
 from fsdp_core.fsdp.pool import Pool
 
 if TYPE_CHECKING:
-    from fsdp_core.fsdp.unit import Unit
+    from fsdp_core.fsdp.unit import Call, Unit
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class Schedule:
         self.root, self.device, self.pool, self.overlap = root, device, pool, overlap
         self.units: list[Unit] = []
         self.is_last_backward = True
+        # Forward calls whose graphs live, by weak reference: a backward pass may still come.
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._reductions: list[_Reduction] = []
         self._visits: list[Unit] = []
         self._left: list[Unit] = []
@@ -236,9 +238,9 @@ class Schedule:
         self.end_of_pass()
 
     def end_of_pass(self) -> None:
-        """Tell the pool that everything is given back, if it is."""
-        at_rest = not self._reductions and not any(unit.holds_buffers for unit in self.units)
-        if at_rest:
+        """Tell the pool that everything is given back and nothing saved, if it is so."""
+        busy = bool(self._reductions) or any(unit.holds_buffers for unit in self.units)
+        if not busy and not any(call.is_waiting for call in self.calls):
             self.pool.end_of_pass()
 
 

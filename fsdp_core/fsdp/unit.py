@@ -32,7 +32,7 @@ _COPY_FRACTION = 4
 """Gradients are copied when a quarter of a group waits: few kernels, and little held twice."""
 
 
-class _Call:
+class Call:
     """One forward call of a unit; called when a backward pass reaches one of its outputs.
 
     Only the first output of a pass counts: an input that is passed through as an output is reached
@@ -41,13 +41,14 @@ class _Call:
 
     def __init__(self, unit: "Unit", inputs: list[GradientEdge]) -> None:
         self._unit, self._inputs, self._task = unit, inputs, -1
+        self.is_waiting = True
 
     @torch.compiler.disable
     def __call__(self, grads: Any) -> None:
         del grads
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task = task
+            self._task, self.is_waiting = task, False
             self._unit.open_backward(self._inputs, task)
 
 
@@ -179,6 +180,8 @@ class Unit:
         if self.schedule.overlap.streams == 0:
             return
         for unit in units:
+            if not all(group.is_unsharded or group.can_unshard() for group in unit.groups):
+                continue  # its buffer will be free when it is needed, and is not yet
             if not all(group.is_unsharded for group in unit.groups):
                 unit.unshard()
                 unit.is_prefetched = True
@@ -246,7 +249,8 @@ class Unit:
         """
         if not torch.is_grad_enabled() or not self.groups:
             return output
-        call = _Call(self, edges)
+        call = Call(self, edges)
+        self.schedule.calls.add(call)
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 if tensor.grad_fn is None:
