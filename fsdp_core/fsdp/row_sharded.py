@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
@@ -168,15 +167,9 @@ class RowSharded(_Base):
         return self.row_spec.placements
 
     @property
-    def _spec(self) -> DTensorSpec:
-        spec = self.row_spec
-        meta = TensorMeta(spec.shape, spec.stride, self.dtype)
-        return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-
-    @_spec.setter
-    def _spec(self, value: DTensorSpec) -> None:
-        # torch.utils.swap_tensors sets each slot that DTensor has; ours follows from `row_spec`.
-        pass
+    def _spec(self) -> NoReturn:
+        # Hidden from hasattr, as DTensorSpec cannot hold uneven rows.
+        raise AttributeError("RowSharded has no DTensorSpec, only even rows do: use .row_spec.")
 
     @property
     def data(self) -> torch.Tensor:
