@@ -8,7 +8,8 @@ import pytest
 
 from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
 
-TORCH_FREE = ("fsdp_core.config", "fsdp_core.fsdp.layout")
+TORCH_FREE = ("fsdp_core.config",)
+PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package that loads torch
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine"}  # used where they are installed, never required
 DISTRIBUTION_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
@@ -22,7 +23,7 @@ def all_imports() -> list[Import]:
 def may_use_torch(module: str) -> bool:
     """The engine but its pure parts, and the worker."""
     inside = module.startswith(("fsdp_core.", "harness.worker."))
-    return inside and module not in TORCH_FREE
+    return inside and module not in (*TORCH_FREE, *PURE)
 
 
 def layered_packages() -> dict[str, set[str]]:
@@ -55,6 +56,14 @@ def test_torch_is_imported_only_where_it_may_be() -> None:
     """torch belongs to the engine and the worker, not even inside a function elsewhere."""
     wrong = [e for e in all_imports() if e.top == "torch" and not may_use_torch(e.module)]
     assert wrong == []
+
+
+def test_pure_modules_import_only_the_like() -> None:
+    """Arithmetic that needs no torch gets none by way of another module of the engine either."""
+    allowed = (*TORCH_FREE, *PURE)
+    ours = [e for e in all_imports() if e.module in PURE and e.top in PACKAGES]
+    assert [e for e in ours if e.name.rpartition(".")[0] not in allowed] == []
+    assert {e.module for e in all_imports()} >= set(PURE)
 
 
 def test_report_libraries_stay_in_reports() -> None:

@@ -25,6 +25,9 @@ from fsdp_core.config import (
 
 NAN = float("nan")
 DYNAMIC = FsdpConfig(pool="dynamic")
+DYNAMIC_OUTSIDE = FsdpConfig(
+    strategy="no_shard", outer_strategy="optim_grads_params", pool="dynamic"
+)
 NO_PERSISTENCE = FsdpConfig(persistent_on_miss=False)
 SMALL_VOCABULARY = ModelConfig(vocab_size=255)
 TEXT = DataConfig(kind="text")
@@ -77,14 +80,15 @@ RULES: list[Rule] = [
     *numbers(ModelConfig, "dropout", "a number in [0, 1)", [1.0, -0.1, 2.0, NAN]),
     *(
         rule
-        for key in ("dp", "tp", "cp", "ep", "etp", "pp")
+        for key in ("dp", "dp_outer", "tp", "cp", "ep", "etp", "pp")
         for rule in integers(ParallelConfig, key, 1)
     ),
     *(
-        (ParallelConfig, {key: 2}, key, "1 (only dp is built so far)", 2, (1,))
+        (ParallelConfig, {key: 2}, key, "1 (only dp and dp_outer are built so far)", 2, (1,))
         for key in ("tp", "cp", "ep", "etp", "pp")
     ),
     *words(FsdpConfig, "strategy", config.STRATEGIES),
+    *words(FsdpConfig, "outer_strategy", config.STRATEGIES),
     *words(FsdpConfig, "pool", config.POOLS),
     *words(FsdpConfig, "reduce_dtype", config.DTYPES),
     *(
@@ -145,7 +149,15 @@ RULES: list[Rule] = [
         "fsdp.pool",
         "stable buffers for the partial graph scope attn",
         "dynamic",
-        ("double",),
+        ("double", "traced"),
+    ),
+    (
+        TrainConfig,
+        {"graph": ("attn",), "fsdp": DYNAMIC_OUTSIDE},
+        "fsdp.pool",
+        "stable buffers for the partial graph scope attn",
+        "dynamic",
+        ("double", "traced"),
     ),
     (
         TrainConfig,
@@ -202,10 +214,19 @@ def test_rule(
         (TrainConfig, {"seed": 2**64 - 1}),
         (TrainConfig, {"graph": ("attn",), "steps": 3}),
         (TrainConfig, {"graph": ("full_iteration",), "fsdp": DYNAMIC}),
+        *(
+            (TrainConfig, {"graph": ("attn",), "fsdp": FsdpConfig(strategy=whole, pool="dynamic")})
+            for whole in ("no_shard", "optim", "optim_grads")
+        ),
         (
             TrainConfig,
-            {"graph": ("attn",), "fsdp": FsdpConfig(strategy="no_shard", pool="dynamic")},
+            {
+                "graph": ("attn",),
+                "fsdp": FsdpConfig(strategy="optim", pool="dynamic", persistent_on_miss=False),
+            },
         ),
+        (TrainConfig, {"graph": ("attn",), "fsdp": FsdpConfig(pool="traced")}),
+        (ParallelConfig, {"dp": 1, "dp_outer": 7}),
         (TrainConfig, {"model": ModelConfig(vocab_size=256), "data": TEXT}),
     ],
 )
@@ -253,10 +274,12 @@ legal_configs = st.builds(
         rope_theta=st.floats(1e-3, 1e9),
         heads=st.sampled_from([2, 4, 8]),
     ),
-    parallel=st.builds(ParallelConfig, dp=st.integers(1, 4096)),
+    parallel=st.builds(ParallelConfig, dp=st.integers(1, 4096), dp_outer=st.integers(1, 64)),
     fsdp=st.builds(
         FsdpConfig,
         strategy=st.sampled_from(config.STRATEGIES),
+        outer_strategy=st.sampled_from(config.STRATEGIES),
+        pool=st.sampled_from(("double", "traced")),
         reshard_after_forward=st.booleans(),
         reduce_dtype=st.sampled_from(config.DTYPES),
     ),
@@ -301,6 +324,12 @@ def test_properties() -> None:
     """The derived sizes: one head's width, and ranks of a layout."""
     assert ModelConfig(hidden=96, heads=4, kv_heads=1).head_dim == 24
     assert ParallelConfig(dp=4096).world_size == 4096
+    assert ParallelConfig(dp=8, dp_outer=3).world_size == 24
+
+
+def test_strategies_are_listed_by_how_much_they_cut() -> None:
+    """A strategy's place in the list is the number of things it cuts; placements rely on it."""
+    assert config.STRATEGIES == ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def test_needs_no_torch() -> None:

@@ -16,8 +16,16 @@ def test_degree_one_is_a_mesh(mesh: DeviceMesh) -> None:
     assert mesh.get_group().size() == 1
 
 
+def test_an_outer_degree_of_one_adds_no_axis(mesh: DeviceMesh) -> None:
+    """A layout without outer groups has the axis dp alone: nothing to reduce over twice."""
+    del mesh
+    assert build_mesh(ParallelConfig(dp=1, dp_outer=1), Device("cpu")).mesh_dim_names == ("dp",)
+
+
 def test_wrong_world_is_refused(mesh: DeviceMesh) -> None:
     """Degrees that do not multiply to the ranks that joined are an error with both numbers."""
     del mesh
     with pytest.raises(ValueError, match=r"Expected 3 ranks for .*, got 1\."):
         build_mesh(ParallelConfig(dp=3), Device("cpu"))
+    with pytest.raises(ValueError, match=r"Expected 2 ranks for .*dp_outer=2.*, got 1\."):
+        build_mesh(ParallelConfig(dp=1, dp_outer=2), Device("cpu"))

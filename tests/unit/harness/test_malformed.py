@@ -70,7 +70,7 @@ EXPECTED: dict[str, str] = {
     "plant_takes_no_tensor": "@:3: base.plant.tensor: expected what the fault hang takes, got a key that it does not take; legal values: fault, step, rank, legs",  # noqa: E501
     "plant_unknown": "@:3: base.plant.fault: expected one of the legal values, got 'ulpp' (did you mean ulp?); legal values: ",  # noqa: E501
     "plant_without_step": "@:3: base.plant.step: expected what the fault ulp takes, got nothing; legal values: fault, step, rank, tensor, legs",  # noqa: E501
-    "pool_not_stable": "@:5: fsdp.pool: expected stable buffers for the partial graph scope attn, got 'dynamic'; legal values: double",  # noqa: E501
+    "pool_not_stable": "@:5: fsdp.pool: expected stable buffers for the partial graph scope attn, got 'dynamic'; legal values: double, traced",  # noqa: E501
     "python_tag": "@:1: syntax: expected a value without a tag, got the tag '!!python/object/apply:os.system'",  # noqa: E501
     "recursive_anchor": "@:1: base.model: expected an anchor defined above, got *b",
     "reshard_string": "@:3: base.fsdp.reshard_after_forward: expected a bool, got 'yes'; legal values: true, false",  # noqa: E501
@@ -86,7 +86,7 @@ EXPECTED: dict[str, str] = {
     "too_deep": "@:3: base: expected at most 20 levels, got deeper nesting",
     "too_many_combinations": "@:5: axes: expected at most 50,000 combinations, got seed 39 x steps 39 x microbatches 39 x graph 2 = 118,638",  # noqa: E501
     "top_is_list": "@:1: file: expected a mapping, got the list [{'name': 'x'}]; legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
-    "tp_not_built": "@:4: parallel.tp: expected 1 (only dp is built so far), got 2; legal values: 1",  # noqa: E501
+    "tp_not_built": "@:4: parallel.tp: expected 1 (only dp and dp_outer are built so far), got 2; legal values: 1",  # noqa: E501
     "two_documents": "@:8: file: expected one YAML document, got a second one",
     "unclosed": "@:3: syntax: expected valid YAML, got an error: did not find expected ',' or ']'",
     "unknown_anchor": "@:1: name: expected an anchor defined above, got *nobody",

@@ -145,7 +145,7 @@ def test_observing_changes_no_bit_of_the_run(spec: Spec, tmp_path: Path) -> None
             trainer.step(step)
             if observer is not None:
                 observer.observe(step)
-        weights = [unit.group.main_weight.clone() for unit in trainer.units]
+        weights = [group.main_weight.clone() for group in trainer.groups]
         results.append([trainer.outputs.loss.clone(), *weights])
         dist.destroy_process_group()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -163,12 +163,12 @@ def test_memory_is_live_and_peak(spec: Spec, tmp_path: Path) -> None:
         for step in range(3):
             trainer.step(step)
             observer.observe(step)
-        state = sum(unit.group.main_weight.numel() * (4 + 4 + 2 + 8) for unit in trainer.units)
+        state = sum(group.main_weight.numel() * (4 + 4 + 8) for group in trainer.groups)
         named = trainer.named_tensors().items()
         scratch = sum(t.untyped_storage().nbytes() for n, t in named if "digest scratch" in n)
     records = read(tmp_path / "r")
     for record in records:
-        # Weights, gradients, compute copy and two moments at least; gathered buffers beside them.
+        # Weights, gradients and two moments at least; gathered buffers beside them.
         assert state + scratch <= record.live_bytes <= record.peak_bytes <= 4 * state + scratch
     peaks = [record.peak_bytes for record in records]
     assert peaks == sorted(peaks)

@@ -268,6 +268,8 @@ def test_hoard(rank: Any, spec: Spec) -> None:
         (("attn",), "layers.1.attn.wo.weight", "no_shard"),
         (("full_iteration",), "layers.1.attn.wo.weight", "optim_grads_params"),
         (("full_iteration",), "", "no_shard"),
+        (("attn",), "", "optim"),
+        (("full_iteration",), "layers.1.attn.wo.weight", "optim_grads"),
     ],
 )
 def test_stale_parameter(
@@ -294,8 +296,8 @@ def test_stale_parameter_leaves_an_eager_run_intact(rank: Any, spec: Spec) -> No
 def test_stale_parameter_moves_every_time(trainer: Trainer, spec: Spec, tmp_path: Path) -> None:
     """However often it is planted, the address changes and the contents do not."""
     plant = plant_of("stale_parameter", tmp_path / "r", spec, on=1)
-    unit = next(unit for unit in trainer.units if unit.name == "layers.0")
-    parameter = unit.group.unsharded[unit.group.names.index("layers.0.attn.wq.weight")]
+    group = next(group for group in trainer.groups if group.name == "layers.0")
+    parameter = group.unsharded[group.names.index("layers.0.attn.wq.weight")]
     for _ in range(10):
         address, values = parameter.data_ptr(), parameter.detach().clone()
         plant.before_step(trainer, STEP)
