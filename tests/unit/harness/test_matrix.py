@@ -194,9 +194,7 @@ def test_a_plant_can_be_the_compared_axis(tmp_path: Path) -> None:
         ("seed", [1, 2], ["seed1-attn", "seed2-attn"]),
         ("optim.lr", [0.1, 1e-5], ["lr0.1-attn", "lr1e-05-attn"]),
         ("dtype", ["bf16", "fp32"], ["bf16-attn", "fp32-attn"]),
-        ("fsdp.strategy", ["no_shard", "optim"], ["no_shard-attn", "optim-attn"]),
-        ("fsdp.outer_strategy", ["optim"], ["outer_strategy_optim-attn"]),
-        ("parallel", [{"dp": 2, "dp_outer": 4}], ["dp2_dp_outer4-attn"]),
+        ("fsdp.strategy", ["optim_grads"], ["optim_grads-attn"]),
         ("fsdp.reshard_after_forward", [True, False],
          ["reshard_after_forward-attn", "no_reshard_after_forward-attn"]),
         ("model", ["dense_small", {"preset": "dense_tiny", "layers": 3}],
@@ -213,10 +211,10 @@ def test_ids_are_readable(
 
 
 def test_the_compared_axis_comes_last_and_parallel_first(tmp_path: Path) -> None:
-    """`dp2-optim_grads_params-attn`, whatever the order in the file."""
-    axes = {"graph": ["eager", ["attn"]], "fsdp.strategy": ["optim_grads_params"],
-            "parallel": [{"dp": 2}]}  # fmt: skip
-    assert ids(tmp_path, axes=axes) == ["dp2-optim_grads_params-attn"]
+    """`dp2_dp_outer4-optim_grads-attn`, whatever the order in the file."""
+    axes = {"graph": ["eager", ["attn"]], "fsdp.strategy": ["optim_grads"],
+            "parallel": [{"dp_outer": 4, "dp": 2}]}  # fmt: skip
+    assert ids(tmp_path, axes=axes) == ["dp2_dp_outer4-optim_grads-attn"]
 
 
 def test_paths_cannot_leave_the_folder(tmp_path: Path) -> None:
