@@ -78,6 +78,7 @@ def jobs(chosen: argparse.Namespace) -> Iterator[tuple[int, Job]]:
                         tiny=chosen.tiny,
                         compile_backend=chosen.compile_backend,
                         folder="",
+                        timeout_s=chosen.timeout_s,
                     ),
                 )
 
@@ -99,7 +100,7 @@ def measure(chosen: argparse.Namespace) -> list[Result]:
         if left < MIN_TIMEOUT_S:
             found.append(Result(job.workload, job.engine, number, 0.0, "not run: out of time"))
         else:
-            found.append(run(job, number, min(chosen.timeout_s, left)))
+            found.append(run(replace(job, timeout_s=min(job.timeout_s, left)), number))
         last = found[-1]
         print(f"round {number + 1} {last.seconds:5.1f} s", *table(rows([last]))[2:], flush=True)
         if chosen.json is not None:
@@ -111,10 +112,11 @@ def measure(chosen: argparse.Namespace) -> list[Result]:
 def trace(chosen: argparse.Namespace) -> bool:
     """Write a chrome trace for each engine, print what is in it; whether all went well."""
     path: Path = chosen.trace.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
     went_well = True
     for _, job in jobs(chosen):
         file = path.with_name(f"{path.stem}.{job.workload}.{job.engine}{path.suffix or '.json'}")
-        result = run(replace(job, trace=str(file)), 0, chosen.timeout_s)
+        result = run(replace(job, trace=str(file)), 0)
         print(f"{job.workload} {job.engine}: {result.error or file}")
         went_well &= result.error is None
         if result.error is None:

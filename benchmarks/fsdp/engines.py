@@ -86,8 +86,10 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ten
 # ---- ours and torch FSDP2: one program, two imports
 
 
-def sharded(setting: Setting, module: str, *, capturable: bool = False, **extra: Any) -> Step:
-    """A program for torch FSDP2 and for whatever has its interface.
+def sharded(
+    setting: Setting, module: str, *, capturable: bool = False, **extra: Any
+) -> tuple[Step, Any]:
+    """A program for torch FSDP2 and for whatever has its interface: its step and its model.
 
     Args:
         module: where `fully_shard` and `MixedPrecisionPolicy` come from.
@@ -102,36 +104,35 @@ def sharded(setting: Setting, module: str, *, capturable: bool = False, **extra:
 
     model = assemble(setting, wrap, wrap)
     optimizer = adamw(model.parameters(), capturable=capturable)
-    return training_step(model, optimizer, setting.batch())
+    return training_step(model, optimizer, setting.batch()), model
 
 
 def fsdp2(setting: Setting) -> Step:
     """`torch.distributed.fsdp.fully_shard`."""
-    return sharded(setting, "torch.distributed.fsdp")
+    return sharded(setting, "torch.distributed.fsdp")[0]
 
 
 def ours(setting: Setting) -> Step:
     """`fsdp_core.fsdp.fully_shard`, buffers from torch's allocator."""
-    return sharded(setting, "fsdp_core.fsdp", pool="dynamic")
+    return sharded(setting, "fsdp_core.fsdp", pool="dynamic")[0]
 
 
 def ours_traced(setting: Setting) -> Step:
     """The same with planned buffers."""
-    return sharded(setting, "fsdp_core.fsdp", pool="traced")
+    return sharded(setting, "fsdp_core.fsdp", pool="traced")[0]
 
 
 def ours_graph(setting: Setting) -> Step:
     """The same, forward, backward, reductions and optimizer in one graph; buffers do not move."""
     on_cuda = setting.device.type == "cuda"
-    step = sharded(setting, "fsdp_core.fsdp", capturable=on_cuda, pool="double")
-    return Graphed(step, setting.device)
+    return Graphed(*sharded(setting, "fsdp_core.fsdp", capturable=on_cuda, pool="double"))
 
 
 class Graphed:
-    """A step that is captured after a few eager runs, and replayed from then on."""
+    """A step of our engine that is captured after a few eager runs, and replayed from then on."""
 
-    def __init__(self, step: Step, device: torch.device) -> None:
-        self._step, self._device = step, device
+    def __init__(self, step: Step, model: Any) -> None:
+        self._step, self._schedule = step, model.fsdp_schedule
         self._eager_left = EAGER_STEPS
         self._captured: Step | None = None
 
@@ -145,13 +146,13 @@ class Graphed:
         return self._captured()
 
     def _capture(self) -> Step:
-        device = importlib.import_module("fsdp_core.device")
         capture = importlib.import_module("fsdp_core.graph.capture")
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        self._schedule.quiesce()
+        if self._schedule.device.is_cuda:
             torch.cuda.empty_cache()  # what the eager steps cached is of no use to the graph
-        maker = capture.GraphMaker(device.Device(self._device.type, self._device.index or 0))
+        maker = capture.GraphMaker(self._schedule.device)
         captured: Step = capture.CapturedFunction(maker, self._step, None)
+        self._schedule.quiesce()
         return captured
 
 

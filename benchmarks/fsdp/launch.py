@@ -24,8 +24,7 @@ from typing import Any
 from benchmarks.fsdp.measure import Job, rank_main
 
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Refused|Interrupt|Unsupported)\b")
-GRACE_S = 5.0
-"""How long the other ranks may take to fail too, once one has."""
+MAX_LOG_CHARS = 8000
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Result:
         times_ms: a step each, on the rank whose median is the highest.
         losses: of rank 0, see `RankFigures`.
         error: what went wrong; all figures are empty then.
+        log: with an error, the end of what the rank at fault has written.
     """
 
     workload: str
@@ -43,6 +43,7 @@ class Result:
     number: int
     seconds: float
     error: str | None = None
+    log: str = ""
     times_ms: list[float] = field(default_factory=list)
     allocated_gib: float | None = None
     reserved_gib: float | None = None
@@ -59,13 +60,13 @@ def start_server() -> None:
     context.set_forkserver_preload(["torch.distributed.fsdp", "benchmarks.fsdp.measure"])
 
 
-def run(job: Job, number: int, timeout_s: float) -> Result:
+def run(job: Job, number: int) -> Result:
     """Run `job` to its end, or to its error; none of its processes is left."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fsdp-benchmark-") as folder:
-        error = _run_ranks(replace(job, folder=folder), timeout_s)
+        error, log = _run_ranks(replace(job, folder=folder))
         ranks = [] if error or job.trace else _read(Path(folder), job.ranks)
-    blank = Result(job.workload, job.engine, number, time.monotonic() - began, error)
+    blank = Result(job.workload, job.engine, number, time.monotonic() - began, error, log)
     return combine(blank, ranks) if ranks else blank
 
 
@@ -95,8 +96,8 @@ def _read(folder: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _run_ranks(job: Job, timeout_s: float) -> str | None:
-    """What went wrong, or None."""
+def _run_ranks(job: Job) -> tuple[str | None, str]:
+    """What went wrong, or None, and the log of the rank at fault."""
     context = multiprocessing.get_context("forkserver")
     processes: list[BaseProcess] = [
         context.Process(target=rank_main, args=(job, rank), name=f"rank {rank}")
@@ -105,15 +106,13 @@ def _run_ranks(job: Job, timeout_s: float) -> str | None:
     try:
         for process in processes:
             process.start()
-        failed = _first_failure(processes, timeout_s)
+        failed = _first_failure(processes, job.timeout_s)
         if failed is None:
-            return None
+            return None, ""
+        log = _read_log(Path(job.folder, f"rank{processes.index(failed)}.log"))
         if failed.exitcode is None:
-            return f"hung: no end after {timeout_s:.0f} s; {_last_lines(job, processes)}"
-        # The others fail of the first one's failure, unless they failed of the same cause.
-        multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], GRACE_S)
-        said = _last_line(Path(job.folder, f"rank{processes.index(failed)}.log"))
-        return f"{failed.name} ended with {failed.exitcode}: {said}"
+            return f"{failed.name} hung: no end after {job.timeout_s:.0f} s", log
+        return f"{failed.name} ended with {failed.exitcode}: {_telling_line(log)}", log
     finally:
         _end(processes)
 
@@ -148,14 +147,12 @@ def _end(processes: Sequence[BaseProcess]) -> None:
             process.join()
 
 
-def _last_lines(job: Job, processes: Sequence[BaseProcess]) -> str:
-    logs = [Path(job.folder, f"rank{rank}.log") for rank in range(len(processes))]
-    return "; ".join(f"rank {rank}: {_last_line(log)}" for rank, log in enumerate(logs))
+def _read_log(path: Path) -> str:
+    return path.read_text(errors="replace")[-MAX_LOG_CHARS:] if path.exists() else ""
 
 
-def _last_line(log: Path) -> str:
+def _telling_line(log: str) -> str:
     """The last line that an exception begins, or else the last line."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    lines = [line.strip() for line in log.split("\n") if line.strip()]
     raised = [line for line in lines if EXCEPTION.match(line)]
     return (raised or lines or ["nothing was said"])[-1]

@@ -4,10 +4,12 @@ Runs in a process of its own that leaves without tearing anything down: destroyi
 while a graph that captured its work is alive hangs, and the driver frees all memory anyway.
 """
 
+import faulthandler
 import itertools
 import json
 import os
 import struct
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from benchmarks.fsdp.workloads import FULL, TINY
 GIB = 2**30
 WARM_UP = 6
 """Steps before the timed ones: longer than a graph's eager steps and a plan's tracing ones."""
+STACKS_BEFORE_S = 3.0
 IDLE_BYTES, IDLE_WAIT_S = 4 * GIB, 30.0
 
 
@@ -32,6 +35,7 @@ class Job:
 
     Attributes:
         folder: a rank writes `rank<n>.json` there; the ranks meet over a file there.
+        timeout_s: shortly before it a rank that is still there writes its stacks to its log.
         trace: profile one step on rank 0 and write the trace there, in place of timing.
     """
 
@@ -44,6 +48,7 @@ class Job:
     tiny: bool
     compile_backend: str
     folder: str
+    timeout_s: float
     trace: str | None = None
 
 
@@ -72,6 +77,7 @@ def rank_main(job: Job, rank: int) -> None:
     """The process of one rank. What goes wrong ends up, as its last line, in `rank<n>.log`."""
     os.setsid()  # so that a hung rank can be ended with all that it started
     _redirect_output(Path(job.folder, f"rank{rank}.log"))
+    faulthandler.dump_traceback_later(max(1.0, job.timeout_s - STACKS_BEFORE_S), file=sys.stderr)
     device = torch.device(f"cuda:{rank}" if job.device == "cuda" else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

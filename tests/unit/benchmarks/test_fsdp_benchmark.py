@@ -1,0 +1,200 @@
+"""The benchmark of sharded training: reading traces, judging figures, isolating engines."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.fsdp.launch import Result, combine, run, start_server
+from benchmarks.fsdp.measure import Job
+from benchmarks.fsdp.report import rows, table
+from benchmarks.fsdp.trace import described, merged, overlap, summarise
+
+GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def kernel(name: str, stream: int, begin_us: float, end_us: float) -> dict[str, Any]:
+    """An event as `torch.profiler` writes it."""
+    times = {"ts": begin_us, "dur": end_us - begin_us}
+    return {"ph": "X", "cat": "kernel", "name": name, "tid": stream, "args": {"stream": stream}} | (
+        times
+    )
+
+
+STEP: list[dict[str, Any]] = [
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "tid": 1, "ts": 0.0, "dur": 900.0},
+    {"ph": "M", "name": "process_name", "args": {}},
+    kernel(GATHER, 20, 0, 100),  # nothing to hide behind
+    kernel("gemm", 7, 100, 300),
+    kernel(GATHER, 20, 110, 210),  # hidden whole
+    kernel("split_with_sizes_copy", 21, 300, 400),  # a copy beside compute hides nothing
+    kernel(GATHER, 20, 290, 390),  # a tenth is hidden
+    kernel("gemm", 7, 400, 600),
+    kernel(REDUCE, 22, 550, 650),  # half is hidden
+    kernel(REDUCE, 22, 660, 700),
+]
+
+
+def test_summary_of_a_trace() -> None:
+    """Collectives are counted by kind, and time not hidden by the compute stream is found."""
+    summary = summarise(reversed(STEP))
+    assert summary.counts == {"AllGather": 3, "ReduceScatter": 2}
+    assert (summary.step_ms, summary.compute_ms) == (0.7, 0.4)
+    assert summary.comm_ms == pytest.approx(0.44, abs=1e-12)
+    assert summary.exposed_ms == pytest.approx(0.1 + 0.09 + 0.05 + 0.04, abs=1e-12)
+    exposed = [(c.kind, c.number, c.exposed_us) for c in summary.exposed]
+    assert exposed == [
+        ("AllGather", 1, 100.0),
+        ("AllGather", 3, 90.0),
+        ("ReduceScatter", 1, 50.0),
+        ("ReduceScatter", 2, 40.0),
+    ]
+    assert "AllGather 3 of 3, 90 of 100 us" in described(summary)[3]
+
+
+def test_collectives_at_once_count_once() -> None:
+    """Communication that goes on twice at a time is not twice as long."""
+    events = [kernel(GATHER, 20, 0, 100), kernel(REDUCE, 22, 50, 150), kernel("gemm", 7, 140, 200)]
+    summary = summarise(events)
+    assert summary.comm_ms == 0.15
+    assert summary.exposed_ms == 0.14
+
+
+def test_a_trace_without_kernels() -> None:
+    """A trace of the processor alone has nothing to say, and says so."""
+    summary = summarise(STEP[:2])
+    assert summary.counts == {}
+    assert described(summary)[1].startswith("collectives: none")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (GATHER, "AllGather"),
+        (REDUCE, "ReduceScatter"),
+        ("ncclSymkDevKernel_ReduceScatter_LL_sum_bf16(ncclSymkDevWorkArgs)", "ReduceScatter"),
+        ("ncclDevKernel_AllReduce_Sum_f32_TREE_LL(args)", "AllReduce"),
+        ("ncclDevKernel_Generic_1(args)", "other"),
+    ],
+)
+def test_names_of_collectives(name: str, kind: str) -> None:
+    """NCCL's kernels are told apart by name, and an unknown one is still communication."""
+    assert summarise([kernel(name, 20, 0, 1)]).counts == {kind: 1}
+
+
+def test_spans() -> None:
+    """Touching and nested spans become one; intersections are those of unions."""
+    assert merged([(5, 6), (0, 2), (2, 3), (0.5, 1)]) == [(0, 3), (5, 6)]
+    assert overlap([(0, 3), (5, 6)], [(1, 2), (2.5, 5.5)]) == 2.0
+
+
+def result(engine: str, times_ms: list[float], last_loss: float = 2.0, **more: Any) -> Result:
+    """A measurement that went well."""
+    return replace(
+        Result("decoder", engine, number=0, seconds=1.0),
+        times_ms=times_ms,
+        reserved_gib=10.0,
+        losses=(3.0, last_loss),
+        last_loss_bits=f"bits of {last_loss}",
+        **more,
+    )
+
+
+def test_ratios_are_to_the_peer_of_the_same_kind() -> None:
+    """Times of all rounds are pooled, and compiled engines are compared with a compiled FSDP2."""
+    found = {
+        row.engine: row
+        for row in rows(
+            [
+                result("ours", [10.0, 30.0]),
+                result("fsdp2", [40.0]),
+                result("ours", [20.0]),
+                result("ours_compiled", [10.0]),
+                replace(result("fsdp2_compiled", [12.0]), reserved_gib=20.0),
+            ]
+        )
+    }
+    assert found["ours"].step_ms == (12.0, 20.0, 28.0)
+    assert found["ours"].speed == 2.0
+    assert found["ours_compiled"].speed == 1.2
+    assert found["ours_compiled"].reserved_ratio == 0.5
+    assert "last loss has fsdp2's bits" in found["ours"].notes
+
+
+@pytest.mark.parametrize("loss", [2.1, math.nan])
+def test_another_loss_is_not_right(loss: float) -> None:
+    """An engine whose loss is not the peer's is flagged; one that does not train is not."""
+    others = [result("fsdp2", [1.0]), result("limit", [1.0], loss), result("ours", [1.0], loss)]
+    judged = {row.engine: row for row in rows(others)}
+    assert not judged["ours"].is_right
+    assert "LAST LOSS DIFFERS from fsdp2's" in judged["ours"].notes
+    assert judged["limit"].is_right
+
+
+def test_an_error_is_a_row() -> None:
+    """An engine that failed in one round keeps the other's figures, and the error is shown."""
+    failed = replace(Result("decoder", "ours", 1, 2.0), error="out of memory")
+    (row,) = rows([result("ours", [5.0]), failed])
+    assert row.step_ms == (5.0, 5.0, 5.0)
+    assert not row.is_right
+    assert "round 2: out of memory" in "\n".join(table([row]))
+
+
+def test_the_slowest_rank_counts() -> None:
+    """Times are those of the slowest rank, memory is the most of any, losses are rank 0's."""
+    base = {
+        "losses": (1.0, 0.5),
+        "last_loss_bits": "a",
+        "graphs": 1,
+        "graph_breaks": 0,
+        "late_graphs": 0,
+    }
+    ranks = [
+        base | {"times_ms": [1.0, 9.0, 2.0], "allocated_gib": 3.0, "reserved_gib": 4.0},
+        base | {"times_ms": [3.0, 3.0, 3.0], "allocated_gib": 2.0, "reserved_gib": 5.0},
+    ]
+    whole = combine(Result("stack", "ours", 0, 1.0), ranks)
+    assert whole.times_ms == [3.0, 3.0, 3.0]
+    assert (whole.allocated_gib, whole.reserved_gib) == (3.0, 5.0)
+
+
+JOB = Job(
+    workload="stack",
+    engine="fsdp2",
+    ranks=2,
+    steps=2,
+    reduce="bf16",
+    device="cpu",
+    tiny=True,
+    compile_backend="eager",
+    folder="",
+    timeout_s=120.0,
+)
+
+
+@pytest.fixture
+def _server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start_server()
+
+
+@pytest.mark.usefixtures("_server")
+def test_engines_are_isolated() -> None:
+    """One that raises and one that hangs become errors, and the next is measured all the same.
+
+    Ours has the bits of torch FSDP2's loss after the same steps.
+    """
+    raised = run(replace(JOB, engine="megatron_exp", reduce="fp32"), 0)
+    assert raised.error is not None
+    assert "ValueError: Expected a reduction in bf16" in raised.error
+    hung = run(replace(JOB, timeout_s=0.01), 0)
+    assert hung.error is not None
+    assert "hung" in hung.error
+    torch_result, our_result = run(JOB, 0), run(replace(JOB, engine="ours"), 0)
+    assert (torch_result.error, our_result.error) == (None, None)
+    assert len(our_result.times_ms) == 2
+    assert our_result.last_loss_bits == torch_result.last_loss_bits
+    assert torch_result.losses is not None
+    assert torch_result.losses[1] < torch_result.losses[0]
