@@ -8,6 +8,7 @@ because resident size also counts what the allocator keeps, which is noise.
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -151,8 +152,22 @@ class StorageCounter(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
+@dataclass
+class _Watched:
+    """Who follows the memory of a device: shared by all `Device` objects that mean it."""
+
+    counter: StorageCounter | None = None
+    watchers: list["StorageWatcher"] = field(default_factory=list)
+
+
+_WATCHED: dict[torch.device, _Watched] = {}
+
+
 class Device:
-    """One rank's device: `kind` is cpu or cuda, `index` its number among the visible ones."""
+    """One rank's device: `kind` is cpu or cuda, `index` its number among the visible ones.
+
+    Objects are interchangeable: memory counted through one is counted through all.
+    """
 
     def __init__(self, kind: str, index: int = 0) -> None:
         if kind not in ("cpu", "cuda"):
@@ -161,10 +176,19 @@ class Device:
             raise RuntimeError("device cuda was asked for, but torch sees no CUDA device")
         self.kind = kind
         self.torch_device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
-        self.counter: StorageCounter | None = None
-        self.storage_watchers: list[StorageWatcher] = []
+        self._watched = _WATCHED.setdefault(self.torch_device, _Watched())
         if kind == "cuda":
             torch.cuda.set_device(self.torch_device)
+
+    @property
+    def counter(self) -> StorageCounter | None:
+        """Counts CPU memory inside `counting_memory`."""
+        return self._watched.counter
+
+    @property
+    def storage_watchers(self) -> tuple["StorageWatcher", ...]:
+        """Who is told of every storage that is resized."""
+        return tuple(self._watched.watchers)
 
     @property
     def is_cuda(self) -> bool:
@@ -205,12 +229,14 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
             yield
             return
-        self.counter = StorageCounter()
+        if self.counter is not None:
+            raise RuntimeError("Expected no other counting of this device's memory, got one.")
+        self._watched.counter = StorageCounter()
         try:
-            with self.counter:
+            with self._watched.counter:
                 yield
         finally:
-            self.counter = None
+            self._watched.counter = None
 
     def live_bytes(self) -> int:
         """Bytes in use now; 0 on the CPU outside `counting_memory`."""
@@ -223,6 +249,15 @@ class Device:
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.torch_device)
         return self.counter.peak_bytes if self.counter else 0
+
+    @contextlib.contextmanager
+    def watching_storages(self, watcher: StorageWatcher) -> Iterator[None]:
+        """Tell `watcher` of every storage of this device that is resized inside."""
+        self._watched.watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watched.watchers.remove(watcher)
 
     def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Resize a storage in place, keeping its identity and the memory count right."""

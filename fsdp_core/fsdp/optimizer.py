@@ -17,14 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 if TYPE_CHECKING:
     from fsdp_core.fsdp.param_group import ParamGroup
 
-_GROUP = "_fsdp_group"
+_GROUPS: "weakref.WeakValueDictionary[int, ParamGroup]" = weakref.WeakValueDictionary()
+"""The group of each parameter at rest, by the parameter's id: a group keeps its parameters alive."""
 
 
 def watch(parameters: list[nn.Parameter], group: "ParamGroup") -> None:
     """Tell `group` of every step of an optimizer that has one of `parameters`."""
-    reference = weakref.ref(group)
     for parameter in parameters:
-        setattr(parameter, _GROUP, reference)
+        _GROUPS[id(parameter)] = group
     _register_hook()
 
 
@@ -37,13 +37,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     """Refresh the groups whose parameters the optimizer has."""
     del args, kwargs
     # A dict, not a set: every rank must go through the groups in the same order.
-    references = {
-        getattr(parameter, _GROUP, None): None
+    groups = {
+        _GROUPS.get(id(parameter)): None
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
     with torch.no_grad():
-        for reference in references:
-            group = None if reference is None else reference()
+        for group in groups:
             if group is not None:
                 group.main_weight_changed()

@@ -239,7 +239,8 @@ class ParamGroup:
                 f"Expected {self.names[0]} on {self._device.torch_device}, got a meta tensor; call "
                 "to_empty(device=...) and initialise the parameters first."
             )
-        with self._device.on(stream), torch.no_grad():
+        # What is made in inference mode could not be used for training afterwards.
+        with self._device.on(stream), torch.inference_mode(mode=False), torch.no_grad():
             self.refresh_model_weight()
             if self.nest.weight_level:
                 self._gather(stream)

@@ -34,9 +34,9 @@ class CudaGraph:
         recorder = Recorder(keep_operations=False)
         states = self._device.rng_states()
         stream = torch.cuda.current_stream(self._device.torch_device)
-        self._device.storage_watchers.append(recorder)
         try:
             with (
+                self._device.watching_storages(recorder),
                 torch.cuda.graph(
                     self._graph,
                     pool=self._memory_pool,
@@ -51,7 +51,6 @@ class CudaGraph:
                 raise
             raise CaptureRefused(f"cannot capture: {error}") from error
         finally:
-            self._device.storage_watchers.remove(recorder)
             self._device.set_rng_states(states)
         self.recording = recorder.recording
         self.recording.operations = []

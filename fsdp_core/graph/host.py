@@ -74,11 +74,9 @@ class HostGraph:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self._device.storage_watchers.append(recorder)
-            with HostReadGuard(), recorder:
+            with self._device.watching_storages(recorder), HostReadGuard(), recorder:
                 result = function()
         finally:
-            self._device.storage_watchers.remove(recorder)
             if collecting:
                 gc.enable()
             self._device.set_rng_states(states)

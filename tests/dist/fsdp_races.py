@@ -92,10 +92,14 @@ _COLLECTIVES = {
     "c10d::_reduce_scatter_base_": "scatter",
     "c10d::allreduce_": "all_reduce",
 }
+_ALLOCATORS = {
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
 
 
 class Races(TorchDispatchMode):
-    """Watches operators; `found` lists races, `collectives` what was communicated, in order."""
+    """Watches operators; `found` lists races, `log` what was communicated, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +107,14 @@ class Races(TorchDispatchMode):
         self.streams = [self.current]
         self.active = [self.current]
         self.found: list[str] = []
-        self.collectives: list[Collective] = []
+        self.log: list[Collective | str] = []
+        """Collectives, and what a program writes between them."""
         self._memory: dict[int, _Memory] = {}
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """What was communicated, in order."""
+        return [entry for entry in self.log if isinstance(entry, Collective)]
 
     def device(self, kind: str, index: int = 0) -> Device:
         """Stands for `Device`: the CPU with streams of this clockwork."""
@@ -116,6 +126,11 @@ class Races(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
+        if name in _ALLOCATORS:
+            # No kernel runs, but work that had this memory before may: whoever uses it must come
+            # after what its stream has been given so far.
+            self._touch_all(out, "the allocator", writes=True)
+            return out
         stream = self.active[-1]
         stream.clock[stream.name] += 1
         if name in _COLLECTIVES:
@@ -144,7 +159,7 @@ class Races(TorchDispatchMode):
         numel = max(t.numel() for t in (*written, *read))
         places = [t.untyped_storage()._cdata for t in (*written, *read)]
         aliased = kind == "scatter" and places[0] == places[-1]
-        self.collectives.append(Collective(kind, numel, self.active[-1].name, aliased))
+        self.log.append(Collective(kind, numel, self.active[-1].name, aliased))
 
     def _touch_all(self, value: Any, what: str, *, writes: bool) -> None:
         for tensor in tree_iter(value):
@@ -211,7 +226,6 @@ class _ClockDevice(Device):
     def __init__(self, kind: str, index: int, races: Races) -> None:
         super().__init__(kind, index)
         self._races = races
-        self.storage_watchers.append(races)
 
     def new_stream(self) -> Any:
         stream = ClockStream(f"side {len(self._races.streams)}")
@@ -237,5 +251,5 @@ class _ClockDevice(Device):
 def watching() -> Iterator[Races]:
     """Units wrapped inside get streams with clocks, and every operator is watched."""
     races = Races()
-    with patch.object(api, "Device", races.device), races:
+    with patch.object(api, "Device", races.device), Device("cpu").watching_storages(races), races:
         yield races

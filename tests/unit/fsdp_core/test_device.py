@@ -167,12 +167,26 @@ def test_watchers_are_told_after_the_resize() -> None:
         def resized(self, storage: torch.UntypedStorage) -> None:
             seen.append((storage._cdata, storage.nbytes()))
 
-    device = Device("cpu")
-    device.storage_watchers.append(Watcher())
     storage = torch.zeros(8).untyped_storage()
-    device.resize_storage(storage, 0)
-    device.resize_storage(storage, 64)
+    with Device("cpu").watching_storages(Watcher()):
+        # Another object of the same device: its storages are the same.
+        Device("cpu").resize_storage(storage, 0)
+        Device("cpu").resize_storage(storage, 64)
+    Device("cpu").resize_storage(storage, 32)
     assert seen == [(storage._cdata, 0), (storage._cdata, 64)]
+
+
+def test_objects_of_one_device_count_together() -> None:
+    """What one object resizes is counted by another that means the same device; not twice."""
+    storage = torch.zeros(8).untyped_storage()
+    with Device("cpu").counting_memory():
+        grown = torch.zeros(8)
+        Device("cpu").resize_storage(grown.untyped_storage(), 64)
+        assert Device("cpu").live_bytes() == 64
+        with pytest.raises(RuntimeError, match="Expected no other counting"):
+            Device("cpu").counting_memory().__enter__()
+    assert Device("cpu").live_bytes() == 0
+    del storage
 
 
 def test_host_stream_keeps_order() -> None:

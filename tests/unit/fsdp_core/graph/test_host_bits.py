@@ -209,7 +209,7 @@ def test_capture_that_raises_leaves_no_trace(program: Program) -> None:
     with pytest.raises(KeyError, match="mine"):
         HostGraph(device).capture(function)
     assert snapshot(state) == before
-    assert device.storage_watchers == []
+    assert device.storage_watchers == ()
 
 
 def test_module_with_optimizer_over_many_replays() -> None:
