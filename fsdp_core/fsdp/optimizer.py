@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsdp_core.fsdp.param_group import ParamGroup
 
 _GROUPS: "weakref.WeakValueDictionary[int, ParamGroup]" = weakref.WeakValueDictionary()
-"""The group of each parameter at rest, by the parameter's id: a group keeps its parameters alive."""
+"""The group of each parameter at rest, by its id, which lasts: a group holds its parameters."""
 
 
 def watch(parameters: list[nn.Parameter], group: "ParamGroup") -> None:
