@@ -45,7 +45,8 @@ class Pool(Protocol):
     def acquire(self, key: Key, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
         """A 1-d buffer for `key`, safe to write on `stream`. What it holds is undefined.
 
-        Acquiring a key that is held returns the buffer that it has; one release gives it back.
+        New memory comes from the stream that is current: call this while that is the compute
+        stream. Acquiring a held key returns the buffer that it has; one release gives it back.
 
         Raises:
             ValueError: the key had another numel or dtype before.

@@ -124,10 +124,10 @@ def test_a_taken_home_moves_the_key_once(device: Device) -> None:
     pool = DoublePool(device, persistent_on_miss=True)
     holder, rival, home = rivals(pool)
     held = take(pool, holder).data_ptr()
-    with torch.no_grad():
+    with torch.no_grad():  # as in a backward pass, and as gathers are issued
         moved = take(pool, rival).data_ptr()
+        take(pool, GRAD[0])
     assert held == home != moved
-    take(pool, GRAD[0])
     give(pool, holder, rival, GRAD[0])
     pool.end_of_pass()
     assert cycle(pool, [rival, holder]) == [moved, held]
@@ -199,13 +199,14 @@ def test_a_displaced_key_returns_home_without_persistence(device: Device) -> Non
     take(pool, holder)
     moved = take(pool, rival)
     assert moved.data_ptr() != home
-    give(pool, holder, rival)
+    take(pool, GRAD[0])
+    give(pool, holder, rival, GRAD[0])
     assert moved.untyped_storage().nbytes() == 0
     assert take(pool, rival) is moved
     give(pool, rival)
     pool.end_of_pass()
     assert cycle(pool, [rival, holder]) == [home, home]
-    assert pool.reserved_bytes() == 2 * NBYTES
+    assert pool.reserved_bytes() == 3 * NBYTES
 
 
 def test_double_orders_reuse_after_release(device: Device) -> None:
@@ -307,13 +308,18 @@ def test_saved_views_are_read_where_the_key_is(name: str, persistent: bool) -> N
         pool.end_of_pass()
 
 
-def test_a_gather_ahead_without_grad_mode_counts_when_released_under_it(device: Device) -> None:
-    """A buffer gathered by a unit without gradients and used by one with them does not move."""
+@pytest.mark.parametrize("gathered_under_grad_mode", [True, False])
+def test_grad_mode_counts_at_either_end(device: Device, gathered_under_grad_mode: bool) -> None:
+    """A buffer acquired or released under grad mode does not move in that pass.
+
+    A unit without gradients may gather ahead for one with them, which then releases it.
+    """
     pool = DoublePool(device, persistent_on_miss=True)
     holder, rival, _ = rivals(pool)
-    with torch.no_grad():
+    with torch.set_grad_enabled(gathered_under_grad_mode):
         take(pool, rival)
-    give(pool, rival)
+    with torch.set_grad_enabled(not gathered_under_grad_mode):
+        give(pool, rival)
     with torch.no_grad():
         take(pool, holder)
         with pytest.raises(RuntimeError, match="views that autograd saved"):
