@@ -147,14 +147,14 @@ class RowSharded(_Base):
                 f"Expected the tensor's own mesh {mesh} and no options, got {device_mesh} and "
                 f"{options}: use .full_tensor()."
             )
+        if wanted == (Replicate(),) * mesh.ndim:
+            return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
         if wanted == self.placements:
             return self
-        if wanted != (Replicate(),) * mesh.ndim:
-            raise NotImplementedError(
-                f"Expected Replicate() on every axis or {self.placements}, got {wanted}: use "
-                ".full_tensor()."
-            )
-        return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
+        raise NotImplementedError(
+            f"Expected Replicate() on every axis or {self.placements}, got {wanted}: use "
+            ".full_tensor()."
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:

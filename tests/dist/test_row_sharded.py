@@ -1,0 +1,281 @@
+"""`RowSharded` over ranks: together they hold one process's tensor, bit for bit."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp_core.fsdp.row_sharded import RowSharded
+from tests.dist.rank_pool import RankPool
+from tests.dist.row_layouts import MESHES, SHAPES, layouts, reference, same_bits, sharded, world_of
+
+# --- gathering --------------------------------------------------------------------------------
+
+
+def gathers_whole(name: str) -> None:
+    specs = layouts(name)
+    for shape in SHAPES:
+        for spec in specs(shape):
+            for dtype in (torch.float32, torch.bool):
+                full = (reference(shape) * 3).to(dtype)
+                if dtype == torch.float32 and full.numel() > 1:
+                    full.view(-1)[:2] = torch.tensor([-0.0, float("nan")])
+                tensor = sharded(full, spec)
+                assert same_bits(tensor.full_tensor(), full), (spec, dtype)
+                everywhere = tensor.redistribute(placements=[Replicate()] * spec.mesh.ndim)
+                assert type(everywhere) is DTensor
+                assert same_bits(everywhere.to_local(), full), (spec, dtype)
+
+
+@pytest.mark.parametrize("name", list(MESHES))
+def test_full_tensor_gives_every_rank_all_rows(warm_ranks: RankPool, name: str) -> None:
+    """Whatever the cut, gathering restores the tensor's bits on every rank."""
+    warm_ranks.run(gathers_whole, name, world_size=world_of(name))
+
+
+def backpropagates(name: str) -> None:
+    specs = layouts(name)
+    full = reference((7, 3))
+    for spec in specs((7, 3)):
+        for loss in (lambda t: t.full_tensor(), lambda t: (t * 2.0).full_tensor() / 2.0):
+            parameter: Any = nn.Parameter(sharded(full, spec))
+            loss(parameter).pow(2).sum().backward()
+            assert isinstance(parameter.grad, RowSharded)
+            assert same_bits(parameter.grad.full_tensor(), full * 2)
+
+
+@pytest.mark.parametrize("name", ["three", "inner then outer"])
+def test_the_gradient_through_full_tensor_is_that_of_own_rows(
+    warm_ranks: RankPool, name: str
+) -> None:
+    """A penalty computed from gathered rows reaches each rank's rows, once."""
+    warm_ranks.run(backpropagates, name, world_size=world_of(name))
+
+
+# --- initialisation ---------------------------------------------------------------------------
+
+INITS: dict[str, Any] = {
+    "normal": lambda t: nn.init.normal_(t, 1.0, 2.0),
+    "uniform": lambda t: nn.init.uniform_(t, -1.0, 3.0),
+    "trunc_normal": lambda t: nn.init.trunc_normal_(t, std=0.5),
+    "trunc_normal far": lambda t: nn.init.trunc_normal_(t, mean=2.0, std=3.0, a=-1.0, b=1.0),
+    "kaiming_uniform": lambda t: nn.init.kaiming_uniform_(t, a=5**0.5),
+    "kaiming_normal": nn.init.kaiming_normal_,
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": nn.init.xavier_normal_,
+    "constant": lambda t: nn.init.constant_(t, 3.0),
+    "exponential": lambda t: t.detach().exponential_(),
+    "bernoulli": lambda t: t.detach().bernoulli_(0.3),
+    "random": lambda t: t.detach().random_(0, 100),
+    "log_normal": lambda t: t.detach().log_normal_(),
+    "rand_like": lambda t: t.detach().copy_(torch.rand_like(t)),
+}
+
+
+def initialises(name: str) -> None:
+    specs = layouts(name)
+    for kind, init in INITS.items():
+        for spec in specs((7, 3)):
+            alone = nn.Parameter(torch.zeros(7, 3))
+            torch.manual_seed(5)
+            init(alone)
+            state = torch.get_rng_state()
+            parameter: Any = nn.Parameter(sharded(torch.zeros(7, 3), spec))
+            torch.manual_seed(5)
+            init(parameter)
+            assert same_bits(parameter.full_tensor(), alone), (kind, spec)
+            assert torch.equal(torch.get_rng_state(), state), (kind, spec)
+
+
+@pytest.mark.parametrize("name", ["one", "three", "inner then outer"])
+def test_initialisation_draws_as_one_process_does(warm_ranks: RankPool, name: str) -> None:
+    """nn.init gives the bits, and leaves the generator in the state, of an unsharded tensor."""
+    warm_ranks.run(initialises, name, world_size=world_of(name))
+
+
+# --- arithmetic -------------------------------------------------------------------------------
+
+
+def mixes_with_whole_tensors(name: str) -> None:
+    specs = layouts(name)
+    for shape in SHAPES:
+        full, other = reference(shape), reference(shape, seed=1)
+        for spec in specs(shape):
+            tensor: Any = sharded(torch.zeros(shape), spec)
+            tensor.copy_(full)
+            assert same_bits(tensor.full_tensor(), full)
+            tensor.mul_(other).add_(torch.tensor(0.5), alpha=2).clamp_(min=-0.2)
+            expected = full.mul(other).add(torch.tensor(0.5), alpha=2).clamp(min=-0.2)
+            assert same_bits(tensor.full_tensor(), expected), spec
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            if shape and full.numel():
+                tensor.copy_(distribute_tensor(full, mesh, [Shard(len(shape) - 1)]))
+                assert same_bits(tensor.full_tensor(), full), spec
+
+
+@pytest.mark.parametrize("name", ["two", "three", "replicas of two", "inner then outer"])
+def test_whole_tensors_meet_their_own_rows(warm_ranks: RankPool, name: str) -> None:
+    """A plain or DTensor argument of the global shape acts on each row as it would unsharded."""
+    warm_ranks.run(mixes_with_whole_tensors, name, world_size=world_of(name))
+
+
+def agrees_on_verdicts(name: str) -> None:
+    specs = layouts(name)
+    for spec in specs((7, 3)):
+        for row in range(7):
+            full = torch.ones(7, 3)
+            full[row, 1] = float("nan")
+            tensor = sharded(full, spec)
+            assert bool(torch.isnan(tensor).any())
+            assert not bool(torch.isfinite(tensor).all())
+        clean = sharded(torch.ones(7, 3), spec)
+        assert not bool(torch.isnan(clean).any())
+        assert bool(torch.isfinite(clean).all())
+
+
+@pytest.mark.parametrize("name", ["three", "replicas of two", "inner then outer"])
+def test_any_and_all_see_every_rank(warm_ranks: RankPool, name: str) -> None:
+    """One NaN in one row is found on every rank, also by those without rows."""
+    warm_ranks.run(agrees_on_verdicts, name, world_size=world_of(name))
+
+
+# --- norms ------------------------------------------------------------------------------------
+
+
+def norms_match(name: str) -> None:
+    specs = layouts(name)
+    # Integers: sums and maxima are exact in any order. A p-norm takes a root and a power a rank, of
+    # one rounding each, relative 2^-24: well under 1e-6.
+    for shape in SHAPES:
+        full = (reference(shape) * 4).round()
+        for spec in specs(shape):
+            tensor: Any = sharded(full, spec)
+            assert tensor.sum().full_tensor().item() == full.sum().item()
+            for order in (1.0, 2.0, 3.0, 0.0, math.inf):
+                if not full.numel() and order == math.inf:
+                    continue
+                expected = torch.linalg.vector_norm(full, order).item()
+                rel = 0 if order in (0.0, math.inf) else 1e-6
+                norms = [
+                    tensor.norm(order),
+                    torch.linalg.vector_norm(tensor, order),
+                    *torch._foreach_norm([tensor, tensor], order),
+                ]
+                for norm in norms:
+                    assert type(norm) is DTensor
+                    assert norm.shape == ()
+                    got = norm.full_tensor().item()
+                    assert got == pytest.approx(expected, rel=rel, abs=0), (spec, order)
+
+
+@pytest.mark.parametrize("name", list(MESHES))
+def test_norms_are_those_of_the_whole_tensor(warm_ranks: RankPool, name: str) -> None:
+    """Sum and p-norms are scalar DTensors whose full value counts each row once."""
+    warm_ranks.run(norms_match, name, world_size=world_of(name))
+
+
+def clips_as_torch(name: str) -> None:
+    specs = layouts(name)
+    fulls = [reference(shape) for shape in ((7, 3), (5,), ())]
+    orders = (2.0, 1.0, math.inf)
+    for cut, order, foreach in itertools.product(range(3), orders, (True, False)):
+        alone = [nn.Parameter(torch.zeros_like(full)) for full in fulls]
+        parameters: list[Any] = []
+        for full, single in zip(fulls, alone, strict=True):
+            single.grad = full.clone()
+            spec = specs(tuple(full.shape))[cut]
+            parameters.append(nn.Parameter(sharded(torch.zeros_like(full), spec)))
+            parameters[-1].grad = sharded(full, spec)
+        expected = nn.utils.clip_grad_norm_(alone, 1.0, order)
+        norm: Any = nn.utils.clip_grad_norm_(parameters, 1.0, order, foreach=foreach)
+        # Each power, root and product rounds once, and the factor once more.
+        assert norm.full_tensor().item() == pytest.approx(expected.item(), rel=1e-6)
+        for single, parameter in zip(alone, parameters, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), single.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["one", "three", "replicas of two", "inner then outer"])
+def test_torchs_own_clipping_works(warm_ranks: RankPool, name: str) -> None:
+    """torch.nn.utils.clip_grad_norm_ finds the norm of all rows and scales every row by it."""
+    warm_ranks.run(clips_as_torch, name, world_size=world_of(name))
+
+
+def nan_norm(name: str, foreach: bool) -> list[bool]:
+    specs = layouts(name)
+    found = []
+    for row in range(7):
+        full = torch.ones(7, 3)
+        full[row, 0] = float("nan")
+        tensor: Any = sharded(full, specs((7, 3))[0])
+        norm: Any = torch._foreach_norm([tensor], math.inf)[0] if foreach else tensor.norm(math.inf)
+        found.append(math.isnan(norm.full_tensor().item()))
+    return found
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_nan_on_one_rank_makes_the_inf_norm_nan(warm_ranks: RankPool, foreach: bool) -> None:
+    """The maximum over ranks does not forget NaN, as the maxima of backends may."""
+    for found in warm_ranks.run(nan_norm, "three", foreach, world_size=3):
+        assert found == [True] * 7
+
+
+# --- optimizers -------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"foreach": False}),
+    "AdamW foreach": (torch.optim.AdamW, {"foreach": True}),
+    "AdamW fused": (torch.optim.AdamW, {"fused": True}),
+    "Adam amsgrad": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1, "foreach": True}),
+    "Adam amsgrad fused": (torch.optim.Adam, {"amsgrad": True, "fused": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": False}),
+    "SGD foreach": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    "SGD fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    "Adagrad": (torch.optim.Adagrad, {"foreach": False}),
+    "Adagrad foreach": (torch.optim.Adagrad, {"foreach": True}),
+    "Adagrad fused": (torch.optim.Adagrad, {"fused": True}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9, "foreach": False}),
+    "RMSprop foreach": (torch.optim.RMSprop, {"centered": True, "foreach": True}),
+    "Adamax": (torch.optim.Adamax, {"foreach": False}),
+    "Adamax foreach": (torch.optim.Adamax, {"foreach": True}),
+}
+
+
+def optimizes(name: str) -> None:
+    specs = layouts(name)
+    shapes = [(7, 3), (5,), (), (1, 4)]
+    laid = [specs(shape)[i % 3] for i, shape in enumerate(shapes)]
+    for kind, (cls, options) in OPTIMIZERS.items():
+        whole = [nn.Parameter(reference(shape)) for shape in shapes]
+        parameters: list[Any] = [
+            nn.Parameter(sharded(full.detach(), spec))
+            for full, spec in zip(whole, laid, strict=True)
+        ]
+        rows = [nn.Parameter(p.to_local().detach().clone()) for p in parameters]
+        optimizers = [cls(group, lr=0.05, **options) for group in (whole, rows, parameters)]
+        for step in range(3):
+            for i, spec in enumerate(laid):
+                grad = reference(shapes[i], seed=10 * step + i + 1)
+                own = spec.own_rows(grad)
+                whole[i].grad = grad
+                rows[i].grad = own.clone() if own.numel() else None
+                # As an engine may: no gradient object where there are no rows.
+                parameters[i].grad = sharded(grad, spec) if own.numel() or i % 2 else None
+            for optimizer in optimizers:
+                optimizer.step()
+        for full, own, parameter in zip(whole, rows, parameters, strict=True):
+            assert same_bits(parameter.to_local(), own), (kind, parameter)
+            # torch's fused CPU kernels round the elements after the last full vector differently.
+            if not options.get("fused"):
+                assert same_bits(parameter.full_tensor(), full), (kind, parameter)
+
+
+@pytest.mark.parametrize("name", ["three", "inner then outer"])
+def test_optimizers_update_rows_as_one_process_does(warm_ranks: RankPool, name: str) -> None:
+    """Steps of every optimizer give the bits of the same steps on plain rows, and unsharded."""
+    warm_ranks.run(optimizes, name, world_size=world_of(name))

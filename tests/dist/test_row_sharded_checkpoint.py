@@ -1,0 +1,202 @@
+"""Checkpoints, state dicts and copies of `RowSharded` over ranks: every row is where it belongs."""
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.fsdp.row_sharded import RowSharded
+from tests.dist.rank_pool import RankPool
+from tests.dist.row_layouts import SHAPES, layouts, reference, same_bits, sharded, world_of
+
+IS_DTENSOR = issubclass(RowSharded, DTensor)
+
+
+def contents(name: str, cut: int, *, zeros: bool = False) -> dict[str, Any]:
+    """A state dict of one tensor a shape, cut in one way."""
+    specs = layouts(name)
+    state: dict[str, Any] = {}
+    for index, shape in enumerate(SHAPES):
+        full = reference(shape, seed=index)
+        spec = specs(shape)[cut]
+        state[f"tensor{index}"] = sharded(torch.zeros_like(full) if zeros else full, spec)
+    return state
+
+
+def saves(name: str, cut: int, folder: str, how: str) -> None:
+    state = contents(name, cut)
+    if how == "async":
+        future: Any = dcp.async_save(state, checkpoint_id=folder)
+        for tensor in state.values():  # what is written must be what was staged
+            tensor.zero_()
+        future.result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+
+
+def loads(name: str, cut: int, folder: str) -> None:
+    state = contents(name, cut, zeros=True)
+    dcp.load(state, checkpoint_id=folder)
+    for index, shape in enumerate(SHAPES):
+        got = state[f"tensor{index}"].full_tensor()
+        assert same_bits(got, reference(shape, seed=index)), (name, cut, shape)
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_checkpoints_load_into_other_layouts(
+    warm_ranks: RankPool, tmp_path: Path, how: str
+) -> None:
+    """What 3 ranks saved, 1, 2 and 4 ranks load into other cuts and meshes, bit for bit."""
+    folder = str(tmp_path / how)
+    warm_ranks.run(saves, "three", 1, folder, how, world_size=3)
+    for cut, name in enumerate(["two", "replicas of two", "inner then outer"]):
+        warm_ranks.run(loads, name, cut, folder, world_size=world_of(name))
+    warm_ranks.run(loads, "one", 0, folder, world_size=1)
+
+
+def test_replicated_and_nested_layouts_save_each_row_once(
+    warm_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Layouts of two axes save what a layout of one axis loads."""
+    for index, name in enumerate(["replicas of two", "inner then outer", "outer axis", "whole"]):
+        folder = str(tmp_path / str(index))
+        warm_ranks.run(saves, name, index % 3, folder, "sync", world_size=world_of(name))
+        warm_ranks.run(loads, "three", 2, folder, world_size=3)
+
+
+class Net(nn.Module):
+    """Sharded parameters and a plain one."""
+
+    def __init__(self, name: str, cut: int, *, zeros: bool) -> None:
+        super().__init__()
+        self.plain = nn.Parameter(torch.zeros(3) if zeros else reference((3,), seed=9))
+        for key, tensor in contents(name, cut, zeros=zeros).items():
+            if tensor.numel():
+                self.register_parameter(key, nn.Parameter(tensor))
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    """What one process would have in its state dict."""
+    state = {f"tensor{i}": reference(s, seed=i) for i, s in enumerate(SHAPES) if 0 not in s}
+    return {"plain": reference((3,), seed=9), **state}
+
+
+def state_dicts_are_whole(name: str) -> None:
+    for cut in range(3):
+        state = get_model_state_dict(
+            Net(name, cut, zeros=False),
+            options=StateDictOptions(full_state_dict=True, cpu_offload=False),
+        )
+        expected = whole_state()
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            got: Any = state[key]
+            assert isinstance(got, RowSharded) is (not IS_DTENSOR and key != "plain")
+            got = got.full_tensor() if isinstance(got, RowSharded) else got
+            assert same_bits(got, value), (cut, key)
+
+
+def set_state_dicts(name: str, broadcast: bool) -> None:
+    for cut in range(3):
+        net = Net(name, cut, zeros=True)
+        state: Any = whole_state() if not broadcast or dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(net, state, options=options)
+        for key, value in whole_state().items():
+            got: Any = net.get_parameter(key)
+            got = got.full_tensor() if isinstance(got, RowSharded) else got
+            assert same_bits(got, value), (cut, key)
+
+
+@pytest.mark.parametrize("name", ["one", "three", "replicas of two", "inner then outer"])
+def test_torchs_full_state_dict_has_whole_tensors(warm_ranks: RankPool, name: str) -> None:
+    """get_model_state_dict gathers; where we are no DTensor it leaves ours as they are."""
+    warm_ranks.run(state_dicts_are_whole, name, world_size=world_of(name))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("name", ["one", "three", "replicas of two"])
+def test_torchs_full_state_dict_can_be_set(
+    warm_ranks: RankPool, name: str, broadcast: bool
+) -> None:
+    """set_model_state_dict gives each rank its rows, from all ranks' copies or from rank 0's."""
+    warm_ranks.run(set_state_dicts, name, broadcast, world_size=world_of(name))
+
+
+def step_with(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step along fixed gradients."""
+    for index, parameter in enumerate(net.parameters()):
+        grad = reference(tuple(parameter.shape), seed=seed + index)
+        tensor: Any = parameter
+        is_ours = isinstance(tensor, RowSharded)
+        tensor.grad = sharded(grad, tensor.row_spec) if is_ours else grad
+    optimizer.step()
+
+
+def resumes(folder: str, name: str, cut: int, save: bool) -> dict[str, torch.Tensor]:
+    """Parameters after two steps: saved after the first, or loaded and then the second."""
+    net = Net(name, cut, zeros=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    if save:
+        step_with(net, optimizer, 100)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(net),
+        "optim": get_optimizer_state_dict(net, optimizer),
+    }
+    if save:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(net, state["model"])
+        set_optimizer_state_dict(net, optimizer, state["optim"])
+    step_with(net, optimizer, 200)
+    tensors: dict[str, Any] = dict(net.named_parameters())
+    return {
+        key: (t.full_tensor() if isinstance(t, RowSharded) else t).detach()
+        for key, t in tensors.items()
+    }
+
+
+def test_training_resumes_on_another_layout(warm_ranks: RankPool, tmp_path: Path) -> None:
+    """Model and optimizer state saved by 3 ranks continue on 2 and 4 with the same bits."""
+    folder = str(tmp_path)
+    expected = warm_ranks.run(resumes, folder, "three", 1, True, world_size=3)[0]
+    for cut, name in ((0, "two"), (2, "replicas of two")):
+        got = warm_ranks.run(resumes, folder, name, cut, False, world_size=world_of(name))
+        for state in got:
+            assert all(same_bits(state[key], value) for key, value in expected.items())
+
+
+def copies_and_pickles(name: str) -> None:
+    specs = layouts(name)
+    for spec in specs((7, 3)):
+        full = reference((7, 3))
+        parameter: Any = nn.Parameter(sharded(full, spec))
+        file = io.BytesIO()
+        torch.save(parameter, file)
+        file.seek(0)
+        twins: list[Any] = [copy.deepcopy(parameter), torch.load(file, weights_only=True)]
+        with torch.no_grad():
+            parameter.zero_()
+        assert [same_bits(twins[0].full_tensor(), full)] == [True]
+        # A loaded mesh knows its shape; its process groups are found where it is the same.
+        assert same_bits(twins[1].to_local(), spec.own_rows(full))
+
+
+def test_copies_are_tensors_of_the_same_rows(warm_ranks: RankPool) -> None:
+    """A deep copy gathers as the original did, and a loaded file holds this rank's rows."""
+    warm_ranks.run(copies_and_pickles, "three", world_size=3)
