@@ -239,8 +239,10 @@ def names(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
 
 def dtensors(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
     """Shapes, `full_tensor` of parameters, and of gradients where every rank has rows."""
-    model = shard(api, net(width=40), mesh)
-    training = Training(api, model, mesh)
+    model = net(width=40)
+    for block in model.blocks:
+        api.fully_shard(cast("Block", block).up, mesh=mesh)  # alone, so that all ranks have rows
+    training = Training(api, shard(api, model, mesh), mesh)
     training.backward(training.forward(0))
     shapes = [tuple(p.shape) for p in model.parameters()]
     full, grads = {}, {}
@@ -255,7 +257,7 @@ def dtensors(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
         if held.item() == 1.0:
             assert local(parameter).shape == local(cast("Any", parameter.grad)).shape
             grads[name] = cast("Any", parameter.grad).full_tensor()
-    wide = {name: grads[name] for name in ("blocks.0.up.weight", "blocks.1.down.weight")}
+    wide = {name: grads[name] for name in ("blocks.0.up.weight", "blocks.1.up.weight")}
     return {"shapes": shapes, "full": full, "grads": wide}
 
 

@@ -170,7 +170,7 @@ class Races(TorchDispatchMode):
         if tensor.numel() == 0 or is_traceable_wrapper_subclass_type(type(tensor)):
             return
         stream, memory = self.active[-1], self._memory_of(tensor.untyped_storage())
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + (reach + 1) * tensor.element_size()
         for old in memory.accesses:

@@ -125,7 +125,7 @@ def is_piece(tensor: torch.Tensor) -> bool:
 def whole(
     tensors: dict[str, torch.Tensor | None], mesh: DeviceMesh
 ) -> dict[str, torch.Tensor | None]:
-    """Full values out of all ranks' rows; None where no rank has any, nor has any element. Collective.
+    """Full values out of all ranks' rows; None where no rank has an element. Collective.
 
     Needs nothing of a side but that pieces are whole rows in rank order, so a gradient that is
     missing on a rank without rows is no obstacle.
