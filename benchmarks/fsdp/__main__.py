@@ -104,7 +104,9 @@ def measure(chosen: argparse.Namespace) -> list[Result]:
         last = found[-1]
         print(f"round {number + 1} {last.seconds:5.1f} s", *table(rows([last]))[2:], flush=True)
         if chosen.json is not None:
-            document = environment(chosen) | {"results": [asdict(result) for result in found]}
+            document = environment(chosen, found) | {
+                "results": [asdict(result) for result in found]
+            }
             chosen.json.write_text(json.dumps(document, indent=1) + "\n")
     return found
 
@@ -125,11 +127,10 @@ def trace(chosen: argparse.Namespace) -> bool:
     return went_well
 
 
-def environment(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Where and how the figures were taken."""
-    on_cuda = chosen.device == "cuda"
+def environment(chosen: argparse.Namespace, found: Sequence[Result]) -> dict[str, Any]:
+    """Where and how the figures were taken. This process keeps off the device itself."""
     return {
-        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "device": next((result.device for result in found if result.device), chosen.device),
         "ranks": chosen.ranks,
         "torch": torch.__version__,
         "reduce": chosen.reduce,
@@ -159,14 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 6
     if chosen.trace is not None:
         chosen.rounds = 1
-    # Of the ranks, which inherit it: they are on one machine, and share its processors.
+    # For the ranks, which inherit it: they are on one machine, share its processors, and are forked
+    # from a process in which no import may touch the driver.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     start_server()
     if chosen.trace is not None:
         return 0 if trace(chosen) else 1
     found = measure(chosen)
-    print("\n" + ", ".join(f"{key} {value}" for key, value in environment(chosen).items() if value))
+    about = environment(chosen, found)
+    print("\n" + ", ".join(f"{key} {value}" for key, value in about.items() if value))
     for workload in dict.fromkeys(result.workload for result in found):
         print(f"{workload} is {(TINY if chosen.tiny else FULL)[workload].about}")
     print(*table(rows(found)), sep="\n")

@@ -44,6 +44,7 @@ class Result:
     seconds: float
     error: str | None = None
     log: str = ""
+    device: str = ""
     times_ms: list[float] = field(default_factory=list)
     allocated_gib: float | None = None
     reserved_gib: float | None = None
@@ -81,6 +82,7 @@ def combine(blank: Result, ranks: Sequence[dict[str, Any]]) -> Result:
     first, last = ranks[0]["losses"]
     return replace(
         blank,
+        device=ranks[0]["device"],
         times_ms=slowest["times_ms"],
         allocated_gib=most("allocated_gib"),
         reserved_gib=most("reserved_gib"),

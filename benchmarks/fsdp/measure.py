@@ -63,6 +63,7 @@ class RankFigures:
         late_graphs: graphs compiled during the timed steps; more than none spoils the times.
     """
 
+    device: str
     times_ms: list[float]
     allocated_gib: float | None
     reserved_gib: float | None
@@ -132,6 +133,7 @@ def _time(step: Step, first_loss: torch.Tensor, steps: int, device: torch.device
         times, last_loss = _host_times(step, steps)
     last = float(last_loss)
     return RankFigures(
+        device=torch.cuda.get_device_name() if on_cuda else "CPU",
         times_ms=times,
         allocated_gib=torch.cuda.max_memory_allocated() / GIB if on_cuda else None,
         reserved_gib=torch.cuda.max_memory_reserved() / GIB if on_cuda else None,

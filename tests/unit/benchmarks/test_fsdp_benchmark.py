@@ -145,6 +145,7 @@ def test_an_error_is_a_row() -> None:
 def test_the_slowest_rank_counts() -> None:
     """Times are those of the slowest rank, memory is the most of any, losses are rank 0's."""
     base = {
+        "device": "CPU",
         "losses": (1.0, 0.5),
         "last_loss_bits": "a",
         "graphs": 1,
