@@ -9,45 +9,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.api import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, Overlap, Placements, fully_shard
 from fsdp_core.fsdp.pool import make_pool
+from tests.unit.fsdp_core.fsdp.nets import (
+    STRATEGIES,
+    Net,
+    assert_grads,
+    batch,
+    build,
+    group_named,
+    local,
+    run,
+    shard,
+)
 
-STRATEGIES = ["no_shard", "optim_grads_params"]
-
-
-class Net(nn.Module):
-    """Two inner units and parameters of the root's own, a bias and a 0-d one among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 3, bias=False)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return cast("torch.Tensor", self.head(x) * self.gain)
-
-
-def build(seed: int = 0) -> Net:
-    """The net with random weights."""
-    torch.manual_seed(seed)
-    return Net()
-
-
-def shard(net: Net, mesh: DeviceMesh, **options: Any) -> FSDPModule:
-    """Wrap the blocks, then the root."""
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return cast("FSDPModule", fully_shard(net, mesh=mesh, **options))
-
-
-def run(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """Forward and backward of a simple loss."""
-    loss = cast("torch.Tensor", net(x)).square().sum()
-    loss.backward()
-    return loss.detach()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -58,235 +34,317 @@ def test_wrapping_keeps_the_weights_bits(mesh: DeviceMesh, strategy: str) -> Non
     fsdp = shard(net, mesh, strategy=strategy)
     assert isinstance(net, FSDPModule)
     assert isinstance(net, Net)
+    assert type(net).__name__ == "FSDPNet"
+    assert {name: p.shape for name, p in net.named_parameters()} == {
+        name: p.shape for name, p in before.items()
+    }
     for unit in fsdp.fsdp_schedule.units:
-        for name, parameter in zip(unit.group.names, unit.group.sharded, strict=True):
-            assert torch.equal(parameter.detach().reshape(-1), before[name].reshape(-1)), name
+        for group in unit.groups:
+            for name, parameter in zip(group.names, group.sharded, strict=True):
+                assert torch.equal(local(parameter.detach()), before[name]), name
         unit.unshard()
-        for name, parameter in zip(unit.group.names, unit.group.unsharded, strict=True):
-            assert torch.equal(parameter, before[name]), name
+        unit.wait_unshard()
+        for group in unit.groups:
+            for name, parameter in zip(group.names, group.unsharded, strict=True):
+                assert torch.equal(parameter, before[name]), name
         unit.reshard()
-    assert sorted(n for u in fsdp.fsdp_schedule.units for n in u.group.names) == sorted(before)
+    assert sorted(n for group in fsdp.fsdp_groups for n in group.names) == sorted(before)
 
 
+@pytest.mark.parametrize("keep_grads", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_equal_plain_torch(mesh: DeviceMesh, strategy: str) -> None:
+def test_gradients_equal_plain_torch(mesh: DeviceMesh, strategy: str, keep_grads: bool) -> None:
     """On one rank loss and gradients, accumulated over two batches, are plain torch's bits."""
     net = build()
     plain = copy.deepcopy(net)
-    fsdp = shard(net, mesh, strategy=strategy)
-    for number in (1, 2):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
-        assert torch.equal(run(net, x), run(plain, x))
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    for unit in fsdp.fsdp_schedule.units:
-        for name, parameter in zip(unit.group.names, unit.group.sharded, strict=True):
-            wanted = expected[name]
-            assert wanted is not None
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad.reshape(-1), wanted.reshape(-1)), name
-    fsdp.zero_main_grads()
-    assert all((unit.group.main_grad == 0).all() for unit in fsdp.fsdp_schedule.units)
+    fsdp = shard(net, mesh, strategy=strategy, keep_grads=keep_grads)
+    for _ in range(2):
+        for number in (1, 2):
+            assert torch.equal(run(net, batch(number)), run(plain, batch(number)))
+        assert_grads(fsdp, plain)
+        fsdp.zero_main_grads()
+        plain.zero_grad()
+        assert all(p.grad is None for p in net.parameters())
 
 
-@pytest.mark.parametrize("pool", ["dynamic", "double"])
-def test_rest_memory_is_shards_and_pool(mesh: DeviceMesh, pool: str) -> None:
-    """At rest only the flat buffers live: the full parameters that were wrapped are gone."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rest_memory_is_the_formula(
+    mesh: DeviceMesh, strategy: str, keep_grads: bool, dtype: torch.dtype
+) -> None:
+    """At rest live: main weights, kept gradients, and a compute copy where the weight is whole.
+
+    Nothing else: the parameters that were wrapped are gone, and a copy would be the main weight
+    itself where nothing is cut and the dtype is the same.
+    """
     device = Device("cpu")
-    with device.counting_memory():
-        torch.manual_seed(0)
-        net = Net()
-        fsdp = shard(
-            net,
-            mesh,
-            pool=make_pool(pool, device, persistent_on_miss=True),
-            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        )
-        groups = [unit.group for unit in fsdp.fsdp_schedule.units]
-        # main_weight and main_grad in float32, model_weight in bf16.
-        assert device.live_bytes() == sum(g.layout.shard_numel * (4 + 4 + 2) for g in groups)
-
-
-def test_unsharded_memory_is_released(mesh: DeviceMesh) -> None:
-    """After forward and backward with the dynamic pool, live bytes are back to those at rest."""
-    device = Device("cpu")
-    x = torch.randn(4, 6)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     with device.counting_memory():
         net = build()
-        fsdp = shard(net, mesh, pool=make_pool("dynamic", device, persistent_on_miss=True))
+        fsdp = shard(net, mesh, strategy=strategy, keep_grads=keep_grads, mp_policy=policy)
+        numel = sum(group.layout.total_numel for group in fsdp.fsdp_groups)
+        copied = {"optim_grads_params": 0, "no_shard": int(dtype != torch.float32)}.get(strategy, 1)
+        an_element = 4 + 4 * keep_grads + copied * dtype.itemsize
+        assert device.live_bytes() == numel * an_element
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_of_a_step_is_released(mesh: DeviceMesh, strategy: str) -> None:
+    """After a step nothing but the gradients is added to what lives at rest; zeroed, nothing is."""
+    device = Device("cpu")
+    with device.counting_memory():
+        net = build()
+        fsdp = shard(net, mesh, strategy=strategy)
         rest = device.live_bytes()
+        grads = 4 * sum(group.layout.total_numel for group in fsdp.fsdp_groups)
         for _ in range(3):
-            run(net, x)
+            for number in (1, 2):
+                run(net, batch(number))
+                assert device.live_bytes() == rest + grads
+            fsdp.zero_main_grads()
             assert device.live_bytes() == rest
-        assert device.peak_bytes() > rest
-    assert not any(unit.group.is_unsharded for unit in fsdp.fsdp_schedule.units)
+        assert device.peak_bytes() > rest + grads
+    assert not any(group.is_unsharded for group in fsdp.fsdp_groups)
 
 
-def test_no_more_than_two_gathered_blocks(mesh: DeviceMesh) -> None:
-    """The double pool's gathered memory does not grow with the number of layers."""
+@pytest.mark.parametrize("pool", ["double", "traced"])
+def test_no_more_than_two_gathered_blocks(mesh: DeviceMesh, pool: str) -> None:
+    """The gathered memory of pools with fixed buffers does not grow with the number of layers."""
     device = Device("cpu")
     held = []
     for layers in (2, 6):
         with device.counting_memory():
             net = build()
             net.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
-            fsdp = shard(net, mesh, pool=make_pool("double", device, persistent_on_miss=True))
+            fsdp = shard(net, mesh, pool=make_pool(pool, device, persistent_on_miss=True))
             rest = device.live_bytes()
-            run(net, torch.randn(4, 6))
-            run(net, torch.randn(4, 6))
+            for number in range(3):
+                run(net, batch(number))
+                fsdp.zero_main_grads()
             held.append(device.live_bytes() - rest)
         del fsdp
     assert held[0] == held[1] > 0
 
 
-def test_a_parameter_without_gradient_is_named(mesh: DeviceMesh) -> None:
-    """A parameter of a unit in the backward pass that gets no gradient is an error naming it."""
+def test_the_roots_pool_serves_all_units(mesh: DeviceMesh) -> None:
+    """Units that were wrapped with a pool each share the root's, and its schedule."""
     net = build()
-    net.blocks[1].register_parameter("forgotten", nn.Parameter(torch.ones(2)))
-    shard(net, mesh)
-    with pytest.raises(RuntimeError, match=r"unit 'blocks.1'.*1 never came.*'blocks.1.forgotten'"):
-        run(net, torch.ones(4, 6))
+    fsdp = shard(net, mesh, pool="double")
+    assert {id(group.pool) for group in fsdp.fsdp_groups} == {id(fsdp.fsdp_schedule.pool)}
+    assert {id(unit.schedule) for unit in fsdp.fsdp_schedule.units} == {id(fsdp.fsdp_schedule)}
+    assert [unit.name for unit in fsdp.fsdp_schedule.units] == ["root", "blocks.0", "blocks.1"]
+    assert fsdp.fsdp_schedule.root.modules == [net]
 
 
-def test_backward_that_raised_does_not_silence_the_next(mesh: DeviceMesh) -> None:
-    """After an exception inside backward the next pass is right, complete and still validated."""
-    net = build()
-    plain = copy.deepcopy(net)
-    fsdp = shard(net, mesh)
-    x = torch.ones(4, 6)
-
-    def refuse(grad: torch.Tensor) -> None:
-        raise KeyError("planted")
-
-    output = net(x)
-    hook = output.register_hook(refuse)
-    with pytest.raises(KeyError, match="planted"):
-        output.sum().backward()
-    hook.remove()
-
-    def poison(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        out.register_hook(refuse)
-
-    middle = net.blocks[0].register_forward_hook(poison)
-    with pytest.raises(KeyError, match="planted"):
-        run(net, x)
-    middle.remove()
-    for unit in fsdp.fsdp_schedule.units:
-        unit.reshard()
-    fsdp.zero_main_grads()
-    assert torch.equal(run(net, x), run(plain, x))
-    expected = dict(plain.named_parameters())
-    for unit in fsdp.fsdp_schedule.units:
-        assert not unit.group.is_unsharded
-        assert not unit.group.has_grads
-        for name, parameter in zip(unit.group.names, unit.group.sharded, strict=True):
-            wanted = expected[name].grad
-            assert wanted is not None
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad.reshape(-1), wanted.reshape(-1)), name
-
-
-def test_half_a_gradient_is_dropped(mesh: DeviceMesh) -> None:
-    """Gradients that came in part before an exception hold no buffer after the next pass."""
-    net = build()
-    fsdp = shard(net, mesh)
-    root = next(unit for unit in fsdp.fsdp_schedule.units if unit.name == "root")
-    weight = root.group.unsharded[root.group.names.index("head.weight")]
-
-    def refuse(grad: torch.Tensor) -> None:
-        raise KeyError("planted")
-
-    hook = weight.register_hook(refuse)
-    with pytest.raises(KeyError, match="planted"):
-        run(net, torch.ones(4, 6))
-    hook.remove()
-    assert root.group.has_grads
-    net.blocks[0](torch.ones(4, 6)).sum().backward()
-    assert not root.group.has_grads
-
-
-def test_forward_that_raised_leaves_the_unit_usable(mesh: DeviceMesh) -> None:
-    """After an exception inside a unit's forward, `reshard` and another pass give plain's bits."""
+def test_a_list_is_one_unit(mesh: DeviceMesh) -> None:
+    """Modules of a list become one unit that opens with the first and closes with the last."""
     net = build()
     plain = copy.deepcopy(net)
-    fsdp = shard(net, mesh)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        net(torch.ones(4, 5))
-    for unit in fsdp.fsdp_schedule.units:
-        unit.reshard()
-        assert not unit.group.is_unsharded
-    x = torch.ones(4, 6)
-    assert torch.equal(run(net, x), run(plain, x))
+    made = fully_shard(list(net.blocks), mesh=mesh)
+    assert made == list(net.blocks)
+    fsdp = cast("FSDPModule", fully_shard(net, mesh=mesh))
+    _, unit = fsdp.fsdp_schedule.units
+    assert unit.modules == list(net.blocks)
+    assert [g.names for g in unit.groups] == [
+        ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]
+    ]
+    assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
+    assert_grads(fsdp, plain)
 
 
-def test_refresh_casts_main_weights(mesh: DeviceMesh) -> None:
-    """The compute copy follows the main weights only when refreshed, rounded to nearest."""
+def test_parameters_of_several_dtypes_are_groups_of_one_unit(mesh: DeviceMesh) -> None:
+    """Each dtype has buffers of its own; names say which group is meant."""
     net = build()
-    fsdp = shard(net, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    group = fsdp.fsdp_schedule.units[0].group
-    with torch.no_grad():
-        group.main_weight.fill_(1.00390625 + 2**-10)
-    assert not (group.model_weight.float() == 1.0078125).any()
-    fsdp.refresh_model_weights()
-    assert (group.model_weight.float() == 1.0078125).all()
-    net.blocks[0].unshard()  # type: ignore[operator]
-    assert group.unsharded[0].dtype == torch.bfloat16
-    assert (group.unsharded[0].float() == 1.0078125).all()
-    net.blocks[0].reshard()  # type: ignore[operator]
+    net.head.half()
+    net.forward = lambda x: net.head(net.blocks[0](x).half()).float() * net.gain  # type: ignore[method-assign]
+    plain = copy.deepcopy(net)
+    plain.forward = lambda x: plain.head(plain.blocks[0](x).half()).float() * plain.gain  # type: ignore[method-assign]
+    fsdp = cast("FSDPModule", fully_shard(net, mesh=mesh))
+    first, second = fsdp.fsdp_groups
+    assert (first.name, second.name) == ("root", "root group 1")
+    assert (first.main_weight.dtype, second.main_weight.dtype) == (torch.float32, torch.float16)
+    assert second.names == ["head.weight"]
+    assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
+    assert_grads(fsdp, plain)
+
+
+def test_a_parameter_shared_inside_a_unit_stays_one(mesh: DeviceMesh) -> None:
+    """Two places hold one parameter, at rest and gathered, and its gradient is the sum."""
+    net = build()
+    net.blocks[1].weight = net.blocks[0].weight
+    plain = copy.deepcopy(net)
+    fsdp = cast("FSDPModule", fully_shard(net, mesh=mesh))
+    (group,) = fsdp.fsdp_groups
+    assert group.names.count("blocks.0.weight") == 1
+    assert "blocks.1.weight" not in group.names
+    assert net.blocks[0].weight is net.blocks[1].weight
+    fsdp.unshard()
+    assert net.blocks[0].weight is net.blocks[1].weight
+    assert not hasattr(net.blocks[0].weight, "to_local")
+    fsdp.reshard()
+    assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
+    assert_grads(fsdp, plain)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_frozen_parameter_is_left_alone(mesh: DeviceMesh, strategy: str) -> None:
+    """A frozen parameter gets no gradient; thawed, it gets plain torch's."""
+    net = build()
+    net.head.weight.requires_grad_(False)
+    net.blocks[0].requires_grad_(False)
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh, strategy=strategy)
+    assert [n for n, p in net.named_parameters() if not p.requires_grad] == [
+        n for n, p in plain.named_parameters() if not p.requires_grad
+    ]
+    assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
+    assert_grads(fsdp, plain)
+    for model in (net, plain):
+        model.head.weight.requires_grad_(True)
+        model.gain.requires_grad_(False)
+    assert torch.equal(run(net, batch(2)), run(plain, batch(2)))
+    assert_grads(fsdp, plain)
+
+
+def test_ignored_parameters_stay_as_they_are(mesh: DeviceMesh) -> None:
+    """An ignored parameter is the same object after wrapping, in no group, and trains as before."""
+    net = build()
+    plain = copy.deepcopy(net)
+    gain = net.gain
+    fsdp = shard(net, mesh, ignored_params={gain})
+    assert net.gain is gain
+    assert not any("gain" in group.names for group in fsdp.fsdp_groups)
+    run(net, batch(1))
+    run(plain, batch(1))
+    assert gain.grad is not None
+    assert torch.equal(gain.grad, cast("torch.Tensor", plain.gain.grad))
+
+
+def test_units_without_parameters(mesh: DeviceMesh) -> None:
+    """A root whose parameters all belong to inner units, and a unit that never had any, train."""
+    inner = nn.Linear(6, 3)
+    net = nn.Sequential(inner, nn.ReLU())
+    plain = copy.deepcopy(net)
+    for module in (inner, net[1], net):
+        fully_shard(module, mesh=mesh)
+    fsdp = cast("FSDPModule", cast("object", net))
+    assert [unit.name for unit in fsdp.fsdp_schedule.units] == ["root", "0", "1"]
+    assert [group.name for group in fsdp.fsdp_groups] == ["0"]
+    assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
+    assert_grads(fsdp, plain)
+
+
+def test_explicit_placements_replace_the_strategy(mesh: DeviceMesh) -> None:
+    """Placements spelled out are taken whatever the strategy says."""
+    zero2 = Placements(weight=(False,), grad=(True,), main=(True,))
+    fsdp = shard(build(), mesh, placements=zero2, strategy="no_shard")
+    for group in fsdp.fsdp_groups:
+        nest = group.nest
+        assert (nest.weight_level, nest.grad_level, nest.main_level) == (0, 1, 1)
+
+
+def test_without_a_mesh_all_ranks_are_one_axis(mesh: DeviceMesh) -> None:
+    """The default mesh has one axis over the world, of the device that the parameters are on."""
+    del mesh
+    (group,) = cast("FSDPModule", fully_shard(build())).fsdp_groups
+    assert group.nest.mesh.shape == (1,)
+    assert group.nest.mesh.device_type == "cpu"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "zero3"}, r"Expected a strategy of \('no_shard', 'optim_grads_params'\)"),
+        (
+            {"strategy": "zero3"},
+            r"one for each of 1 mesh axes, of \('no_shard', 'optim', .*'zero3'",
+        ),
         ({"strategy": ""}, "Expected a strategy"),
+        ({"strategy": ("no_shard", "optim")}, "one for each of 1 mesh axes"),
+        ({"reshard_after_forward": 2}, "True, False or None, got 2; .*mesh of two axes"),
+        ({"shard_placement_fn": lambda p: None}, "shard_placement_fn=None"),
+        ({"offload_policy": object()}, "offload_policy=None"),
+        ({"pool": "triple"}, "triple"),
     ],
 )
-def test_refuses_an_unknown_strategy(mesh: DeviceMesh, options: Any, message: str) -> None:
-    """A strategy that is not built is an error with the legal ones."""
+def test_refuses_what_is_not_built(mesh: DeviceMesh, options: Any, message: str) -> None:
+    """An option out of range is an error with the legal ones, and the module stays plain."""
+    net = build()
     with pytest.raises(ValueError, match=message):
-        fully_shard(build(), mesh=mesh, **options)
+        fully_shard(net, mesh=mesh, **options)
+    assert type(net) is Net
+    fully_shard(net, mesh=mesh)
 
 
-def test_refuses_a_mesh_of_several_axes(mesh: DeviceMesh) -> None:
-    """A mesh of two axes needs placements that are not built."""
+def test_refuses_a_mesh_of_three_axes(mesh: DeviceMesh) -> None:
+    """Two axes are outer and inner; a third has no meaning."""
     del mesh
-    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match="a mesh of one axis, got 2 axes"):
-        fully_shard(build(), mesh=both)
+    three = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pod", "outer", "inner"))
+    with pytest.raises(ValueError, match="a mesh of one or two axes, got 3"):
+        fully_shard(build(), mesh=three)
 
 
-def test_refuses_a_second_wrap_and_an_empty_module(mesh: DeviceMesh) -> None:
-    """Wrapping twice, or a module whose parameters all belong to inner units, is an error."""
+def test_refuses_modules_that_cannot_be_a_unit(mesh: DeviceMesh) -> None:
+    """Wrapped twice, no forward, nothing, the same twice, or one inside another: all refused."""
     block = nn.Linear(3, 3)
     fully_shard(block, mesh=mesh)
-    with pytest.raises(ValueError, match="no unit yet"):
+    with pytest.raises(ValueError, match="no unit yet, got FSDPLinear"):
         fully_shard(block, mesh=mesh)
-    with pytest.raises(ValueError, match="parameters of its own"):
-        fully_shard(nn.Sequential(block), mesh=mesh)
-    with pytest.raises(ValueError, match="parameters of its own"):
-        fully_shard(nn.ReLU(), mesh=mesh)
-
-
-def test_refuses_tied_parameters(mesh: DeviceMesh) -> None:
-    """A parameter in two places would silently become two: refused, within a unit and across."""
+    with pytest.raises(ValueError, match="a forward, got ModuleList"):
+        fully_shard(nn.ModuleList([nn.Linear(3, 3)]), mesh=mesh)
+    with pytest.raises(ValueError, match="a forward, got ModuleDict"):
+        fully_shard(nn.ModuleDict(), mesh=mesh)
+    with pytest.raises(ValueError, match="got an empty list"):
+        fully_shard([], mesh=mesh)
+    twice = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="got one twice"):
+        fully_shard([twice, twice], mesh=mesh)
     net = build()
-    net.blocks[1].weight = net.blocks[0].weight
-    with pytest.raises(ValueError, match=r"blocks\.1\.weight.*shared"):
-        fully_shard(net, mesh=mesh)
+    with pytest.raises(ValueError, match="do not hold each other"):
+        fully_shard([net, net.blocks[0]], mesh=mesh)
+
+
+def test_refuses_a_parameter_of_two_units(mesh: DeviceMesh) -> None:
+    """A parameter in two units would silently become two: refused, and the way out is named."""
     net = build()
     net.blocks[1].weight = net.blocks[0].weight
     fully_shard(net.blocks[0], mesh=mesh)
-    with pytest.raises(ValueError, match=r"weight.*shared"):
+    with pytest.raises(ValueError, match=r"weight.*shared with another; wrap .* as one unit"):
         fully_shard(net.blocks[1], mesh=mesh)
-
-
-def test_refuses_frozen_and_foreign_parameters(mesh: DeviceMesh) -> None:
-    """A frozen parameter would silently train, an integer one would be cast: both refused."""
     net = build()
-    net.head.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"head\.weight.*requires_grad"):
+    net.blocks[1].weight = net.blocks[0].weight
+    fully_shard(net.blocks[0], mesh=mesh)
+    with pytest.raises(ValueError, match=r"blocks\.1\.weight.*shared"):
         fully_shard(net, mesh=mesh)
+
+
+def test_refuses_integers(mesh: DeviceMesh) -> None:
+    """A parameter that is not of floating point would be cast: refused by name."""
     net = build()
     net.head.weight = nn.Parameter(torch.ones(3, 6, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ValueError, match=r"head\.weight"):
+    with pytest.raises(ValueError, match=r"head\.weight.*floating point, got torch\.int64"):
         fully_shard(net, mesh=mesh)
+
+
+def test_refuses_to_wrap_around_a_gathered_unit(mesh: DeviceMesh) -> None:
+    """An inner unit that is gathered must be resharded before a root takes it over."""
+    net = build()
+    block = cast("FSDPModule", fully_shard(net.blocks[0], mesh=mesh))
+    block.unshard()
+    with pytest.raises(RuntimeError, match=r"inner units at rest.*gathered"):
+        fully_shard(net, mesh=mesh)
+    block.reshard()
+    fsdp = cast("FSDPModule", fully_shard(net, mesh=mesh))
+    assert group_named(fsdp, "blocks.0").names == ["blocks.0.weight", "blocks.0.bias"]
+
+
+@pytest.mark.parametrize(("overlap", "streams"), [(True, 2), (False, 0), (Overlap(1), 1)])
+def test_overlap_chooses_the_streams(mesh: DeviceMesh, overlap: Any, streams: int) -> None:
+    """True is two side streams, False none; with one, gathers and reductions share it."""
+    schedule = shard(build(), mesh, overlap=overlap).fsdp_schedule
+    assert schedule.overlap.streams == streams
+    if streams:
+        same = schedule.gather_stream is schedule.reduce_stream
+        assert same == (streams == 1)
+    with pytest.raises(ValueError, match="0, 1 or 2 communication streams, got 3"):
+        Overlap(3)

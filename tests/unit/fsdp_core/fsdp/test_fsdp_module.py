@@ -1,0 +1,278 @@
+"""`FSDPModule`'s methods and the life of a unit, on one rank: right bits whatever happens."""
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from tests.unit.fsdp_core.fsdp.nets import (
+    STRATEGIES,
+    assert_grads,
+    batch,
+    build,
+    group_named,
+    local,
+    run,
+    shard,
+)
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def as_unit(module: nn.Module) -> FSDPModule:
+    """A wrapped module as what it is now."""
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_accumulation_without_sync(mesh: DeviceMesh, strategy: str, keep_grads: bool) -> None:
+    """Inside `no_sync` gradients stay unreduced; the pass after it brings the sum of all."""
+    net = build()
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh, strategy=strategy, keep_grads=keep_grads)
+    for _ in range(2):
+        with fsdp.no_sync():
+            for number in (1, 2):
+                run(net, batch(number))
+                run(plain, batch(number))
+                assert all(p.grad is None for p in net.parameters())
+        run(net, batch(3))
+        run(plain, batch(3))
+        assert_grads(fsdp, plain)
+        fsdp.zero_main_grads()
+        plain.zero_grad()
+
+
+def test_no_sync_puts_back_what_was_set(mesh: DeviceMesh) -> None:
+    """Leaving `no_sync`, by an exception too, each unit has the flags that it had."""
+    net = build()
+    fsdp = shard(net, mesh)
+    as_unit(net.blocks[0]).set_requires_gradient_sync(False)
+    as_unit(net.blocks[1]).set_requires_all_reduce(False)
+
+    def flags() -> list[tuple[bool, bool]]:
+        units = fsdp.fsdp_schedule.units
+        return [(u.requires_gradient_sync, u.requires_all_reduce) for u in units]
+
+    before = flags()
+    assert before == [(True, True), (False, False), (True, False)]
+    inside = []
+
+    def leave() -> None:
+        with fsdp.no_sync():
+            inside.append(flags())
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        leave()
+    assert inside == [[(False, False)] * 3]
+    assert flags() == before
+
+
+@pytest.mark.parametrize("name", ["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"])
+def test_divide_factor_is_of_one_unit(mesh: DeviceMesh, name: str) -> None:
+    """The factor divides the gradients of its own unit and no other's."""
+    net = build()
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh)
+    getattr(net.blocks[1], name)(4.0)
+    run(net, batch(1))
+    run(plain, batch(1))
+    for parameter in plain.blocks[1].parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(4.0)
+    assert_grads(fsdp, plain)
+
+
+def test_finite_check_names_unit_and_parameter(mesh: DeviceMesh) -> None:
+    """Asked to, the end of backward names what is not finite; unasked, it says nothing."""
+    net = build()
+    fsdp = shard(net, mesh)
+    bias = group_named(fsdp, "blocks.0").unsharded[1]
+    hook = bias.register_hook(lambda grad: grad * torch.inf)
+    run(net, batch(1))
+    fsdp.zero_main_grads()
+    fsdp.set_check_finite_grads(True)
+    message = r"unit 'blocks\.0', got NaN or infinity in blocks\.0\.bias\."
+    with pytest.raises(RuntimeError, match=message):
+        run(net, batch(1))
+    hook.remove()
+    fsdp.zero_main_grads()
+    run(net, batch(1))
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_write_is_in_the_next_gather(mesh: DeviceMesh, strategy: str) -> None:
+    """What a torch operator writes into the main weight is computed with next, rounded to bf16."""
+    net = build()
+    fsdp = shard(net, mesh, mp_policy=BF16, strategy=strategy)
+    block = as_unit(net.blocks[0])
+    group = group_named(fsdp, "blocks.0")
+    for value in (1.00390625 + 2**-10, 3.0):
+        with torch.no_grad():
+            for parameter in group.sharded:
+                parameter.fill_(value)
+        block.unshard()
+        assert group.unsharded[0].dtype == torch.bfloat16
+        assert (group.unsharded[0].float() == (1.0078125 if value < 2 else 3.0)).all()
+        block.reshard()
+
+
+@pytest.mark.parametrize("told", ["refresh", "step"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_write_by_address_shows_when_told(mesh: DeviceMesh, strategy: str, told: str) -> None:
+    """A kernel's write, which no version counter shows, is seen after a refresh or a step."""
+    net = build()
+    fsdp = shard(net, mesh, mp_policy=BF16, strategy=strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    net(batch(1))
+    group = group_named(fsdp, "blocks.1")
+    version = group.main_weight._version
+    group.main_weight.numpy()[:] = 0.5
+    assert group.main_weight._version == version
+    if told == "refresh":
+        fsdp.refresh_model_weights()
+    else:
+        optimizer.step()
+    unit = as_unit(net.blocks[1])
+    unit.unshard()
+    assert (group.unsharded[0] == 0.5).all()
+    unit.reshard()
+
+
+def test_unshard_is_reentrant(mesh: DeviceMesh) -> None:
+    """Gathering twice gathers once; a handle may be waited for more than once, or never."""
+    net = build()
+    fsdp = shard(net, mesh)
+    block = as_unit(net.blocks[0])
+    handle = block.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    handle.wait()
+    gathered = net.blocks[0].weight
+    assert block.unshard() is None
+    assert net.blocks[0].weight is gathered
+    block.reshard()
+    block.reshard()
+    assert net.blocks[0].weight is not gathered
+    block.unshard(async_op=True)
+    block.reshard()
+    assert not group_named(fsdp, "blocks.0").is_unsharded
+
+
+def test_parameters_at_rest_are_the_same_objects(mesh: DeviceMesh) -> None:
+    """Whatever passes run, `parameters()` gives the objects that the optimizer got."""
+    net = build()
+    fsdp = shard(net, mesh)
+    before = dict(net.named_parameters())
+    run(net, batch(1))
+    with torch.no_grad():
+        net(batch(2))
+    fsdp.zero_main_grads()
+    assert all(parameter is before[name] for name, parameter in net.named_parameters())
+
+
+# ---- the rest
+
+
+def test_refusals(mesh: DeviceMesh) -> None:
+    """What cannot be meant is refused by name."""
+    net = build()
+    fsdp = shard(net, mesh)
+    with pytest.raises(RuntimeError, match="copy before sharding"):
+        copy.deepcopy(net)
+    with pytest.raises(ValueError, match="Expected a bool, got 2"):
+        fsdp.set_reshard_after_forward(2)  # type: ignore[arg-type]
+    plain: Any = net.head
+    for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+        with pytest.raises(ValueError, match="Expected FSDP units to prefetch, got Linear"):
+            getattr(fsdp, name)([plain])
+    with pytest.raises(ValueError, match="a method 'encode' of FSDPNet, got none"):
+        register_fsdp_forward_method(net, "encode")
+
+
+def test_recursion_of_the_setters(mesh: DeviceMesh) -> None:
+    """A setter of the root reaches every unit, unless told not to; one of a block reaches it."""
+    net = build()
+    fsdp = shard(net, mesh)
+    units = fsdp.fsdp_schedule.units
+    fsdp.set_reshard_after_forward(False, recurse=False)
+    assert [u.reshard_after_forward for u in units] == [False, None, None]
+    fsdp.set_reshard_after_forward(True)
+    assert [u.reshard_after_forward for u in units] == [True] * 3
+    as_unit(net.blocks[1]).set_reshard_after_backward(False)
+    assert [u.reshard_after_backward for u in units] == [True, True, False]
+    as_unit(net.blocks[0]).set_unshard_in_backward(False)
+    assert [u.unshard_in_backward for u in units] == [True, False, True]
+
+
+def test_forward_methods_of_units_and_others(mesh: DeviceMesh) -> None:
+    """A registered method gathers like a forward; for a module that is no unit nothing happens."""
+
+    class Encoder(nn.Linear):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return cast("torch.Tensor", self(x) * 2)
+
+        def project(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    encoder = Encoder(6, 6)
+    register_fsdp_forward_method(encoder, "project")
+    assert "project" not in vars(encoder)
+    plain = copy.deepcopy(encoder)
+    fsdp = cast("FSDPModule", fully_shard(encoder, mesh=mesh))
+    register_fsdp_forward_method(encoder, "project")
+    assert torch.equal(encoder.project(batch(1)), plain.project(batch(1)))
+    encoder.project(batch(1)).square().sum().backward()
+    plain.project(batch(1)).square().sum().backward()
+    assert_grads(fsdp, plain)
+
+
+def test_a_slice_of_a_wrapped_container_is_plain(mesh: DeviceMesh) -> None:
+    """`model[1:]` of a wrapped Sequential is a plain Sequential of the same modules."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.ReLU())
+    fully_shard(net, mesh=mesh)
+    rest = net[1:]
+    assert type(rest) is nn.Sequential
+    assert list(rest) == list(net)[1:]
+
+
+def test_changing_the_dtype_after_wrapping_is_refused(mesh: DeviceMesh) -> None:
+    """`module.half()` would leave gradients and optimizer states of another dtype behind."""
+    net = build()
+    shard(net, mesh)
+    with pytest.raises(RuntimeError, match=r"to stay torch\.float32; convert before sharding"):
+        net.half()
+
+
+def test_meta_parameters_are_filled_later(mesh: DeviceMesh) -> None:
+    """A model wrapped on the meta device refuses to gather; filled, it trains like any other."""
+    plain = build()
+    with torch.device("meta"):
+        net = build()
+    fsdp = shard(net, mesh, strategy="optim")
+    with pytest.raises(RuntimeError, match=r"got a meta tensor; call to_empty"):
+        net(batch(1))
+    net.to_empty(device="cpu")
+    with torch.no_grad():
+        for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            local(ours.data).copy_(theirs)
+    assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
+    assert_grads(fsdp, plain)

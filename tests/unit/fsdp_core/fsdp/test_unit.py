@@ -1,0 +1,167 @@
+"""The life of a unit on one rank: which gradients come, passes that raise, odd modules."""
+
+import copy
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.unit.fsdp_core.fsdp.nets import assert_grads, batch, build, group_named, run, shard
+
+
+def refuse(grad: torch.Tensor) -> None:
+    """A gradient hook that raises."""
+    raise KeyError("planted")
+
+
+@pytest.mark.parametrize("reduce_unused", [False, True])
+def test_a_parameter_without_gradient(mesh: DeviceMesh, reduce_unused: bool) -> None:
+    """A parameter that the loss does not depend on keeps None, or gets zeros where asked."""
+    net = build()
+    net.blocks[1].register_parameter("unused", nn.Parameter(torch.ones(2)))
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh)
+    fsdp.set_reduce_scatter_unused_params(reduce_unused)
+    run(net, batch(1))
+    run(plain, batch(1))
+    if reduce_unused:
+        plain.blocks[1].unused.grad = torch.zeros(2)
+    assert_grads(fsdp, plain)
+
+
+def test_a_unit_out_of_the_loss_gets_no_gradient(mesh: DeviceMesh) -> None:
+    """A unit of which no parameter has a gradient keeps None, even where unused ones get zeros."""
+    net = build()
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh)
+    fsdp.set_reduce_scatter_unused_params(True)
+    for model in (net, plain):
+        model(batch(1))
+        model.blocks[0](batch(2)).sum().backward()
+    assert_grads(fsdp, plain)
+    assert all(p.grad is None for p in group_named(fsdp, "blocks.1").sharded)
+
+
+class Hidden:
+    """A container that pytree does not know."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Hiding(nn.Linear):
+    """Returns its output where nobody finds it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+def test_hidden_outputs_are_refused(mesh: DeviceMesh) -> None:
+    """A backward pass that enters a unit other than by its outputs is an error naming both."""
+    net = build()
+    net.blocks[1] = Hiding(6, 6)
+    net.forward = lambda x: net.head(net.blocks[1](net.blocks[0](x)).tensor)  # type: ignore[method-assign]
+    shard(net, mesh)
+    with pytest.raises(RuntimeError, match=r"unit 'blocks\.1' through its outputs.*'blocks\.1\.we"):
+        run(net, batch(1))
+
+
+class Maybe(torch.autograd.Function):
+    """A product whose backward kernel knows that the weight's gradient is nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.saved_tensors[0], None
+
+
+class Sparse(nn.Module):
+    """A bias that trains, and a scale for which backward returns None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 2.0))
+        self.bias = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", Maybe.apply(x, self.scale)) + self.bias
+
+
+def test_a_backward_that_returns_none(mesh: DeviceMesh) -> None:
+    """A custom function may say that a gradient is nothing: None stays None, as in plain torch."""
+    net = build()
+    net.blocks[1] = Sparse()
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh)
+    for number in (1, 2):
+        assert torch.equal(run(net, batch(number)), run(plain, batch(number)))
+        assert_grads(fsdp, plain)
+
+
+# ---- passes that raise
+
+
+def test_backward_that_raised_does_not_silence_the_next(mesh: DeviceMesh) -> None:
+    """After an exception inside backward the next pass is right and complete."""
+    net = build()
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh)
+    output = net(batch(1))
+    hook = output.register_hook(refuse)
+    with pytest.raises(KeyError, match="planted"):
+        output.sum().backward()
+    hook.remove()
+    middle = net.blocks[0].register_forward_hook(
+        lambda m, a, out: out.register_hook(refuse) and None
+    )
+    with pytest.raises(KeyError, match="planted"):
+        run(net, batch(1))
+    middle.remove()
+    fsdp.zero_main_grads()
+    assert torch.equal(run(net, batch(2)), run(plain, batch(2)))
+    for group in fsdp.fsdp_groups:
+        assert not group.is_unsharded
+        assert not group.gradients.is_pending
+    assert_grads(fsdp, plain)
+
+
+@pytest.mark.parametrize("how", ["reset", "forward"])
+def test_half_a_gradient_is_dropped(mesh: DeviceMesh, how: str) -> None:
+    """Gradients that came in part before an exception are in no later gradient, nor held."""
+    net = build()
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh)
+    root = group_named(fsdp, "root")
+    hook = root.unsharded[root.names.index("head.weight")].register_hook(refuse)
+    with pytest.raises(KeyError, match="planted"):
+        run(net, batch(1))
+    hook.remove()
+    gain = root.unsharded[root.names.index("gain")]
+    assert gain.grad is not None or root.gradients.is_pending
+    if how == "reset":
+        fsdp.reset_iter_state()
+        assert gain.grad is None
+        assert not any(group.is_unsharded for group in fsdp.fsdp_groups)
+    run(net, batch(2))
+    run(plain, batch(2))
+    assert gain.grad is None
+    assert not root.gradients.is_pending
+    assert_grads(fsdp, plain)
+
+
+def test_forward_that_raised_leaves_the_units_usable(mesh: DeviceMesh) -> None:
+    """After an exception inside a unit's forward the next pass gives plain's bits."""
+    net = build()
+    plain = copy.deepcopy(net)
+    fsdp = shard(net, mesh)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net(torch.ones(4, 5))
+    assert torch.equal(run(net, batch(1)), run(plain, batch(1)))
+    assert_grads(fsdp, plain)
+    assert not any(group.is_unsharded for group in fsdp.fsdp_groups)
