@@ -195,7 +195,7 @@ class FusedLinear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(EXTRAS["bfloat16"]().float())
+        self.weight = nn.Parameter(0.2 * EXTRAS["bfloat16"]().float())
         self.fuse_wgrad_accumulation = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
