@@ -1,5 +1,6 @@
 """`fully_shard` over ranks: the same training as one process, and sharded memory at rest."""
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -8,19 +9,23 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.config import ModelConfig, ParallelConfig
+from fsdp_core.config import STRATEGIES, ModelConfig, ParallelConfig
 from fsdp_core.device import Device
-from fsdp_core.fsdp.api import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.pool import make_pool
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.mesh import build_mesh
 from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.transformer import Decoder
-from tests.dist.rank_pool import RankError, RankPool
+from tests.dist.rank_pool import RankPool
 
 CONFIG = ModelConfig(vocab_size=37, hidden=24, layers=2, heads=3, kv_heads=3, ffn=40, seq=8)
 ROWS, STEPS, LR = 4, 3, 0.5
 SHARDED = "optim_grads_params"
+Strategy = str | tuple[str, ...]
+Pieces = list[tuple[str, int, Any]]
+"""(name, first row, values) of one rank's rows."""
 
 
 def decoder() -> Decoder:
@@ -37,73 +42,80 @@ def batch(step: int) -> torch.Tensor:
     return torch.randint(0, CONFIG.vocab_size, (ROWS, CONFIG.seq + 1), generator=generator)
 
 
-def shard_all(strategy: str, pool: str = "double") -> tuple[Decoder, FSDPModule, Device]:
+def mesh_for(strategy: Strategy) -> DeviceMesh:
+    """One axis over all ranks, or two outer groups for a strategy a mesh axis."""
+    world = dist.get_world_size()
+    one = isinstance(strategy, str)
+    degrees = ParallelConfig(dp=world) if one else ParallelConfig(dp=world // 2, dp_outer=2)
+    return build_mesh(degrees, Device("cpu"))
+
+
+def shard_all(
+    strategy: Strategy, mesh: DeviceMesh | None = None, **options: Any
+) -> tuple[Decoder, FSDPModule]:
     """The decoder with its blocks and root as units over all ranks."""
-    device = Device("cpu")
-    mesh = build_mesh(ParallelConfig(dp=dist.get_world_size()), device)
-    shared = make_pool(pool, device, persistent_on_miss=True)
+    mesh = mesh or mesh_for(strategy)
     model = decoder()
     for block in model.layers:
-        fully_shard(block, mesh=mesh, strategy=strategy, pool=shared)
-    fully_shard(model, mesh=mesh, strategy=strategy, pool=shared, reshard_after_forward=False)
-    return model, cast("FSDPModule", model), device
+        fully_shard(block, mesh=mesh, strategy=strategy, **options)
+    fully_shard(model, mesh=mesh, strategy=strategy, reshard_after_forward=False, **options)
+    return model, cast("FSDPModule", model)
 
 
 @dataclass
 class Trace:
-    """What a rank saw: losses, and its pieces of gradients and weights as (name, row, values)."""
+    """What a rank saw: losses, and its rows of gradients and weights."""
 
     losses: list[float]
-    grads: list[list[tuple[str, int, Any]]]
-    weights: list[tuple[str, int, Any]]
+    grads: list[Pieces]
+    weights: Pieces
 
 
-def pieces(root: FSDPModule, *, grads: bool) -> list[tuple[str, int, Any]]:
+def pieces(root: FSDPModule, *, grads: bool) -> Pieces:
     """This rank's rows of every parameter, with the number of the first row."""
     found = []
-    for unit in root.fsdp_schedule.units:
-        group = unit.group
+    for group in root.fsdp_groups:
         for index, (name, parameter) in enumerate(zip(group.names, group.sharded, strict=True)):
-            tensor = parameter.grad if grads else parameter.detach()
-            if tensor is not None:
-                row = group.layout.local_piece(index, group.shard_index).row_start
-                found.append((name, row, tensor.numpy().copy()))
+            tensor: Any = parameter.grad if grads else parameter.detach()
+            if tensor is not None and tensor.to_local().numel():
+                row = group.layout.local_piece(index, group.nest.shard_index).row_start
+                found.append((name, row, tensor.to_local().numpy().copy()))
     return found
 
 
-def sgd_steps(strategy: str, pool: str) -> Trace:
-    """Plain SGD on shards, each rank on its rows of the batch."""
-    model, root, _ = shard_all(strategy, pool)
+def sgd_steps(strategy: Strategy, pool: str) -> Trace:
+    """Plain SGD by torch's own optimizer, each rank on its rows of the batch."""
+    model, root = shard_all(strategy, pool=pool)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     rank, world = dist.get_rank(), dist.get_world_size()
     trace = Trace([], [], [])
     for step in range(STEPS):
         mine = batch(step).chunk(world)[rank]
-        root.zero_main_grads()
+        optimizer.zero_grad()
         loss = model(mine[:, :-1], mine[:, 1:])
         loss.backward()
         trace.losses.append(loss.item())
         trace.grads.append(pieces(root, grads=True))
-        with torch.no_grad():
-            for unit in root.fsdp_schedule.units:
-                unit.group.main_weight.sub_(unit.group.main_grad, alpha=LR)
-            root.refresh_model_weights()
+        optimizer.step()
     trace.weights = pieces(root, grads=False)
     return trace
 
 
-def assemble(parts: list[list[tuple[str, int, Any]]]) -> dict[str, torch.Tensor]:
-    """Full tensors out of the ranks' rows; rows must follow each other without gap or overlap."""
-    full: dict[str, list[torch.Tensor]] = {}
-    rows: dict[str, int] = {}
-    for part in parts:
-        for name, row, values in part:
-            tensor = torch.from_numpy(values)
-            if not tensor.numel():
-                continue
-            assert rows.get(name, 0) == row, name
-            rows[name] = row + tensor.shape[0]
-            full.setdefault(name, []).append(tensor)
-    return {name: torch.cat(found) for name, found in full.items()}
+def assemble(parts: list[Pieces]) -> dict[str, torch.Tensor]:
+    """Full tensors out of the ranks' rows, without gap or overlap; replicas have the same bits."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for name, row, values in itertools.chain.from_iterable(parts):
+        tensor = torch.from_numpy(values)
+        held = found.setdefault(name, {}).setdefault(row, tensor)
+        assert held.numpy().tobytes() == values.tobytes(), (name, row)
+    full = {}
+    for name, by_row in found.items():
+        rows = sorted(by_row)
+        if by_row[0].dim():
+            ends = [row + by_row[row].shape[0] for row in rows]
+            assert rows == [0, *ends[:-1]], name
+        full[name] = torch.cat([by_row[r] for r in rows]) if by_row[0].dim() else by_row[0]
+    return full
 
 
 def single_process(dtype: torch.dtype) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
@@ -133,14 +145,25 @@ U = 2**-24
 CHAIN = 2 * (9 * CONFIG.layers + 4)
 GRAD_BOUND = 4 * CHAIN * 40 * U
 
+CASES: list[tuple[int, Strategy, str]] = [
+    *((2, strategy, "double") for strategy in STRATEGIES),
+    *((4, strategy, "dynamic") for strategy in STRATEGIES),
+    (2, SHARDED, "dynamic"),
+    (2, SHARDED, "traced"),
+    (4, SHARDED, "traced"),
+    (4, ("no_shard", SHARDED), "double"),
+    (4, ("optim", SHARDED), "traced"),
+    (4, ("optim_grads", "optim"), "dynamic"),
+    (4, (SHARDED, "no_shard"), "double"),
+    (4, (SHARDED, SHARDED), "dynamic"),
+]
 
-@pytest.mark.parametrize("pool", ["double", "dynamic"])
-@pytest.mark.parametrize("strategy", [SHARDED, "no_shard"])
-@pytest.mark.parametrize("world_size", [2, 4])
+
+@pytest.mark.parametrize(("world_size", "strategy", "pool"), CASES)
 def test_equals_one_process(
-    warm_ranks: RankPool, world_size: int, strategy: str, pool: str
+    warm_ranks: RankPool, world_size: int, strategy: Strategy, pool: str
 ) -> None:
-    """Losses and gradients of every step equal one process on the concatenated batch."""
+    """Losses and gradients equal one process on the whole batch; replicas agree on every bit."""
     traces = warm_ranks.run(sgd_steps, strategy, pool, world_size=world_size)
     losses, grads = single_process(torch.float32)
     for step in range(STEPS):
@@ -150,82 +173,101 @@ def test_equals_one_process(
         # The loss moves by gradient times weight error, and has its own sum's rounding.
         weight_error = step * LR * bound * size
         assert abs(mean - losses[step]) <= size * weight_error + 60 * U * losses[step]
-        shown = [trace.grads[step] for trace in traces]
-        whole = assemble(shown if strategy == SHARDED else shown[:1])
+        whole = assemble([trace.grads[step] for trace in traces])
         assert whole.keys() == grads[step].keys()
         for name, expected in grads[step].items():
             error = (whole[name].double() - expected).norm() / expected.norm()
             assert error <= bound, (step, name, error, bound)
+    assert assemble([trace.weights for trace in traces]).keys() == grads[0].keys()
 
 
-def test_ranks_agree_without_sharding(warm_ranks: RankPool) -> None:
-    """With `no_shard` every rank holds the same gradients and weights, bit for bit."""
-    first, *others = warm_ranks.run(sgd_steps, "no_shard", "double", world_size=4)
-    for other in others:
-        for ours, theirs in zip(
-            [first.weights, *first.grads], [other.weights, *other.grads], strict=True
-        ):
-            for (name, row, a), (other_name, other_row, b) in zip(ours, theirs, strict=True):
-                assert (name, row, a.tobytes()) == (other_name, other_row, b.tobytes())
+def bits(traces: list[Trace]) -> Any:
+    """Losses of all ranks, and all gradients and weights, as bytes."""
+    parts = [
+        *([t.grads[step] for t in traces] for step in range(STEPS)),
+        [t.weights for t in traces],
+    ]
+    whole = [assemble(part) for part in parts]
+    return [t.losses for t in traces], [
+        {name: tensor.numpy().tobytes() for name, tensor in tensors.items()} for tensors in whole
+    ]
 
 
-@pytest.mark.parametrize("pool", ["double", "dynamic"])
+@pytest.mark.parametrize("pool", ["double", "dynamic", "traced"])
 def test_strategies_agree_bit_for_bit_at_two_ranks(warm_ranks: RankPool, pool: str) -> None:
     """At two ranks sharding changes no bit: the sum of two gradients has one order."""
-    whole = warm_ranks.run(sgd_steps, "no_shard", pool, world_size=2)
-    sharded = warm_ranks.run(sgd_steps, SHARDED, pool, world_size=2)
-    assert [t.losses for t in whole] == [t.losses for t in sharded]
-    for step in range(STEPS):
-        assembled = assemble([t.grads[step] for t in sharded])
-        for name, _, values in whole[0].grads[step]:
-            assert values.tobytes() == assembled[name].numpy().tobytes(), (step, name)
-    assembled = assemble([t.weights for t in sharded])
-    for name, _, values in whole[0].weights:
-        assert values.tobytes() == assembled[name].numpy().tobytes(), name
+    whole = bits(warm_ranks.run(sgd_steps, "no_shard", pool, world_size=2))
+    for strategy in STRATEGIES[1:]:
+        assert bits(warm_ranks.run(sgd_steps, strategy, pool, world_size=2)) == whole, strategy
 
 
-def look_at_rest() -> dict[str, Any]:
+def test_two_axes_agree_bit_for_bit_where_sums_have_one_order(warm_ranks: RankPool) -> None:
+    """At 2 x 2 ranks strategies that sum over the inner axis first agree, whatever they cut."""
+    strategies = [
+        ("no_shard", SHARDED),
+        ("no_shard", "optim"),
+        ("optim", SHARDED),
+        ("optim_grads", SHARDED),
+        ("optim", "optim"),
+        (SHARDED, SHARDED),
+    ]
+    first, *others = [
+        bits(warm_ranks.run(sgd_steps, strategy, "double", world_size=4)) for strategy in strategies
+    ]
+    for strategy, other in zip(strategies[1:], others, strict=True):
+        assert other == first, strategy
+
+
+def look_at_rest(strategy: Strategy) -> dict[str, Any]:
     """Placement of a rank's parameters at rest, before and after a step."""
-    model, root, _ = shard_all(SHARDED)
+    model, root = shard_all(strategy)
     found: dict[str, Any] = {"bytes": 0, "rows": []}
     tokens = batch(0)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
     named = dict(model.named_parameters())
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert all(parameter is named[name] for name, parameter in model.named_parameters())
     full = dict(decoder().named_parameters())
-    for unit in root.fsdp_schedule.units:
-        group = unit.group
+    for group in root.fsdp_groups:
         found["bytes"] += group.main_weight.untyped_storage().nbytes()
         for index, (name, parameter) in enumerate(zip(group.names, group.sharded, strict=True)):
             assert named[name] is parameter, name
-            storage = parameter.untyped_storage()._cdata
-            assert not parameter.numel() or storage == group.main_weight.untyped_storage()._cdata
-            if parameter.numel():
-                assert parameter.grad is not None
-                gradients = group.main_grad.untyped_storage()._cdata
-                assert parameter.grad.untyped_storage()._cdata == gradients
+            assert isinstance(parameter, RowSharded)
+            assert parameter.shape == full[name].shape
+            local = parameter.to_local()
+            piece = group.layout.local_piece(index, group.nest.shard_index)
+            start, stop = piece.row_start, piece.row_stop
+            assert torch.equal(local.detach(), full[name][start:stop]), name
+            found["rows"].append((name, start, stop))
+            if local.numel():
+                assert local.data_ptr() == group.main_weight[piece.offset :].data_ptr()
+                grad: Any = parameter.grad
+                assert (grad.shape, grad.to_local().shape) == (parameter.shape, local.shape)
             else:
                 assert parameter.grad is None
-            assert parameter.shape[1:] == full[name].shape[1:]
-            piece = group.layout.local_piece(index, group.shard_index)
-            start, stop = piece.row_start, piece.row_stop
-            assert torch.equal(parameter.detach(), full[name][start:stop]), name
-            found["rows"].append((name, start, stop))
     found["total"] = sum(p.numel() * 4 for p in full.values())
     found["names"] = {name: p.shape[0] for name, p in full.items()}
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_parameters_at_rest(warm_ranks: RankPool, world_size: int) -> None:
-    """At rest a module holds whole rows, views of its shard; the ranks cover each parameter."""
-    ranks = warm_ranks.run(look_at_rest, world_size=world_size)
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "shards"),
+    [(2, SHARDED, 2), (4, SHARDED, 4), (4, "optim", 4), (4, ("no_shard", SHARDED), 2),
+     (4, ("optim", SHARDED), 4)],
+)  # fmt: skip
+def test_parameters_at_rest(
+    warm_ranks: RankPool, world_size: int, strategy: Strategy, shards: int
+) -> None:
+    """At rest a module holds whole rows, views of its shard; the shards cover each parameter."""
+    ranks = warm_ranks.run(look_at_rest, strategy, world_size=world_size)
     for name, rows in ranks[0]["names"].items():
-        held = [(a, b) for r in ranks for n, a, b in r["rows"] if n == name and b > a]
+        all_held = [(a, b) for r in ranks for n, a, b in r["rows"] if n == name and b > a]
+        held = sorted(set(all_held))
+        assert len(all_held) == len(held) * world_size // shards, name
         assert [a for a, _ in held] == [0, *(b for _, b in held[:-1])], name
         assert held[-1][1] == rows, name
     for rank in ranks:
         # 5 % for padding: the tiny shapes have few rows to cut at.
-        assert rank["bytes"] <= 1.05 * rank["total"] / world_size
+        assert rank["bytes"] <= 1.05 * rank["total"] / shards
 
 
 def settled(device: Device, expected: int) -> int:
@@ -236,54 +278,59 @@ def settled(device: Device, expected: int) -> int:
     return device.live_bytes()
 
 
-def live_bytes_of_steps() -> tuple[int, int, list[int], int]:
-    """Bytes at rest by formula and counted, then after each of three steps, and the peak."""
+@dataclass
+class Memory:
+    """Bytes by formula and counted: at rest, after steps, after zeroing, and at the peak."""
+
+    expected: int
+    expected_grads: int
+    rest: int
+    after: list[int]
+    zeroed: list[int]
+    peak: int
+
+
+def memory_of_steps(strategy: Strategy, keep_grads: bool, copied: int) -> Memory:
+    """Three steps in bf16; `copied` is the number of ranks over which the compute copy is cut."""
     device = Device("cpu")
-    mesh = build_mesh(ParallelConfig(dp=dist.get_world_size()), device)
-    pool = make_pool("dynamic", device, persistent_on_miss=True)
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    mesh = mesh_for(strategy)  # has a small tensor of its own
     with device.counting_memory():
         tokens = [batch(step) for step in range(3)]
-        model = decoder()
-        for block in model.layers:
-            fully_shard(block, mesh=mesh, pool=pool, mp_policy=bf16)
-        fully_shard(model, mesh=mesh, pool=pool, mp_policy=bf16, reshard_after_forward=False)
-        units = cast("FSDPModule", model).fsdp_schedule.units
+        model, root = shard_all(strategy, mesh, mp_policy=policy, keep_grads=keep_grads)
         tables = 2 * 4 * CONFIG.seq * CONFIG.head_dim // 2
         inputs = 3 * 8 * ROWS * (CONFIG.seq + 1)
-        expected = (
-            inputs + tables + sum(unit.group.layout.shard_numel * (4 + 4 + 2) for unit in units)
-        )
-        rest, after = device.live_bytes(), []
+        total = sum(group.layout.total_numel for group in root.fsdp_groups)
+        shard = total // root.fsdp_groups[0].nest.num_shards
+        expected = inputs + tables + 4 * shard + (2 * total // copied if copied else 0)
+        memory = Memory(expected + 4 * shard * keep_grads, 4 * shard * (not keep_grads),
+                        device.live_bytes(), [], [], 0)  # fmt: skip
         for step in range(3):
             model(tokens[step][:, :-1], tokens[step][:, 1:]).backward()
-            after.append(settled(device, rest))
-        return expected, rest, after, device.peak_bytes()
+            memory.after.append(settled(device, memory.rest + memory.expected_grads))
+            root.zero_main_grads()
+            memory.zeroed.append(settled(device, memory.rest))
+        memory.peak = device.peak_bytes()
+    return memory
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_memory_returns_to_rest(warm_ranks: RankPool, world_size: int) -> None:
-    """At rest a rank holds its shards in three buffers and nothing else, before and after steps."""
-    for expected, rest, after, peak in warm_ranks.run(live_bytes_of_steps, world_size=world_size):
-        assert rest == expected
-        assert after == [rest] * 3
-        assert peak > rest
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "copied"),
+    [(1, SHARDED, 0), (1, "optim", 1), (2, "no_shard", 1), (2, "optim", 1), (2, "optim_grads", 1),
+     (2, SHARDED, 0), (4, SHARDED, 0), (4, ("no_shard", SHARDED), 0), (4, ("optim", SHARDED), 2),
+     (4, ("optim", "optim"), 1), (4, (SHARDED, SHARDED), 0)],
+)  # fmt: skip
+def test_memory_returns_to_rest(
+    warm_ranks: RankPool, world_size: int, strategy: Strategy, copied: int, keep_grads: bool
+) -> None:
+    """At rest a rank holds main weights, kept gradients, and a compute copy where it is cut less.
 
-
-def forget_a_parameter() -> None:
-    """A unit with a parameter that the forward pass does not use."""
-    device = Device("cpu")
-    mesh = build_mesh(ParallelConfig(dp=dist.get_world_size()), device)
-    model = decoder()
-    model.layers[1].register_parameter("forgotten", torch.nn.Parameter(torch.ones(4)))
-    for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    model(batch(0)[:, :-1], batch(0)[:, 1:]).backward()
-
-
-def test_a_missing_gradient_is_an_error_on_every_rank(warm_ranks: RankPool) -> None:
-    """A parameter without gradient ends the backward pass with its unit and name."""
-    with pytest.raises(RankError, match=r"unit 'layers.1'.*'layers.1.forgotten'") as caught:
-        warm_ranks.run(forget_a_parameter, world_size=2)
-    assert caught.value.kind == "RuntimeError"
+    A step adds the gradients, if they are not kept, and zeroing them takes them away.
+    """
+    ranks = warm_ranks.run(memory_of_steps, strategy, keep_grads, copied, world_size=world_size)
+    for memory in ranks:
+        assert memory.rest == memory.expected
+        assert memory.after == [memory.rest + memory.expected_grads] * 3
+        assert memory.zeroed == [memory.rest] * 3
+        assert memory.peak > memory.rest + memory.expected_grads
