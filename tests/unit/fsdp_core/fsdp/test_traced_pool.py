@@ -1,21 +1,16 @@
 """The traced pool: the plan as a function of a timeline, and its phases trace, plan, replay."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.device import Device, HostStream
 from fsdp_core.fsdp.pool import DoublePool, Key, TracedPool
-from fsdp_core.fsdp.traced_pool import (
-    Interval,
-    PlannedSlot,
-    Timeline,
-    plan_slots,
-    planned_bytes,
-)
+from fsdp_core.fsdp.traced_pool import Interval, PlannedSlot, Timeline, plan_slots, planned_bytes
 
 NUMEL = 64
 GATHER = [Key(owner, "gather") for owner in range(6)]
@@ -77,6 +72,7 @@ PASSES = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(moves=PASSES)
+@example(moves=toggles([Key(owner, "grad") for owner in (0, 4, 0, 8, 4, 0)]))  # each beside each
 def test_no_two_keys_of_a_slot_overlap(moves: list[Move]) -> None:
     """Each key has one slot, of its own role, large enough; its slot mates are never held then."""
     intervals = record(moves)
@@ -118,6 +114,7 @@ def test_bounds_of_a_plan(moves: list[Move]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(spans=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=20))
+@example(spans=[(5, 2), (0, 6), (3, 1), (6, 6), (2, 5)])  # in another order greedy needs a fourth
 def test_equal_keys_of_one_interval_get_the_fewest_slots(spans: list[tuple[int, int]]) -> None:
     """The number of slots is the highest number of keys held at once: no plan has fewer."""
     intervals = [
@@ -128,11 +125,10 @@ def test_equal_keys_of_one_interval_get_the_fewest_slots(spans: list[tuple[int, 
     assert len(plan) == most_alive(intervals)
 
 
-@settings(max_examples=30, deadline=None)
-@given(moves=PASSES)
-def test_equal_timelines_give_equal_plans(moves: list[Move]) -> None:
-    """Every rank that sees the same pass makes the same plan."""
-    assert plan_slots(record(moves)) == plan_slots(record(moves))
+def test_a_second_acquire_changes_no_interval() -> None:
+    """A key is held from its first acquire to its release, however often it is acquired."""
+    moves = [("take", GATHER[0]), ("take", GATHER[0]), ("give", GATHER[0])]
+    assert record(moves) == [Interval(GATHER[0], *size_of(GATHER[0]), 1, 3)]
 
 
 def training_moves(num_blocks: int, *, root: Key | None = None) -> list[Move]:
@@ -259,6 +255,14 @@ def test_tracing_holds_only_what_is_acquired() -> None:
         assert program.device.live_bytes() == program.pool.reserved_bytes() > 0
 
 
+def test_the_timeline_ends_with_the_plan() -> None:
+    """Nothing is recorded after the plan, so memory of the host does not grow with the steps."""
+    program = Program(persistent=False)
+    timeline = weakref.ref(program.pool._timeline)
+    program.run(TRAINING)
+    assert timeline() is None
+
+
 def test_forward_only_passes_before_training_make_no_plan() -> None:
     """Evaluations before the first training pass leave no trace in the plan."""
     program, plain = Program(), Program()
@@ -270,19 +274,13 @@ def test_forward_only_passes_before_training_make_no_plan() -> None:
     assert program.pool.reserved_bytes() == plain.pool.reserved_bytes() > 0
 
 
-def test_gradients_alone_make_a_plan_where_nothing_is_gathered() -> None:
-    """Without gathers (no_shard) a pass with gradient buffers is a training pass."""
+@pytest.mark.parametrize("gathers", [True, False])
+def test_gradients_alone_make_a_plan_only_where_nothing_is_gathered(gathers: bool) -> None:
+    """A pass that only reduces is a training pass without gathers (no_shard), else part of one."""
     program = Program()
+    program.run(FORWARD if gathers else [])
     program.run(toggles([GRAD[0], GRAD[0], GRAD[4], GRAD[4]]))
-    assert program.pool.reserved_bytes() == 32
-
-
-def test_gradients_alone_make_no_plan_where_parameters_are_gathered() -> None:
-    """Where a forward was seen, a pass that only reduces is not a whole training pass."""
-    program = Program()
-    program.run(FORWARD)
-    program.run(toggles([GRAD[0], GRAD[0]]))
-    assert program.pool.reserved_bytes() == 0
+    assert program.pool.reserved_bytes() == (0 if gathers else 32)
 
 
 def test_a_plan_waits_until_nothing_is_held() -> None:
