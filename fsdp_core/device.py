@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
@@ -55,6 +55,12 @@ class HostStream:
     def record_event(self) -> HostEvent:
         """Mark this point."""
         return HostEvent()
+
+
+def opens_itself(kind: type) -> bool:
+    """Whether operators on a tensor class become operators on the tensors that it holds."""
+    dispatch: object = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is not torch._C._disabled_torch_dispatch_impl
 
 
 class _StorageRef(weakref.ref[Any]):
@@ -100,7 +106,7 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count the storages that it makes."""
-        if types and any(map(is_traceable_wrapper_subclass_type, types)):
+        if types and any(map(opens_itself, types)):
             return NotImplemented  # the wrapper opens itself up first; what it holds is counted
         out = func(*args, **(kwargs or {}))
         # This runs for every operator of every rank, so it looks at as little as it can.
@@ -114,9 +120,7 @@ class StorageCounter(TorchDispatchMode):
             self._see(out, makes=makes)
             return out
         for value in tree_iter(out):
-            if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass_type(
-                type(value)
-            ):
+            if isinstance(value, torch.Tensor) and not opens_itself(type(value)):
                 self._see(value, makes=makes)
         return out
 

@@ -19,8 +19,10 @@ from typing import Any, cast
 import torch
 from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+
+from fsdp_core.device import opens_itself
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
@@ -139,7 +141,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the operator around its execution."""
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        if any(map(opens_itself, types)):
             return NotImplemented  # the wrapper (a pending collective's, say) opens itself up first
         kwargs = kwargs or {}
         if self._keep:
@@ -196,9 +198,7 @@ class Recorder(TorchDispatchMode):
     def _fresh_outputs(self, out: Any, number: int, name: str) -> tuple[tuple[int, TensorRef], ...]:
         fresh = []
         for index, value in enumerate(flat_outputs(out)):
-            if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass_type(
-                type(value)
-            ):
+            if not isinstance(value, torch.Tensor) or opens_itself(type(value)):
                 continue
             known = self._number_of(value.untyped_storage())
             if known is None:
