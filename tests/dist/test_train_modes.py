@@ -1,7 +1,6 @@
 """The trainer over ranks: eager and graphed agree on every bit, whatever the layout."""
 
 import hashlib
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.config import (
+    POOLS,
+    STRATEGIES,
     DataConfig,
     FsdpConfig,
     ModelConfig,
@@ -24,7 +25,7 @@ from fsdp_core.mesh import build_mesh
 from fsdp_core.train import Trainer
 from tests.dist.rank_pool import RankPool
 
-STEPS = 8
+STEPS = 6
 SHAPES: dict[str, Any] = {
     "vocab_size": 40, "hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 24, "seq": 6,
 }  # fmt: skip
@@ -34,7 +35,7 @@ MODES: tuple[tuple[str, ...], ...] = ((), ("attn",), ("full_iteration",))
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of the matrix."""
+    """One combination of the matrix. With an outer strategy, two outer groups share the ranks."""
 
     strategy: str
     pool: str
@@ -43,21 +44,40 @@ class Cell:
     reduce_dtype: str = "fp32"
     clip_grad_norm: float = 1.0
     reshard_after_forward: bool = True
+    outer_strategy: str | None = None
+    microbatches: int = 2
 
     @property
     def modes(self) -> tuple[tuple[str, ...], ...]:
         """Graph scopes that are legal here."""
-        partial = self.strategy == "no_shard" or self.pool == "double"
+        partial = SHARDED not in (self.strategy, self.outer_strategy) or self.pool != "dynamic"
         return tuple(mode for mode in MODES if partial or mode != ("attn",))
+
+    @property
+    def num_pooled_grads(self) -> int:
+        """Gradient buffers that live on between steps and belong to no tensor of the trainer.
+
+        Fixed ones of two blocks and of the root. Where gradients stay whole until the last
+        microbatch they are in memory that the graph makes for itself.
+        """
+        is_cut = {self.strategy, self.outer_strategy} & {"optim_grads", SHARDED}
+        return 3 if is_cut and self.pool != "dynamic" else 0
+
+    def parallel(self, world_size: int) -> ParallelConfig:
+        """The layout over this many ranks."""
+        if self.outer_strategy is None:
+            return ParallelConfig(dp=world_size)
+        return ParallelConfig(dp=world_size // 2, dp_outer=2)
 
 
 def config(cell: Cell, graph: tuple[str, ...], world_size: int) -> TrainConfig:
-    """A tiny run of two microbatches."""
+    """A tiny run."""
     return TrainConfig(
         model=ModelConfig(dropout=cell.dropout, **SHAPES),
-        parallel=ParallelConfig(dp=world_size),
+        parallel=cell.parallel(world_size),
         fsdp=FsdpConfig(
             strategy=cell.strategy,
+            outer_strategy=cell.outer_strategy or "no_shard",
             pool=cell.pool,
             reduce_dtype=cell.reduce_dtype,
             reshard_after_forward=cell.reshard_after_forward,
@@ -67,7 +87,7 @@ def config(cell: Cell, graph: tuple[str, ...], world_size: int) -> TrainConfig:
         graph=graph,
         dtype=cell.dtype,
         steps=STEPS,
-        microbatches=2,
+        microbatches=cell.microbatches,
         seed=5,
         graph_warmup_steps=2,
     )
@@ -93,55 +113,52 @@ def train(cell: Cell, graph: tuple[str, ...]) -> tuple[list[tuple[Any, ...]], in
     return seen, counts.captured, counts.replays, counts.unnamed_externals
 
 
-def train_modes(cell: Cell, control: bool) -> list[Any]:
-    """The cell's modes, the eager one again if `control`."""
-    return [train(cell, graph) for graph in (*cell.modes, *MODES[: int(control)])]
+Run = tuple[Cell, tuple[str, ...]]
 
 
-def check(cell: Cell, ranks: list[list[Any]]) -> None:
-    """Every mode has the reference's bits, tested something, and replayed as often as it should."""
+def runs_of(*cells: Cell, control: bool = False) -> list[Run]:
+    """All modes of the cells; the first eager one again if `control`."""
+    runs = [(cell, mode) for cell in cells for mode in cell.modes]
+    return runs + runs[: int(control)]
+
+
+def train_all(runs: list[Run]) -> list[Any]:
+    """One run after another."""
+    return [train(cell, graph) for cell, graph in runs]
+
+
+def check(runs: list[Run], ranks: list[list[Any]]) -> None:
+    """Each run has the first one's bits, tested something, and replayed as often as it should."""
     for rank in ranks:
         reference = rank[0][0]
         # No two steps look alike in any group: the comparison compares something.
         for group in zip(*(step[1] for step in reference), strict=True):
             assert len(set(group)) == STEPS
-        modes = (*cell.modes, ())[: len(rank)]
-        for mode, (seen, captured, replays, unnamed) in zip(modes, rank, strict=True):
+        for (cell, mode), (seen, captured, replays, unnamed) in zip(runs, rank, strict=True):
             for step in range(STEPS):
                 assert seen[step] == reference[step], (cell, mode, step)
             replayed_steps = STEPS - 2
             expected = {
                 (): (0, 0),
-                ("attn",): (2 * 2, replayed_steps * 2 * 2 * 2),
+                ("attn",): (2 * 2, replayed_steps * cell.microbatches * 2 * 2),
                 ("full_iteration",): (1, replayed_steps),
             }[mode]
             assert (captured, replays) == expected, (cell, mode)
             if mode == ("full_iteration",):
-                # The double pool's gradient buffers, two of the blocks and the root's, live on
-                # between steps and belong to no tensor of the trainer.
-                assert unnamed == (3 if cell.pool == "double" else 0), (cell, mode)
+                assert unnamed == cell.num_pooled_grads, (cell, mode)
     # Each rank has its own data, and its own dropout.
     assert len({rank[0][0][0][0] for rank in ranks}) == len(ranks)
     assert len({rank[0][0][0][2] for rank in ranks}) == len(ranks)
 
 
-CELLS = [
-    Cell(*values)
-    for values in itertools.product(
-        (SHARDED, "no_shard"), ("double", "dynamic"), ("bf16", "fp32"), (0.0, 0.2)
-    )
-]
-
-
-def label(cell: Cell) -> str:
-    """A cell in a test's id."""
-    return f"{cell.strategy}-{cell.pool}-{cell.dtype}-{cell.dropout}"
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=label)
-def test_modes_agree_at_two_ranks(warm_ranks: RankPool, cell: Cell) -> None:
-    """Eager and each graph scope agree on losses, norm, digests and RNG of every step."""
-    check(cell, warm_ranks.run(train_modes, cell, False, world_size=2))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("dtype", "dropout"), [("bf16", 0.2), ("fp32", 0.0)])
+def test_pools_and_modes_agree_at_two_ranks(
+    warm_ranks: RankPool, strategy: str, dtype: str, dropout: float
+) -> None:
+    """Each pool and graph scope has eager's losses, norm, digests and RNG in every step."""
+    runs = runs_of(*(Cell(strategy, pool, dtype, dropout) for pool in POOLS))
+    check(runs, warm_ranks.run(train_all, runs, world_size=2))
 
 
 @pytest.mark.parametrize(
@@ -149,29 +166,64 @@ def test_modes_agree_at_two_ranks(warm_ranks: RankPool, cell: Cell) -> None:
     [
         Cell(SHARDED, "double", "bf16", 0.2),
         Cell(SHARDED, "dynamic", "fp32", 0.2, clip_grad_norm=0.0),
-        Cell(SHARDED, "double", "bf16", 0.0, reduce_dtype="bf16", reshard_after_forward=False),
+        Cell(SHARDED, "traced", "bf16", 0.0, reduce_dtype="bf16", reshard_after_forward=False),
+        Cell("optim_grads", "double", "bf16", 0.0, reduce_dtype="bf16", microbatches=3),
     ],
-    ids=["double", "dynamic unclipped", "kept gathered"],
+    ids=["double", "dynamic unclipped", "kept gathered", "three microbatches"],
 )
 def test_modes_agree_at_four_ranks(warm_ranks: RankPool, cell: Cell) -> None:
     """The same at four ranks, with other reductions and resharding, and eager run again."""
-    check(cell, warm_ranks.run(train_modes, cell, True, world_size=4))
+    runs = runs_of(cell, control=True)
+    check(runs, warm_ranks.run(train_all, runs, world_size=4))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_strategies_agree_at_two_ranks(warm_ranks: RankPool, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("outer", "strategy", "pool"),
+    [
+        ("no_shard", SHARDED, "double"),
+        ("optim", SHARDED, "traced"),
+        ("optim_grads", "optim", "dynamic"),
+        (SHARDED, SHARDED, "traced"),
+        (SHARDED, "no_shard", "double"),
+    ],
+)
+def test_modes_agree_on_two_axes(
+    warm_ranks: RankPool, outer: str, strategy: str, pool: str
+) -> None:
+    """The same on two outer groups of two ranks, whatever the groups share."""
+    runs = runs_of(Cell(strategy, pool, "bf16", 0.2, outer_strategy=outer))
+    check(runs, warm_ranks.run(train_all, runs, world_size=4))
+
+
+def eager(cells: list[Cell]) -> list[Any]:
+    """What each cell shows that does not depend on who holds what: losses and RNG."""
+    return [[(step[0][:-1], step[2]) for step in train(cell, ())[0]] for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "microbatches", "classes"),
+    [
+        ("bf16", 1, [STRATEGIES]),
+        ("fp32", 1, [STRATEGIES]),
+        ("fp32", 2, [STRATEGIES[:2], STRATEGIES[2:]]),
+    ],
+)
+def test_strategies_agree_at_two_ranks(
+    warm_ranks: RankPool, dtype: str, microbatches: int, classes: list[tuple[str, ...]]
+) -> None:
     """Sharding changes no loss bit at two ranks, unclipped: a sum of two has one order.
 
-    With clipping the norm's own order of summation differs, and at four ranks the reductions' do.
+    Of several microbatches the gradients are summed first over microbatches where they stay whole,
+    first over ranks where they are cut. With clipping the norm's own order of summation differs,
+    and at four ranks the reductions' do.
     """
-    sharded, whole = (
-        warm_ranks.run(train, Cell(strategy, "double", dtype, 0.2, "fp32", 0.0), (), world_size=2)
-        for strategy in (SHARDED, "no_shard")
-    )
-    for ours, theirs in zip(sharded, whole, strict=True):
-        losses = [[step[0][:-1] for step in rank[0]] for rank in (ours, theirs)]
-        assert losses[0] == losses[1]
-        assert [step[2] for step in ours[0]] == [step[2] for step in theirs[0]]
+    for strategies in classes:
+        cells = [
+            Cell(s, "double", dtype, 0.2, clip_grad_norm=0.0, microbatches=microbatches)
+            for s in strategies
+        ]
+        for first, *others in warm_ranks.run(eager, cells, world_size=2):
+            assert others == [first] * (len(cells) - 1)
 
 
 def losses_of(cell: Cell) -> list[float]:
@@ -196,7 +248,7 @@ def move_a_parameter(graph: tuple[str, ...], ledger: bool) -> str:
     trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
     for step in range(4):
         trainer.step(step)
-    block = next(unit.group for unit in trainer.units if unit.name == "layers.0")
+    block = next(group for group in trainer.groups if group.name == "layers.0")
     storage = block.unsharded[block.names.index("layers.0.attn.wq.weight")].untyped_storage()
     nbytes = storage.nbytes()
     # Growing allocates before it frees: the one way to move a storage for certain.
