@@ -68,9 +68,10 @@ def fresh_weights(strategy: str, how: str, gathered: str) -> dict[str, Any]:
     return answers
 
 
-def races(options: dict[str, Any], what: str) -> dict[str, Any]:
+def races(options: dict[str, Any], what: str, shape: tuple[int, ...] = ()) -> dict[str, Any]:
     """Steps with streams that keep clocks: races found, collectives in order, streams used."""
-    mesh = whole_mesh()
+    names = ("outer", "inner")[: len(shape)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if shape else whole_mesh()
     with watching() as found:
         model = net(3)
         if what == "checkpointed":
@@ -123,6 +124,14 @@ class WatchedPool:
         return getattr(self.inner, name)
 
 
+def finite_memory(model: nn.Module) -> bool:
+    """Whether all memory that gradients lie in is finite, between and behind them too."""
+    held = [p.grad for p in model.parameters() if p.grad is not None]
+    memory = [bytes(local(g).untyped_storage().tolist()) for g in held]
+    flat = [torch.frombuffer(bytearray(m), dtype=torch.float32) for m in memory]
+    return all(bool(t.isfinite().all()) for t in flat)
+
+
 def poisoned(kind: str, streams: int, strategy: str) -> dict[str, Any]:
     """Steps on a pool of NaN, with a unit's gradients missing in one of them, and without one."""
     mesh, pool = whole_mesh(), WatchedPool(kind)
@@ -135,16 +144,11 @@ def poisoned(kind: str, streams: int, strategy: str) -> dict[str, Any]:
         for step in range(3):
             if step == 1:  # the head gets no gradient, others of its unit do
                 training.backward(loss_of(training.model.features(rows(step))))
-                training.update()
             else:
-                training.step(step)
-        training.backward(training.forward(3))
+                training.backward(training.forward(step))
+            answers.setdefault("finite", []).append(finite_memory(training.model))
+            training.update()
         answers[side] = training.result()
-        if side == OURS:
-            held = [p.grad for p in training.model.parameters() if p.grad is not None]
-            memory = [local(g).untyped_storage() for g in held]
-            flat = [torch.tensor(m.tolist(), dtype=torch.uint8).view(torch.float32) for m in memory]
-            answers["finite"] = all(bool(t.isfinite().all()) for t in flat)
     return answers | {"most": pool.most, "out": pool.out}
 
 

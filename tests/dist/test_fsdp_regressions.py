@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_core.fsdp import MixedPrecisionPolicy
 from tests.dist import fsdp_regression_programs as programs
 from tests.dist.fsdp_sides import differences, same_bits, within
 from tests.dist.rank_pool import RankPool
@@ -56,11 +57,32 @@ def test_streams_wait_for_each_strategy(warm_ranks: RankPool, strategy: str) -> 
         assert rank["streams"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_reduction_output_is_other_memory(warm_ranks: RankPool, world_size: int) -> None:
-    """A reduce-scatter never writes into its input, which other ranks may still read."""
-    for rank in on_ranks(warm_ranks, programs.races, {}, "plain", world_size=world_size):
+TWO_AXES = ("optim", "optim_grads_params")
+BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [("optim", (2,)), ("optim_grads_params", (2,)), (TWO_AXES, (2, 2)), (TWO_AXES[1], (2, 2))],
+    ids=str,
+)
+def test_reduction_output_is_other_memory(
+    warm_ranks: RankPool, policy: MixedPrecisionPolicy, strategy: Any, shape: tuple[int, ...]
+) -> None:
+    """A reduce-scatter never writes into its input, which other ranks may still read.
+
+    Whether it writes into the gradient itself (float32) or into memory of its own, on one axis or
+    two, where nothing races either.
+    """
+    options = {"strategy": strategy, "mp_policy": policy}
+    world_size = 2 ** len(shape)
+    for rank in on_ranks(
+        warm_ranks, programs.races, options, "accumulated", shape, world_size=world_size
+    ):
         assert rank["aliased"] == []
+        assert rank["races"] == []
+        assert "scatter" in rank["kinds"]
 
 
 def test_empty_pieces_have_no_gradient(warm_ranks: RankPool) -> None:
@@ -89,7 +111,7 @@ def test_padding_leaks_nothing(warm_ranks: RankPool, strategy: str) -> None:
     """What the last user left in a buffer reaches no gradient, nor the memory between them."""
     for rank in on_ranks(warm_ranks, programs.poisoned, "double", 2, strategy):
         assert_equal(rank["plain"], rank["ours"])
-        assert rank["finite"]
+        assert all(rank["finite"]), rank["finite"]
 
 
 @pytest.mark.parametrize("poison", [False, True])
