@@ -1,0 +1,263 @@
+"""Model and optimizer as checkpoints hold them: a tree of JSON, and tensors by name.
+
+    model        {name: ...}
+    optimizer    {"type": ..., "groups": [...], "state": {name: {key: ...}}}
+    extra        what the caller gave
+
+Tensors go to torch DCP, which cuts and joins them: those that know their chunks (`RowSharded`,
+DTensor) piece by piece, plain ones once. Everything is called by parameter names, so neither ranks
+nor strategies nor the order of an optimizer's parameters are in it.
+
+    tree             JSON
+    tensor           {"$tensor": its name in DCP, "pieces": whether it knows its chunks}
+    tuple            {"$tuple": [...]}
+    dict             itself if its keys are words, else {"$items": [[key, value], ...]}
+
+A plain tensor that is not the same on all ranks, as BatchNorm's statistics, is stored for each rank
+under `rank<r>.<name>`, and once without.
+"""
+
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_core.fsdp.fsdp_module import FSDPModule
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""Parts of a name that torch.compile and checkpoint_wrapper put in."""
+
+
+# --- trees ------------------------------------------------------------------------------------
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON; its tensors go into `tensors`, named by their path.
+
+    Raises:
+        ValueError: it holds something else than JSON's values, tensors, tuples and dicts of those,
+            or two of its paths are the same.
+    """
+    if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise ValueError(f"Expected one tensor of the name {path}, got two.")
+        if value.is_meta:
+            raise ValueError(f"Expected {path} in memory, got a meta tensor.")
+        tensors[path] = value.detach()
+        return {"$tensor": path, "pieces": has_pieces(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode(v, f"{path}.{key}", tensors) for key, v in value.items()}
+        pairs = [[encode(k, path, {}), encode(v, f"{path}.{k}", tensors)] for k, v in value.items()]
+        return {"$items": pairs}
+    if type(value) in (list, tuple):
+        parts = [encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+        return parts if isinstance(value, list) else {"$tuple": parts}
+    raise ValueError(
+        f"Expected numbers, strings, tensors, lists, tuples and dicts in {path}, got a "
+        f"{type(value).__name__}."
+    )
+
+
+def decode(tree: Any, make: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """The value of a tree; `make` gives a tensor for each `$tensor`."""
+    if isinstance(tree, list):
+        return [decode(part, make) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$tensor" in tree:
+        return make(tree)
+    if "$tuple" in tree:
+        return tuple(decode(part, make) for part in tree["$tuple"])
+    if "$items" in tree:
+        return {decode(k, make): decode(v, make) for k, v in tree["$items"]}
+    return {key: decode(part, make) for key, part in tree.items()}
+
+
+def has_pieces(tensor: Any) -> bool:
+    """Whether a tensor tells DCP which pieces of it this rank has."""
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+def is_here(tensor: Any) -> bool:
+    """Whether this rank has any of a tensor: optimizers keep no state of what has no rows here."""
+    return not has_pieces(tensor) or bool(tensor.__create_chunk_list__())
+
+
+# --- what there is ----------------------------------------------------------------------------
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Parameter groups of all units in a model, each once."""
+    units = {m._fsdp_unit: None for m in model.modules() if isinstance(m, FSDPModule)}
+    return [group for unit in units for group in unit.groups]
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """The model's state_dict, of parameters at rest even where units are gathered."""
+    at_rest = {
+        id(gathered): parameter
+        for group in fsdp_groups(model)
+        for gathered, parameter in zip(group.unsharded, group.sharded, strict=True)
+    }
+    state = model.state_dict(keep_vars=True)
+    found = {plain_name(key): at_rest.get(id(value), value) for key, value in state.items()}
+    if len(found) < len(state):
+        raise ValueError("Expected names that differ without wrappers' parts, got two the same.")
+    return found
+
+
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    """First name of each parameter at rest, by identity."""
+    state = model_state(model)
+    names = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {id(state[name]): name for name in reversed(names) if name in state}
+
+
+@dataclass
+class OptimizerView:
+    """An optimizer by names of parameters.
+
+    Raises:
+        ValueError: it has a parameter that the model does not hold at rest.
+    """
+
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+    parameters: list[Any] = field(init=False)
+    names: list[str] = field(init=False)
+    state: dict[int, dict[str, Any]] = field(init=False)
+    groups: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = _parameter_names(self.model)
+        self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        if not all(id(p) in known for p in self.parameters):
+            raise ValueError(
+                "Expected an optimizer over parameters of this model at rest, got others: build it "
+                "after fully_shard, and not while units are gathered."
+            )
+        self.names = [known[id(p)] for p in self.parameters]
+        dumped = self.optimizer.state_dict()
+        self.state, self.groups = dumped["state"], dumped["param_groups"]
+        if not all(isinstance(index, int) for index in self.state):
+            raise ValueError(f"Expected states of parameters only, got keys {list(self.state)}.")
+
+    def value(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as far as this rank knows."""
+        groups = []
+        for group in self.groups:
+            names = [self.names[index] for index in group["params"]]
+            plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            groups.append({"params": names, "values": plain})
+        here = {i: s for i, s in self.state.items() if is_here(self.parameters[i])}
+        state = {self.names[index]: states for index, states in here.items()}
+        return {"type": type(self.optimizer).__name__, "groups": groups, "state": state}
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Give the optimizer a state of this layout, without change of dtype or of memory."""
+        optimizer, before = self.optimizer, self.optimizer.param_groups
+        optimizer.load_state_dict(state_dict)
+        for old, new in zip(before, optimizer.param_groups, strict=True):
+            for key, value in old.items():
+                # Graphs read a learning rate that is a tensor where it is.
+                if isinstance(value, torch.Tensor) and isinstance(new.get(key), torch.Tensor):
+                    new[key] = value.copy_(new[key])
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            return
+        for index, states in state_dict["state"].items():
+            found = optimizer.state[self.parameters[index]]
+            for key, value in states.items():
+                # torch casts states to their parameter's dtype.
+                if isinstance(value, torch.Tensor) and found[key].dtype != value.dtype:
+                    found[key] = value.to(found[key].device)
+
+
+# --- saving -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank's tree, and checksums of its plain tensors by name."""
+
+    tree: dict[str, Any]
+    sums: dict[str, int]
+
+
+def describe(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> RankState:
+    """`value` as a tree; fills `tensors`."""
+    tree = {key: encode(part, key, tensors) for key, part in value.items()}
+    return RankState(tree, {k: _sum(t) for k, t in tensors.items() if not has_pieces(t)})
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    shape = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().tobytes(), zlib.crc32(shape))
+
+
+def merge(ranks: list[RankState]) -> tuple[dict[str, Any], dict[str, int]]:
+    """One tree of all ranks, and the plain tensors that differ, each with its first rank.
+
+    Raises:
+        ValueError: ranks differ in anything but that some have no rows of a parameter.
+    """
+    first = ranks[0].tree
+    for number, rank in enumerate(ranks[1:], start=1):
+        for part in first.keys() | rank.tree.keys():
+            if part != "optimizer" or not (first[part] and rank.tree[part]):
+                _check_same(part, number, first.get(part), rank.tree.get(part))
+    sums: dict[str, tuple[int, int]] = {}
+    differing = {}
+    for number, rank in enumerate(ranks):
+        for key, value in rank.sums.items():
+            owner, expected = sums.setdefault(key, (number, value))
+            if value != expected:
+                differing[key] = owner
+    if not first["optimizer"]:
+        return first, differing
+    return first | {"optimizer": _merge_optimizers([r.tree["optimizer"] for r in ranks])}, differing
+
+
+def _merge_optimizers(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    groups = [g | {"params": dict.fromkeys(g["params"])} for g in ranks[0]["groups"]]
+    state: dict[str, Any] = {}
+    for number, rank in enumerate(ranks):
+        _check_same("optimizer's type", number, ranks[0]["type"], rank["type"])
+        _check_same("number of groups", number, len(groups), len(rank["groups"]))
+        for group, other in zip(groups, rank["groups"], strict=True):
+            _check_same("optimizer's groups", number, group["values"], other["values"])
+            group["params"].update(dict.fromkeys(other["params"]))
+        for name, states in rank["state"].items():
+            _check_same(f"states of {name}", number, state.setdefault(name, states), states)
+    lists = [group | {"params": list(group["params"])} for group in groups]
+    return {"type": ranks[0]["type"], "groups": lists, "state": state}
+
+
+def _check_same(what: str, rank: int, expected: Any, got: Any) -> None:
+    a, b = json.dumps(expected, sort_keys=True), json.dumps(got, sort_keys=True)
+    if a != b:
+        raise ValueError(
+            f"Expected the same {what} on all ranks, got on rank {rank} {b[:200]}, not {a[:200]}."
+        )
+
+
+def rename_differing(
+    tensors: dict[str, torch.Tensor], differing: dict[str, int], rank: int
+) -> None:
+    """Give plain tensors that ranks do not agree on a name for each rank."""
+    for key in tensors.keys() & differing.keys():
+        tensors[f"rank{rank}.{key}"] = tensors[key]
+        if rank != differing[key]:
+            del tensors[key]
