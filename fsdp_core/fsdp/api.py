@@ -150,8 +150,9 @@ def _check_at_rest(inner: list[Unit]) -> None:
     for unit in inner:
         if unit.holds_buffers or unit.schedule.has_reductions:
             raise RuntimeError(
-                f"Expected inner units at rest, got unit {unit.name!r} gathered or with gradients "
-                "to reduce; reshard it, or finish the backward pass, before wrapping around it."
+                f"Expected inner units at rest, got {type(unit.modules[0]).__name__} gathered or "
+                "with gradients to reduce; reshard it, or finish the backward pass, before "
+                "wrapping around it."
             )
 
 

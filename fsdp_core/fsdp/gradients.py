@@ -9,7 +9,8 @@ main_grad      main          main    what `grad` of the parameters at rest are v
                                      for ever, as a graph needs that is replayed
 """
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from fsdp_core.fsdp.collectives import Nest, all_reduce
 from fsdp_core.fsdp.layout import FlatLayout
 from fsdp_core.fsdp.pool import Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Gradients:
         self.reduce_unused = False
         self.main_grad: torch.Tensor | None = None
         self._device = device
-        self._key = Key(id(self), "grad")
+        self._key = Key(next(_NUMBERS), "grad")
         self._full: torch.Tensor | None = None
         self._release: Callable[[Any], None] | None = None
         self._views: list[torch.Tensor] = []
@@ -91,9 +94,9 @@ class Gradients:
             # The backward kernel wrote into main_grad itself; what autograd got is a stand-in.
             parameter.grad_added_to_main_grad = False
             parameter.overwrite_main_grad = False
-            parameter.grad = None
+            parameter.main_grad = parameter.grad = None
             self._copied.add(index)
-        else:
+        elif parameter.grad is not None:  # a backward function may return no gradient at all
             self._arrived.add(index)
 
     @property
@@ -145,18 +148,28 @@ class Gradients:
             self._release = lambda stream: pool.release(self._key, stream)
         self._views = [self.layout.view(self._full, i) for i in range(len(self.unsharded))]
 
-    def expose(self, indices: Iterable[int], pool: Pool | None, stream: Any) -> None:
+    def expose(self, uses: Mapping[int, int], pool: Pool | None, stream: Any) -> None:
         """Give parameters a `main_grad` to write into, for backward kernels that add to it.
 
         The convention is Megatron's and TransformerEngine's: the kernel adds to `main_grad`, or
-        overwrites it if `overwrite_main_grad`, and sets `grad_added_to_main_grad`.
+        overwrites it if `overwrite_main_grad`, and sets `grad_added_to_main_grad`. A module that
+        was run twice has two kernels, of which the second must not overwrite the first.
+
+        Args:
+            uses: how often each parameter's module was run, by number of the parameter.
+            pool, stream: see `copy_in`.
         """
         self._take_full(pool, stream)
-        for index in indices:
+        for index, used in uses.items():
             parameter: Any = self.unsharded[index]
-            parameter.main_grad = self._views[index]
-            parameter.overwrite_main_grad = index not in self._copied
+            view = self._views[index]
+            if getattr(parameter, "main_grad", None) is view:
+                continue  # exposed by an earlier call of this pass
+            parameter.main_grad = view
+            parameter.overwrite_main_grad = index not in self._copied and used == 1
             parameter.grad_added_to_main_grad = False
+            if index not in self._copied and used > 1:
+                view.zero_()
 
     # ---- the reduction
 

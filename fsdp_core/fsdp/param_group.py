@@ -12,6 +12,7 @@ Levels are those of `placement`: level k is cut over the first k axes of the nes
 `gradients`.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ from fsdp_core.fsdp.layout import FlatLayout, build_layout
 from fsdp_core.fsdp.optimizer import watch
 from fsdp_core.fsdp.pool import Key, Pool
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
+
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class ParamGroup:
             RowSpec(nest.mesh, p.shape, self.layout.row_bounds(i), nest.axes)
             for i, p in enumerate(sources)
         ]
-        self._gather_key = Key(id(self), "gather")
+        self._gather_key = Key(next(_NUMBERS), "gather")
         self.main_weight = self._fill_main_weight(sources)
         self.model_weight: torch.Tensor | None = None
         self._fresh_version: int | None = None
@@ -91,7 +94,7 @@ class ParamGroup:
         self._own: torch.Tensor | None = None
         self._gather_steps: list[tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]] = []
         self.gathered_version: int | None = None
-        self.is_unsharded = False
+        self.is_unsharded, self._is_registered = False, False
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(sources)]
         self.unsharded = [self._unsharded_parameter(p) for p in sources]
         self.gradients = Gradients(
@@ -178,7 +181,8 @@ class ParamGroup:
             raise RuntimeError(f"Expected the parameters of {self.name} to stay sharded.")
         locals_ = [cast("RowSharded", p).to_local() for p in current]
         home = self.main_weight.untyped_storage()._cdata
-        if all(t.untyped_storage()._cdata == home for t in locals_ if t.numel()):
+        moved = any(t.untyped_storage()._cdata != home for t in locals_ if t.numel())
+        if not moved and (not self.main_weight.is_meta or all(t.is_meta for t in locals_)):
             return
         if any(t.dtype != self.dtypes.main for t in locals_):
             raise RuntimeError(
@@ -240,20 +244,34 @@ class ParamGroup:
                 "to_empty(device=...) and initialise the parameters first."
             )
         # What is made in inference mode could not be used for training afterwards.
-        with self._device.on(stream), torch.inference_mode(mode=False), torch.no_grad():
-            self.refresh_model_weight()
+        with torch.inference_mode(mode=False):
+            full = None
             if self.nest.weight_level:
-                self._gather(stream)
+                # On the current stream: memory comes from, and goes back to, what it has free.
+                total, dtype = self.layout.total_numel, self.dtypes.compute
+                full = self.pool.acquire(self._gather_key, total, dtype, stream)
+            with self._device.on(stream), torch.no_grad():
+                self.refresh_model_weight()
+                if full is not None:
+                    self._gather(full)
         self.gathered_version = self.main_weight._version
+        self.is_unsharded = True
+
+    def register_unsharded(self) -> None:
+        """Make the modules hold the gathered parameters; the current stream waits for the gather.
+
+        Not before somebody waits: whoever looked at them would read what is still being written.
+        """
+        if not self.is_unsharded or self._is_registered:
+            return
         for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
             if sharded.requires_grad != unsharded.requires_grad:
                 unsharded.requires_grad_(sharded.requires_grad)
         self._register(self.unsharded)
-        self.is_unsharded = True
+        self._is_registered = True
 
-    def _gather(self, stream: Any) -> None:
-        nest, total = self.nest, self.layout.total_numel
-        full = self.pool.acquire(self._gather_key, total, self.dtypes.compute, stream)
+    def _gather(self, full: torch.Tensor) -> None:
+        nest = self.nest
         if full is not self._gathered:
             self._gathered = full
             self._own = nest.slice(full, 0, nest.weight_level)
@@ -283,8 +301,10 @@ class ParamGroup:
             return
         if self.nest.weight_level:
             self.pool.release(self._gather_key, stream)
-        self._register(self.sharded)
         self.is_unsharded = False
+        if self._is_registered:
+            self._register(self.sharded)
+            self._is_registered = False
 
 
 def _carry_attributes(source: nn.Parameter, to: nn.Parameter) -> None:

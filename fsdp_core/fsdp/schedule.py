@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_core.device import Device
+from fsdp_core.fsdp.collectives import all_reduce
 from fsdp_core.fsdp.gradients import Gradients
 from fsdp_core.fsdp.pool import Pool
 
 if TYPE_CHECKING:
-    from fsdp_core.fsdp.unit import Call, Unit
+    from fsdp_core.fsdp.backward import Call
+    from fsdp_core.fsdp.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,12 @@ class Schedule:
         if self._final is not None and self._final() is None:
             self.abandon_backward()
 
+    def make_way(self) -> None:
+        """Give back buffers of units that are gathered and not in use: ahead, or kept in vain."""
+        for unit in self.units:
+            if unit.is_idle:
+                unit.reshard()
+
     # ---- backward
 
     def begin_backward(self) -> None:
@@ -222,13 +230,14 @@ class Schedule:
         self.device.current_stream().wait_stream(self.reduce_stream)
         for unit in self.units:
             unit.abandon_backward()
+        self.end_of_pass()
 
     def end_backward(self) -> None:
         """Join the side streams and give everything back."""
         self._final = None
         current = self.device.current_stream()
         for unit in self.units:
-            unit.reduce_late()
+            unit.backward.close_late()
         if self.is_last_backward:
             self.drain(keep=0)
             current.wait_stream(self.reduce_stream)
@@ -251,7 +260,7 @@ def finish(schedule: Schedule) -> None:
         RuntimeError: a unit went into backward and some of its gradients never came, or its policy
             asks for finite gradients and some are not; names unit and parameter.
     """
-    missing = [(unit, name) for unit in schedule.units for name in unit.missing_grads]
+    missing = [(unit, name) for unit in schedule.units for name in unit.backward.missing]
     schedule.end_backward()
     if missing:
         unit, name = missing[0]
@@ -259,5 +268,17 @@ def finish(schedule: Schedule) -> None:
             f"Expected gradients of every parameter of unit {unit.name!r} that the loss depends "
             f"on, {len(missing)} never came, such as {name!r}; the unit was not reduced."
         )
-    for unit in schedule.units:
-        unit.check_finite()
+    if any(unit.check_finite_grads for unit in schedule.units):
+        _check_finite(schedule)
+
+
+def _check_finite(schedule: Schedule) -> None:
+    """Every rank raises if any has a gradient that is not finite: none is left waiting."""
+    names = [name for unit in schedule.units for name in unit.nonfinite_grads()]
+    found = torch.tensor(float(len(names)), device=schedule.device.torch_device)
+    mesh = next(group.nest.mesh for unit in schedule.units for group in unit.groups)
+    for axis in range(mesh.ndim):
+        all_reduce(found, mesh.get_group(axis))
+    if found.item():
+        where = f"in {', '.join(names)}" if names else "on another rank"
+        raise RuntimeError(f"Expected finite gradients, got NaN or infinity {where}.")
