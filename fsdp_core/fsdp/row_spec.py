@@ -42,10 +42,6 @@ class RowShard(Shard):
         """A placement of dim 0, whatever the bounds."""
         return super().__new__(cls)
 
-    def is_shard(self, dim: int | None = None) -> bool:
-        """False, as for torch's own uneven placement: True means torch.chunk's even rows."""
-        return False
-
     def _local_shard_size_and_offset(
         self, curr_local_size: int, num_chunks: int, rank: Any
     ) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.fsdp.row_sharded import RowShard, RowSharded, RowSpec
 
@@ -422,6 +423,26 @@ def test_it_is_a_dtensor_where_torch_lets_subclasses_dispatch(trio: DeviceMesh) 
     assert not hasattr(tensor, "__tensor_flatten__")
     assert not hasattr(tensor, "_spec")
     assert "rows [1, 5) of (7, 2)" in repr(tensor)
+
+
+def test_gathering_lopsided_rows_takes_no_padding(trio: DeviceMesh) -> None:
+    """Rows that all lie on one rank are not padded to that rank's length on every other one."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    tensor = filled(spec(trio, (1000, 2), 0, 0, 0, 1000))
+    with Watch():
+        tensor.full_tensor()
+    assert largest == 1000 * 2 * 4
 
 
 # --- copies -----------------------------------------------------------------------------------
