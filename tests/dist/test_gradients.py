@@ -1,0 +1,184 @@
+"""Gradients over ranks, in whole numbers: every way to accumulate gives exactly the same sum."""
+
+import itertools
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_core.config import STRATEGIES
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.dist.rank_pool import RankPool
+
+PASSES = 3
+Strategy = tuple[str, ...]
+
+
+class Sums(nn.Module):
+    """Two Linears and a scale whose gradients are sums of the inputs: small whole numbers.
+
+    Odd shapes: some ranks hold no rows of the small ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(5, 7), nn.Linear(5, 1)])
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, skip: int) -> torch.Tensor:
+        used = [linear(x).sum() for i, linear in enumerate(self.inner) if i != skip]
+        return cast("torch.Tensor", sum(used) + self.scale * x.sum())
+
+
+def inputs(rank: int, number: int) -> torch.Tensor:
+    """Whole numbers in [-3, 3] of a rank's backward pass: [2, 5]."""
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randint(-3, 4, (2, 5), generator=generator).float()
+
+
+def due(ranks: int, numbers: range) -> dict[str, torch.Tensor]:
+    """The gradients: sums over passes, means over ranks. Exact in bf16 too, below 256."""
+    batches = [inputs(rank, number) for rank in range(ranks) for number in numbers]
+    total = torch.stack([x.sum(0) for x in batches]).sum(0) / ranks
+    rows = torch.tensor(2.0 * len(batches) / ranks)
+    return {
+        "inner.0.weight": total.expand(7, 5),
+        "inner.0.bias": rows.expand(7),
+        "inner.1.weight": total.expand(1, 5),
+        "inner.1.bias": rows.expand(1),
+        "scale": total.sum(),
+    }
+
+
+def shard(mesh: DeviceMesh, strategy: Strategy, **options: Any) -> FSDPModule:
+    """Two inner units and the root."""
+    model = Sums()
+    for inner in model.inner:
+        fully_shard(inner, mesh=mesh, strategy=strategy, **options)
+    return cast("FSDPModule", fully_shard(model, mesh=mesh, strategy=strategy, **options))
+
+
+def prepare(root: FSDPModule, how: str, number: int) -> None:
+    """What is set before pass `number` to accumulate as `how` says."""
+    is_last = number == PASSES - 1
+    if how == "not last":
+        root.set_is_last_backward(is_last)
+    elif how == "no sync":
+        root.set_requires_gradient_sync(is_last)
+    elif how == "no all-reduce":
+        root.set_requires_all_reduce(is_last)
+    elif how == "mixed":
+        root.set_requires_gradient_sync(number != 0)
+        root.set_is_last_backward(is_last)
+
+
+def check(root: FSDPModule, expected: dict[str, torch.Tensor], told: Any) -> None:
+    """This rank's rows are exactly the expected ones, and those without elements are None."""
+    for group in root.fsdp_groups:
+        for index, (name, parameter) in enumerate(zip(group.names, group.sharded, strict=True)):
+            grad: Any = parameter.grad
+            if not group.holds_rows(parameter):
+                assert grad is None, (told, name)
+                continue
+            assert grad is not None, (told, name)
+            start = group.layout.local_piece(index, group.nest.shard_index).row_start
+            rows = grad.to_local()
+            wanted = expected[name]
+            wanted = wanted[start : start + rows.shape[0]] if wanted.dim() else wanted
+            assert torch.equal(rows, wanted), (told, name, rows, wanted)
+
+
+HOWS = ("each", "not last", "no sync", "no all-reduce", "mixed")
+
+
+def accumulate(shape: tuple[int, ...], keep_grads: bool, reduce_dtype: torch.dtype) -> int:
+    """Every strategy and every way; two rounds, zeroed in between. How many were checked."""
+    mesh, world, checked = init_device_mesh("cpu", shape), dist.get_world_size(), 0
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for strategy in itertools.product(STRATEGIES, repeat=len(shape)):
+        root = shard(mesh, strategy, keep_grads=keep_grads, mp_policy=policy)
+        for how in HOWS:
+            for first in (0, 10):
+                root.zero_main_grads()
+                for number in range(PASSES):
+                    prepare(root, how, number)
+                    cast("Any", root)(inputs(dist.get_rank(), first + number), -1).backward()
+                check(root, due(world, range(first, first + PASSES)), (strategy, how, first))
+                checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "reduce_dtype"),
+    [((2,), torch.float32), ((4,), torch.bfloat16), ((2, 2), torch.float32)],
+)
+def test_every_way_to_accumulate_gives_the_sum(
+    warm_ranks: RankPool, shape: tuple[int, ...], reduce_dtype: torch.dtype, keep_grads: bool
+) -> None:
+    """Reduced each time, at the end, or up to an axis: the same whole numbers for any strategy."""
+    world_size = 2 ** (len(shape) * shape[0] // 2)
+    for checked in warm_ranks.run(
+        accumulate, shape, keep_grads, reduce_dtype, world_size=world_size
+    ):
+        assert checked == 4 ** len(shape) * len(HOWS) * 2
+
+
+def visible(shape: tuple[int, ...]) -> list[set[bool]]:
+    """Before the last pass: whether gradients of this rank's rows are there, for each strategy."""
+    mesh = init_device_mesh("cpu", shape)
+    found = []
+    for strategy in itertools.product(STRATEGIES, repeat=len(shape)):
+        root = shard(mesh, strategy)
+        root.set_is_last_backward(False)
+        cast("Any", root)(inputs(dist.get_rank(), 0), -1).backward()
+        groups = root.fsdp_groups
+        found.append({p.grad is not None for g in groups for p in g.sharded if g.holds_rows(p)})
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_gradients_show_before_the_last_pass_only_where_fully_reduced(
+    warm_ranks: RankPool, shape: tuple[int, ...]
+) -> None:
+    """Told that more passes follow, only a gradient cut like its main weight is there at once."""
+    full = ("optim_grads", "optim_grads_params")
+    expected = [
+        all(name in full for name in strategy)
+        for strategy in itertools.product(STRATEGIES, repeat=len(shape))
+    ]
+    ranks = warm_ranks.run(visible, shape, world_size=2 ** len(shape))
+    assert [set.union(*found) for found in zip(*ranks, strict=True)] == [{e} for e in expected]
+
+
+class Sometimes(nn.Linear):
+    """A Linear whose bias not every rank uses."""
+
+    def forward(self, x: torch.Tensor, with_bias: bool = True) -> torch.Tensor:
+        out = x @ self.weight.t()
+        return (out + self.bias if with_bias else out).sum()
+
+
+def unused_on_one_rank(strategy: Strategy, keep_grads: bool) -> None:
+    """Only rank 1 uses the bias, and the ranks that hold its rows must learn of it."""
+    mesh = init_device_mesh("cpu", (2,))
+    options: Any = {"mesh": mesh, "strategy": strategy, "keep_grads": keep_grads}
+    root = cast("FSDPModule", fully_shard(Sometimes(5, 7), **options))
+    root.set_reduce_scatter_unused_params(True)
+    for _ in range(2):
+        root.zero_main_grads()
+        cast("Any", root)(inputs(dist.get_rank(), 0), with_bias=dist.get_rank() == 1).backward()
+        expected = due(2, range(1))
+        check(root, {"weight": expected["inner.0.weight"], "bias": torch.ones(7)}, strategy)
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_used_on_one_rank(
+    warm_ranks: RankPool, strategy: str, keep_grads: bool
+) -> None:
+    """With zeros for unused ones every rank gets the mean, those that did not use it too."""
+    warm_ranks.run(unused_on_one_rank, (strategy,), keep_grads, world_size=2)
