@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.collectives import all_reduce
@@ -279,6 +280,10 @@ def _check_finite(schedule: Schedule) -> None:
     mesh = next(group.nest.mesh for unit in schedule.units for group in unit.groups)
     for axis in range(mesh.ndim):
         all_reduce(found, mesh.get_group(axis))
-    if found.item():
-        where = f"in {', '.join(names)}" if names else "on another rank"
-        raise RuntimeError(f"Expected finite gradients, got NaN or infinity {where}.")
+    if not found.item():
+        return
+    for axis in range(mesh.ndim):
+        parts: list[list[str]] = [[] for _ in range(mesh.size(axis))]
+        dist.all_gather_object(parts, names, group=mesh.get_group(axis))
+        names = list(dict.fromkeys(name for part in parts for name in part))
+    raise RuntimeError(f"Expected finite gradients, got NaN or infinity in {', '.join(names)}.")
