@@ -308,7 +308,8 @@ class _Save:
         def local() -> RankState:
             view = None if optimizer is None else OptimizerView(optimizer, model).value()
             value = {"model": model_state(model), "optimizer": view, "extra": extra or {}}
-            return describe(value | {"step": self.step}, tensors)
+            is_alone = wrapper.get_world_size() == 1
+            return describe(value | {"step": self.step}, tensors, is_alone=is_alone)
 
         def common(ranks: list[RankState]) -> dict[str, int]:
             tree, differing = merge(ranks)

@@ -37,6 +37,7 @@ class Fit:
         self._own = f"rank{rank}." if world_size == document["world_size"] else None
         self._per_rank = set(document["per_rank"])
         self._stored: dict[str, Any] = {}
+        self._parameters: set[str] = set()
         self._apply: list[Callable[[], Any]] = []
         self.targets: dict[str, torch.Tensor] = {}
         self.extra: Any = None
@@ -75,7 +76,7 @@ class Fit:
     def _key_of_rank(self, key: str) -> str:
         if self._own is not None and self._own + key in self._stored:
             return self._own + key
-        if not key.startswith("model."):
+        if not key.startswith("model.") or key in self._parameters:
             raise ValueError(
                 f"Expected the {self._document['world_size']} ranks that saved, as {key} differed "
                 "between them, got others."
@@ -88,6 +89,7 @@ class Fit:
     def _choose_model(self, model: nn.Module) -> None:
         tree, state = self._document["model"], model_state(model)
         _check_names("parameters and buffers", state.keys(), tree.keys())
+        self._parameters = {f"model.{n}" for n, v in state.items() if isinstance(v, nn.Parameter)}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
                 self._check_tensor(name, value, tree[name])
@@ -127,10 +129,12 @@ class Fit:
             values = decode(stored["values"], self._make)
             kept = {k: v for k, v in group.items() if k in _HOW_NOT_WHAT}
             groups.append(group | values | kept)
-        # What an optimizer keeps of parameters without rows here is nobody's: it stays.
-        state = {i: kept for i, kept in view.state.items() if not is_here(view.parameters[i])}
+        state: dict[int, Any] = {}
         for index, name in enumerate(view.names):
-            if name in saved["state"] and is_here(view.parameters[index]):
+            if not is_here(view.parameters[index]):
+                # What an optimizer keeps of parameters without rows here is nobody's: it stays.
+                state |= {i: view.state[i] for i in (index,) if i in view.state}
+            elif name in saved["state"]:
                 state[index] = self._choose_states(view, index, saved["state"][name])
         self._apply.append(partial(view.load, {"state": state, "param_groups": groups}))
 

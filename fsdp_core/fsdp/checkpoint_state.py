@@ -180,8 +180,9 @@ class OptimizerView:
             found = optimizer.state[self.parameters[index]]
             for key, value in states.items():
                 # torch casts states to their parameter's dtype.
-                if isinstance(value, torch.Tensor) and found[key].dtype != value.dtype:
-                    found[key] = value.to(found[key].device)
+                now = found.get(key)
+                if isinstance(value, torch.Tensor) and torch.is_tensor(now):
+                    found[key] = now if now.dtype == value.dtype else value.to(now.device)
 
 
 # --- saving -----------------------------------------------------------------------------------
@@ -195,16 +196,19 @@ class RankState:
     sums: dict[str, int]
 
 
-def describe(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> RankState:
-    """`value` as a tree; fills `tensors`."""
+def describe(
+    value: dict[str, Any], tensors: dict[str, torch.Tensor], *, is_alone: bool
+) -> RankState:
+    """`value` as a tree; fills `tensors`. A rank that is alone needs no checksums."""
     tree = {key: encode(part, key, tensors) for key, part in value.items()}
-    return RankState(tree, {k: _sum(t) for k, t in tensors.items() if not has_pieces(t)})
+    plain = {} if is_alone else {k: t for k, t in tensors.items() if not has_pieces(t)}
+    return RankState(tree, {key: _sum(tensor) for key, tensor in plain.items()})
 
 
 def _sum(tensor: torch.Tensor) -> int:
     shape = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().tobytes(), zlib.crc32(shape))
+    flat: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(flat, zlib.crc32(shape))
 
 
 def merge(ranks: list[RankState]) -> tuple[dict[str, Any], dict[str, int]]:

@@ -192,7 +192,7 @@ class Norm(Net):
     """Statistics that are of each rank's own data."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(num_blocks=1)
         self.norm = nn.BatchNorm1d(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,6 +219,21 @@ def warned_statistics(folder: str) -> tuple[list[list[float]], list[str]]:
         warnings.simplefilter("always")
         found = rank_statistics(folder, False)
     return found, [str(warning.message) for warning in caught]
+
+
+def own_parameters(folder: str, saving: bool) -> str:
+    """A plain parameter that each rank trains alone: saved, or what loading it comes to."""
+    model = nn.Linear(2, 2)
+    made = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    if saving:
+        nn.init.constant_(model.weight, dist.get_rank())
+        save(folder, 1, model, made)
+        return ""
+    try:
+        load(folder, model, made)
+    except ValueError as error:
+        return str(error)
+    return str(model.weight[0, 0].item())
 
 
 # --- gathered weights, asynchronous saves -----------------------------------------------------
@@ -377,6 +392,8 @@ def die(rank: int, folder: str, victims: list[int], where: str, pipe: Any) -> No
     else:
         text = "saved"
     pipe.send_bytes(pickle.dumps((text, time.monotonic() - start)))
+    # Others must not learn of it from this process's end.
+    pipe.recv_bytes()
 
 
 def load_and_save(folder: str) -> tuple[int, Any, list[str]]:

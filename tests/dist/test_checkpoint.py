@@ -86,6 +86,17 @@ def test_buffers_of_other_ranks_are_the_firsts_with_a_warning(
         assert any("model.norm.running_mean differed between the ranks" in t for t in texts)
 
 
+def test_parameters_that_differ_between_ranks_load_on_as_many_only(
+    warm_ranks: RankPool, tmp_path: Path
+) -> None:
+    """A parameter of each rank's own is its own again, and is refused on other numbers of ranks."""
+    warm_ranks.run(programs.own_parameters, str(tmp_path), True, world_size=2)
+    loaded = warm_ranks.run(programs.own_parameters, str(tmp_path), False, world_size=2)
+    assert loaded == ["0.0", "1.0"]
+    for text in warm_ranks.run(programs.own_parameters, str(tmp_path), False, world_size=3):
+        assert "Expected the 2 ranks that saved, as model.weight differed" in text
+
+
 @pytest.mark.parametrize("layout", ["no_shard", "optim_grads", "params", "hfsdp"])
 def test_units_may_be_gathered_while_saved_and_loaded(
     warm_ranks: RankPool, tmp_path: Path, layout: str
@@ -183,7 +194,11 @@ def test_a_killed_rank_leaves_the_last_checkpoint(
             assert "step 2" in text
             assert "another rank died or did not answer" in text or left == 2
             assert seconds < 30
-        processes[rank].join()
+    for process, (ours, _) in zip(processes, pipes, strict=True):
+        if process.is_alive():
+            ours.send_bytes(b"done")
+        process.join()
+        ours.close()
     folder = tmp_path / "saved"
     assert latest(folder) == left
     for step, state, names in warm_ranks.run(programs.load_and_save, str(folder), world_size=3):
