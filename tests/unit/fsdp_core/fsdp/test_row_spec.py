@@ -1,0 +1,133 @@
+"""Layouts and placements of rows as one rank of three sees them: what fits and what does not."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_core.fsdp.row_sharded import RowShard, RowSharded, RowSpec
+from tests.unit.fsdp_core.fsdp.row_pieces import filled, spec
+
+
+@pytest.mark.parametrize(
+    ("shape", "bounds", "axes", "message"),
+    [
+        ((5, 2), (0, 2, 5), (0,), "Expected 4 bounds from 0 to 5"),
+        ((5, 2), (0, 2, 3, 4), (0,), "Expected 4 bounds from 0 to 5"),
+        ((5, 2), (1, 2, 3, 5), (0,), "Expected 4 bounds from 0 to 5"),
+        ((5, 2), (0, 3, 2, 5), (0,), "bounds that never fall"),
+        ((5, 2), (0, 5), (1,), "distinct axes"),
+        ((5, 2), (0, 2, 3, 5), (0, 0), "distinct axes"),
+        ((), (0, 1, 1, 2), (0,), "Expected 4 bounds from 0 to 1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_its_mesh_is_refused(
+    trio: DeviceMesh,
+    shape: tuple[int, ...],
+    bounds: tuple[int, ...],
+    axes: tuple[int, ...],
+    message: str,
+) -> None:
+    """Bounds cover the rows once, one range a shard, over axes that the mesh has."""
+    with pytest.raises(ValueError, match=message):
+        RowSpec(trio, torch.Size(shape), bounds, axes)
+
+
+def test_a_spec_knows_this_ranks_rows(trio: DeviceMesh) -> None:
+    """Rows and shapes of this rank's piece follow from the bounds, 0-d and empty ones included."""
+    middle = spec(trio, (7, 2), 0, 1, 5, 7)
+    assert (middle.row_start, middle.row_stop, middle.local_shape) == (1, 5, (4, 2))
+    assert spec(trio, (7, 2), 0, 4, 4, 7).local_shape == (0, 2)
+    assert spec(trio, (), 0, 0, 1, 1).local_shape == ()
+    assert spec(trio, (), 0, 1, 1, 1).local_shape == (0,)
+    whole = RowSpec(trio, torch.Size((7, 2)), (0, 7), ())
+    assert (whole.local_shape, whole.placements) == ((7, 2), (Replicate(),))
+
+
+def test_a_local_tensor_that_is_not_this_ranks_rows_is_refused(trio: DeviceMesh) -> None:
+    """`make` takes this rank's rows, plain and without a graph behind them."""
+    layout = spec(trio, (7, 2), 0, 1, 5, 7)
+    with pytest.raises(ValueError, match=r"rows \[1, 5\)"):
+        RowSharded.make(torch.zeros(7, 2), layout)
+    with pytest.raises(ValueError, match="requires_grad=True"):
+        RowSharded.make(torch.zeros(4, 2, requires_grad=True), layout)
+    with pytest.raises(ValueError, match="plain tensor"):
+        RowSharded.make(nn.Parameter(torch.zeros(4, 2), requires_grad=False), layout)
+    with pytest.raises(TypeError, match=r"RowSharded\.make"):
+        RowSharded(torch.zeros(4, 2), layout)
+
+
+def test_placements_with_other_cuts_are_not_equal() -> None:
+    """Two placements are the same only with the same bounds, and never torch's even Shard(0)."""
+    placement = RowShard((0, 2, 5))
+    assert isinstance(placement, Shard)
+    assert placement.dim == 0
+    assert placement == RowShard((0, 2, 5))
+    assert copy.deepcopy(placement) == placement
+    assert hash(placement) == hash(RowShard((0, 2, 5)))
+    assert placement not in (Shard(0), RowShard((0, 3, 5)), RowShard((0, 2, 5), 0, 2))
+    assert Shard(0) != placement
+
+
+def test_redistribute_does_what_it_can_and_refuses_the_rest(trio: DeviceMesh) -> None:
+    """Own placements give the tensor itself; even shards, partial sums and dtypes are refused."""
+    tensor = filled(spec(trio, (7, 2), 0, 1, 5, 7))
+    assert tensor.redistribute(placements=tensor.placements) is tensor
+    replicated = tensor.redistribute(trio, [Replicate()])
+    assert type(replicated) is DTensor
+    assert (replicated.placements, replicated.to_local().shape) == ((Replicate(),), (7, 2))
+    for placements in ([Shard(0)], [RowShard((0, 2, 5, 7))], None):
+        with pytest.raises(NotImplementedError, match="full_tensor"):
+            tensor.redistribute(placements=placements)
+    with pytest.raises(NotImplementedError, match="options"):
+        tensor.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16)
+
+
+def test_dtensors_own_algorithms_never_make_uneven_rows(trio: DeviceMesh) -> None:
+    """A standard DTensor cannot be moved to our placement, nor gathered if it claims to have it."""
+    placements = [RowShard((0, 1, 5, 7))]
+    for source in ([Replicate()], [Shard(0)]):
+        local = torch.zeros(7 if source == [Replicate()] else 3, 2)
+        even = DTensor.from_local(local, trio, source, shape=torch.Size((7, 2)), stride=(2, 1))
+        with pytest.raises((NotImplementedError, RuntimeError, AssertionError)):
+            even.redistribute(placements=placements)
+    with pytest.raises((NotImplementedError, RuntimeError, AssertionError)):
+        DTensor.from_local(
+            torch.zeros(4, 2), trio, placements, shape=torch.Size((7, 2)), stride=(2, 1)
+        ).full_tensor()
+
+
+def test_it_is_a_dtensor_where_torch_lets_subclasses_dispatch(trio: DeviceMesh) -> None:
+    """From torch 2.13 on code that asks for DTensor finds one; nothing can take it apart."""
+    tensor = filled(spec(trio, (7, 2), 0, 1, 5, 7))
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version != (2, 12):  # between the two, the probe decides
+        assert isinstance(tensor, DTensor) is (version >= (2, 13))
+    assert not hasattr(tensor, "__tensor_flatten__")
+    assert not hasattr(tensor, "_spec")
+    assert "rows [1, 5) of (7, 2)" in repr(tensor)
+
+
+def test_gathering_lopsided_rows_takes_no_padding(trio: DeviceMesh) -> None:
+    """Rows that all lie on one rank are not padded to that rank's length on every other one."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    tensor = filled(spec(trio, (1000, 2), 0, 0, 0, 1000))
+    with Watch():
+        tensor.full_tensor()
+    assert largest == 1000 * 2 * 4
