@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, Overlap, fully_shard
 from fsdp_core.fsdp.pool import make_pool
 from tests.dist.fsdp_races import Collective, Races, watching
-from tests.dist.fsdp_sides import local
+from tests.dist.fsdp_sides import is_piece, local
 from tests.dist.rank_pool import RankPool
 
 NUM_LAYERS = 4
@@ -27,14 +28,14 @@ class _Mark(torch.autograd.Function):
     """Notes when the backward pass comes by."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, log: list[Any], text: str) -> torch.Tensor:
-        ctx.log, ctx.text = log, text
+    def forward(ctx: Any, x: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
+        ctx.note = note
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.log.append(ctx.text)
-        return grad, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.note()
+        return grad, None
 
 
 class Layer(nn.Linear):
@@ -47,8 +48,13 @@ class Layer(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, 4 + index] -> [rows, 5 + index]."""
         self.log.append(f"forward {self.index}")
-        y: torch.Tensor = _Mark.apply(super().forward(x).tanh(), self.log, f"backward {self.index}")
-        return y
+        y = super().forward(_Mark.apply(x, lambda: self._note("left"))).tanh()
+        out: torch.Tensor = _Mark.apply(y, lambda: self._note("backward"))
+        return out
+
+    def _note(self, what: str) -> None:
+        state = "sharded" if is_piece(self.weight) else "gathered"
+        self.log.append(f"{what} {self.index}" if what != "left" else f"left {self.index} {state}")
 
 
 class Chain(nn.Module):
@@ -226,7 +232,7 @@ def test_nothing_is_gathered_ahead_without_streams(warm_ranks: RankPool) -> None
 
 @pytest.mark.parametrize("streams", [0, 1, 2])
 def test_recompute_gathers_each_unit_once(warm_ranks: RankPool, streams: int) -> None:
-    """Recomputation finds the unit gathered for its backward, and leaves it so."""
+    """Recomputation finds the unit gathered for its backward, and leaves it so to the end."""
     for log in logs_of(warm_ranks, Step(recompute=True, streams=streams)):
         assert log.count("forward 0") == 2, "the layers are recomputed"
         backward = log[log.index("forward 3") + 1 :]
@@ -234,6 +240,8 @@ def test_recompute_gathers_each_unit_once(warm_ranks: RankPool, streams: int) ->
             assert backward.count(f"gather {index}") <= 1, log
             again = backward.index(f"forward {index}")
             assert f"gather {index}" not in backward[again:], log
+            # The first layer's input takes no gradient, so backward does not leave by there.
+            assert index == 0 or f"left {index} gathered" in backward, log
 
 
 UNIT_LINEARS, WIDTH, UNITS = 4, 128, 8
