@@ -1,0 +1,288 @@
+"""Gradient buffers of one group on one rank: what is copied when, what is kept, what is dropped."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_core.device import Device
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp.gradients import Gradients
+from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, local, run
+
+STREAM = Device("cpu").current_stream()
+
+
+class Copies(TorchDispatchMode):
+    """Notes how many gradients each copy into a full buffer moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.counts.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def unit_of(mesh: DeviceMesh, net: nn.Module, **options: Any) -> tuple[FSDPModule, Gradients]:
+    """`net` as one unit, and its gradients."""
+    root = cast("FSDPModule", fully_shard(net, mesh=mesh, **options))
+    (group,) = root.fsdp_groups
+    return root, group.gradients
+
+
+def pair(mesh: DeviceMesh, **options: Any) -> tuple[FSDPModule, Gradients]:
+    """A unit of a weight [2, 3] and a bias [2]."""
+    torch.manual_seed(0)
+    return unit_of(mesh, nn.Linear(3, 2), **options)
+
+
+def arrive(gradients: Gradients, index: int, value: float) -> None:
+    """As if autograd had accumulated a gradient of this value."""
+    parameter = gradients.unsharded[index]
+    parameter.data = torch.zeros(gradients.layout.slots[index].shape)
+    parameter.grad = torch.full_like(parameter, value)
+    gradients.arrived(index)
+
+
+def reduce(gradients: Gradients) -> None:
+    """The reduction, all the way."""
+    gradients.reduce(STREAM, final=True)
+    gradients.release_full(STREAM)
+
+
+def values(gradients: Gradients) -> list[float | None]:
+    """The one value of each parameter's gradient at rest."""
+    found: list[float | None] = []
+    for parameter in gradients.sharded:
+        grad = parameter.grad
+        found.append(None if grad is None else float(local(grad).flatten()[0]))
+        assert grad is None or len(local(grad).unique()) == 1
+    return found
+
+
+def test_gradients_are_copied_a_quarter_at_a_time(mesh: DeviceMesh) -> None:
+    """Eight equal gradients are moved by four kernels, however they come; none is left over."""
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(8)))
+    root, gradients = unit_of(mesh, layers)
+    with Copies() as copies:
+        run(layers, torch.ones(4, 8))
+    assert copies.counts == [2, 2, 2, 2]
+    assert gradients.waiting_numel == 0
+    assert all(p.grad is None for p in gradients.unsharded)
+    assert root.fsdp_schedule.has_reductions is False
+
+
+def test_arrival_copy_and_reduction(mesh: DeviceMesh) -> None:
+    """A gradient waits, is moved, added to if it comes again, and only then reduced."""
+    _, gradients = pair(mesh)
+    arrive(gradients, 0, 2.0)
+    assert (gradients.waiting_numel, gradients.is_pending) == (6, False)
+    gradients.copy_in(None, STREAM)
+    assert (gradients.waiting_numel, gradients.is_pending) == (0, True)
+    assert gradients.unsharded[0].grad is None
+    arrive(gradients, 0, 3.0)
+    arrive(gradients, 1, 7.0)
+    gradients.copy_in(None, STREAM)
+    assert values(gradients) == [None, None]
+    reduce(gradients)
+    assert values(gradients) == [5.0, 7.0]
+    assert not gradients.is_pending
+
+
+def test_nothing_arrived_takes_no_buffer(mesh: DeviceMesh) -> None:
+    """Copying in when no gradient waits takes no memory and leaves nothing to reduce."""
+    _, gradients = pair(mesh)
+    gradients.copy_in(None, STREAM)
+    assert not gradients.is_pending
+
+
+def test_a_stolen_gradient_is_an_error(mesh: DeviceMesh) -> None:
+    """A gradient that arrived and was then set to None is an error, not a zero."""
+    _, gradients = pair(mesh)
+    arrive(gradients, 0, 1.0)
+    gradients.unsharded[0].grad = None
+    with pytest.raises(RuntimeError, match="the gradient that has arrived, got None"):
+        gradients.copy_in(None, STREAM)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_carried_sums_join_the_last_pass(mesh: DeviceMesh, keep: bool) -> None:
+    """A reduction that is not final shows nothing; the final one has both, absent ones included."""
+    _, gradients = pair(mesh, strategy="optim_grads", keep_grads=keep)
+    arrive(gradients, 1, 4.0)
+    gradients.copy_in(None, STREAM)
+    gradients.reduce(STREAM, final=False)
+    gradients.release_full(STREAM)
+    assert values(gradients) == [None, None]
+    arrive(gradients, 0, 1.0)
+    gradients.copy_in(None, STREAM)
+    reduce(gradients)
+    assert values(gradients) == [1.0, 4.0]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_absent_is_zero_in_the_sum_and_none_at_rest(
+    mesh: DeviceMesh, strategy: str, keep: bool
+) -> None:
+    """NaN that a buffer's last user left leaks neither by absent gradients nor by padding."""
+    root, gradients = pair(mesh, strategy=strategy, keep_grads=keep, pool="double")
+    pool = root.fsdp_schedule.pool
+    total, key = gradients.layout.total_numel, gradients._key
+    pool.acquire(key, total, torch.float32, STREAM).fill_(torch.nan)
+    pool.release(key, STREAM)
+    arrive(gradients, 1, 4.0)
+    gradients.copy_in(pool, STREAM)
+    reduce(gradients)
+    assert values(gradients) == [None, 4.0]
+    gradients.reduce_unused = True
+    arrive(gradients, 1, 4.0)
+    gradients.copy_in(pool, STREAM)
+    reduce(gradients)
+    assert values(gradients) == [0.0, 8.0]
+    if keep:
+        assert gradients.main_grad is not None
+        assert gradients.main_grad.isfinite().all()
+        assert gradients.main_grad.sum() == 16.0
+
+
+def test_kept_gradients_keep_objects_and_memory(mesh: DeviceMesh) -> None:
+    """With `keep` each `grad` is the same object over the same memory, however often zeroed."""
+    root, gradients = pair(mesh, keep_grads=True)
+    assert gradients.main_grad is not None
+    address = gradients.main_grad.data_ptr()
+    seen: list[list[Any]] = []
+    for number in (1, 2, 3):
+        arrive(gradients, 0, float(number))
+        arrive(gradients, 1, 10.0)
+        gradients.copy_in(None, STREAM)
+        reduce(gradients)
+        if number == 2:
+            assert values(gradients) == [3.0, 20.0], "not zeroed in between"
+            root.zero_main_grads()
+        seen.append([p.grad for p in gradients.sharded] if number != 2 else seen[0])
+    assert values(gradients) == [3.0, 10.0]
+    assert all(a is b for a, b in zip(seen[0], seen[2], strict=True))
+    assert gradients.main_grad.data_ptr() == address
+    first = gradients.sharded[0].grad
+    assert local(first).untyped_storage().data_ptr() == address
+
+
+def test_fresh_gradients_leave_the_old_ones_alone(mesh: DeviceMesh) -> None:
+    """Without `keep` a gradient that somebody holds on to is not overwritten by the next step's."""
+    root, gradients = pair(mesh)
+    assert gradients.main_grad is None
+    arrive(gradients, 0, 1.0)
+    gradients.copy_in(None, STREAM)
+    reduce(gradients)
+    old = gradients.sharded[0].grad
+    root.zero_main_grads()
+    arrive(gradients, 0, 2.0)
+    gradients.copy_in(None, STREAM)
+    reduce(gradients)
+    assert float(local(old)[0, 0]) == 1.0
+    assert values(gradients) == [2.0, None]
+
+
+def test_one_of_several_may_be_zeroed_alone(mesh: DeviceMesh) -> None:
+    """With `keep`, a gradient set to None by hand starts anew; the others go on adding."""
+    _, gradients = pair(mesh, keep_grads=True)
+    for number in (1.0, 2.0):
+        arrive(gradients, 0, number)
+        arrive(gradients, 1, number)
+        gradients.copy_in(None, STREAM)
+        reduce(gradients)
+        if number == 1.0:
+            gradients.sharded[0].grad = None
+    assert values(gradients) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("factor", [None, 4.0])
+def test_divide_factor(mesh: DeviceMesh, factor: float | None) -> None:
+    """Sums are divided by the factor, or by the number of ranks."""
+    _, gradients = pair(mesh)
+    gradients.divide_factor = factor
+    assert gradients.scale == 1.0 / (factor or 1)
+    arrive(gradients, 0, 2.0)
+    gradients.copy_in(None, STREAM)
+    reduce(gradients)
+    assert values(gradients) == [2.0 / (factor or 1), None]
+
+
+def test_dtypes_of_the_reduction_and_at_rest(mesh: DeviceMesh) -> None:
+    """The full buffer has the reduction's dtype, gradients at rest that of the main weight."""
+    _, gradients = pair(mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    arrive(gradients, 0, 1.00390625)
+    gradients.copy_in(None, STREAM)
+    assert gradients._full is not None
+    assert gradients._full.dtype == torch.bfloat16
+    reduce(gradients)
+    grad = gradients.sharded[0].grad
+    assert grad is not None
+    assert grad.dtype == torch.float32
+    assert values(gradients) == [1.0, None], "rounded to even on the way in"
+
+
+def test_forget_drops_everything_but_what_is_at_rest(mesh: DeviceMesh) -> None:
+    """Arrived, copied and carried gradients are gone; `grad` keeps what it has."""
+    _, gradients = pair(mesh, strategy="optim_grads")
+    arrive(gradients, 0, 1.0)
+    gradients.copy_in(None, STREAM)
+    reduce(gradients)
+    arrive(gradients, 0, 10.0)
+    gradients.copy_in(None, STREAM)
+    gradients.reduce(STREAM, final=False)
+    gradients.release_full(STREAM)
+    arrive(gradients, 0, 100.0)
+    gradients.copy_in(None, STREAM)
+    arrive(gradients, 1, 1000.0)
+    gradients.forget(STREAM)
+    assert (gradients.is_pending, gradients.waiting_numel) == (False, 0)
+    assert gradients.unsharded[1].grad is None
+    assert values(gradients) == [1.0, None]
+    arrive(gradients, 1, 5.0)
+    gradients.copy_in(None, STREAM)
+    reduce(gradients)
+    assert values(gradients) == [1.0, 5.0]
+
+
+def test_nonfinite_names(mesh: DeviceMesh) -> None:
+    """NaN and both infinities are named; absent gradients are not."""
+    _, gradients = pair(mesh)
+    names = ["weight", "bias"]
+    assert gradients.nonfinite(names) == []
+    for value in (torch.nan, torch.inf, -torch.inf):
+        arrive(gradients, 1, value)
+        gradients.copy_in(None, STREAM)
+        reduce(gradients)
+        assert gradients.nonfinite(names) == ["bias"]
+        gradients.sharded[1].grad = None
+
+
+def test_kernels_write_into_the_full_buffer(mesh: DeviceMesh) -> None:
+    """An exposed `main_grad` is the parameter's place in the buffer; what lies there is reduced."""
+    _, gradients = pair(mesh)
+    parameter: Any = gradients.unsharded[0]
+    parameter.data = torch.zeros(2, 3)
+    for number, due in ((1, 3.0), (2, 3.0 + 5.0)):
+        gradients.expose({0: 1}, None, STREAM)
+        assert parameter.overwrite_main_grad == (number == 1), "the second pass adds to the first"
+        if number == 1:
+            parameter.main_grad.fill_(3.0)
+        else:
+            parameter.main_grad.add_(5.0)
+        parameter.grad_added_to_main_grad = True
+        parameter.grad = torch.full((2, 3), 99.0)  # a stand-in for autograd
+        gradients.arrived(0)
+        assert parameter.grad is None
+        assert gradients.waiting_numel == 0
+        view = gradients._views[0]
+        assert (view == due).all()
+    reduce(gradients)
+    assert values(gradients) == [8.0, None]

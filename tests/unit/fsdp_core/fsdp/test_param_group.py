@@ -1,0 +1,214 @@
+"""The weight buffers of one group on one rank: which there are, and how they follow each other."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp.param_group import ParamGroup
+from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, batch, local
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class Writes(TorchDispatchMode):
+    """Counts copies and gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.count += name == "aten::copy_" or name.startswith("c10d::")
+        return func(*args, **(kwargs or {}))
+
+
+def group_of(mesh: DeviceMesh, module: nn.Module | None = None, **options: Any) -> ParamGroup:
+    """The group of a unit of one module."""
+    torch.manual_seed(0)
+    wrapped = fully_shard(module or nn.Linear(6, 6), mesh=mesh, **options)
+    (group,) = cast("FSDPModule", wrapped).fsdp_groups
+    return group
+
+
+def gathered(group: ParamGroup, index: int = 0) -> torch.Tensor:
+    """A copy of a gathered parameter."""
+    stream = group._device.current_stream()
+    group.unshard(stream)
+    group.register_unsharded()
+    found = group.unsharded[index].detach().clone()
+    group.reshard(stream)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "numel"),
+    [
+        ("no_shard", torch.float32, None),
+        ("no_shard", torch.bfloat16, 1),
+        ("optim", torch.float32, 1),
+        ("optim", torch.bfloat16, 1),
+        ("optim_grads", torch.bfloat16, 1),
+        ("optim_grads_params", torch.float32, None),
+        ("optim_grads_params", torch.bfloat16, None),
+        (("optim", "optim_grads_params"), torch.float32, 1),
+        (("optim", "optim_grads_params"), torch.bfloat16, 1),
+        (("no_shard", "optim_grads_params"), torch.bfloat16, None),
+        (("no_shard", "no_shard"), torch.float32, None),
+    ],
+)
+def test_which_copies_are_kept(
+    mesh: DeviceMesh, strategy: Any, dtype: torch.dtype, numel: int | None
+) -> None:
+    """A copy for compute is kept where the weight is cut less, or is whole in another dtype."""
+    if not isinstance(strategy, str):
+        mesh = init_device_mesh("cpu", (1, 1))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    group = group_of(mesh, strategy=strategy, mp_policy=policy)
+    if numel is None:
+        assert group.model_weight is None
+    else:
+        assert group.model_weight is not None
+        assert group.model_weight.dtype == dtype
+        assert group.model_weight.numel() == group.layout.total_numel
+    before = local(group.sharded[0].detach()).to(dtype)
+    assert torch.equal(gathered(group), before)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_weights_are_never_moved(mesh: DeviceMesh, strategy: str) -> None:
+    """A weight that is whole at rest is computed with where it lies, in the same memory always."""
+    group = group_of(mesh, strategy=strategy)
+    stream = group._device.current_stream()
+    group.unshard(stream)
+    home = group.main_weight if group.model_weight is None else group.model_weight
+    same = group.unsharded[0].untyped_storage().data_ptr() == home.untyped_storage().data_ptr()
+    assert same == (strategy != "optim_grads_params")
+    group.reshard(stream)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+def test_a_kept_copy_is_made_once_a_change(mesh: DeviceMesh, strategy: str) -> None:
+    """Gathering again without a change in between copies and communicates nothing."""
+    group = group_of(mesh, strategy=strategy, mp_policy=BF16)
+    stream = group._device.current_stream()
+
+    def cost() -> int:
+        writes = Writes()
+        with writes:
+            group.unshard(stream)
+            group.reshard(stream)
+        return writes.count
+
+    assert cost() > 0
+    assert cost() == 0
+    with torch.no_grad():
+        group.sharded[0].add_(1.0)
+    assert cost() > 0
+    assert cost() == 0
+    group.forget_freshness()
+    assert cost() > 0
+
+
+def test_a_change_while_gathered_is_known(mesh: DeviceMesh) -> None:
+    """What is gathered counts as out of date once the main weight is written."""
+    group = group_of(mesh)
+    stream = group._device.current_stream()
+    group.unshard(stream)
+    current = [group.is_current]
+    with torch.no_grad():
+        group.sharded[0].zero_()
+    current.append(group.is_current)
+    group.reshard(stream)
+    group.unshard(stream)
+    current.append(group.is_current)
+    assert current == [True, False, True]
+    assert (group.unsharded[0] == 0).all()
+    group.reshard(stream)
+
+
+def test_registration_follows_the_stage(mesh: DeviceMesh) -> None:
+    """The module holds the gathered parameter only from when the gather was waited for."""
+    module = nn.Linear(6, 6)
+    group = group_of(mesh, module)
+    stream = group._device.current_stream()
+
+    def held() -> str:
+        return "sharded" if module.weight is group.sharded[0] else (
+            "gathered" if module.weight is group.unsharded[0] else "neither")  # fmt: skip
+
+    for _ in range(2):
+        assert held() == "sharded"
+        group.register_unsharded()
+        assert held() == "sharded", "nothing is gathered"
+        group.unshard(stream)
+        group.unshard(stream)
+        assert held() == "sharded", "still being written"
+        group.register_unsharded()
+        assert held() == "gathered"
+        group.reshard(stream)
+        group.reshard(stream)
+    group.unshard(stream)
+    group.reshard(stream)
+    assert held() == "sharded"
+
+
+def test_freezing_at_rest_reaches_compute(mesh: DeviceMesh) -> None:
+    """`requires_grad` set on the parameter at rest holds for the gathered one, both ways."""
+    module = nn.Linear(6, 6)
+    group = group_of(mesh, module)
+    for wanted in (False, True):
+        module.weight.requires_grad_(wanted)
+        gathered(group)
+        assert [p.requires_grad for p in group.unsharded] == [wanted, True]
+
+
+def test_attributes_of_the_parameter_are_carried(mesh: DeviceMesh) -> None:
+    """Marks that somebody set on a parameter are on what the module holds, at rest and gathered."""
+    module: Any = nn.Linear(6, 6)
+    module.weight.no_decay, module.bias.tag = True, ("a", 1)
+    group = group_of(mesh, module)
+    for held in (group.sharded, group.unsharded):
+        assert cast("Any", held[0]).no_decay is True
+        assert cast("Any", held[1]).tag == ("a", 1)
+        assert not hasattr(held[1], "no_decay")
+
+
+@pytest.mark.parametrize("main", [None, torch.float32])
+def test_main_dtype(mesh: DeviceMesh, main: torch.dtype | None) -> None:
+    """Main weights have the dtype asked for, or the one that the parameters had."""
+    module = nn.Linear(6, 6).bfloat16()
+    bits = module.weight.detach().clone()
+    group = group_of(mesh, module, mp_policy=MixedPrecisionPolicy(main_dtype=main))
+    assert group.main_weight.dtype == (main or torch.bfloat16)
+    assert module.weight.dtype == group.main_weight.dtype
+    assert gathered(group).dtype == torch.bfloat16
+    assert torch.equal(gathered(group), bits)
+
+
+def test_padding_is_zero(mesh: DeviceMesh) -> None:
+    """What lies between parameters is zero, so that norms of whole buffers are right."""
+    group = group_of(mesh, nn.Linear(5, 3))
+    covered = torch.zeros(group.layout.total_numel, dtype=torch.bool)
+    for slot in group.layout.slots:
+        covered[slot.offset : slot.offset + slot.numel] = True
+    assert not covered.all()
+    assert (group.main_weight[~covered] == 0).all()
+
+
+def test_noncontiguous_and_0d_parameters(mesh: DeviceMesh) -> None:
+    """A transposed parameter and a scalar keep their values."""
+    module = nn.Linear(6, 4)
+    torch.manual_seed(1)
+    source = torch.randn(6, 4)
+    module.weight = nn.Parameter(source.t())
+    module.register_parameter("gain", nn.Parameter(torch.tensor(2.5)))
+    group = group_of(mesh, module)
+    assert torch.equal(gathered(group, group.names.index("weight")), source.t())
+    assert torch.equal(gathered(group, group.names.index("gain")), torch.tensor(2.5))
+    assert module(batch(1)).shape == (4, 4)
