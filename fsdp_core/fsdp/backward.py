@@ -14,6 +14,7 @@ needed no more, since its gradient comes after all that read it; a frozen one ha
 there is one, or where a nested backward pass may bring more, only the boundary or the end will do.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ class UnitBackward:
         trainable = parameter.requires_grad
         # A frozen parameter may be thawed later; a hook needs requires_grad.
         parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(place))
+        parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, place))
         parameter.requires_grad_(trainable)
         for module, _ in self._unit.groups[place[0]].owned[place[1]].places:
             if getattr(module, "fuse_wgrad_accumulation", False):
@@ -131,7 +132,8 @@ class UnitBackward:
                 group.gradients.expose(uses, self._pool(group), schedule.device.current_stream())
 
     @torch.compiler.disable
-    def _on_gradient(self, place: Place) -> None:
+    def _on_gradient(self, place: Place, parameter: torch.Tensor) -> None:
+        del parameter
         group = self._unit.groups[place[0]]
         if not self.is_open:
             self._open_late(group, place)
@@ -162,8 +164,9 @@ class UnitBackward:
         self.is_open, self._awaited, self._awaits_all = True, set(), False
 
     @torch.compiler.disable
-    def on_boundary(self) -> None:
+    def on_boundary(self, grads: Any) -> None:
         """The gradients of the unit's inputs are there."""
+        del grads
         self._boundary_ahead = False
         if self.is_open and not self._awaited:
             self._close()

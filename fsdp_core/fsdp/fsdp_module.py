@@ -242,10 +242,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ValueError(f"Expected a method {method_name!r} of {type(module).__name__}, got none.")
     method, unit = getattr(module, method_name), module._fsdp_unit
+    pre, post = torch.compiler.disable(unit.pre_forward), torch.compiler.disable(unit.post_forward)
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.pre_forward(args, kwargs)
-        return unit.post_forward(method(*args, **kwargs))
+        args, kwargs = pre(args, kwargs)
+        return post(method(*args, **kwargs))
 
     setattr(module, method_name, wrapped)

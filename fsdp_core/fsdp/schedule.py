@@ -254,6 +254,7 @@ class Schedule:
             self.pool.end_of_pass()
 
 
+@torch.compiler.disable
 def finish(schedule: Schedule) -> None:
     """End of a backward pass.
 

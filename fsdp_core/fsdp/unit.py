@@ -44,6 +44,7 @@ class Unit:
         self.is_prefetched = False
         self.forwards_open = 0
         self._open_inputs: list[list[GradientEdge]] = []
+        self._recomputed_inputs: list[GradientEdge] = []
         self._modules_to_run: set[int] = set()
         self._hook_modules()
         self.backward = UnitBackward(self)
@@ -165,7 +166,12 @@ class Unit:
             elif (following := self.schedule.following(self)) is not None:
                 self.prefetch([following])
         args, kwargs = self._cast_inputs(args, kwargs)
-        self._open_inputs.append(self._hook_inputs((args, kwargs)))
+        edges = self._hook_inputs((args, kwargs))
+        if in_backward():
+            # A recomputation may stop before its end: nothing must pile up.
+            self._recomputed_inputs = edges
+        else:
+            self._open_inputs.append(edges)
         return args, kwargs
 
     def _hook_inputs(self, inputs: Any) -> list[GradientEdge]:
@@ -178,9 +184,9 @@ class Unit:
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
         tensors = [t for t in tensors if t.requires_grad]
         if len(tensors) == 1:
-            tensors[0].register_hook(lambda _: self.backward.on_boundary())
+            tensors[0].register_hook(self.backward.on_boundary)
         elif tensors:
-            register_multi_grad_hook(tensors, lambda _: self.backward.on_boundary(), mode="all")
+            register_multi_grad_hook(tensors, self.backward.on_boundary, mode="all")
         return [get_gradient_edge(t) for t in tensors]
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -194,7 +200,10 @@ class Unit:
 
     def post_forward(self, output: Any) -> Any:
         """After the forward: releases, marks the outputs and casts them."""
-        edges = self._open_inputs.pop() if self._open_inputs else []
+        if in_backward():
+            edges, self._recomputed_inputs = self._recomputed_inputs, []
+        else:
+            edges = self._open_inputs.pop() if self._open_inputs else []
         is_marked = self._hook_output(output, edges)
         if in_backward():
             self.forwards_open = max(self.forwards_open - 1, 0)
@@ -244,6 +253,7 @@ class Unit:
     def end_backward(self) -> None:
         """A backward pass of the root is over."""
         self.backward.end()
+        self._recomputed_inputs = []
         self.forwards_open = 0  # a recomputation stops as soon as it has what it wants
         if self.reshard_after_backward:
             self.reshard()
