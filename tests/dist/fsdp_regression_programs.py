@@ -17,7 +17,7 @@ from tests.dist.fsdp_models import WIDTH, Block, Net, loss_of, net, rows, shard
 from tests.dist.fsdp_parameter_programs import EXTRAS, Awkward
 from tests.dist.fsdp_programs import Training
 from tests.dist.fsdp_races import watching
-from tests.dist.fsdp_sides import api_of, gradients, local, weights
+from tests.dist.fsdp_sides import api_of, gradients, local, plain_values, weights
 
 OURS, PLAIN = "ours", "plain"
 
@@ -27,45 +27,45 @@ def whole_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
-def fresh_weights(strategy: str, how: str, gathered: str) -> dict[str, Any]:
+def fresh_weights(strategy: str, gathered: str) -> list[tuple[Any, Any]]:
     """Weights written while units are gathered: what does the next forward compute with?
 
-    `how` they are written: by an optimizer, through `.data`, by `load_state_dict`. `gathered` how
-    they come to be gathered: `by_hand`, `after_backward`, or `at_rest` (they are not).
+    They are written by an optimizer, through `.data`, or through this rank's rows; `gathered` is
+    how they come to be gathered: `by_hand`, `after_backward`, or `at_rest` (they are not).
     """
-    answers = {}
-    for side in (PLAIN, OURS):
-        mesh, options = whole_mesh(), {"strategy": strategy} if side == OURS else {}
-        training = Training(api_of(side), shard(api_of(side), net(), mesh, **options), mesh)
-        model = training.model
-        if gathered == "after_backward":
-            model.set_reshard_after_backward(False)
-        training.backward(training.forward(0))
-        if gathered == "by_hand":
-            for unit in [*model.blocks, model]:
-                unit.unshard()
-        if how == "optimizer":
-            training.optimizer.step()
-        held = training.optimizer.param_groups[0]["params"]
-        for parameter in held:
-            if how == "data":
-                parameter.data.mul_(0.5)
-            elif how == "local":
-                local(parameter).mul_(0.5)
-        training.optimizer.zero_grad()
-        with torch.no_grad():
-            evaluated = model(rows(5))
-        loss = training.forward(1)
-        training.backward(loss)
+    mesh = whole_mesh()
+    return [
+        (_fresh(PLAIN, mesh, how, gathered), _fresh(OURS, mesh, how, gathered, strategy=strategy))
+        for how in ("optimizer", "data", "local")
+    ]
+
+
+def _fresh(side: str, mesh: DeviceMesh, how: str, gathered: str, **options: Any) -> dict[str, Any]:
+    training = Training(api_of(side), shard(api_of(side), net(), mesh, **options), mesh)
+    model = training.model
+    if gathered == "after_backward":
+        model.set_reshard_after_backward(False)
+    training.backward(training.forward(0))
+    if gathered == "by_hand":
         for unit in [*model.blocks, model]:
-            unit.reshard()
-        answers[side] = {
-            "evaluated": evaluated,
-            "loss": loss,
-            "grads": gradients(model, mesh),
-            "weights": weights(model, mesh),
-        }
-    return answers
+            unit.unshard()
+    if how == "optimizer":
+        training.optimizer.step()
+    for parameter in training.optimizer.param_groups[0]["params"]:
+        if how == "data":
+            parameter.data.mul_(0.5)
+        elif how == "local":
+            local(parameter).mul_(0.5)
+    training.optimizer.zero_grad()
+    with torch.no_grad():
+        evaluated = plain_values(model(rows(5)))
+    loss = training.forward(1)
+    training.backward(loss)
+    for unit in [*model.blocks, model]:
+        unit.reshard()
+    grads = plain_values(gradients(model, mesh))
+    found = {"evaluated": evaluated, "loss": loss.detach(), "grads": grads}
+    return found | {"weights": plain_values(weights(model, mesh))}
 
 
 def races(options: dict[str, Any], what: str, shape: tuple[int, ...] = ()) -> dict[str, Any]:
