@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.config import DataConfig, FsdpConfig, ModelConfig, OptimConfig, TrainConfig
+from fsdp_core.config import (
+    STRATEGIES,
+    DataConfig,
+    FsdpConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
@@ -66,7 +73,7 @@ def plain_training(chosen: TrainConfig) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_plain_torch_does(mesh: DeviceMesh, strategy: str) -> None:
     """Losses and norms of five clipped steps follow a loop that shares no optimizer with ours."""
     chosen = config(
@@ -106,6 +113,15 @@ def test_wrapping_leaves_the_initial_bits(mesh: DeviceMesh) -> None:
     assert set(names) == set(plain)
     for name, tensor in zip(names, tensors, strict=True):
         assert torch.equal(tensor, plain[name]), name
+
+
+def test_a_parameter_without_gradient_is_refused(mesh: DeviceMesh) -> None:
+    """A kept gradient of the step before must not update a parameter that got none in this one."""
+    trainer = Trainer(config(), mesh, Device("cpu"))
+    trainer.step(0)
+    trainer.model.norm.register_forward_hook(lambda module, args, out: args[0])
+    with pytest.raises(RuntimeError, match=r"Expected a gradient of norm\.weight, got none"):
+        trainer.step(1)
 
 
 def test_every_long_lived_tensor_has_a_name(mesh: DeviceMesh) -> None:

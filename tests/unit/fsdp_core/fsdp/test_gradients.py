@@ -87,6 +87,7 @@ def test_arrival_copy_and_reduction(mesh: DeviceMesh) -> None:
     assert (gradients.waiting_numel, gradients.is_pending) == (0, True)
     assert gradients.unsharded[0].grad is None
     arrive(gradients, 0, 3.0)
+    gradients.copy_in(None, STREAM)
     arrive(gradients, 1, 7.0)
     gradients.copy_in(None, STREAM)
     assert values(gradients) == [None, None]

@@ -26,6 +26,8 @@ def test_only_floating_point_tensors_are_cast() -> None:
     assert (cast["b"].values.dtype, cast["b"].number) == (torch.bfloat16, 3)
     assert cast["c"][0] is flags
     assert cast["c"][1:] == (None, "x")
+    assert cast_floats(ints, torch.bfloat16) is ints
+    assert cast_floats(floats, torch.bfloat16).dtype == torch.bfloat16
     assert tree["a"][0] is floats, "the caller's containers are not changed"
 
 
