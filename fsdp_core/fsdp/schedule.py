@@ -82,7 +82,7 @@ class Schedule:
         self._reductions: list[_Reduction] = []
         self._visits: list[Unit] = []
         self._left: list[Unit] = []
-        self._in_pass = False
+        self._in_pass, self._trains = False, True
         self._plans: dict[bool, list[Unit]] = {True: [], False: []}
         self._backward_order: list[Unit] = []
         self._final: weakref.ref[Callable[[], None]] | None = None
@@ -125,6 +125,8 @@ class Schedule:
         if unit is self.root:
             self.recover()
             self._visits, self._left, self._in_pass = [], [], True
+            # The root's word: a reentrant checkpoint turns gradients off for the units inside.
+            self._trains = torch.is_grad_enabled()
         if self._in_pass:
             self._visits.append(unit)
         unit.is_prefetched = False
@@ -132,7 +134,7 @@ class Schedule:
 
     def following(self, unit: "Unit") -> "Unit | None":
         """The unit that entered next in the last pass of this kind, if that pass is being kept."""
-        plan, place = self._plans[torch.is_grad_enabled()], len(self._visits)
+        plan, place = self._plans[self._trains], len(self._visits)
         if not self._in_pass or place >= len(plan) or plan[place - 1] is not unit:
             return None
         return plan[place]
@@ -140,24 +142,22 @@ class Schedule:
     def leave(self, unit: "Unit") -> bool:
         """A forward has ended; whether backward begins with this unit, which so stays gathered."""
         unit.forwards_open = max(unit.forwards_open - 1, 0)
-        trains = torch.is_grad_enabled()
-        if unit is self.root and self._in_pass:
-            self._end_forward_pass(unit, trains=trains)
-            return False
         self._left.append(unit)
-        plan = self._plans[True]
-        return trains and self._in_pass and len(self._visits) == len(plan) and plan[-1] is unit
+        if unit is self.root and self._in_pass:
+            self._end_forward_pass()
+            return False
+        plan, is_recorded = self._plans[True], self._in_pass and self._trains
+        return is_recorded and len(self._visits) == len(plan) and plan[-1] is unit
 
-    def _end_forward_pass(self, root: "Unit", *, trains: bool) -> None:
-        self._left.append(root)
+    def _end_forward_pass(self) -> None:
         self._in_pass = False
-        self._plans[trains] = self._visits
+        self._plans[self._trains] = self._visits
         for unit in self.units:
             # Gathered for nothing; or nothing may stay, since a replayed graph may change weights
             # unseen before the next pass.
-            if unit.is_prefetched or not trains:
+            if unit.is_prefetched or not self._trains:
                 unit.reshard()
-        if trains:
+        if self._trains:
             self._backward_order = list(dict.fromkeys(reversed(self._left)))
         else:
             self.end_of_pass()
