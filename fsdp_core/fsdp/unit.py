@@ -16,6 +16,9 @@ from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.precision import MixedPrecisionPolicy, cast_floats
 from fsdp_core.fsdp.schedule import Schedule, in_backward, profiled
 
+_NOT_COMPILED = "FSDP gathers or releases here: compile the modules of units, or without fullgraph"
+"""What the compiler says where it meets the hooks on its way into a unit."""
+
 
 class Unit:
     """A module, or several, whose own parameters are gathered and reduced together."""
@@ -56,7 +59,7 @@ class Unit:
             module.register_forward_pre_hook(self._on_pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._on_post_forward, with_kwargs=True)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_NOT_COMPILED)
     def _on_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The unit's forward begins with the first of its modules."""
         del module
@@ -66,7 +69,7 @@ class Unit:
             self._modules_to_run = {id(m) for m in self.modules}
         return self.pre_forward(args, kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_NOT_COMPILED)
     def _on_post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The unit's forward ends with the last of its modules."""
         del args, kwargs
