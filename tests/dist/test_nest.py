@@ -2,15 +2,18 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_core.config import STRATEGIES
+from fsdp_core.config import STRATEGIES, ParallelConfig
+from fsdp_core.device import Device
 from fsdp_core.fsdp.collectives import Nest
 from fsdp_core.fsdp.placement import placements_of
+from fsdp_core.mesh import build_mesh
 from tests.dist.rank_pool import RankPool
 
 TOTAL = 24
@@ -143,3 +146,16 @@ def test_what_is_not_cut_is_replicated(warm_ranks: RankPool) -> None:
         for names, sizes in zip(LAYOUTS[2, 2], rank, strict=True):
             placements = placements_of(names, 2)
             assert (sizes[-1] if sizes else 1) * 2 ** len(placements.nest) == 4, names
+
+
+def outer_mesh() -> tuple[Any, Any, Any]:
+    """Axes, shape and this rank's place of a layout of two outer groups of one rank."""
+    mesh = build_mesh(ParallelConfig(dp=1, dp_outer=2), Device("cpu"))
+    return mesh.mesh_dim_names, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
+
+
+def test_the_outer_axis_comes_first(warm_ranks: RankPool) -> None:
+    """Ranks of an inner group are neighbours, as GPUs of a node are; outer groups are far apart."""
+    names = ("dp_outer", "dp")
+    expected = [(names, (2, 1), (0, 0)), (names, (2, 1), (1, 0))]
+    assert warm_ranks.run(outer_mesh, world_size=2) == expected
