@@ -1,35 +1,24 @@
 """Clip gradients by their total norm, over parameters that are sharded in different ways.
 
     gradients -> groups of one (mesh, cutting axes) -> local norms, foreach
-      -> sum of powers (or maximum) of the group's rows here
-      -> gathered over each cutting axis, combined in rank order -> total -> scale in place
+      -> total power of each group over its ranks (see `row_reductions`) -> total -> scale in place
 
-torch's own `clip_grad_norm_` works on one mesh at a time, and needs a gradient object on every rank
-for every parameter. Here which collectives run follows from the parameters alone, so a rank that
-has no rows, hence no gradient, still takes part. Ranks exchange their results and every rank does
-the same sums in the same order, so all get the same bits whatever algorithm a backend chooses.
-Nothing waits for the device, so the whole may be captured into a CUDA graph.
+torch's own `clip_grad_norm_` works on one mesh at a time, and needs a gradient on every rank. Here
+which collectives run follows from the parameters alone, so a rank that has no rows, hence no
+gradient, still takes part. Nothing waits for the device, so the whole may be captured into a CUDA
+graph.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fsdp_core.fsdp.collectives import all_gather
+from fsdp_core.fsdp.row_reductions import combine_powers, norm_of, total_power
 from fsdp_core.fsdp.row_sharded import RowSharded
 
-
-@dataclass
-class _Group:
-    """Gradients cut over the same axes of the same mesh: `pieces` are this rank's parts."""
-
-    mesh: DeviceMesh | None
-    axes: tuple[int, ...]
-    pieces: list[torch.Tensor] = field(default_factory=list)
+_Layout = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 @torch.no_grad()
@@ -52,11 +41,11 @@ def clip_grad_norm_(
         max_norm: the largest total norm that is left as it is.
         norm_type: p > 0, inf included.
         error_if_nonfinite: raise if the norm is not finite; waits for the device.
-        foreach: False takes one kernel a gradient.
+        foreach: taken for torch's sake; torch's foreach operators know when to go one by one.
 
     Returns:
         The norm before clipping, 0-d, the same bits on every rank: float32, or float64 where any
-        gradient is.
+        parameter is.
 
     Raises:
         ValueError: `norm_type` is not positive, or a gradient is laid out otherwise than its
@@ -71,28 +60,31 @@ def clip_grad_norm_(
     if not listed:
         return torch.tensor(0.0)
     groups = _groups(listed)
-    device = next((t.device for g in groups for t in g.pieces), listed[0].device)
-    parts = [_group_power(group, order, device, foreach is not False) for group in groups]
-    combined = _combine(torch.stack(parts), order)
-    total = combined if math.isinf(order) else combined.pow(1.0 / order)
-    if all(piece.dtype != torch.float64 for group in groups for piece in group.pieces):
+    device = next((t.device for pieces in groups.values() for t in pieces), listed[0].device)
+    powers = []
+    for (mesh, axes), pieces in groups.items():
+        norms = _norms(pieces, order, device) or [torch.zeros((), device=device)]
+        powers.append(total_power(norms, order, mesh, axes))
+    total = norm_of(combine_powers(torch.stack(powers), order), order)
+    if all(parameter.dtype != torch.float64 for parameter in listed):
         total = total.float()
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"Expected a finite gradient norm of order {order}, got {total.item()}; pass "
             "error_if_nonfinite=False to scale by it all the same."
         )
-    _scale(groups, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach is not False)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for alike in _alike([piece for pieces in groups.values() for piece in pieces]):
+        torch._foreach_mul_(alike, factor.to(alike[0].device))
     return total
 
 
-def _groups(parameters: list[torch.Tensor]) -> list[_Group]:
-    """Gradients by layout, in the order in which the parameters first show each layout."""
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], _Group] = {}
+def _groups(parameters: list[torch.Tensor]) -> dict[_Layout, list[torch.Tensor]]:
+    """This rank's parts of gradients by layout, as the parameters first show each layout."""
+    groups: dict[_Layout, list[torch.Tensor]] = {}
     for parameter in parameters:
-        key = _layout(parameter)
-        group = groups.setdefault(key, _Group(*key))
-        grad = parameter.grad
+        key, grad = _layout(parameter), parameter.grad
+        pieces = groups.setdefault(key, [])
         if grad is None:
             continue
         if _layout(grad) != key:
@@ -101,11 +93,11 @@ def _groups(parameters: list[torch.Tensor]) -> list[_Group]:
             )
         local = grad.to_local() if isinstance(grad, (RowSharded, DTensor)) else grad
         if local.numel():
-            group.pieces.append(local)
-    return list(groups.values())
+            pieces.append(local)
+    return groups
 
 
-def _layout(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+def _layout(tensor: torch.Tensor) -> _Layout:
     """The mesh and its axes over which parts of a tensor differ; None and () for a plain tensor."""
     if isinstance(tensor, RowSharded):
         return tensor.device_mesh, tensor.row_spec.axes
@@ -120,66 +112,16 @@ def _layout(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     return tensor.device_mesh, tuple(cut)
 
 
-def _group_power(
-    group: _Group,
-    order: float,
-    device: torch.device,
-    foreach: bool,  # noqa: FBT001  (private)
-) -> torch.Tensor:
-    """Sum of |x|^p (max of |x|) over all elements of a group, on every rank: float64, 0-d.
-
-    In float64 the powers of float32 norms neither overflow nor round to zero.
-    """
-    part = torch.zeros((), dtype=torch.float64, device=device)
-    if group.pieces:
-        norms = [
-            torch.stack(_norms(pieces, order, foreach)).to(device, torch.float64)
-            for pieces in _by_device_and_dtype(group.pieces)
-        ]
-        part = _combine(_power(torch.cat(norms), order), order)
-    for axis in reversed(group.axes):
-        assert group.mesh is not None
-        parts = part.new_empty(group.mesh.size(axis))
-        all_gather(parts, part.reshape(1), group.mesh.get_group(axis))
-        part = _combine(parts, order)
-    return part
+def _norms(pieces: list[torch.Tensor], order: float, device: torch.device) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for alike in _alike(pieces):
+        wide = torch.promote_types(alike[0].dtype, torch.float32)
+        found += [norm.to(device) for norm in torch._foreach_norm(alike, order, dtype=wide)]
+    return found
 
 
-def _norms(
-    pieces: list[torch.Tensor],
-    order: float,
-    foreach: bool,  # noqa: FBT001  (private)
-) -> list[torch.Tensor]:
-    wide = torch.float64 if pieces[0].dtype == torch.float64 else torch.float32
-    if foreach:
-        return list(torch._foreach_norm(pieces, order, dtype=wide))
-    return [torch.linalg.vector_norm(piece, order, dtype=wide) for piece in pieces]
-
-
-def _power(norms: torch.Tensor, order: float) -> torch.Tensor:
-    return norms if math.isinf(order) else norms.pow(order)
-
-
-def _combine(parts: torch.Tensor, order: float) -> torch.Tensor:
-    """Total of parts [n]. amax keeps NaN, as torch's inf norm does."""
-    return parts.amax() if math.isinf(order) else parts.sum()
-
-
-def _scale(
-    groups: list[_Group],
-    factor: torch.Tensor,
-    foreach: bool,  # noqa: FBT001  (private)
-) -> None:
-    for pieces in _by_device_and_dtype([piece for group in groups for piece in group.pieces]):
-        here = factor.to(pieces[0].device)
-        if foreach:
-            torch._foreach_mul_(pieces, here)
-        else:
-            for piece in pieces:
-                piece.mul_(here)
-
-
-def _by_device_and_dtype(pieces: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _alike(pieces: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """By device and dtype, as fast foreach kernels need them."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for piece in pieces:
         alike.setdefault((piece.device, piece.dtype), []).append(piece)
