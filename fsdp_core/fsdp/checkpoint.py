@@ -18,6 +18,7 @@ same folder is refused. What fails on one rank raises on all of them.
 """
 
 import contextlib
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -172,7 +173,7 @@ def save_async(
         job.writer.release()
         raise
     assert isinstance(future, Future)
-    future.add_done_callback(lambda _: job.writer.release())
+    future.add_done_callback(job.end)
     pending = PendingSave(job, future)
     _unsettled.append(pending)
     return pending
@@ -251,23 +252,25 @@ class _Ranks:
         except CheckpointException as error:
             failures = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
             rank, cause = next(iter(failures.items()))
-            where = f"rank {rank}" if len(failures) == 1 else f"ranks {list(failures)}, {rank} with"
+            where = f"rank {rank}" if len(failures) == 1 else f"ranks {list(failures)}, on {rank}"
             kind = ValueError if isinstance(cause, ValueError) else CheckpointError
-            text = f"{self.doing} failed on {where} {type(cause).__name__}: {cause}"
+            text = f"{self.doing} failed on {where} with {type(cause).__name__}: {cause}"
             raise kind(text) from error
         except RuntimeError as error:
             # What a rank does itself comes as above: this is the talking that failed.
-            self._leave()
-            raise CheckpointError(
-                f"{self.doing} failed: another rank died or did not answer in time: {error}"
-            ) from error
+            text = f"{self.doing} failed: another rank died or did not answer in time: {error}"
+            self.leave(error)
+            raise CheckpointError(text) from error
 
-    def _leave(self) -> None:
-        """Give up the own group, so that ranks that wait for this one learn of it at once."""
-        for world, own in list(_own_groups.items()):
-            if own is self.group:
-                del _own_groups[world]
-                own.abort()
+    def leave(self, error: BaseException) -> None:
+        """Close the own group, so that ranks that wait for this one learn of it at once."""
+        if self.group is not None and self.group in _own_groups.values():
+            own, self.group, self.wrapper.group = self.group, None, None
+            self.options.clear()
+            _own_groups.clear()
+            # Connections close with the last reference: where the error came by, there are some.
+            traceback.clear_frames(error.__traceback__)
+            dist.destroy_process_group(own)
 
 
 def _own_group() -> dist.ProcessGroup:
@@ -293,10 +296,19 @@ class _Save:
         self.step = step
         self.ranks = _Ranks(f"Saving step {step} into {folder}", group)
         self.writer = StepWriter(Path(folder), step, keep)
-        self.options = self.ranks.options | {
-            "storage_writer": self.writer,
-            "planner": DefaultSavePlanner(flatten_state_dict=False),
-        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of DCP's functions. Made anew, so that nothing here holds the group."""
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        return self.ranks.options | {"storage_writer": self.writer, "planner": planner}
+
+    def end(self, future: "Future[Any]") -> None:
+        """What follows an asynchronous save, in its thread, whether or not anybody waits."""
+        self.writer.release()
+        error = future.exception()
+        if isinstance(error, RuntimeError):
+            self.ranks.leave(error)
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any

@@ -227,7 +227,8 @@ class StepWriter(FileSystemWriter):
             self._lock = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Leave it: what asynchronous saves are given is a copy already."""
+        """Leave it: what asynchronous saves are given is a copy on the CPU already."""
+        self.per_thread_copy_ahead = 0  # so the thread that writes touches no CUDA stream
         return state_dict
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -48,6 +48,21 @@ def test_a_checkpoint_loads_into_other_layouts_bit_for_bit(
             assert differences(saved[source][1], state) == [], source
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "NAdam", "ASGD"])
+def test_states_of_any_optimizer_load_into_other_layouts(
+    warm_ranks: RankPool, tmp_path: Path, optimizer: str
+) -> None:
+    """Cut and single states alike, of matrices and of numbers, both ways."""
+    folder, back = str(tmp_path / "cut"), str(tmp_path / "whole")
+    expected = warm_ranks.run(programs.train_and_save, folder, "params", optimizer, world_size=4)[0]
+    whole = warm_ranks.run(programs.train_and_save, back, "plain", optimizer, world_size=1)[0]
+    for layout in ("plain", "optim"):
+        for rank in warm_ranks.run(
+            programs.load_each, [folder, back], layout, optimizer, world_size=world_of(layout)
+        ):
+            assert differences([expected, whole], [state for _, _, state in rank]) == []
+
+
 CONTINUED = [("AdamW", name) for name in ("plain", "no_shard", "optim", "params", "hfsdp")]
 CONTINUED += [(name, "params") for name in OPTIMIZERS if name != "AdamW"]
 
@@ -156,9 +171,11 @@ def test_a_failure_on_one_rank_is_known_to_all(
         assert found["after"] == [".lock", "step-00000001", "step-00000002"]
 
 
+WORLD = 4
 DEATHS = {
     "rank writing": ([1], "writing", 1),
-    "all writing": ([0, 1, 2], "writing", 1),
+    "rank writing asynchronously": ([1], "writing", 1),
+    "all writing": ([0, 1, 2, 3], "writing", 1),
     "coordinator renaming": ([0], "renaming", 1),
     "coordinator removing the oldest": ([0], "removing", 2),
 }
@@ -172,18 +189,20 @@ def test_a_killed_rank_leaves_the_last_checkpoint(
     victims, where, left = DEATHS[death]
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", programs.__name__])
-    pipes = [context.Pipe() for _ in range(3)]
+    pipes = [context.Pipe() for _ in range(WORLD)]
     processes = [
         context.Process(
-            target=programs.die, args=(rank, str(tmp_path), victims, where, pipes[rank][1])
+            target=programs.die,
+            args=(rank, WORLD, str(tmp_path), victims, (where, "async" in death), pipes[rank][1]),
+            daemon=True,
         )
-        for rank in range(3)
+        for rank in range(WORLD)
     ]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
         process.start()
         theirs.close()
-    states = []
-    for rank in range(3):
+    states: list[Any] = []
+    for rank in range(WORLD):
         ours = pipes[rank][0]
         states = [pickle.loads(ours.recv_bytes()) for _ in range(2)]
         if rank in victims:
