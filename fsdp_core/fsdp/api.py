@@ -5,6 +5,7 @@ Signature and methods are torch FSDP2's, so code written for it runs with anothe
 DESIGN.md beside this package.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -79,22 +80,22 @@ def fully_shard(
     device = Device(mesh.device_type, torch.cuda.current_device() if _on_cuda(mesh) else 0)
     chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
     nest = Nest(mesh, placements or placements_of(strategy, mesh.ndim))
-    for held in owned:
-        setattr(held.current, _HELD, True)
-    groups = [
-        ParamGroup(
-            part, nest=nest, device=device, pool=chosen, dtypes=dtypes, keep_grads=keep_grads
-        )
-        for dtypes, part in _partition(owned, policy).items()
-    ]
+    make = functools.partial(
+        ParamGroup, nest=nest, device=device, pool=chosen, keep_grads=keep_grads
+    )
+    groups = [make(part, dtypes=dtypes) for dtypes, part in _partition(owned, policy).items()]
     unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
     _adopt(unit, inner, Schedule(unit, device, chosen, _overlap(overlap)))
     for each in modules:
-        _move_buffers(each, device)
-        each.__class__ = fsdp_class(cast("Any", type(each)))
-        cast("FSDPModule", each)._fsdp_unit = unit
+        _become_unit(each, unit, device)
     _name_units(modules, unit.schedule)
     return module
+
+
+def _become_unit(module: nn.Module, unit: Unit, device: Device) -> None:
+    _move_buffers(module, device)
+    module.__class__ = fsdp_class(cast("Any", type(module)))
+    cast("FSDPModule", module)._fsdp_unit = unit
 
 
 def _refuse(shard_placement_fn: object, offload_policy: object, reshard: object) -> None:
@@ -187,9 +188,10 @@ def _own_modules(top: nn.Module) -> list[nn.Module]:
 
 
 def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDtypes, list[Owned]]:
-    """A group of parameters for each set of dtypes that the policy gives them."""
+    """A group of parameters for each set of dtypes that the policy gives them; marks them held."""
     groups: dict[GroupDtypes, list[Owned]] = {}
     for held in owned:
+        setattr(held.current, _HELD, True)
         dtype = held.current.dtype
         compute = policy.param_dtype or dtype
         dtypes = GroupDtypes(
