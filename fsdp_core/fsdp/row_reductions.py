@@ -22,26 +22,35 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_core.fsdp.collectives import all_gather
 
-Handler = Callable[[type[Any], "Plan", Sequence[Any], dict[str, Any]], Any]
+Handler = Callable[["Plan", Sequence[Any], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one operator runs. `writes`: positions, or names of keywords, that it writes to."""
+    """How one operator runs on tensors of the row-sharded type `cls`.
 
+    Attributes:
+        cls: the type.
+        func: the operator.
+        handler: what runs it.
+        writes: positions, or names of keywords, that it writes to.
+    """
+
+    cls: type[Any]
     func: Any
     handler: Handler
     writes: tuple[int | str, ...]
 
+    def refuse(self, why: str = "") -> NoReturn:
+        """Raise NotImplementedError, naming the operator and what to do instead."""
+        raise NotImplementedError(
+            f"{self.func} does not work on {self.cls.__name__} tensors{why}: use .full_tensor() "
+            "of it, or .to_local() for this rank's rows."
+        )
 
-def refuse(
-    cls: type[Any], plan: Plan, args: Sequence[Any], kwargs: dict[str, Any], why: str = ""
-) -> NoReturn:
-    """Raise NotImplementedError, naming the operator and what to do instead."""
-    raise NotImplementedError(
-        f"{plan.func} does not work on {cls.__name__} tensors{why}: use .full_tensor() of it, or "
-        ".to_local() for this rank's rows."
-    )
+    def refused(self, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
+        """The handler of operators that have none."""
+        self.refuse()
 
 
 # --- over ranks -------------------------------------------------------------------------------
@@ -109,21 +118,18 @@ class PendingNorm(torch.Tensor):
     them in a stack, norms that are the same on every rank count once: plain 0-d tensors, and those
     of tensors that no axis cuts. Any other operator on a 0-d one reduces it first, a collective.
 
-    A rank that has no gradient at all never gets here, and the others would wait for it in vain:
-    `fsdp_core.fsdp.clip.clip_grad_norm_` follows parameters, not gradients, and has no such limit.
+    A rank without any gradient that an axis cuts takes no part, and the others would wait for it in
+    vain: `fsdp_core.fsdp.clip.clip_grad_norm_` follows parameters, not gradients, and has no such
+    limit. It also scales plain gradients one by one, which torch's cannot by a DTensor.
 
     Attributes:
-        order: p > 0, inf, or 0 for counts of elements.
-        mesh: of the tensors.
-        axes: mesh axes that cut them, coarsest first.
+        kind: order, which is p > 0, inf, or 0 for counts of elements; mesh of the tensors; and
+            the mesh axes that cut them, coarsest first.
         parts: norms of rows that lie here, 0-d.
         once: norms that are the same on every rank, 0-d.
     """
 
-    __slots__ = ("axes", "mesh", "once", "order", "parts")
-    order: float
-    mesh: DeviceMesh
-    axes: tuple[int, ...]
+    kind: tuple[float, DeviceMesh, tuple[int, ...]]
     parts: list[torch.Tensor]
     once: list[torch.Tensor]
 
@@ -132,7 +138,7 @@ class PendingNorm(torch.Tensor):
     @staticmethod
     def make(
         parts: list[torch.Tensor],
-        layout: tuple[float, DeviceMesh, tuple[int, ...]],
+        kind: tuple[float, DeviceMesh, tuple[int, ...]],
         once: Sequence[torch.Tensor] | None = None,
     ) -> "PendingNorm":
         """One norm whose part here is `parts[0]`, or, with `once`, a stack of all of them."""
@@ -143,17 +149,17 @@ class PendingNorm(torch.Tensor):
             dtype=functools.reduce(torch.promote_types, (value.dtype for value in values)),
             device=values[0].device,
         )
-        self.parts, self.once = parts, list(once or ())
-        self.order, self.mesh, self.axes = layout
+        self.parts, self.once, self.kind = parts, list(once or ()), kind
         return self
 
     def reduced(self) -> DTensor:
         """The norm of all, replicated on every axis of the mesh: a collective over `axes`."""
-        powers = [total_power(self.parts, self.order, self.mesh, self.axes)] if self.parts else []
+        order, mesh, axes = self.kind
+        powers = [total_power(self.parts, order, mesh, axes)] if self.parts else []
         if self.once:
-            powers.append(total_power(self.once, self.order, None, ()))
-        total = norm_of(combine_powers(torch.stack(powers), self.order), self.order)
-        return _replicated(total.to(self.dtype), self.mesh)
+            powers.append(total_power(self.once, order, None, ()))
+        total = norm_of(combine_powers(torch.stack(powers), order), order)
+        return _replicated(total.to(self.dtype), mesh)
 
     def full_tensor(self) -> torch.Tensor:
         """The norm of all, plain: a collective over `axes`."""
@@ -162,7 +168,7 @@ class PendingNorm(torch.Tensor):
         return whole
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PendingNorm(order={self.order}, axes={self.axes}, parts={self.parts})"
+        return f"PendingNorm(kind={self.kind}, parts={self.parts}, once={self.once})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -173,11 +179,12 @@ class PendingNorm(torch.Tensor):
             return _stack(args[0])
         if name == "aten::_to_copy" and not args[0].ndim:
             moved = [func(part, **kwargs) for part in args[0].parts]
-            return PendingNorm.make(moved, _layout(args[0]))
+            return PendingNorm.make(moved, args[0].kind)
         if name == "aten::linalg_vector_norm" and args[0].ndim:
             order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-            if order != args[0].order or order == 0 or len(args) > 2 or kwargs:
-                raise _unmixable(f"their own order {args[0].order}, not 0", f"{order}, {kwargs}")
+            own = args[0].kind[0]
+            if order != own or order == 0 or len(args) > 2 or kwargs:
+                raise _unmixable(f"their own order {own}, not 0", f"{order}, {kwargs}")
             return args[0].reduced()
 
         def scalar(norm: PendingNorm) -> DTensor:
@@ -189,10 +196,6 @@ class PendingNorm(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _layout(norm: PendingNorm) -> tuple[float, DeviceMesh, tuple[int, ...]]:
-    return norm.order, norm.mesh, norm.axes
-
-
 def _unmixable(expected: str, got: object) -> NotImplementedError:
     return NotImplementedError(
         f"Expected norms of sharded gradients to meet in {expected}, got {got}: use "
@@ -201,27 +204,24 @@ def _unmixable(expected: str, got: object) -> NotImplementedError:
 
 
 def _stack(norms: Sequence[Any]) -> PendingNorm:
-    pending = [norm for norm in norms if isinstance(norm, PendingNorm)]
-    layout = max((_layout(norm) for norm in pending), key=lambda layout: len(layout[2]))
+    kinds = (norm.kind for norm in norms if isinstance(norm, PendingNorm))
+    kind = max(kinds, key=lambda kind: len(kind[2]))
     parts: list[torch.Tensor] = []
     once: list[torch.Tensor] = []
     for norm in norms:
-        is_pending = isinstance(norm, PendingNorm)
-        known = (
-            _layout(norm) in (layout, (*layout[:2], ()))
-            if is_pending
-            else type(norm) is torch.Tensor
-        )
-        if not known or norm.ndim:
-            raise _unmixable(f"one order, mesh and axes {layout}", norm)
-        if is_pending:
-            (parts if norm.axes else once).append(norm.parts[0])
-        else:
+        known = norm.kind if isinstance(norm, PendingNorm) else None
+        if known == kind and not norm.ndim:
+            parts += norm.parts
+        elif known == (*kind[:2], ()) and not norm.ndim:
+            once += norm.parts
+        elif type(norm) is torch.Tensor and not norm.ndim:
             once.append(norm)
-    return PendingNorm.make(parts, layout, once)
+        else:
+            raise _unmixable(f"one order, mesh and axes {kind}", norm)
+    return PendingNorm.make(parts, kind, once)
 
 
-def _norm(cls: type[Any], plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _norm(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Norms of tensors of a list, or of one tensor over all of it."""
     is_list = plan.func._schema.name == "aten::_foreach_norm"
     names = ("self", "ord", "dtype") if is_list else ("self", "ord", "dim", "keepdim")
@@ -229,27 +229,25 @@ def _norm(cls: type[Any], plan: Plan, args: Sequence[Any], kwargs: dict[str, Any
     order, dtype = float(given.get("ord", 2)), given.get("dtype")
     tensors = given["self"] if is_list else [given["self"]]
     if not is_list:
-        _check_whole(cls, plan, tensors[0], given)
+        _check_whole(plan, tensors[0], given)
     if not order >= 0 or "out" in given:
-        refuse(cls, plan, (), {}, f" for order {order} or with out")
-    pieces = [t._local_tensor if type(t) is cls else t for t in tensors]
-    some = [piece for piece in pieces if piece.numel()]
-    norms = iter(torch._foreach_norm(some, order, dtype=dtype) if some else ())
-    out = []
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        # 0 of a piece without elements, where torch's inf norm would raise.
-        norm = next(norms) if piece.numel() else torch.linalg.vector_norm(piece, 2, dtype=dtype)
-        if type(tensor) is cls:
-            norm = PendingNorm.make([norm], (order, tensor.row_spec.mesh, tensor.row_spec.axes))
-        out.append(norm)
-    return out if is_list else out[0]
+        plan.refuse(f" for order {order} or with out")
+    pieces = [t._local_tensor if type(t) is plan.cls else t for t in tensors]
+    # Where there are no elements torch's inf norm would raise.
+    some = [piece if piece.numel() else piece.new_zeros(1) for piece in pieces]
+    norms: list[Any] = list(torch._foreach_norm(some, order, dtype=dtype))
+    for index, tensor in enumerate(tensors):
+        if type(tensor) is plan.cls:
+            kind = (order, tensor.row_spec.mesh, tensor.row_spec.axes)
+            norms[index] = PendingNorm.make([norms[index]], kind)
+    return norms if is_list else norms[0]
 
 
-def _total(cls: type[Any], plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _total(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Sum, any or all of a whole tensor."""
     given = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
     tensor = given["self"]
-    _check_whole(cls, plan, tensor, given)
+    _check_whole(plan, tensor, given)
     combine = getattr(torch, plan.func._schema.name.removeprefix("aten::"))
     options = {"dtype": given["dtype"]} if "dtype" in given else {}
     part = combine(tensor._local_tensor, **options)
@@ -257,15 +255,16 @@ def _total(cls: type[Any], plan: Plan, args: Sequence[Any], kwargs: dict[str, An
     return _replicated(over_ranks(part, spec.mesh, spec.axes, combine), spec.mesh)
 
 
-def _check_whole(cls: type[Any], plan: Plan, tensor: Any, given: dict[str, Any]) -> None:
+def _check_whole(plan: Plan, tensor: Any, given: dict[str, Any]) -> None:
     """Raise unless a reduction goes over all dims and to a scalar."""
     dim = given.get("dim")
-    dims: Sequence[int] = dim if isinstance(dim, (list, tuple)) else [] if dim is None else [dim]
-    dims = dims or range(tensor.ndim)
-    if {d % max(tensor.ndim, 1) for d in dims} != set(range(tensor.ndim)) or given.get("keepdim"):
-        refuse(cls, plan, (), {}, " over some dims only, or keeping them")
-    if "out" in given or type(tensor) is not cls:
-        refuse(cls, plan, (), {}, " with out")
+    dims = dim if isinstance(dim, (list, tuple)) else [] if dim is None else [dim]
+    if {d % max(tensor.ndim, 1) for d in dims or range(tensor.ndim)} != set(
+        range(tensor.ndim)
+    ) or given.get("keepdim"):
+        plan.refuse(" over some dims only, or keeping them")
+    if "out" in given or type(tensor) is not plan.cls:
+        plan.refuse(" with out")
 
 
 REDUCTIONS: dict[str, Handler] = {

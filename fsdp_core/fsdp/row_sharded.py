@@ -35,31 +35,11 @@ from fsdp_core.fsdp.row_spec import RowShard, RowSpec, gather_rows
 __all__ = ["RowShard", "RowSharded", "RowSpec"]
 
 
-def _subclass_may_dispatch() -> bool:
-    """Whether a subclass of DTensor gets its own `__torch_dispatch__` called.
-
-    It does not where torch's C++ takes every DTensor's operators before Python sees them, and
-    there asks a probe for the `_spec` that it does not have.
-    """
-
-    class Probe(DTensor):
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> torch.Tensor:
-            return torch.empty(2)
-
-    probe = torch.Tensor._make_wrapper_subclass(Probe, (1,))
-    try:
-        return torch.ops.aten.sin.default(probe).shape == (2,)
-    except AttributeError:
-        return False
-
-
 if TYPE_CHECKING:
     _Base = torch.Tensor
 else:
-    _Base = DTensor if _subclass_may_dispatch() else torch.Tensor
+    # Earlier, torch's C++ took every DTensor's operators before a subclass of DTensor saw them.
+    _Base = DTensor if torch.__version__ >= (2, 13) else torch.Tensor
 
 
 class RowSharded(_Base):
@@ -111,22 +91,20 @@ class RowSharded(_Base):
     ) -> Any:
         return row_sharded_ops.run(RowSharded, func, args, kwargs or {})
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def to_local(self) -> torch.Tensor:
         """This rank's rows: the very memory. Differentiable, as DTensor's."""
-        _check_default("grad_placements", grad_placements)
         if self.requires_grad and torch.is_grad_enabled():
-            return _ToLocal.apply(self)
+            return _Rows.apply(self, False)
         return self._local_tensor
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def full_tensor(self) -> torch.Tensor:
         """All rows, in memory of their own: a collective over the mesh.
 
         Differentiable under DTensor's rule: every rank computes the same from it, so the gradient
         of this rank's rows is this rank's gradient of them, not a sum.
         """
-        _check_default("grad_placements", grad_placements)
         if self.requires_grad and torch.is_grad_enabled():
-            return _FullTensor.apply(self)
+            return _Rows.apply(self, True)
         return gather_rows(self._local_tensor, self.row_spec)
 
     def redistribute(
@@ -134,27 +112,20 @@ class RowSharded(_Base):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         **options: Any,
-    ) -> torch.Tensor:
-        """Itself for its own placements, a standard DTensor for Replicate on every axis.
+    ) -> DTensor:
+        """A standard DTensor on the same mesh, for Replicate on every axis: a collective.
 
         Raises:
-            NotImplementedError: any other placement or mesh, and dtype conversions on the way.
+            NotImplementedError: any other placement or mesh, and options.
         """
-        mesh = self.device_mesh
-        wanted = None if placements is None else tuple(placements)
-        if any(options.values()) or (device_mesh is not None and device_mesh != mesh):
+        mesh, everywhere = self.device_mesh, [Replicate()] * self.device_mesh.ndim
+        same_mesh = device_mesh is None or device_mesh == mesh
+        if not same_mesh or list(placements or ()) != everywhere or any(options.values()):
             raise NotImplementedError(
-                f"Expected the tensor's own mesh {mesh} and no options, got {device_mesh} and "
-                f"{options}: use .full_tensor()."
+                f"Expected {everywhere} on {mesh} and no options, got {placements} on "
+                f"{device_mesh} and {options}: use .full_tensor()."
             )
-        if wanted == (Replicate(),) * mesh.ndim:
-            return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
-        if wanted == self.placements:
-            return self
-        raise NotImplementedError(
-            f"Expected Replicate() on every axis or {self.placements}, got {wanted}: use "
-            ".full_tensor()."
-        )
+        return DTensor.from_local(self.full_tensor(), mesh, everywhere, run_check=False)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -188,21 +159,11 @@ class RowSharded(_Base):
                 ".copy_(x) under torch.no_grad(), x being of the global shape."
             )
         if (value.dtype, value.device) != (self.dtype, self.device):
-            self.rebind(value._local_tensor)
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            self._local_tensor = value._local_tensor
         elif value._local_tensor is not self._local_tensor:
             with torch.no_grad():
                 self.copy_(value)
-
-    def rebind(self, local: torch.Tensor) -> None:
-        """Make this object stand for the rows in `local` [row_spec.local_shape] from now on.
-
-        Raises:
-            ValueError: as `make`.
-        """
-        twin = RowSharded.make(local, self.row_spec)
-        if (twin.dtype, twin.device) != (self.dtype, self.device):
-            torch.Tensor.data.__set__(self, twin)  # type: ignore[attr-defined]
-        self._local_tensor = local
 
     @property
     def __tensor_flatten__(self) -> NoReturn:
@@ -210,12 +171,8 @@ class RowSharded(_Base):
         raise AttributeError("RowSharded tensors cannot be flattened for tracing.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        spec = self.row_spec
-        return (
-            f"RowSharded(rows [{spec.row_start}, {spec.row_stop}) of {tuple(spec.shape)}, "
-            f"local_tensor={self._local_tensor}, device_mesh={spec.mesh}, "
-            f"placements={spec.placements})"
-        )
+        spec, rows = self.row_spec, f"[{self.row_spec.row_start}, {self.row_spec.row_stop})"
+        return f"RowSharded(rows {rows} of {tuple(spec.shape)}, {self._local_tensor}, {spec})"
 
     # --- copies ------------------------------------------------------------------------------
 
@@ -224,10 +181,8 @@ class RowSharded(_Base):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("Expected a leaf of autograd to copy, got the result of operators.")
-        twin = _rebuild(self._local_tensor.clone(), self.row_spec, {})
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self._attributes(), memo))
-        twin.requires_grad_(self.requires_grad)
+        _, (local, spec, attributes) = self.__reduce_ex__(None)
+        twin = memo[id(self)] = _rebuild(local, spec, copy.deepcopy(attributes, memo))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
@@ -235,74 +190,50 @@ class RowSharded(_Base):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy of the rows: the view's storage is the unit's whole buffer, all other parameters'.
         local = self._local_tensor.detach().clone()
-        attributes = self._attributes() | {"requires_grad": self.requires_grad}
-        return _rebuild, (local, self.row_spec, attributes)
-
-    def _attributes(self) -> dict[str, Any]:
-        """What was set on the object, nn.Parameter's mark included, but for ties to its owners."""
-        found = self.__dict__.items()
-        return {key: value for key, value in found if not isinstance(value, weakref.ref)}
+        # What was set on the object, nn.Parameter's mark included, but for ties to its owners.
+        found = {k: v for k, v in self.__dict__.items() if not isinstance(v, weakref.ref)}
+        return _rebuild, (local, self.row_spec, found | {"requires_grad": self.requires_grad})
 
     # --- torch.distributed.checkpoint --------------------------------------------------------
 
-    def _chunk(self) -> ChunkStorageMetadata | None:
-        """Where this rank's rows lie; None if it has none. Shard 0 has those without elements."""
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Where this rank's rows lie, if it has any. Shard 0 has those without elements."""
         spec = self.row_spec
-        has_any = spec.local_numel > 0 or (not self.numel() and spec.shard_index == 0)
-        if not has_any:
-            return None
+        if not spec.local_numel and (self.numel() or spec.shard_index):
+            return []
         offsets = torch.Size((spec.row_start, *(0 for _ in spec.shape[1:]))[: len(spec.shape)])
-        return ChunkStorageMetadata(offsets=offsets, sizes=spec.local_shape)
+        return [ChunkStorageMetadata(offsets=offsets, sizes=spec.local_shape)]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        chunk = self._chunk()
-        if chunk is None:
-            return []
-        data = TensorWriteData(
-            chunk=chunk,
-            properties=TensorProperties.create_from_tensor(self._local_tensor),
-            size=self.row_spec.shape,
-        )
-        index = MetadataIndex(fqn, chunk.offsets)
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        chunk = self._chunk()
-        return [] if chunk is None else [chunk]
+        about = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, about, self.row_spec.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        chunk = self._chunk()
-        if chunk is None or index.offset != chunk.offsets:
-            raise ValueError(f"Expected the offsets of {chunk}, got {index}.")
+        chunks = self.__create_chunk_list__()
+        if index.offset not in [chunk.offsets for chunk in chunks]:
+            raise ValueError(f"Expected the offsets of {chunks}, got {index}.")
         return self._local_tensor
 
 
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RowSharded) -> torch.Tensor:
-        ctx.row_spec = tensor.row_spec
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+class _Rows(torch.autograd.Function):
+    """This rank's rows, or with `gather` all of them."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RowSharded:
-        return RowSharded._wrap(grad, ctx.row_spec)
-
-
-class _FullTensor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RowSharded) -> torch.Tensor:
-        ctx.row_spec = tensor.row_spec
-        return gather_rows(tensor._local_tensor, tensor.row_spec)
+    def forward(ctx: Any, tensor: RowSharded, gather: bool) -> torch.Tensor:  # noqa: FBT001
+        ctx.row_spec, ctx.gather, local = tensor.row_spec, gather, tensor._local_tensor
+        return gather_rows(local, tensor.row_spec) if gather else local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RowSharded:
-        rows = ctx.row_spec.own_rows(grad.contiguous())
-        return RowSharded._wrap(rows.clone(), ctx.row_spec)
-
-
-def _check_default(name: str, value: object) -> None:
-    if value is not None:
-        raise NotImplementedError(f"Expected {name} None, got {value}.")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[RowSharded, None]:
+        rows = ctx.row_spec.own_rows(grad.contiguous()).clone() if ctx.gather else grad
+        return RowSharded._wrap(rows, ctx.row_spec), None
 
 
 def _rebuild(local: torch.Tensor, spec: RowSpec, attributes: dict[str, Any]) -> RowSharded:

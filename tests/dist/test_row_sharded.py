@@ -74,7 +74,6 @@ INITS: dict[str, Any] = {
     "bernoulli": lambda t: t.detach().bernoulli_(0.3),
     "random": lambda t: t.detach().random_(0, 100),
     "log_normal": lambda t: t.detach().log_normal_(),
-    "rand_like": lambda t: t.detach().copy_(torch.rand_like(t)),
 }
 
 

@@ -86,7 +86,7 @@ def test_setting_data_keeps_the_flat_buffer_or_rebinds(trio: DeviceMesh) -> None
     assert id(holder.weight) == id(parameter)
     assert parameter.dtype == parameter.to_local().dtype == torch.float64
     assert parameter.to_local().eq(1.5).all()
-    parameter.rebind(flat.view(4, 2))
+    parameter.data = RowSharded.make(flat.view(4, 2), layout)
     assert (parameter.dtype, parameter.to_local().data_ptr()) == (torch.float32, flat.data_ptr())
     with pytest.raises(NotImplementedError, match="copy_"):
         parameter.data = torch.zeros(7, 2)

@@ -1,6 +1,7 @@
 """Operators on `RowSharded` as one rank of three runs them: what works, what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,9 +25,11 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.linalg_vector_norm": lambda t: t.norm(dim=1),
     "aten._foreach_max": lambda t: torch._foreach_max([t]),
     "aten._foreach_mul": lambda t: torch._foreach_mul([t], t),
+    "aten.rand_like": torch.rand_like,
     "aten.bernoulli": lambda t: t.bernoulli(),
     "aten.normal": lambda t: torch.normal(t, t),
-    "aten.new_zeros": lambda t: t.new_zeros(4, 2),
+    "aten.new_zeros": lambda t: t.new_zeros(7, 2),
+    "aten.new_empty": lambda t: t.new_empty(4, 2),
     "aten.eye": lambda t: nn.init.eye_(t),
     "aten.cumsum": lambda t: t.cumsum(1),
     "aten._to_copy": lambda t: t.to(torch.float64, memory_format=torch.channels_last),
@@ -177,10 +180,8 @@ def test_no_fused_kernel_sees_a_piece_without_elements(
             return self.func(*args, **kwargs)
 
     fused = torch.ops.aten._fused_adamw_.default
-    plan = row_sharded_ops._plan(fused)
-    monkeypatch.setitem(
-        row_sharded_ops._plans, fused, type(plan)(Kernel(fused), plan.handler, plan.writes)
-    )
+    plan = row_sharded_ops._plan(RowSharded, fused)
+    monkeypatch.setitem(row_sharded_ops._plans, fused, replace(plan, func=Kernel(fused)))
     for group in ([empty, full, empty], [empty]):
         for parameter in group:
             parameter.grad = torch.ones_like(parameter)
