@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp_core.fsdp.collectives import all_gather
 
 Handler = Callable[["Plan", Sequence[Any], dict[str, Any]], Any]
+_Kind = tuple[float, DeviceMesh, tuple[int, ...]]  # see PendingNorm.kind
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class PendingNorm(torch.Tensor):
         once: norms that are the same on every rank, 0-d.
     """
 
-    kind: tuple[float, DeviceMesh, tuple[int, ...]]
+    kind: _Kind
     parts: list[torch.Tensor]
     once: list[torch.Tensor]
 
@@ -137,9 +138,7 @@ class PendingNorm(torch.Tensor):
 
     @staticmethod
     def make(
-        parts: list[torch.Tensor],
-        kind: tuple[float, DeviceMesh, tuple[int, ...]],
-        once: Sequence[torch.Tensor] | None = None,
+        parts: list[torch.Tensor], kind: _Kind, once: list[torch.Tensor] | None = None
     ) -> "PendingNorm":
         """One norm whose part here is `parts[0]`, or, with `once`, a stack of all of them."""
         values = [*parts, *(once or ())]
@@ -163,9 +162,7 @@ class PendingNorm(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The norm of all, plain: a collective over `axes`."""
-        scalar: Any = self * 1  # through autograd, if it records
-        whole: torch.Tensor = scalar.full_tensor()
-        return whole
+        return cast("DTensor", self * 1).full_tensor()  # through autograd, if it records
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PendingNorm(kind={self.kind}, parts={self.parts}, once={self.once})"
@@ -268,9 +265,6 @@ def _check_whole(plan: Plan, tensor: Any, given: dict[str, Any]) -> None:
 
 
 REDUCTIONS: dict[str, Handler] = {
-    "_foreach_norm": _norm,
-    "linalg_vector_norm": _norm,
-    "sum": _total,
-    "any": _total,
-    "all": _total,
+    **dict.fromkeys(("_foreach_norm", "linalg_vector_norm"), _norm),
+    **dict.fromkeys(("sum", "any", "all"), _total),
 }

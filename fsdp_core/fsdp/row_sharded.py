@@ -13,15 +13,10 @@ torch's optimizers never learn that rows are cut: elementwise arithmetic is the 
 
 import copy
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -65,15 +60,12 @@ class RowSharded(_Base):
         Raises:
             ValueError: the shape is not that of this rank's rows, or autograd tracks `local`.
         """
-        if local.shape != spec.local_shape:
+        plain = type(local) is torch.Tensor and not local.requires_grad
+        if not plain or local.shape != spec.local_shape:
             raise ValueError(
-                f"Expected rows [{spec.row_start}, {spec.row_stop}) of {tuple(spec.shape)}, of "
-                f"shape {tuple(spec.local_shape)}, got {tuple(local.shape)}."
-            )
-        if type(local) is not torch.Tensor or local.requires_grad:
-            raise ValueError(
-                f"Expected a plain tensor without gradient, got a {type(local).__name__} with "
-                f"requires_grad={local.requires_grad}."
+                f"Expected a plain tensor without gradient of rows [{spec.row_start}, "
+                f"{spec.row_stop}) of {tuple(spec.shape)}, of shape {tuple(spec.local_shape)}, got "
+                f"{tuple(local.shape)}, {type(local)}, requires_grad={local.requires_grad}."
             )
         return RowSharded._wrap(local, spec)
 
@@ -108,10 +100,7 @@ class RowSharded(_Base):
         return gather_rows(self._local_tensor, self.row_spec)
 
     def redistribute(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        **options: Any,
+        self, device_mesh: Any = None, placements: Any = None, **options: Any
     ) -> DTensor:
         """A standard DTensor on the same mesh, for Replicate on every axis: a collective.
 
@@ -196,26 +185,26 @@ class RowSharded(_Base):
 
     # --- torch.distributed.checkpoint --------------------------------------------------------
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
         """Where this rank's rows lie, if it has any. Shard 0 has those without elements."""
         spec = self.row_spec
         if not spec.local_numel and (self.numel() or spec.shard_index):
             return []
         offsets = torch.Size((spec.row_start, *(0 for _ in spec.shape[1:]))[: len(spec.shape)])
-        return [ChunkStorageMetadata(offsets=offsets, sizes=spec.local_shape)]
+        return [metadata.ChunkStorageMetadata(offsets=offsets, sizes=spec.local_shape)]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
-        about = TensorProperties.create_from_tensor(self._local_tensor)
+        about = metadata.TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, about, self.row_spec.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
         chunks = self.__create_chunk_list__()
         if index.offset not in [chunk.offsets for chunk in chunks]:
             raise ValueError(f"Expected the offsets of {chunks}, got {index}.")

@@ -212,9 +212,7 @@ def _one_element(plan: Plan, value: Any) -> Any:
     """An argument that holds for all positions: no row-sharded tensor can."""
     if type(value) is plan.cls:
         plan.refuse(" that stand for a scalar")
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    return value
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _draw(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
