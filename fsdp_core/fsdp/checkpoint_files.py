@@ -130,21 +130,16 @@ class _FileSum:
 
 
 class _SummedFile(io.BufferedWriter):
-    """Sums what is written, and is on the disk once closed. Remembers its first error."""
+    """Sums what is written, and is on the disk once closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"), _BLOCK_BYTES)
         self.size = self.crc = 0
-        self.error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
         self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
-        try:
-            return super().write(view)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        return super().write(view)
 
     def close(self) -> None:
         if self.closed:
@@ -152,9 +147,6 @@ class _SummedFile(io.BufferedWriter):
         try:
             self.flush()
             os.fsync(self.fileno())
-        except OSError as error:
-            self.error = self.error or error
-            raise
         finally:
             super().close()
 
@@ -233,14 +225,7 @@ class StepWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See `StorageWriter`; the results end with sums of this rank's files."""
-        try:
-            results = super().write_data(plan, planner).value()
-        except Exception:
-            # torch.save raises in place of the cause that its file has not the right length.
-            for file in self._files.written.values():
-                if file.error is not None:
-                    raise file.error from None
-            raise
+        results = super().write_data(plan, planner).value()
         _sync_folder(Path(self.path))
         for name, file in self._files.written.items():
             note = _FileSum(name, file.size, file.crc)

@@ -94,10 +94,9 @@ def build(
                 fully_shard(block, mesh=mesh, strategy=strategy)
         fully_shard(model, mesh=mesh, strategy=strategy)
     trained = [p for p in model.parameters() if p.requires_grad]
-    made = OPTIMIZERS[optimizer]([p for p in trained if p.dim() == 2])
-    made.add_param_group(
-        {"params": [p for p in trained if p.dim() != 2], "weight_decay": 0.3, "note": (1, "b")}
-    )
+    matrices, others = ([p for p in trained if (p.dim() == 2) == is_2d] for is_2d in (True, False))
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.3, "note": (1, "b")}]
+    made = OPTIMIZERS[optimizer](groups)
     return model, made
 
 
@@ -171,6 +170,7 @@ def load_each(folders: list[str], layout: str, optimizer: str = "AdamW") -> list
         model, made = build(layout, optimizer, seed=4)
         loaded = load(folder, model, made)
         found.append((loaded.step, loaded.extra, whole_state(model, made)))
+        train(model, made, range(3, 4))  # states are such as the optimizer works with
     return found
 
 
@@ -415,12 +415,8 @@ def die(
     try:
         if how[1]:
             pending = save_async(f"{folder}/saved", 2, model, made, keep=1)
-            # Rank 0 does not wait for it, and must not keep the others waiting.
-            if rank == 0:
-                wait([pending._future])
-            else:
-                pending.wait()
-            text = "another rank died or did not answer: not raised by step 2" if rank == 0 else ""
+            wait([pending._future])  # the thread that saves tells the others, nobody has to ask
+            text = str(pending.wait())
         else:
             text = str(save(f"{folder}/saved", 2, model, made, keep=1))
     except CheckpointError as error:

@@ -272,7 +272,7 @@ def test_arguments_out_of_range_are_refused(tmp_path: Path, options: dict[str, A
 
 
 def test_a_full_disk_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch.save fails over the length of its file, the error says why it fell short."""
+    """A write that fails in the middle of a tensor says why it did."""
     monkeypatch.setattr(checkpoint_files, "_BLOCK_BYTES", 16)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
