@@ -415,7 +415,10 @@ def die(
     try:
         if how[1]:
             pending = save_async(f"{folder}/saved", 2, model, made, keep=1)
-            wait([pending._future])  # the thread that saves tells the others, nobody has to ask
+            # The thread that saves tells the others: nobody has to ask for the outcome.
+            wait([pending._future])
+            store.set(f"over{rank}", "")
+            store.wait([f"over{r}" for r in range(world_size) if r not in victims])
             text = str(pending.wait())
         else:
             text = str(save(f"{folder}/saved", 2, model, made, keep=1))
