@@ -349,7 +349,7 @@ def test_an_id_does_not_depend_on_other_cases(tmp_path: Path) -> None:
     assert set(ids(tmp_path, axes={"parallel": DPS[1:], "graph": GRAPHS})) < whole
 
 
-def test_ten_thousand_cases_expand_in_seconds_without_torch(tmp_path: Path) -> None:
+def test_ten_thousand_cases_expand_in_two_seconds_without_torch(tmp_path: Path) -> None:
     """A laptop expands a matrix of 10,000 cases at once, and torch is not imported for it."""
     cases(tmp_path, axes={"seed": [1], "graph": GRAPHS})
     path = tmp_path / "case.yaml"
@@ -366,7 +366,7 @@ def test_ten_thousand_cases_expand_in_seconds_without_torch(tmp_path: Path) -> N
     said = subprocess.check_output(command, text=True, env=environment)
     count, seconds, torch = said.split()
     assert (count, torch) == ("10000", "False")
-    assert float(seconds) < 8  # under 2 on an idle machine; a shared one can be 4 times slower
+    assert float(seconds) < 2.0
 
 
 def test_too_many_combinations_are_refused_before_they_are_made(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_too_many_combinations_are_refused_before_they_are_made(tmp_path: Path) 
     with pytest.raises(ScenarioError, match="at most 50,000 combinations"):
         ids(tmp_path, axes={"seed": numbers, "steps": numbers, "microbatches": numbers,
                             "graph": GRAPHS})  # fmt: skip
-    assert time.process_time() - began < 4
+    assert time.process_time() - began < 1
 
 
 def test_many_rules_on_many_cases_stay_fast(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_many_rules_on_many_cases_stay_fast(tmp_path: Path) -> None:
     rules = [{"seed": n, "steps": m} for n in range(90) for m in range(3, 13)]
     began = time.process_time()
     assert len(ids(tmp_path, axes=axes, exclude=rules)) == 10_000 - 2 * len(rules)
-    assert time.process_time() - began < 30
+    assert time.process_time() - began < 8
 
 
 def test_a_compared_plant_has_its_counterpart_in_the_reference(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_100_mb_file_is_refused_unread(tmp_path: Path) -> None:
     began = time.process_time()
     with pytest.raises(ScenarioError, match=r"at most 1,000,000 bytes, got 100,000,000 bytes"):
         load_scenario(path)
-    assert time.process_time() - began < 4
+    assert time.process_time() - began < 1
 
 
 def test_a_file_that_lies_about_its_size_is_read_no_further_than_the_limit() -> None:
@@ -196,7 +196,7 @@ def test_exploding_anchors_are_refused_at_once(levels: int, tmp_path: Path) -> N
     began = time.process_time()
     with pytest.raises(ScenarioError, match=f"at most {MAX_NODES:,} values, aliases expanded"):
         load_scenario(path)
-    assert time.process_time() - began < 4
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("text", ["[" * 500_000, "{a: " * 200_000, "- " * 400_000])
@@ -207,7 +207,7 @@ def test_deep_nesting_is_refused_before_the_stack_is_used(text: str, tmp_path: P
     began = time.process_time()
     with pytest.raises(ScenarioError, match="at most 20 levels"):
         load_scenario(path)
-    assert time.process_time() - began < 4
+    assert time.process_time() - began < 1
 
 
 def test_aliases_may_be_used_within_the_limit(tmp_path: Path) -> None:

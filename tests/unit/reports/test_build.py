@@ -65,10 +65,10 @@ def test_four_files_in_the_report_folder(everything: Path, built: dict[str, str]
 
 
 def test_reports_are_stable_and_quick(everything: Path, built: dict[str, str]) -> None:
-    """Reporting the same folder again gives the same bytes, in seconds."""
+    """Reporting the same folder again gives the same bytes, in under four processor seconds."""
     began = time.process_time()
     again = {form: path.read_text("utf-8") for form, path in build(everything).items()}
-    assert time.process_time() - began < 16
+    assert time.process_time() - began < 4.0
     assert again == built
 
 

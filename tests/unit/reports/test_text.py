@@ -45,7 +45,7 @@ def test_long_text_is_cut_and_says_so() -> None:
     began = time.process_time()
     assert clean("x" * 1_000_000, 10) == "x" * 10 + "… (999990 more characters)"
     assert clean("\x1b]x" * 300_000, 1_000_000) == "x" * 300_000
-    assert time.process_time() - began < 8
+    assert time.process_time() - began < 2.0
 
 
 def test_plain_text_is_left_alone() -> None:
