@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_core.fsdp import MixedPrecisionPolicy, checkpoint_files, fully_shard
-from fsdp_core.fsdp.checkpoint import CheckpointError, latest, load, save, save_async
-from fsdp_core.fsdp.checkpoint_files import StepWriter
+from fsdp_core.checkpoint import CheckpointError, files, latest, load, save, save_async
+from fsdp_core.checkpoint.files import StepWriter
+from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.dist.fsdp_models import WIDTH, Net, loss_of, rows
 from tests.dist.fsdp_sides import differences, same_bits
 
@@ -406,7 +406,7 @@ def die(
     pipe.send_bytes(pickle.dumps(whole_state(model, made)))
     if rank in victims:
         owner, name = {
-            "writing": (checkpoint_files._SummedFile, "write"),
+            "writing": (files._SummedFile, "write"),
             "renaming": (Path, "rename"),
             "removing": (shutil, "rmtree"),
         }[how[0]]

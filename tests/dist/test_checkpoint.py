@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.fsdp.checkpoint import latest
+from fsdp_core.checkpoint import latest
 from tests.dist import checkpoint_programs as programs
 from tests.dist.checkpoint_programs import LAYOUTS, OPTIMIZERS, world_of
 from tests.dist.fsdp_sides import differences, same_bits

@@ -10,7 +10,7 @@ numbers. What is loaded may have another number of ranks, another strategy, othe
 tensors are called by parameter names and hold true row offsets. `torch.distributed.checkpoint.load`
 reads the folders too, under `model.<name>` and `optimizer.state.<name>.<key>`.
 
-`checkpoint_files` says why a crash harms no complete checkpoint, `checkpoint_state` what is stored.
+`files` says why a crash harms no complete checkpoint, `state` what is stored.
 
 Ranks talk over a gloo group of their own, made by the first call, so that an asynchronous save and
 training do not meet. Saves of one process follow each other; another process that saves into the
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from fsdp_core.fsdp.checkpoint_files import (
+from fsdp_core.checkpoint.files import (
     CheckpointError,
     StepWriter,
     check_files,
@@ -43,8 +43,8 @@ from fsdp_core.fsdp.checkpoint_files import (
     find_step,
     read_document,
 )
-from fsdp_core.fsdp.checkpoint_fit import Fit
-from fsdp_core.fsdp.checkpoint_state import (
+from fsdp_core.checkpoint.fit import Fit
+from fsdp_core.checkpoint.state import (
     OptimizerView,
     RankState,
     describe,

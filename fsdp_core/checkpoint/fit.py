@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from fsdp_core.fsdp.checkpoint_state import (
+from fsdp_core.checkpoint.state import (
     OptimizerView,
     decode,
     has_pieces,

@@ -20,9 +20,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_core.fsdp import checkpoint_files
-from fsdp_core.fsdp.checkpoint import CheckpointError, latest, load, save, save_async
-from fsdp_core.fsdp.checkpoint_files import DOCUMENT, StepWriter
+from fsdp_core.checkpoint import CheckpointError, files, latest, load, save, save_async
+from fsdp_core.checkpoint.files import DOCUMENT, StepWriter
 
 
 def model_of(width: int = 3, **options: Any) -> nn.Sequential:
@@ -116,7 +115,7 @@ def die_at(tick_to_die_at: int) -> None:
 
     # For good: the process ends with the save.
     sys.addaudithook(audit)
-    file_type: Any = checkpoint_files._SummedFile
+    file_type: Any = files._SummedFile
     file_type.write = watched(file_type.write, every=16)
     os.fsync = watched(os.fsync, every=1)
 
@@ -144,7 +143,7 @@ def die_everywhere(folder: Path) -> list[int]:
         step = latest(here)
         assert step is not None, point
         found, found_optimizer = trained(torch.optim.SGD, lr=0.1, momentum=0.9)
-        for complete in checkpoint_files.complete_steps(here):
+        for complete in files.complete_steps(here):
             load(here, found, found_optimizer, step=complete)
             assert bits(found, found_optimizer) == expected[complete], point
         save(here, 3, found, found_optimizer)
@@ -273,7 +272,7 @@ def test_arguments_out_of_range_are_refused(tmp_path: Path, options: dict[str, A
 
 def test_a_full_disk_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that fails in the middle of a tensor says why it did."""
-    monkeypatch.setattr(checkpoint_files, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 16)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
