@@ -7,6 +7,7 @@ DESIGN.md beside this package.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from fsdp_core.fsdp.param_group import GroupDtypes, Owned, ParamGroup
 from fsdp_core.fsdp.placement import Placements, placements_of
 from fsdp_core.fsdp.pool import Pool, make_pool
 from fsdp_core.fsdp.precision import MixedPrecisionPolicy
+from fsdp_core.fsdp.quantized import check_supported, is_quantized
 from fsdp_core.fsdp.schedule import Overlap, Schedule
 from fsdp_core.fsdp.unit import Unit
 
@@ -168,6 +170,8 @@ def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> lis
                     places.setdefault(parameter, []).append((holder, attribute))
     for parameter, where in places.items():
         name = f"{names[id(where[0][0])]}.{where[0][1]}".lstrip(".")
+        if is_quantized(parameter):
+            check_supported(name, parameter)
         if not parameter.is_floating_point():
             raise ValueError(f"Expected {name} to be of floating point, got {parameter.dtype}.")
         if hasattr(parameter, _HELD):
@@ -197,6 +201,10 @@ def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDt
         dtypes = GroupDtypes(
             main=policy.main_dtype or dtype, compute=compute, reduce=policy.reduce_dtype or compute
         )
+        if is_quantized(held.current):
+            # What it is made from is gone after a step, so the main weight is exact: float32.
+            main = policy.main_dtype or torch.float32
+            dtypes = replace(dtypes, main=main, compute=torch.uint8)
         groups.setdefault(dtypes, []).append(held)
     return groups
 

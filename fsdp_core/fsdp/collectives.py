@@ -4,6 +4,7 @@
 `placement`): its slice at each level, and how to get from level to level.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -59,6 +60,13 @@ class Nest:
     def num_ranks(self) -> int:
         """Ranks whose gradients are averaged: all of the mesh."""
         return self.mesh.size()
+
+    @functools.cached_property
+    def main_group(self) -> dist.ProcessGroup:
+        """The ranks that together hold the main weight; if each holds it whole, any of them."""
+        if len(self.groups) < 2:
+            return self.groups[0] if self.groups else self.mesh.get_group(0)
+        return self.mesh._flatten().get_group()
 
     def _index(self, level: int) -> int:
         index = 0

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ALIGN_NUMEL = 8
-"""Parameters start at multiples of this many elements: 16 bytes in bf16, as wide loads want."""
+ALIGN_NUMEL = 16
+"""Parameters start at multiples of this many elements: 16 bytes in fp8, as matmuls want."""
 _FINE_TRIES = 256
 
 

@@ -2,9 +2,9 @@
 
     buffer         cut at level  dtype    lives
     main_weight    main          main     always; the parameters at rest are views of it
-    model_weight   weight        compute  always, if the weight is cut less than the main weight or,
-                                          whole, has another dtype; else there is none, and
-                                          main_weight is cast into the gathered buffer as it is sent
+    model_weight   weight        compute  always, if the weight is quantised, or cut less than the
+                                          main weight or, whole, has another dtype; else there is
+                                          none: main_weight is cast as it is sent
     gathered       0             compute  from the pool, between unshard and reshard; is
                                           model_weight where the weight is whole
 
@@ -26,6 +26,13 @@ from fsdp_core.fsdp.gradients import GradDtypes, Gradients
 from fsdp_core.fsdp.layout import FlatLayout, build_layout
 from fsdp_core.fsdp.optimizer import watch
 from fsdp_core.fsdp.pool import Key, Pool
+from fsdp_core.fsdp.quantized import (
+    HIDDEN,
+    QuantizedWeights,
+    announce,
+    initial_value,
+    is_quantized,
+)
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 
 _NUMBERS = itertools.count()
@@ -87,6 +94,7 @@ class ParamGroup:
             for i, p in enumerate(sources)
         ]
         self._gather_key = Key(next(_NUMBERS), "gather")
+        self._is_quantized = is_quantized(sources[0])
         self.main_weight = self._fill_main_weight(sources)
         self.model_weight: torch.Tensor | None = None
         self._fresh_version: int | None = None
@@ -97,6 +105,7 @@ class ParamGroup:
         self.is_unsharded, self._is_registered = False, False
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(sources)]
         self.unsharded = [self._unsharded_parameter(p) for p in sources]
+        self._quantized = QuantizedWeights(self.unsharded) if self._is_quantized else None
         self.gradients = Gradients(
             self.sharded,
             self.unsharded,
@@ -109,6 +118,8 @@ class ParamGroup:
         )
         self._make_other_buffers()
         self._register(self.sharded)
+        for module, _ in (place for o in owned for place in o.places if nest.weight_level):
+            announce(module)
         watch(self.sharded, self)
 
     # ---- at rest
@@ -121,7 +132,7 @@ class ParamGroup:
         for index, parameter in enumerate(sources):
             piece = self.layout.local_piece(index, self.nest.shard_index)
             if piece.numel and not is_meta:
-                source = parameter.detach()
+                source = initial_value(parameter) if self._is_quantized else parameter.detach()
                 rows = source[piece.row_start : piece.row_stop] if source.dim() else source
                 main[piece.offset : piece.offset + piece.numel].copy_(rows.reshape(-1))
         return main
@@ -133,8 +144,8 @@ class ParamGroup:
         if self.main_weight.is_meta:
             return
         self.gradients.make_kept()
-        same = dtypes.main == dtypes.compute
-        if not (nest.weight_level == nest.main_level and (nest.weight_level or same)):
+        as_main = dtypes.main == dtypes.compute or (nest.weight_level and not self._is_quantized)
+        if nest.weight_level != nest.main_level or not as_main:
             self.model_weight = torch.zeros(
                 nest.numel(self.layout.total_numel, nest.weight_level),
                 dtype=dtypes.compute,
@@ -161,6 +172,8 @@ class ParamGroup:
         return parameter
 
     def _unsharded_parameter(self, source: nn.Parameter) -> nn.Parameter:
+        if self._is_quantized:
+            return source
         empty = torch.empty(0, dtype=self.dtypes.compute, device=self._device.torch_device)
         parameter = nn.Parameter(empty, requires_grad=source.requires_grad)
         _carry_attributes(source, parameter)
@@ -212,9 +225,22 @@ class ParamGroup:
         if self.model_weight is None or self._fresh_version == self.main_weight._version:
             return
         nest = self.nest
-        nest.slice(self.model_weight, nest.weight_level, nest.main_level).copy_(self.main_weight)
+        own = nest.slice(self.model_weight, nest.weight_level, nest.main_level)
+        if self._quantized is None:
+            own.copy_(self.main_weight)
+        else:
+            self._quantize(self._quantized, own)
         nest.gather(self.model_weight, nest.main_level, nest.weight_level)
         self._fresh_version = self.main_weight._version
+
+    def _quantize(self, weights: QuantizedWeights, own: torch.Tensor) -> None:
+        everything = range(len(self.specs))
+        weights.quantize(
+            [self.local_rows(self.main_weight, i).flatten() for i in everything],
+            [self.local_rows(own, i).flatten() for i in everything],
+            [self.specs[i].row_start * self.layout.slots[i].row_numel for i in everything],
+            self.nest.main_group,
+        )
 
     def forget_freshness(self) -> None:
         """Count what was copied or gathered from main_weight as out of date."""
@@ -293,7 +319,11 @@ class ParamGroup:
         that saved views share is no in-place change of a parameter.
         """
         for index, parameter in enumerate(self.unsharded):
-            parameter.data = self.layout.view(full, index)
+            view = self.layout.view(full, index)
+            if self._quantized is None:
+                parameter.data = view
+            else:
+                self._quantized.bind(parameter, view)
 
     def reshard(self, stream: Any) -> None:
         """Give the gathered buffer back after the work issued on `stream` so far."""
@@ -301,6 +331,8 @@ class ParamGroup:
             return
         if self.nest.weight_level:
             self.pool.release(self._gather_key, stream)
+            if self._quantized is not None:
+                self._quantized.drop_derived()
         self.is_unsharded = False
         if self._is_registered:
             self._register(self.sharded)
@@ -309,5 +341,7 @@ class ParamGroup:
 
 def _carry_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
     """Give `to` what somebody set on the wrapped parameter: optimizers group by such marks."""
+    skipped = HIDDEN if is_quantized(source) else ()
     for name, value in vars(source).items():
-        setattr(to, name, value)
+        if not name.startswith(skipped):
+            setattr(to, name, value)

@@ -1,11 +1,11 @@
-"""Warm CPU ranks for distributed tests: started once, each call in a process group of its own.
+"""Warm ranks for distributed tests: started once, each call in a process group of its own.
 
     test -> RankPool.run(function, world_size=n, args=...) -> ranks 0..n-1
          <- one result a rank, or `RankError` with the traceback of the first rank that failed
 
 A rank is a process with torch imported and one thread, forked from a server that has never used
-torch. For each call the ranks join a fresh gloo group of exactly `world_size`, so a test sees its
-own world and nobody else's. The function travels as module and name: it is a plain function at the
+torch. For each call the ranks join a fresh group of exactly `world_size` (gloo, or NCCL with a GPU a
+rank), so a test sees its own world and nobody else's. The function travels as module and name: it is a plain function at the
 top of an importable module; arguments and results are pickled. After a failure, a hang or a death
 every rank is replaced, so one test's wreck is not the next one's start.
 """
@@ -54,6 +54,7 @@ class _Task:
     world_size: int
     store_path: str
     timeout_s: float
+    device: str
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,12 @@ class RankPool:
     Args:
         num_ranks: the largest world; ranks start when a call first needs them.
         timeout_s: default limit of a call.
+        device: `cpu`, or `cuda`: rank n has GPU n.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, num_ranks: int, timeout_s: float = 60.0, device: str = "cpu") -> None:
         self.num_ranks = num_ranks
+        self.device = device
         self.timeout_s = timeout_s
         self.starts = 0
         self._ranks: list[_Rank] = []
@@ -118,6 +121,7 @@ class RankPool:
             world_size=world_size,
             store_path=f"{self._folder.name}/store{self._calls}",
             timeout_s=limit_s,
+            device=self.device,
         )
         message = pickle.dumps(task)
         for rank in self._ranks[:world_size]:
@@ -234,13 +238,18 @@ def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) ->
 
 
 def _answer(number: int, message: bytes) -> _Answer:
+    import torch
     import torch.distributed as dist
 
     try:
         task = pickle.loads(message)
         function = getattr(importlib.import_module(task.module), task.name)
+        gpu = torch.device("cuda", number) if task.device == "cuda" else None
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
         dist.init_process_group(
-            "gloo",
+            "gloo" if gpu is None else "nccl",
+            device_id=gpu,
             store=dist.FileStore(task.store_path, task.world_size),
             rank=number,
             world_size=task.world_size,

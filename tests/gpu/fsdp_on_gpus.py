@@ -1,0 +1,206 @@
+"""Programs that shard on GPUs, one a rank: graphs, memory, what a profiler sees, checkpoints."""
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.fsdp.trace import summarise
+from fsdp_core.checkpoint import load, save
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, Overlap, fully_shard
+from fsdp_core.mesh import build_mesh
+from fsdp_core.train import Trainer
+
+MIB = 2**20
+
+
+def device_here() -> Device:
+    """This rank's GPU."""
+    return Device("cuda", torch.cuda.current_device())
+
+
+# --- graphs -----------------------------------------------------------------------------------
+
+
+def train(config: TrainConfig) -> list[str]:
+    """Loss bits of each step, then digests of weights and moments."""
+    device = device_here()
+    trainer = Trainer(config, build_mesh(config.parallel, device), device)
+    found = []
+    for step in range(config.steps):
+        outputs = trainer.step(step)
+        if step == config.steps - 1 or step % 4 == 0:
+            state = {name: rows.tolist() for name, rows in outputs.digests.items()}
+            found.append(f"{outputs.losses.view(torch.int32).tolist()} {state}")
+        else:
+            found.append(str(outputs.losses.view(torch.int32).tolist()))
+    trainer.close()
+    return found
+
+
+def graphs_and_eager(configs: list[TrainConfig]) -> dict[str, Any]:
+    """Of each configuration the first step at which its graph's run differs from eager, or None.
+
+    And how many different losses there were, since a run that does not train agrees with anything.
+    """
+    found: dict[str, Any] = {}
+    for config in configs:
+        eager, graphed = train(replace(config, graph=())), train(config)
+        at = [n for n, (a, b) in enumerate(zip(eager, graphed, strict=True)) if a != b]
+        key = f"{config.fsdp.outer_strategy} {config.fsdp.strategy} {config.fsdp.pool} "
+        key += f"{config.dtype} {config.fsdp.reduce_dtype}"
+        found[key] = (at[0] if at else None, len(set(eager)))
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+UNITS, WIDTH, LINEARS = 8, 1024, 4
+UNIT_BYTES = 4 * LINEARS * WIDTH * WIDTH
+
+
+def equal_units(mesh: DeviceMesh, device: torch.device, **options: Any) -> nn.Sequential:
+    """`UNITS` units of `UNIT_BYTES` each, and a root without parameters of its own."""
+    model = nn.Sequential()
+    for _ in range(UNITS):
+        unit = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(LINEARS))
+        )
+        model.append(fully_shard(unit, mesh=mesh, **options))
+    root: nn.Sequential = fully_shard(model, mesh=mesh, **options)
+    return root
+
+
+def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
+    """Bytes: at rest beyond the formula; each step's peak over rest; left after each step."""
+    device = device_here().torch_device
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    x = torch.ones(1, WIDTH, device=device, requires_grad=True)
+    warm = torch.ones(WIDTH, WIDTH, device=device)
+    (warm @ warm).sum().item()  # the library's workspace is nobody's
+    del warm
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = equal_units(mesh, device, overlap=Overlap(streams), pool=pool)
+    groups = cast("FSDPModule", model).fsdp_groups
+    formula = sum(4 * group.layout.shard_numel for group in groups)
+    gc.collect()
+    found: dict[str, Any] = {"beyond": torch.cuda.memory_allocated() - before - formula}
+    found |= {"rest": [], "grads": [], "peak": []}
+    rest = torch.cuda.memory_allocated()
+    for _ in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        h = x
+        for unit in model if recompute else ():
+            h = checkpoint(unit, h, use_reentrant=recompute == "reentrant")
+        out = h if recompute else model(x)
+        out.square().mean().backward()
+        del h, out
+        x.grad = None
+        grads = sum(cast("Any", p.grad).to_local().nbytes for p in model.parameters())
+        found["peak"].append(torch.cuda.max_memory_allocated() - rest - grads)
+        found["grads"].append(torch.cuda.memory_allocated() - rest - grads)
+        for parameter in model.parameters():
+            parameter.grad = None
+        found["rest"].append(torch.cuda.memory_allocated() - rest)
+    return found
+
+
+# --- what a profiler sees ---------------------------------------------------------------------
+
+WIDE, TOKENS = 4096, 4096
+
+
+def profiled_step(strategy: str, folder: str) -> dict[str, Any]:
+    """Collectives of one step of `UNITS` units in bf16, as a trace of this rank has them."""
+    device = device_here().torch_device
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = nn.Sequential()
+    for _ in range(UNITS):
+        unit = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False, device=device) for _ in range(2)))
+        model.append(fully_shard(unit, mesh=mesh, mp_policy=policy, strategy=strategy))
+    fully_shard(model, mesh=mesh, mp_policy=policy, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(TOKENS, WIDE, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities):
+        step()
+        torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        torch.cuda.synchronize()
+    path = Path(folder, f"trace{strategy}{dist.get_rank()}.json")
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    found = summarise(events)
+    ranges = {e["name"].rsplit(" ", 1)[0] for e in events if str(e.get("name")).startswith("fsdp ")}
+    return {
+        "counts": found.counts,
+        "exposed": [(c.kind, c.number) for c in found.exposed],
+        "comm_ms": found.comm_ms,
+        "exposed_ms": found.exposed_ms,
+        "ranges": sorted(ranges),
+    }
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def save_and_load(folder: str) -> list[bool]:
+    """Train, save, go on; load into another strategy, go on: equal bits of every weight."""
+    device = device_here().torch_device
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+
+    def build(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(37, 41), nn.Tanh(), nn.Linear(41, 3)).to(device)
+        fully_shard(model[0], mesh=mesh, strategy=strategy)
+        fully_shard(model, mesh=mesh, strategy=strategy)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            generator = torch.Generator(device).manual_seed(number)
+            x = torch.randn(16, 37, device=device, generator=generator)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = build("optim_grads_params")
+    steps(model, optimizer, range(3))
+    save(folder, 3, model, optimizer)
+    other, other_optimizer = build("optim_grads_params")
+    load(folder, other, other_optimizer)
+    whole, whole_optimizer = build("no_shard")
+    load(folder, whole, whole_optimizer)
+    expected = [cast("Any", p).full_tensor() for p in model.parameters()]
+    at_load = [cast("Any", p).full_tensor() for p in whole.parameters()]
+    same = [torch.equal(a, b) for a, b in zip(expected, at_load, strict=True)]
+    steps(model, optimizer, range(3, 6))
+    steps(other, other_optimizer, range(3, 6))
+    return same + [
+        torch.equal(cast("Any", a).full_tensor(), cast("Any", b).full_tensor())
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    ]
