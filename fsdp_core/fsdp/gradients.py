@@ -71,6 +71,7 @@ class Gradients:
         self._copied: set[int] = set()
         self._carried: torch.Tensor | None = None
         self._carried_from: set[int] = set()
+        self._overwriting = [p for p in unsharded if getattr(p, "overwrite_main_grad", False)]
 
     def make_kept(self) -> None:
         """Make the buffer that gradients are kept in, if they are."""
@@ -92,8 +93,7 @@ class Gradients:
         parameter: Any = self.unsharded[index]
         if getattr(parameter, "grad_added_to_main_grad", False):
             # The backward kernel wrote into main_grad itself; what autograd got is a stand-in.
-            parameter.grad_added_to_main_grad = False
-            parameter.overwrite_main_grad = False
+            parameter.grad_added_to_main_grad = parameter.overwrite_main_grad = False
             parameter.main_grad = parameter.grad = None
             self._copied.add(index)
         elif parameter.grad is not None:  # a backward function may return no gradient at all
@@ -152,12 +152,17 @@ class Gradients:
         """Give parameters a `main_grad` to write into, for backward kernels that add to it.
 
         The convention is Megatron's and TransformerEngine's: the kernel adds to `main_grad`, or
-        overwrites it if `overwrite_main_grad`, and sets `grad_added_to_main_grad`. A module that
-        was run twice has two kernels, of which the second must not overwrite the first.
+        overwrites it if `overwrite_main_grad`, and sets `grad_added_to_main_grad`. Kernels read
+        `overwrite_main_grad` as early as in forward, when nobody knows yet how often a module will
+        run. So memory is zeroed, but for parameters that were wrapped with the mark set, which is
+        the user's word that their modules run once a backward pass.
 
         Args:
             uses: how often each parameter's module was run, by number of the parameter.
             pool, stream: see `copy_in`.
+
+        Raises:
+            RuntimeError: a module whose kernels overwrite was run twice before one backward pass.
         """
         self._take_full(pool, stream)
         for index, used in uses.items():
@@ -166,9 +171,14 @@ class Gradients:
             if getattr(parameter, "main_grad", None) is view:
                 continue  # exposed by an earlier call of this pass
             parameter.main_grad = view
-            parameter.overwrite_main_grad = index not in self._copied and used == 1
             parameter.grad_added_to_main_grad = False
-            if index not in self._copied and used > 1:
+            overwrites = any(parameter is p for p in self._overwriting)
+            if overwrites and used > 1:
+                raise RuntimeError(
+                    f"Expected a parameter of shape {tuple(parameter.shape)} with "
+                    f"overwrite_main_grad to be used once a backward pass, got {used} uses."
+                )
+            if index not in self._copied and not overwrites:
                 view.zero_()
 
     # ---- the reduction
@@ -234,7 +244,13 @@ class Gradients:
             full[start:stop].zero_()
         for index in set(range(len(self._views))) - self._copied:
             self._views[index].zero_()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """What comes next is the first of a sum."""
         self._copied = set()
+        for parameter in self._overwriting:
+            parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def _deposit(self, target: torch.Tensor, written: set[int]) -> None:
         """Add the reduced gradient to `grad` of the parameters that had one in compute.
@@ -275,7 +291,8 @@ class Gradients:
         for parameter in self.unsharded:
             parameter.grad = None
         self.release_full(stream)
-        self._arrived, self._copied = set(), set()
+        self._arrived = set()
+        self._start_over()
         self._carried, self._carried_from = None, set()
 
     def nonfinite(self, names: list[str]) -> list[str]:

@@ -179,13 +179,15 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        # Read here, as TransformerEngine does.
+        ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         computed = grad.t() @ x
-        if getattr(weight, "overwrite_main_grad", False):
+        if ctx.overwrites:
             weight.main_grad.copy_(computed)
         else:
             weight.main_grad.add_(computed)
@@ -216,13 +218,15 @@ class PlainLinear(FusedLinear):
         return x @ self.weight.t()
 
 
-def fused(sync: bool, times: int, poison: bool, own_unit: bool) -> dict[str, Any]:
+def fused(sync: bool, times: int, poison: bool, own_unit: bool, marked: bool) -> dict[str, Any]:
     """Microbatches through a module that accumulates its own weight gradient, run `times` times."""
     mesh, answers = whole_mesh(), {}
     for side, kind in ((PLAIN, PlainLinear), (OURS, FusedLinear)):
         api = api_of(side)
         torch.manual_seed(5)
         linear = kind()
+        if marked:
+            linear.weight.overwrite_main_grad = True  # type: ignore[attr-defined]
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[linear] * times, nn.Linear(WIDTH, 1))
         given = {"pool": WatchedPool("double")} if poison and side == OURS else {}
         if own_unit:

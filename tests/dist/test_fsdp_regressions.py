@@ -115,16 +115,16 @@ def test_padding_leaks_nothing(warm_ranks: RankPool, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("times", "marked"), [(1, False), (1, True), (2, False)])
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("own_unit", [True, False])
 def test_fused_accumulation(
-    warm_ranks: RankPool, sync: bool, times: int, poison: bool, own_unit: bool
+    warm_ranks: RankPool, sync: bool, times: int, marked: bool, poison: bool, own_unit: bool
 ) -> None:
     """A module that adds its weight gradient to `main_grad` itself has it counted once."""
     # Two uses add up in another order: the kernel's sum, then the next one's.
     bound = 8 * 4 * torch.finfo(torch.float32).eps if times == 2 else 0.0
-    for rank in on_ranks(warm_ranks, programs.fused, sync, times, poison, own_unit):
+    for rank in on_ranks(warm_ranks, programs.fused, sync, times, poison, own_unit, marked):
         assert not differences(rank["plain"], rank["ours"], same=within(bound))
 
 

@@ -38,6 +38,7 @@ def train(config: TrainConfig) -> list[str]:
     found = []
     for step in range(config.steps):
         outputs = trainer.step(step)
+        trainer.stream.synchronize()  # what reads the outputs runs on another stream
         if step == config.steps - 1 or step % 4 == 0:
             state = {name: rows.tolist() for name, rows in outputs.digests.items()}
             found.append(f"{outputs.losses.view(torch.int32).tolist()} {state}")

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.model.backend import make_backend
 from tests.gpu.fsdp_on_gpus import device_here
 
 WIDTH, INNER, ROWS, LAYERS = 256, 384, 128, 3
@@ -16,6 +17,7 @@ WIDTH, INNER, ROWS, LAYERS = 256, 384, 128, 3
 
 def recipe_of(name: str) -> Any:
     """A recipe of TransformerEngine by a short name."""
+    make_backend("te")  # loads the right cuDNN first
     from transformer_engine.common import recipe
 
     return {
@@ -31,6 +33,7 @@ class Mlp(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
+        make_backend("te")
         import transformer_engine.pytorch as te
 
         options |= {"params_dtype": torch.bfloat16, "device": device_here().torch_device}
@@ -45,11 +48,12 @@ class Mlp(nn.Module):
 
 def fp8_model(recipe: str) -> nn.Sequential:
     """Weights in fp8, their first values kept in full; the same on every rank."""
+    made_from = recipe_of(recipe)
     import transformer_engine.pytorch as te
 
     torch.manual_seed(5)
     with te.quantized_model_init(
-        enabled=True, recipe=recipe_of(recipe), preserve_high_precision_init_val=True
+        enabled=True, recipe=made_from, preserve_high_precision_init_val=True
     ):
         return nn.Sequential(*(Mlp() for _ in range(LAYERS)))
 
@@ -72,9 +76,9 @@ def loss_of(model: nn.Module, recipe: str, x: torch.Tensor) -> torch.Tensor:
 
 def train_whole(recipe: str, steps: int) -> list[torch.Tensor]:
     """Losses, then main weights, of a model that is whole on every rank, trained by hand."""
+    model = fp8_model(recipe)
     from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
-    model = fp8_model(recipe)
     parameters = list(model.parameters())
     quantised = [p for p in parameters if hasattr(p, "get_high_precision_init_val")]
     mains = [
@@ -188,12 +192,18 @@ def refuse_mxfp8() -> str:
 
 
 def fused_gradients(strategy: str) -> dict[str, Any]:
-    """Two microbatches whose kernels add to `main_grad`, sharded and by hand; same bits?"""
+    """Two microbatches whose kernels add to `main_grad`, sharded and by hand; same bits?
+
+    With and without the mark that lets the first kernel overwrite.
+    """
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
 
-    def build() -> nn.Sequential:
+    def build(marked: bool = False) -> nn.Sequential:
         torch.manual_seed(5)
-        return nn.Sequential(*(Mlp(fuse_wgrad_accumulation=True) for _ in range(LAYERS)))
+        model = nn.Sequential(*(Mlp(fuse_wgrad_accumulation=True) for _ in range(LAYERS)))
+        for parameter in model.parameters() if marked else ():
+            parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
+        return model
 
     whole: Any = build()
     for parameter in whole.parameters():
@@ -202,17 +212,18 @@ def fused_gradients(strategy: str) -> dict[str, Any]:
     for step in range(2):
         whole(batch(step)).float().square().mean().backward()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = build()
-    for block in model:
-        fully_shard(block, mesh=mesh, mp_policy=policy, strategy=strategy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, strategy=strategy)
-    for step in range(2):
-        model.set_requires_gradient_sync(step == 1)
-        model(batch(step)).float().square().mean().backward()
     wrong = []
-    for (name, a), b in zip(whole.named_parameters(), model.parameters(), strict=True):
-        if "weight" in name:
-            grad = b.grad.full_tensor()
-            if not torch.equal(a.main_grad.to(grad.dtype), grad):
-                wrong.append(name)
+    for marked in (False, True):
+        model: Any = build(marked)
+        for block in model:
+            fully_shard(block, mesh=mesh, mp_policy=policy, strategy=strategy)
+        fully_shard(model, mesh=mesh, mp_policy=policy, strategy=strategy)
+        for step in range(2):
+            model.set_requires_gradient_sync(step == 1)
+            model(batch(step)).float().square().mean().backward()
+        for (name, a), b in zip(whole.named_parameters(), model.parameters(), strict=True):
+            if "weight" in name:
+                grad = b.grad.full_tensor()
+                if not torch.equal(a.main_grad.to(grad.dtype), grad):
+                    wrong.append((marked, name))
     return {"wrong": wrong, "norm": whole[0].up.weight.main_grad.norm().item()}

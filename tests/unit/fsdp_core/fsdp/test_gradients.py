@@ -266,24 +266,49 @@ def test_nonfinite_names(mesh: DeviceMesh) -> None:
         gradients.sharded[1].grad = None
 
 
-def test_kernels_write_into_the_full_buffer(mesh: DeviceMesh) -> None:
-    """An exposed `main_grad` is the parameter's place in the buffer; what lies there is reduced."""
-    _, gradients = pair(mesh)
+def write_main_grad(gradients: Gradients, value: float) -> None:
+    """What a kernel of the first parameter does in backward, by what it read before."""
     parameter: Any = gradients.unsharded[0]
     parameter.data = torch.zeros(2, 3)
-    for number, due in ((1, 3.0), (2, 3.0 + 5.0)):
-        gradients.expose({0: 1}, None, STREAM)
-        assert parameter.overwrite_main_grad == (number == 1), "the second pass adds to the first"
-        if number == 1:
-            parameter.main_grad.fill_(3.0)
-        else:
-            parameter.main_grad.add_(5.0)
-        parameter.grad_added_to_main_grad = True
-        parameter.grad = torch.full((2, 3), 99.0)  # a stand-in for autograd
-        gradients.arrived(0)
+    overwrites = getattr(parameter, "overwrite_main_grad", False)
+    gradients.expose({0: 1}, None, STREAM)
+    if overwrites:
+        parameter.main_grad.fill_(value)
+    else:
+        parameter.main_grad.add_(value)
+    parameter.grad_added_to_main_grad = True
+    parameter.grad = torch.full((2, 3), 99.0)  # a stand-in for autograd
+    gradients.arrived(0)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_kernels_write_into_the_full_buffer(mesh: DeviceMesh, marked: bool) -> None:
+    """An exposed `main_grad` is the parameter's place in the buffer; what lies there is reduced.
+
+    The first kernel of a sum may overwrite, if the parameter was wrapped so, and no later one.
+    """
+    net = nn.Linear(3, 2)
+    if marked:
+        net.weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+    _, gradients = unit_of(mesh, net)
+    parameter: Any = gradients.unsharded[0]
+    for total in (8.0, 16.0):
+        assert getattr(parameter, "overwrite_main_grad", False) == marked
+        write_main_grad(gradients, 3.0)
+        assert not parameter.overwrite_main_grad, "the second pass adds to the first"
+        write_main_grad(gradients, 5.0)
         assert parameter.grad is None
         assert gradients.waiting_numel == 0
-        view = gradients._views[0]
-        assert (view == due).all()
-    reduce(gradients)
-    assert values(gradients) == [8.0, None]
+        assert (gradients._views[0] == 8.0).all()
+        reduce(gradients)
+        assert values(gradients) == [total, None]
+
+
+def test_what_is_overwritten_is_used_once(mesh: DeviceMesh) -> None:
+    """The later of two kernels would throw away what the earlier one wrote."""
+    net = nn.Linear(3, 2)
+    net.weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+    _, gradients = unit_of(mesh, net)
+    gradients.unsharded[0].data = torch.zeros(2, 3)
+    with pytest.raises(RuntimeError, match="once a backward pass, got 2 uses"):
+        gradients.expose({0: 2}, None, STREAM)
