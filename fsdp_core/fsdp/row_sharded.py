@@ -43,9 +43,10 @@ class RowSharded(_Base):
     Build it with `make`. Where torch allows it, this is a DTensor to `isinstance`.
     """
 
-    __slots__ = ("_local_tensor", "row_spec")
+    __slots__ = ("_local_tensor", "row_spec", "watched_by")
     _local_tensor: torch.Tensor
     row_spec: RowSpec
+    watched_by: Any  # who must know when an optimizer changes it, see `optimizer`
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -74,7 +75,7 @@ class RowSharded(_Base):
         self = torch.Tensor._make_wrapper_subclass(
             RowSharded, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device
         )
-        self._local_tensor, self.row_spec = local, spec
+        self._local_tensor, self.row_spec, self.watched_by = local, spec, None
         return self
 
     @classmethod
