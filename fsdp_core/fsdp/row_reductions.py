@@ -160,6 +160,7 @@ class PendingNorm(torch.Tensor):
         total = norm_of(combine_powers(torch.stack(powers), order), order)
         return _replicated(total.to(self.dtype), mesh)
 
+    @torch.compiler.disable
     def full_tensor(self) -> torch.Tensor:
         """The norm of all, plain: a collective over `axes`."""
         return cast("DTensor", self * 1).full_tensor()  # through autograd, if it records
@@ -168,9 +169,8 @@ class PendingNorm(torch.Tensor):
         return f"PendingNorm(kind={self.kind}, parts={self.parts}, once={self.once})"
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @torch.compiler.disable
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
         if name == "aten::stack":
             return _stack(args[0])

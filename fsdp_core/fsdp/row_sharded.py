@@ -79,17 +79,18 @@ class RowSharded(_Base):
         return self
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @torch.compiler.disable
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return row_sharded_ops.run(RowSharded, func, args, kwargs or {})
 
+    @torch.compiler.disable
     def to_local(self) -> torch.Tensor:
         """This rank's rows: the very memory. Differentiable, as DTensor's."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Rows.apply(self, False)
         return self._local_tensor
 
+    @torch.compiler.disable
     def full_tensor(self) -> torch.Tensor:
         """All rows, in memory of their own: a collective over the mesh.
 

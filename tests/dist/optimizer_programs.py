@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fsdp_core.fsdp import FSDPModule, fully_shard
+from tests.dist.compiled_frames import Frame, frames, fresh_compiler
 
 WIDTH = 5
 
@@ -151,3 +152,55 @@ def replaces_parameters_and_steps() -> None:
     loss_of(model).backward()
     optimizer.step()
     assert all(group.main_weight.ne(0.1).any() for group in root.fsdp_groups)
+
+
+# --- compiled --------------------------------------------------------------------------------
+
+
+def compiles_steps(cls: Any, options: dict[str, Any]) -> list[Frame]:
+    """Three steps give the bits of uncompiled ones; returns frames of this library compiled."""
+    trained, found = [], []
+    for is_compiled in (False, True):
+        model, _ = sharded_net()
+        optimizer: Any = cls(model.parameters(), lr=0.1, **options)
+        with fresh_compiler():
+            # The same operators in the same order, so bits are due.
+            step: Any = optimizer.step
+            if is_compiled:
+                step = torch.compile(step, backend="aot_eager")
+            for number in range(3):
+                optimizer.zero_grad()
+                loss_of(model, number).backward()
+                step()
+            found = frames()
+        trained.append([cast("Any", p).full_tensor().detach() for p in model.parameters()])
+    assert found
+    assert all(map(torch.equal, *trained))
+    return [frame for frame in found if "fsdp_core" in frame.path]
+
+
+PENALTIES: dict[str, Any] = {
+    "to_local": lambda p: p.to_local().square().sum(),
+    "full_tensor": lambda p: p.full_tensor().square().sum(),
+    "elementwise": lambda p: (p * p).to_local().sum(),
+    "norm": lambda p: p.norm().full_tensor(),
+}
+
+
+def compiles_penalties(kind: str) -> list[str]:
+    """A compiled function of parameters at rest has the gradient that it has uncompiled."""
+    wrong = []
+    model, _ = sharded_net()
+    for name, parameter in model.named_parameters():
+        grads = []
+        for is_compiled in (False, True):
+            penalty = PENALTIES[kind]
+            if is_compiled:
+                torch._dynamo.reset()
+                penalty = torch.compile(penalty, backend="aot_eager")
+            parameter.grad = None
+            penalty(parameter).backward()
+            grads.append(cast("Any", parameter.grad).to_local())
+        if not torch.equal(*grads) or not grads[0].any():
+            wrong.append(name)
+    return wrong

@@ -1,7 +1,12 @@
 """Optimizers over sharded parameters: the bits of one process, or a refusal that says why."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.fsdp.row_sharded import RowSharded
 from tests.dist import optimizer_programs as programs
 from tests.dist.rank_pool import RankPool
 
@@ -37,3 +42,31 @@ def test_a_copy_of_what_was_sharded_may_be_trained(warm_ranks: RankPool) -> None
 def test_parameters_that_were_given_memory_can_be_trained(warm_ranks: RankPool) -> None:
     """After to_empty an optimizer of the parameters that modules hold now steps."""
     warm_ranks.run(programs.replaces_parameters_and_steps, world_size=2)
+
+
+# --- compiled --------------------------------------------------------------------------------
+
+COMPILING_S = 240.0
+"""The first program in a rank imports the compiler, which takes seconds on an idle machine."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"fused": True})],
+    ids=["SGD", "fused AdamW"],
+)
+def test_a_compiled_step_compiles_nothing_of_ours(
+    warm_ranks: RankPool, cls: Any, options: dict[str, Any]
+) -> None:
+    """It gives the bits of the uncompiled step, and sharded operators stay as they are."""
+    args = (programs.compiles_steps, cls, options)
+    assert warm_ranks.run(*args, world_size=1, timeout_s=COMPILING_S) == [[]]
+
+
+@pytest.mark.parametrize("kind", list(programs.PENALTIES))
+def test_a_compiled_penalty_has_its_gradient(warm_ranks: RankPool, kind: str) -> None:
+    """What a compiled function computes from parameters at rest is as differentiable as before."""
+    if kind == "norm" and not issubclass(RowSharded, DTensor):
+        pytest.skip("there torch cannot differentiate DTensor results")
+    args = (programs.compiles_penalties, kind)
+    assert warm_ranks.run(*args, world_size=1, timeout_s=COMPILING_S) == [[]]
