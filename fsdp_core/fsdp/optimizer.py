@@ -1,6 +1,7 @@
 """What must happen around the step of an optimizer over sharded parameters.
 
-    before  an optimizer that would not train what the modules hold is refused
+    before  an optimizer that would not train what the modules hold at rest is refused; one whose
+            kernels take addresses is given this rank's rows, if it cannot find them itself
     after   copies of the main weights follow, once a group, inside a graph capture as well
 
 Every `torch.optim.Optimizer` runs hooks that are registered once for the process, so nobody has to
@@ -10,9 +11,9 @@ by a kernel of its own (TransformerEngine's FusedAdam does).
 
 import functools
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,52 +28,35 @@ from fsdp_core.fsdp.row_sharded import RowSharded
 if TYPE_CHECKING:
     from fsdp_core.fsdp.param_group import ParamGroup
 
+_SOURCE = "the ones from before fully_shard"
+_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
-@dataclass(eq=False)
-class Owner:
-    """Ties a parameter at rest to its group, for as long as the group's modules hold it."""
+
+class Tie(NamedTuple):
+    """Parameter `number` of a group, or a stand-in of it; what it is when modules hold another."""
 
     group: "weakref.ref[ParamGroup]"
-    is_current: bool = True
+    number: int
+    otherwise: str
 
 
-_OWNERS: "weakref.WeakKeyDictionary[ParamGroup, Owner]" = weakref.WeakKeyDictionary()
 _STAND_INS: Any = WeakIdKeyDictionary()
-"""Parameters that modules hold in place of those at rest: their group, number in it, and kind."""
-
-_GATHERED, _SOURCE, _REPLACED = (
-    "gathered ones",
-    "the ones from before fully_shard",
-    "the ones from before to_empty() or to()",
-)
+"""Ties of parameters that modules hold, or held, in place of those at rest."""
 
 
-def watch(
-    group: "ParamGroup",
-    sharded: list[nn.Parameter],
-    unsharded: list[nn.Parameter],
-    sources: list[nn.Parameter],
-) -> None:
+def watch(group: "ParamGroup", sources: Sequence[nn.Parameter] = ()) -> None:
     """Tell `group`, which is not kept alive, of every step of an optimizer of its parameters.
 
-    Optimizers that have other parameters in their place are refused. To call again when those at
-    rest have been replaced: optimizers that have the old ones are refused from then on.
-
-    Args:
-        group: what `main_weight_changed` is called of.
-        sharded: its parameters at rest.
-        unsharded: the same while gathered.
-        sources: the same before they were sharded; none when called again.
+    Optimizers that have others in the place of those at rest are refused: the gathered ones,
+    `sources`, which were there before, and, when called again, those that have been replaced.
     """
     _register_hooks()
-    if group in _OWNERS:
-        _OWNERS[group].is_current = False
-    owner = _OWNERS[group] = Owner(weakref.ref(group))
-    for parameter in sharded:
-        parameter.watched_by = owner  # type: ignore[attr-defined]
-    for kind, stand_ins in ((_SOURCE, sources), (_GATHERED, unsharded)):
+    ref = weakref.ref(group)
+    for number, sharded in enumerate(group.sharded):
+        sharded.tie = Tie(ref, number, "the ones from before to_empty() or to()")  # type: ignore[attr-defined]
+    for otherwise, stand_ins in ((_SOURCE, sources), ("gathered ones", group.unsharded)):
         for number, parameter in enumerate(stand_ins):
-            _STAND_INS[parameter] = (owner.group, number, kind)
+            _STAND_INS[parameter] = Tie(ref, number, otherwise)
 
 
 @functools.cache
@@ -85,17 +69,43 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer of parameters that modules do not hold at rest: it would train nothing.
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Refuse what would not train rightly.
 
     Raises:
-        RuntimeError: naming them.
+        RuntimeError: the optimizer has parameters that modules do not hold at rest.
+        NotImplementedError: it needs whole tensors, or is used in a way that plain rows cannot be.
     """
-    del args, kwargs
+    _check_at_rest(optimizer)
+    sharded = [p for p in _parameters(optimizer) if type(p) is RowSharded]
+    if sharded and isinstance(optimizer, _WHOLE):
+        raise NotImplementedError(
+            "Expected an optimizer that treats each element alone, as AdamW does, got "
+            f"{type(optimizer).__name__}, which needs whole tensors: ranks have rows of them."
+        )
+    if not sharded or not _takes_addresses(optimizer):
+        return None
+    if any(option is not None for option in (*args[1:], *kwargs.values())):
+        # Gradients of a closure would come too late, and a GradScaler would see this rank's only.
+        raise NotImplementedError(
+            f"Expected step() of {type(optimizer).__name__} over sharded parameters to have no "
+            "closure and no grad_scaler."
+        )
+    return (_on_rows(optimizer, sharded),), {}
+
+
+def _check_at_rest(optimizer: torch.optim.Optimizer) -> None:
     wrong: dict[str, list[str]] = {}
     for parameter in _parameters(optimizer):
-        if found := _in_place_of(parameter):
-            wrong.setdefault(found[0], []).append(found[1])
+        is_sharded = type(parameter) is RowSharded
+        tie: Tie | None = parameter.tie if is_sharded else _STAND_INS.get(parameter)
+        group = tie.group() if tie is not None else None
+        if tie is None or group is None or group.sharded[tie.number] is parameter:
+            continue
+        if tie.otherwise != _SOURCE or parameter.grad is None:  # else a copy, trained as one
+            wrong.setdefault(tie.otherwise, []).append(group.names[tie.number])
     if wrong:
         got = "; ".join(
             f"{kind} of {', '.join(names[:4])}{' ...' if names[4:] else ''}"
@@ -107,29 +117,67 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         )
 
 
-def _in_place_of(parameter: Any) -> tuple[str, str] | None:
-    """What a parameter is if not one at rest that somebody holds, and the name of that one."""
-    if type(parameter) is RowSharded:
-        owner: Owner | None = parameter.watched_by
-        if owner is None or owner.is_current:
-            return None
-        group, kind = owner.group(), _REPLACED
-        number = group.specs.index(parameter.row_spec) if group is not None else 0
-    else:
-        known, number, kind = _STAND_INS.get(parameter, (lambda: None, 0, ""))
-        group = known()
-        if kind == _SOURCE and parameter.grad is not None:
-            return None  # kept as a copy, and trained as one
-    return None if group is None else (kind, group.names[number])
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refresh the groups whose parameters the optimizer has."""
-    del args, kwargs
-    owners = (p.watched_by for p in _parameters(optimizer) if type(p) is RowSharded)
+    del kwargs
+    if args[0] is not optimizer:
+        _off_rows(optimizer, args[0])
+    ties = (p.tie for p in _parameters(optimizer) if type(p) is RowSharded)
     # A dict, not a set: every rank must go through the groups in the same order.
-    groups = dict.fromkeys(owner.group() for owner in owners if owner is not None)
+    groups = dict.fromkeys(tie.group() for tie in ties if tie is not None)
     with torch.no_grad():
         for group in groups:
             if group is not None:
                 group.main_weight_changed()
+
+
+# --- optimizers whose kernels take addresses --------------------------------------------------
+
+
+def _takes_addresses(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it must be given plain rows: TransformerEngine's would look for a DTensor's."""
+    return any(
+        base.__module__.startswith("transformer_engine.") for base in type(optimizer).__mro__
+    )
+
+
+def _on_rows(optimizer: torch.optim.Optimizer, sharded: list[Any]) -> torch.optim.Optimizer:
+    """The same optimizer over this rank's rows: plain tensors in the memory of `sharded`.
+
+    For one step. The optimizer itself is left as it is, even if the step raises.
+    """
+    dtypes = getattr(optimizer, "name_to_dtype_map", {})
+    if any(dtype != torch.float32 for dtype in dtypes.values()):
+        raise NotImplementedError(
+            f"Expected states of sharded parameters in float32, got {dtypes}."
+        )
+    rows = {parameter: parameter._local_tensor for parameter in sharded}
+    groups = [
+        group | {"params": [rows.get(parameter, parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state: Any = defaultdict(dict)
+    state.update({p: optimizer.state[p] for p in _parameters(optimizer) if p not in rows})
+    for parameter, local in rows.items():
+        states = optimizer.state[parameter].items()
+        state[local] = {key: getattr(value, "_local_tensor", value) for key, value in states}
+        local.grad = None if parameter.grad is None else parameter.grad._local_tensor
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__ | {"param_groups": groups, "state": state})
+    return twin
+
+
+def _off_rows(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+    """Give the optimizer what a step of its twin over rows has changed."""
+    for group, changed in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        group.update(changed | {"params": group["params"]})
+    for parameter, local in zip(_parameters(optimizer), _parameters(twin), strict=True):
+        if parameter is local:
+            optimizer.state[parameter] = twin.state[parameter]
+            continue
+        states, local.grad = optimizer.state[parameter], None
+        for key, value in twin.state[local].items():
+            if getattr(states.get(key), "_local_tensor", None) is not value:
+                states[key] = RowSharded.make(value, parameter.row_spec)

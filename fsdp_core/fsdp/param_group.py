@@ -120,7 +120,7 @@ class ParamGroup:
         self._register(self.sharded)
         for module, _ in (place for o in owned for place in o.places if nest.weight_level):
             announce(module)
-        watch(self, self.sharded, self.unsharded, sources)
+        watch(self, sources)
 
     # ---- at rest
 
@@ -209,7 +209,7 @@ class ParamGroup:
             self.local_rows(self.main_weight, index).copy_(local)
             # In place: the gradients share the list. A meta parameter cannot be given memory.
             self.sharded[index] = self._sharded_parameter(index, old)
-        watch(self, self.sharded, self.unsharded, [])
+        watch(self)
         self._register(self.sharded)
         self._make_other_buffers()
 

@@ -43,10 +43,10 @@ class RowSharded(_Base):
     Build it with `make`. Where torch allows it, this is a DTensor to `isinstance`.
     """
 
-    __slots__ = ("_local_tensor", "row_spec", "watched_by")
+    __slots__ = ("_local_tensor", "row_spec", "tie")
     _local_tensor: torch.Tensor
     row_spec: RowSpec
-    watched_by: Any  # who must know when an optimizer changes it, see `optimizer`
+    tie: Any  # to the group that must know when it is trained, see `optimizer`
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -75,13 +75,19 @@ class RowSharded(_Base):
         self = torch.Tensor._make_wrapper_subclass(
             RowSharded, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device
         )
-        self._local_tensor, self.row_spec, self.watched_by = local, spec, None
+        # A kernel that takes addresses must not take this object's: it has no memory.
+        torch._C._set_throw_on_mutable_data_ptr(self)
+        self._local_tensor, self.row_spec, self.tie = local, spec, None
         return self
 
     @classmethod
     @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return row_sharded_ops.run(RowSharded, func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        """0, by which torch's Python tells a tensor that wraps another; in C++ it raises."""
+        return 0
 
     @torch.compiler.disable
     def to_local(self) -> torch.Tensor:

@@ -237,6 +237,15 @@ def _new_empty(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return plan.cls._wrap(plan.func(args[0]._local_tensor, spec.local_shape, **kwargs), spec)
 
 
+def _fill_where(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`tensor[mask] = number`: rows need no other ranks' rows for it."""
+    target, indices, value, *_ = args
+    masks = [index for index in indices if type(index) is plan.cls and index.dtype == torch.bool]
+    if kwargs or len(args) > 3 or len(masks) != len(indices) or value.numel() != 1:
+        plan.refuse(" but for setting what a mask of their layout marks to a number")
+    return target.masked_fill_(masks[0], value.to(target.dtype).reshape(()))
+
+
 def _on_local(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return plan.func(args[0]._local_tensor, *args[1:], **kwargs)
 
@@ -247,5 +256,6 @@ _HANDLERS: dict[str, Handler] = {
     "detach_": lambda plan, args, kwargs: args[0],
     "new_empty": _new_empty,
     "is_pinned": _on_local,
+    "index_put_": _fill_where,
     **REDUCTIONS,
 }

@@ -1,14 +1,21 @@
 """Programs with optimizers over sharded parameters: which ones, built when, stepped how."""
 
+import copy
 from typing import Any, cast
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core.fsdp import FSDPModule, fully_shard
+from fsdp_core.fsdp.row_sharded import RowSharded
+from tests.dist import raw_optimizers
 from tests.dist.compiled_frames import Frame, frames, fresh_compiler
+from tests.dist.row_layouts import same_bits
 
-WIDTH = 5
+WIDTH, INNER = 5, 61
 
 
 class Net(nn.Module):
@@ -19,12 +26,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 13)
+        self.up = nn.Linear(WIDTH, INNER)
         self.gain = nn.Parameter(torch.tensor(0.5))
-        self.down = nn.Linear(13, 3)
+        self.down = nn.Linear(INNER, INNER)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, WIDTH] -> [rows, 3]."""
+        """[rows, WIDTH] -> [rows, INNER]."""
         out: torch.Tensor = self.down(torch.tanh(self.up(x)) * self.gain)
         return out
 
@@ -152,6 +159,159 @@ def replaces_parameters_and_steps() -> None:
     loss_of(model).backward()
     optimizer.step()
     assert all(group.main_weight.ne(0.1).any() for group in root.fsdp_groups)
+
+
+# --- against one process ---------------------------------------------------------------------
+
+STEPS = 3
+
+
+def full(tensor: Any) -> torch.Tensor:
+    """All rows, or a plain tensor."""
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, RowSharded) else tensor
+    return whole.detach()
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    """Some steps, each on other data, the same on every rank."""
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+
+def wrongly_trained(name: str, options: dict[str, Any], strategy: Any) -> list[str]:
+    """Parameters and states that differ from those of one process in a bit, or in their layout."""
+    cls = getattr(torch.optim, name, None) or getattr(raw_optimizers, name)
+    alone = net()
+    shape = (dist.get_world_size(),) if isinstance(strategy, str) else (2, 2)
+    model, _ = sharded_net(mesh=init_device_mesh("cpu", shape), strategy=strategy)
+    pairs = list(zip(alone.named_parameters(), model.parameters(), strict=True))
+    # torch's Rprop indexes by masks, which views a 0-d tensor first; that is refused.
+    trained = [[p for p in m.parameters() if p.ndim or name != "Rprop"] for m in (alone, model)]
+    optimizers = [cls(parameters, lr=0.05, **options) for parameters in trained]
+    if options.get("fused"):
+        return _wrong_rows(cls, options, model, optimizers[1])
+    for each, optimizer in zip((alone, model), optimizers, strict=True):
+        train(each, optimizer)
+    wrong = [key for (key, one), other in pairs if not same_bits(one.detach(), full(other))]
+    for (key, one), other in pairs:
+        states, ours = optimizers[0].state[one], optimizers[1].state[other]
+        is_here = bool(other.to_local().numel())  # type: ignore[attr-defined]
+        assert states.keys() == ours.keys() or not is_here
+        for state, value in states.items() if is_here else ():
+            if isinstance(value, torch.Tensor) and value.shape == one.shape and one.ndim:
+                own = other.row_spec.own_rows(value)  # type: ignore[attr-defined]
+                if type(ours[state]) is not RowSharded or not same_bits(
+                    own, ours[state].to_local()
+                ):
+                    wrong.append(f"{key}.{state}")
+    return wrong
+
+
+def _wrong_rows(cls: Any, options: Any, model: nn.Module, optimizer: Any) -> list[str]:
+    """The same against plain tensors of the same rows.
+
+    torch's fused kernels on the CPU round the elements after the last full vector in another way,
+    so bits are those of tensors of the same length.
+    """
+    parameters: list[Any] = list(model.parameters())
+    rows = [nn.Parameter(p.to_local().detach().clone()) for p in parameters]
+    reference = cls(rows, lr=0.05, **options)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        for own, parameter in zip(rows, parameters, strict=True):
+            own.grad = None if parameter.grad is None else parameter.grad.to_local().clone()
+        optimizer.step()
+        reference.step()
+    return [str(i) for i, (own, p) in enumerate(zip(rows, parameters, strict=True))
+            if not same_bits(own.detach(), p.to_local().detach())]  # fmt: skip
+
+
+def row_counts() -> list[list[int]]:
+    """Rows of each parameter on this rank, by unit."""
+    _, root = sharded_net()
+    return [[int(p.to_local().numel()) for p in g.sharded] for g in root.fsdp_groups]  # type: ignore[attr-defined]
+
+
+def what_whole_tensors_say(name: str) -> str:
+    """The error of the first step of an optimizer that needs whole tensors."""
+    model, _ = sharded_net()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    cls: Any = getattr(torch.optim, name)
+    optimizer = cls(matrices if name == "Muon" else model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    try:
+        optimizer.step(*([lambda: 0.0] if name == "LBFGS" else []))
+    except NotImplementedError as error:
+        return str(error)
+    return "stepped"
+
+
+# --- kernels that take addresses -------------------------------------------------------------
+
+
+def blind_kernels_are_refused() -> None:
+    """Who takes the address of what has none raises and writes nothing."""
+    model, _ = sharded_net()
+    before = [full(p).clone() for p in model.parameters()]
+    optimizer = raw_optimizers.BlindAdam(model.parameters())
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        optimizer.step()
+    for parameter in model.parameters():
+        for tensor in (parameter, parameter.data, torch.zeros_like(parameter)):
+            with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+                torch.Tensor.data_ptr(tensor)
+    assert all(map(torch.equal, before, [full(p) for p in model.parameters()]))
+
+
+def what_rows_cannot_do(how: str) -> None:
+    """A closure, a scaler and other dtypes of states raise and change nothing."""
+    model, _ = sharded_net()
+    dtype = torch.bfloat16 if how == "dtype" else torch.float32
+    optimizer: Any = raw_optimizers.FusedAdam(model.parameters(), dtype=dtype)
+    loss_of(model).backward()
+    before = [full(p).clone() for p in model.parameters()]
+    step: dict[str, Any] = {
+        "closure": lambda: optimizer.step(lambda: 0.0),
+        "scaler": lambda: optimizer.step(grad_scaler=torch.amp.GradScaler("cpu")),
+        "dtype": optimizer.step,
+    }
+    with pytest.raises(NotImplementedError, match="sharded parameters"):
+        step[how]()
+    assert all(map(torch.equal, before, [full(p) for p in model.parameters()]))
+    assert "step" not in optimizer.param_groups[0]
+
+
+def steps_on_after_an_error_and_a_reload() -> None:
+    """A step that raised has counted nothing, and a reloaded optimizer goes on; a plain one too."""
+    trained = []
+    for interrupted in (False, True):
+        model, _ = sharded_net()
+        plain = nn.Parameter(torch.ones(2))
+        parameters = [plain, *model.parameters()]
+        optimizer: Any = raw_optimizers.FusedAdam(parameters)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            if interrupted and number == 1:
+                plain.grad = torch.ones(1).expand(2)  # what the kernel does not take
+                with pytest.raises(AssertionError):
+                    optimizer.step()
+            if interrupted and number == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = raw_optimizers.FusedAdam(parameters)
+                optimizer.load_state_dict(state)
+            plain.grad = torch.ones(2)
+            optimizer.step()
+        kinds = {type(s) for p in model.parameters() for s in optimizer.state[p].values()}
+        assert kinds == {RowSharded}
+        assert type(optimizer.state[plain]["exp_avg"]) is torch.Tensor
+        assert all(p.to_local().grad is None for p in model.parameters())  # type: ignore[attr-defined]
+        trained.append([full(p) for p in parameters])
+    assert all(map(torch.equal, *trained))
 
 
 # --- compiled --------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.eye": lambda t: nn.init.eye_(t),
     "aten.cumsum": lambda t: t.cumsum(1),
     "aten._to_copy": lambda t: t.to(torch.float64, memory_format=torch.channels_last),
-    "aten.index_put_": lambda t: t.__setitem__(t > 0, 1.0),
+    "aten.index_put_": lambda t: t.__setitem__(t > 0, torch.ones(3)),
+    "aten.index_put_.default": lambda t: t.__setitem__((t > 0).to_local(), 1.0),
     "order -1": lambda t: t.norm(-1),
 }
 
@@ -187,6 +188,15 @@ def test_no_fused_kernel_sees_a_piece_without_elements(
             parameter.grad = torch.ones_like(parameter)
         torch.optim.AdamW(list(dict.fromkeys(group)), fused=True).step()
     assert seen == [[6]]
+
+
+def test_a_mask_of_its_layout_sets_elements(trio: DeviceMesh) -> None:
+    """`tensor[mask] = number` writes where the mask of this rank's rows holds."""
+    layout = spec(trio, (7, 2), 0, 1, 5, 7)
+    tensor = filled(layout).copy_(torch.arange(14.0).view(7, 2))
+    for number in (-1.0, torch.tensor([-1.0])):
+        tensor[tensor > 4] = number
+    assert tensor.to_local().flatten().tolist() == [2, 3, 4, -1, -1, -1, -1, -1]
 
 
 def test_autograd_sees_elementwise_operators(trio: DeviceMesh) -> None:
