@@ -128,7 +128,8 @@ class UnitBackward:
             }
             if uses:
                 schedule = self._unit.schedule
-                schedule.make_room()
+                if not group.gradients.is_pending:
+                    schedule.make_room(group.gradients)
                 group.gradients.expose(uses, self._pool(group), schedule.device.current_stream())
 
     @torch.compiler.disable
@@ -173,17 +174,18 @@ class UnitBackward:
 
     def _close(self) -> None:
         self.is_open = False
-        if self._unit.reshard_after_backward:
-            self._unit.reshard()
         for group in self._unit.groups:
             self._copy_in(group)
             if group.gradients.is_pending and self._reduces(group):
                 self._unit.start_reduce(group, final=self._is_final(group))
+        if self._unit.reshard_after_backward:
+            # Last, so that the next gather finds this memory whole.
+            self._unit.reshard()
 
     def _copy_in(self, group: ParamGroup) -> None:
         schedule = self._unit.schedule
         if not group.gradients.is_pending:
-            schedule.make_room()
+            schedule.make_room(group.gradients)
         with torch.no_grad():
             group.gradients.copy_in(self._pool(group), schedule.device.current_stream())
 

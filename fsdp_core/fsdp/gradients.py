@@ -9,6 +9,7 @@ main_grad      main          main    what `grad` of the parameters at rest are v
                                      for ever, as a graph needs that is replayed
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Gradients:
         self._device = device
         self._key = Key(next(_NUMBERS), "grad")
         self._full: torch.Tensor | None = None
+        self._is_reducing = False
         self._release: Callable[[Any], None] | None = None
         self._views: list[torch.Tensor] = []
         self._kept: dict[int, RowSharded] = {}
@@ -106,8 +108,8 @@ class Gradients:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the full buffer holds gradients that are not reduced."""
-        return self._full is not None
+        """Whether the full buffer holds gradients of which no reduction is under way."""
+        return self._full is not None and not self._is_reducing
 
     def copy_in(self, pool: Pool | None, stream: Any) -> None:
         """Move the gradients that have arrived into the full buffer.
@@ -201,10 +203,9 @@ class Gradients:
         assert full is not None
         levels = nest.main_level if final else nest.grad_level
         outputs = [full.new_empty(nest.numel(full.numel(), k + 1)) for k in range(levels)]
-        target = self._target(full.device) if final else None
-        if target is not None and outputs and target.dtype == full.dtype:
-            outputs[-1] = target
         written = self._copied | self._carried_from
+        rows = self._make_rows(outputs, written) if final else {}
+        self._is_reducing = True
         with self._device.on(stream), torch.no_grad():
             self._zero_unwritten(full)
             partial = nest.reduce(full, outputs[: nest.grad_level], 0)
@@ -212,31 +213,51 @@ class Gradients:
                 partial.add_(self._carried)
                 outputs.append(self._carried)
             self._carried, self._carried_from = None, set()
-            if target is None:
+            if not final:
                 self._carried, self._carried_from = partial, written
                 return outputs
             partial = nest.reduce(partial, outputs[nest.grad_level : levels], nest.grad_level)
             for group in nest.replica_groups:
                 all_reduce(partial, group)
-            if partial is not target:
-                target.copy_(partial)
-            if self.scale != 1.0:
-                target.mul_(self.scale)
-            self._deposit(target, set(range(len(self.sharded))) if self.reduce_unused else written)
-        return [*outputs, target]
+            self._fill_rows(rows, partial)
+            self._deposit(rows)
+        return [*outputs, *rows.values()]
 
     @property
     def scale(self) -> float:
         """Factor from the sum over the ranks to the gradient."""
         return 1.0 / (self.divide_factor or self.nest.num_ranks)
 
-    def _target(self, device: torch.device) -> torch.Tensor:
-        """Memory of the reduced gradient: the kept buffer, if nothing in it counts any more."""
-        numel = self.nest.numel(self.layout.total_numel, self.nest.main_level)
+    def _make_rows(self, outputs: list[torch.Tensor], written: set[int]) -> dict[int, torch.Tensor]:
+        """Memory of the reduced gradients of the parameters that get one and have rows here.
+
+        In the last output where its dtype allows it, or in the kept buffer, if nothing in it counts
+        any more. Else in pieces, a parameter each, which find room between activations.
+        """
+        wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
+        wanted = [i for i in wanted if self.specs[i].local_numel]
+        alike = bool(outputs) and outputs[-1].dtype == self.dtypes.main
         fresh = all(p.grad is None for p in self.sharded)
         if self.keep and fresh and self.main_grad is not None:
-            return self.main_grad
-        return torch.empty(numel, dtype=self.dtypes.main, device=device)
+            if alike:
+                outputs[-1] = self.main_grad
+            return {i: self.local_rows(self.main_grad, i) for i in wanted}
+        if alike:
+            return {i: self.local_rows(outputs[-1], i) for i in wanted}
+        device = self._device.torch_device
+        make = functools.partial(torch.empty, dtype=self.dtypes.main, device=device)
+        return {i: make(self.specs[i].local_shape) for i in wanted}
+
+    def _fill_rows(self, rows: dict[int, torch.Tensor], reduced: torch.Tensor) -> None:
+        """Bring the sum over the ranks into `rows`, divided."""
+        if not rows:
+            return
+        sources = [self.local_rows(reduced, i) for i in rows]
+        targets = list(rows.values())
+        if targets[0].data_ptr() != sources[0].data_ptr():
+            torch._foreach_copy_(targets, sources)
+        if self.scale != 1.0:
+            torch._foreach_mul_(targets, self.scale)
 
     def _zero_unwritten(self, full: torch.Tensor) -> None:
         """Padding and absent gradients hold what the last user left; the sum must add zeros."""
@@ -252,37 +273,36 @@ class Gradients:
         for parameter in self._overwriting:
             parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
 
-    def _deposit(self, target: torch.Tensor, written: set[int]) -> None:
-        """Add the reduced gradient to `grad` of the parameters that had one in compute.
+    def _deposit(self, rows: dict[int, torch.Tensor]) -> None:
+        """Add the reduced gradients to `grad` of the parameters that had one in compute.
 
         A parameter of which this rank holds no rows keeps None: fused optimizers must never see
         tensors without elements.
         """
-        rows = {i: self.local_rows(target, i) for i in sorted(written)}
-        rows = {i: row for i, row in rows.items() if row.numel()}
         old = [i for i in rows if self.sharded[i].grad is not None]
         if old:
             grads = [self.sharded[i].grad.to_local() for i in old]  # type: ignore[union-attr]
             torch._foreach_add_(grads, [rows[i] for i in old])
         for index in rows:
             if self.sharded[index].grad is None:
-                self.sharded[index].grad = self._grad_object(target, index, rows[index])
+                self.sharded[index].grad = self._grad_object(index, rows[index])
 
-    def _grad_object(self, target: torch.Tensor, index: int, row: torch.Tensor) -> RowSharded:
+    def _grad_object(self, index: int, row: torch.Tensor) -> RowSharded:
         if not self.keep:
             return RowSharded.make(row, self.specs[index])
         assert self.main_grad is not None
         if index not in self._kept:
             kept = self.local_rows(self.main_grad, index)
             self._kept[index] = RowSharded.make(kept, self.specs[index])
-        if target is not self.main_grad:
-            self._kept[index].to_local().copy_(row)
+        kept = self._kept[index].to_local()
+        if row.data_ptr() != kept.data_ptr():
+            kept.copy_(row)
         return self._kept[index]
 
     def release_full(self, stream: Any) -> None:
         """Give the full buffer back; `stream` must come after the reduction."""
         release, self._release = self._release, None
-        self._full, self._views = None, []
+        self._full, self._views, self._is_reducing = None, [], False
         if release is not None:
             release(stream)
 

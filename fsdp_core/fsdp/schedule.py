@@ -212,9 +212,13 @@ class Schedule:
         """Whether reductions are under way."""
         return bool(self._reductions)
 
-    def make_room(self) -> None:
-        """Before a gradient buffer is taken: one other may be live, and none with one stream."""
-        self.drain(keep=1 if self.overlap.streams == 2 else 0)
+    def make_room(self, gradients: Gradients) -> None:
+        """Before a gradient buffer is taken: one other may be live, and none with one stream.
+
+        The buffer itself may be live, from the backward pass before.
+        """
+        newest = self._reductions[-1].gradients if self._reductions else None
+        self.drain(keep=1 if self.overlap.streams == 2 and newest is not gradients else 0)
 
     def drain(self, keep: int) -> None:
         """Release gradient buffers whose reduction is queued, all but the newest `keep`."""

@@ -73,7 +73,8 @@ def races(options: dict[str, Any], what: str, shape: tuple[int, ...] = ()) -> di
     names = ("outer", "inner")[: len(shape)]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if shape else whole_mesh()
     with watching() as found:
-        model = net(3)
+        # Wide, so that the head's gradient alone is moved, first of all in a backward pass.
+        model = net(1, 40) if what == "not_last" else net(3)
         if what == "checkpointed":
             model.checkpointed = False
         training = Training(api_of(OURS), shard(api_of(OURS), model, mesh, **options), mesh)
@@ -82,6 +83,11 @@ def races(options: dict[str, Any], what: str, shape: tuple[int, ...] = ()) -> di
                 training.model.set_requires_gradient_sync(False)
                 training.forward(10 + step).backward()
                 training.model.set_requires_gradient_sync(True)
+            if what == "not_last":
+                for micro in range(2):
+                    training.model.set_is_last_backward(False)
+                    training.forward(10 * micro + step).backward()
+                training.model.set_is_last_backward(True)
             if what == "evaluated":
                 with torch.no_grad():
                     training.model(rows(50))

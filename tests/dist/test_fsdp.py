@@ -303,7 +303,9 @@ def memory_of_steps(strategy: Strategy, keep_grads: bool, copied: int) -> Memory
         total = sum(group.layout.total_numel for group in root.fsdp_groups)
         shard = total // root.fsdp_groups[0].nest.num_shards
         expected = inputs + tables + 4 * shard + (2 * total // copied if copied else 0)
-        memory = Memory(expected + 4 * shard * keep_grads, 4 * shard * (not keep_grads),
+        # Kept in one buffer with padding; else a piece a parameter, being of another dtype than sums.
+        pieces = sum(spec.local_numel for group in root.fsdp_groups for spec in group.specs)
+        memory = Memory(expected + 4 * shard * keep_grads, 4 * pieces * (not keep_grads),
                         device.live_bytes(), [], [], 0)  # fmt: skip
         for step in range(3):
             model(tokens[step][:, :-1], tokens[step][:, 1:]).backward()

@@ -48,11 +48,15 @@ def test_streams_wait(warm_ranks: RankPool, pool: str, what: str) -> None:
         assert rank["kinds"] == ["gather", "scatter"]
 
 
+@pytest.mark.parametrize("what", ["accumulated", "not_last"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_streams_wait_for_each_strategy(warm_ranks: RankPool, strategy: str) -> None:
-    """The same where weights, gradients, or both stay whole."""
+def test_streams_wait_for_each_strategy(warm_ranks: RankPool, strategy: str, what: str) -> None:
+    """The same where weights, gradients, or both stay whole.
+
+    And where a backward pass begins before the reductions of the one before have ended.
+    """
     options = {"strategy": strategy}
-    for rank in on_ranks(warm_ranks, programs.races, options, "accumulated"):
+    for rank in on_ranks(warm_ranks, programs.races, options, what):
         assert rank["races"] == []
         assert rank["streams"]
 

@@ -42,11 +42,11 @@ class Layer(nn.Linear):
     """A Linear that notes its forward and backward; a size of its own tells it in a collective."""
 
     def __init__(self, index: int, log: list[Any]) -> None:
-        super().__init__(4 + index, 5 + index, bias=False)
+        super().__init__(4 + 4 * index, 8 + 4 * index, bias=False)
         self.index, self.log = index, log
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, 4 + index] -> [rows, 5 + index]."""
+        """[rows, 4 + 4 * index] -> [rows, 8 + 4 * index]."""
         self.log.append(f"forward {self.index}")
         y = super().forward(_Mark.apply(x, lambda: self._note("left"))).tanh()
         out: torch.Tensor = _Mark.apply(y, lambda: self._note("backward"))
@@ -63,7 +63,7 @@ class Chain(nn.Module):
     def __init__(self, log: list[Any], *, recompute: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(i, log) for i in range(NUM_LAYERS))
-        self.head = nn.Linear(4 + NUM_LAYERS, 31)
+        self.head = nn.Linear(4 + 4 * NUM_LAYERS, 31)
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,9 @@ def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
         out.square().mean().backward()
         del h, out
         x.grad = None
-        grads = sum(cast("Any", p.grad).to_local().nbytes for p in model.parameters())
+        pieces = [cast("Any", p.grad).to_local() for p in model.parameters() if p.grad is not None]
+        grads = sum(piece.nbytes for piece in pieces)
+        del pieces
         found["peak"].append(torch.cuda.max_memory_allocated() - rest - grads)
         found["grads"].append(torch.cuda.memory_allocated() - rest - grads)
         for parameter in model.parameters():
@@ -119,7 +121,7 @@ def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
 
 # --- what a profiler sees ---------------------------------------------------------------------
 
-WIDE, TOKENS = 4096, 4096
+WIDE, TOKENS = 4096, 32768
 
 
 def profiled_step(strategy: str, folder: str) -> dict[str, Any]:
@@ -143,15 +145,16 @@ def profiled_step(strategy: str, folder: str) -> dict[str, Any]:
     for _ in range(3):
         step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities):
-        step()
-        torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
-        torch.cuda.synchronize()
+    # The first step under a profiler pays for its start.
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+        for number in range(2):
+            dist.barrier()
+            torch.cuda.synchronize()
+            if number:
+                profiler.step()
+            step()
+            torch.cuda.synchronize()
     path = Path(folder, f"trace{strategy}{dist.get_rank()}.json")
     profiler.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
