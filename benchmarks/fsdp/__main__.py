@@ -8,7 +8,7 @@
 Every engine trains the same modules on the same data from the same weights: bf16 compute, float32
 main weights, fused AdamW, gradients reduced in one dtype. Each measurement has fresh processes, the
 order alternates between rounds, times are of CUDA events on the slowest rank, over all rounds.
-Memory is the most that torch's allocator held over the timed steps, after its cache was emptied.
+Memory is the most that torch's allocator held over the timed steps, what it had cached included.
 `speed` and the ratio of reserved memory are against torch FSDP2, compiled against compiled.
 
 Exit codes: 0, 1 (one of ours has failed or has another loss than FSDP2), 4 (usage), 6 (no GPUs).

@@ -48,7 +48,7 @@ class Result:
     times_ms: list[float] = field(default_factory=list)
     allocated_gib: float | None = None
     reserved_gib: float | None = None
-    losses: tuple[float, float] | None = None
+    losses: tuple[float, float, float] | None = None
     last_loss_bits: str = ""
     graphs: int = 0
     graph_breaks: int = 0
@@ -79,14 +79,14 @@ def combine(blank: Result, ranks: Sequence[dict[str, Any]]) -> Result:
         return max(values) if values else None
 
     slowest = max(ranks, key=lambda rank: statistics.median(rank["times_ms"]))
-    first, last = ranks[0]["losses"]
+    first, second, last = ranks[0]["losses"]
     return replace(
         blank,
         device=ranks[0]["device"],
         times_ms=slowest["times_ms"],
         allocated_gib=most("allocated_gib"),
         reserved_gib=most("reserved_gib"),
-        losses=(first, last),
+        losses=(first, second, last),
         last_loss_bits=ranks[0]["last_loss_bits"],
         graphs=ranks[0]["graphs"],
         graph_breaks=ranks[0]["graph_breaks"],

@@ -57,7 +57,7 @@ class RankFigures:
     """What one rank found. Memory is None where it is not counted (on the CPU).
 
     Attributes:
-        losses: before the first update, and in the last timed step.
+        losses: before the first update, after it, and in the last timed step.
         last_loss_bits: the last loss, float32, in hex.
         graphs, graph_breaks: of torch.compile, over the whole run.
         late_graphs: graphs compiled during the timed steps; more than none spoils the times.
@@ -67,7 +67,7 @@ class RankFigures:
     times_ms: list[float]
     allocated_gib: float | None
     reserved_gib: float | None
-    losses: tuple[float, float]
+    losses: tuple[float, float, float]
     last_loss_bits: str
     graphs: int
     graph_breaks: int
@@ -110,23 +110,22 @@ def rank_main(job: Job, rank: int) -> None:
 
 
 def _run(job: Job, step: Step, rank: int, device: torch.device) -> None:
-    first_loss = step()
-    for _ in range(WARM_UP - 1):
+    early = [step().clone() for _ in range(2)]  # a graph's loss is overwritten by the next
+    for _ in range(WARM_UP - 2):
         step()
     if job.trace is not None:
         _profile(step, Path(job.trace) if rank == 0 else None, device)
     else:
-        figures = _time(step, first_loss, job.steps, device)
+        figures = _time(step, early, job.steps, device)
         Path(job.folder, f"rank{rank}.json").write_text(json.dumps(asdict(figures)))
     _settle(device)
 
 
-def _time(step: Step, first_loss: torch.Tensor, steps: int, device: torch.device) -> RankFigures:
+def _time(step: Step, early: list[torch.Tensor], steps: int, device: torch.device) -> RankFigures:
     on_cuda = device.type == "cuda"
     before = _compiled_graphs()
     _settle(device)
     if on_cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         times, last_loss = _cuda_times(step, steps)
     else:
@@ -137,7 +136,7 @@ def _time(step: Step, first_loss: torch.Tensor, steps: int, device: torch.device
         times_ms=times,
         allocated_gib=torch.cuda.max_memory_allocated() / GIB if on_cuda else None,
         reserved_gib=torch.cuda.max_memory_reserved() / GIB if on_cuda else None,
-        losses=(float(first_loss), last),
+        losses=(float(early[0]), float(early[1]), last),
         last_loss_bits=struct.pack(">f", last).hex(),
         graphs=_compiled_graphs(),
         graph_breaks=sum(torch._dynamo.utils.counters["graph_break"].values()),

@@ -1,5 +1,6 @@
 """Results as a table for people and as JSON for machines."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Row:
     allocated_gib: float | None
     reserved_gib: float | None
     reserved_ratio: float | None
-    losses: tuple[float, float] | None
+    losses: tuple[float, float, float] | None
     notes: list[str]
     is_right: bool
 
@@ -95,13 +96,17 @@ def _loss_notes(
     if not mine or not peer or mine[0].engine == peer[0].engine:
         return [], True
     notes, agrees = [], True
-    for when, which in enumerate(("first", "last") if trains else ("first",)):
+    # Later ones wander: attention's backward, at its fastest, adds up in no fixed order.
+    for when, which in enumerate(("first", "second") if trains else ("first",)):
         pairs = [
             (m.losses[when], p.losses[when]) for m in mine for p in peer if m.losses and p.losses
         ]
         if not all(_is_close(one, other) for one, other in pairs):
             notes.append(f"{which.upper()} LOSS DIFFERS from {peer[0].engine}'s")
             agrees = False
+    if trains and not all(math.isfinite(m.losses[-1]) for m in mine if m.losses):
+        notes.append("LAST LOSS IS NOT FINITE")
+        agrees = False
     if trains and {r.last_loss_bits for r in mine} == {r.last_loss_bits for r in peer}:
         notes.append(f"last loss has {peer[0].engine}'s bits")
     return notes, agrees
@@ -122,7 +127,9 @@ def _compile_notes(mine: Sequence[Result], *, compiled: bool) -> list[str]:
     return notes
 
 
-_HEAD = "step ms [p10, p90], speed, allocated, reserved, ratio of reserved, first and last loss"
+_HEAD = (
+    "step ms [p10, p90], speed, allocated, reserved, ratio of reserved, first, second and last loss"
+)
 
 
 def table(found: Sequence[Row]) -> list[str]:
@@ -142,11 +149,11 @@ def _cells(row: Row) -> str:
     if row.step_ms is None:
         return "no figures"
     low, middle, high = row.step_ms
-    first, last = row.losses or (float("nan"), float("nan"))
+    first, second, last = row.losses or (float("nan"),) * 3
     return (
         f"{middle:9.2f} [{low:.2f}, {high:.2f}]  {_number(row.speed)} x  "
         f"{_number(row.allocated_gib)}  {_number(row.reserved_gib)}  "
-        f"{_number(row.reserved_ratio)}  {first:.5f} {last:.5f}"
+        f"{_number(row.reserved_ratio)}  {first:.5f} {second:.5f} {last:.5f}"
     )
 
 

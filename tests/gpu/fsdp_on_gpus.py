@@ -86,8 +86,8 @@ def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
     device = device_here().torch_device
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     x = torch.ones(1, WIDTH, device=device, requires_grad=True)
-    warm = torch.ones(WIDTH, WIDTH, device=device)
-    (warm @ warm).sum().item()  # the library's workspace is nobody's
+    warm = torch.ones(WIDTH, WIDTH, device=device, requires_grad=True)
+    (warm @ warm).sum().backward()  # the library's workspaces, one a thread, are nobody's
     del warm
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -121,7 +121,7 @@ def memory_of_steps(streams: int, pool: str, recompute: str) -> dict[str, Any]:
 
 # --- what a profiler sees ---------------------------------------------------------------------
 
-WIDE, TOKENS = 4096, 32768
+WIDE, TOKENS, SLEEP_CYCLES = 4096, 32768, 200_000_000
 
 
 def profiled_step(strategy: str, folder: str) -> dict[str, Any]:
@@ -153,6 +153,8 @@ def profiled_step(strategy: str, folder: str) -> dict[str, Any]:
             torch.cuda.synchronize()
             if number:
                 profiler.step()
+            # So that the host is ahead, as in a long run, and not the device waiting for it.
+            torch.cuda._sleep(SLEEP_CYCLES)
             step()
             torch.cuda.synchronize()
     path = Path(folder, f"trace{strategy}{dist.get_rank()}.json")
