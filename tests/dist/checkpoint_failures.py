@@ -109,14 +109,18 @@ def refusals(folder: str, kinds: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def save_elsewhere(folder: str) -> str:
+def save_elsewhere(folder: str, step: int, asynchronous: bool) -> str:
     """Try to save from another process; what it raised."""
-    return attempt(save, folder, 5, nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    if asynchronous:
+        return attempt(lambda: save_async(folder, step, model).wait())
+    return attempt(save, folder, step, model)
 
 
 # --- ranks are killed -------------------------------------------------------------------------
 
-NUM_MORTALS = 3
+NUM_MORTALS = 4
+"""Where one dies, another lives that never talks to it: gloo gathers in a ring."""
 
 
 def kill_while_saving(
@@ -156,7 +160,7 @@ def _save_and_die(
         else:
             save(saved, 2, model, made, keep=1)
 
-    model, made = build("params")
+    model, made = build("hfsdp")
     train(model, made, range(1))
     fill(model, made, 1)
     save(saved, 1, model, made)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from fsdp_core.checkpoint import latest
+from fsdp_core.checkpoint import latest, save
 from fsdp_core.checkpoint.files import StepWriter
 from tests.dist import checkpoint_failures as programs
 from tests.dist import checkpoint_programs
@@ -63,15 +64,24 @@ def test_what_one_rank_finds_wrong_stops_all(warm_ranks: RankPool, tmp_path: Pat
 
 
 def test_two_processes_do_not_save_into_one_folder(warm_ranks: RankPool, tmp_path: Path) -> None:
-    """The second is refused while the first saves; then what the first left does not matter."""
+    """The second is refused while the first saves; then both do in turn, whatever was left."""
+
+    def other(step: int, *, asynchronous: bool) -> str:
+        program = programs.save_elsewhere
+        found: list[str] = warm_ranks.run(program, str(tmp_path), step, asynchronous, world_size=1)
+        return found[0]
+
     writer = StepWriter(tmp_path, 4, None)
     writer.begin({})
-    refused = warm_ranks.run(programs.save_elsewhere, str(tmp_path), world_size=1)
-    assert re.match(r"ValueError: .*one save at a time", refused[0])
+    assert re.match(r"ValueError: .*one save at a time", other(5, asynchronous=False))
     assert programs.names_in(tmp_path) == [".lock", "step-00000004.incomplete"]
     writer.release()
-    assert warm_ranks.run(programs.save_elsewhere, str(tmp_path), world_size=1) == [""]
-    assert programs.names_in(tmp_path) == [".lock", "step-00000005"]
+    for step, asynchronous in ((1, False), (4, True)):
+        assert other(step, asynchronous=asynchronous) == ""
+        save(tmp_path, step + 1, nn.Linear(2, 2))
+        assert "Expected a step not saved before" in other(step, asynchronous=asynchronous)
+        save(tmp_path, step + 2, nn.Linear(2, 2))
+    assert programs.names_in(tmp_path) == [".lock", *(f"step-0000000{s}" for s in range(1, 7))]
 
 
 # --- processes are killed ---------------------------------------------------------------------
@@ -79,7 +89,7 @@ def test_two_processes_do_not_save_into_one_folder(warm_ranks: RankPool, tmp_pat
 DEATHS = {
     "rank writing": ([1], "writing", 1),
     "rank writing asynchronously": ([1], "writing", 1),
-    "all writing": ([0, 1, 2], "writing", 1),
+    "all writing": ([0, 1, 2, 3], "writing", 1),
     "coordinator renaming": ([0], "renaming", 1),
     "coordinator removing the oldest": ([0], "removing", 2),
 }
@@ -94,8 +104,9 @@ def test_a_killed_rank_leaves_the_last_checkpoint(
     codes, reports = fresh_process.run(
         programs.kill_while_saving, str(tmp_path), victims, where, "async" in death
     )
-    assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in range(3)]
-    assert len(reports) == 3 - len(victims)
+    ranks = range(programs.NUM_MORTALS)
+    assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in ranks]
+    assert len(reports) == len(ranks) - len(victims)
     for text, seconds in reports:
         assert re.match(r"CheckpointError: Saving step 2 into ", text)
         assert "another rank died or did not answer" in text or left == 2
