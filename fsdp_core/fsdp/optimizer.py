@@ -85,6 +85,10 @@ def _before_step(
             "Expected an optimizer that treats each element alone, as AdamW does, got "
             f"{type(optimizer).__name__}, which needs whole tensors: ranks have rows of them."
         )
+    if sharded and not optimizer.state and sharded[0].is_cuda:
+        # The states made in this step live for ever: in memory of their own, not in holes that
+        # activations have left and will want again, whole.
+        torch.cuda.empty_cache()
     if not sharded or not _takes_addresses(optimizer):
         return None
     if any(option is not None for option in (*args[1:], *kwargs.values())):

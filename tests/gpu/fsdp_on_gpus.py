@@ -31,10 +31,9 @@ def device_here() -> Device:
 # --- graphs -----------------------------------------------------------------------------------
 
 
-def train(config: TrainConfig) -> list[str]:
-    """Loss bits of each step, then digests of weights and moments."""
-    device = device_here()
-    trainer = Trainer(config, build_mesh(config.parallel, device), device)
+def train(config: TrainConfig, mesh: DeviceMesh) -> list[str]:
+    """Loss bits of each step, and of some the digests of weights and moments."""
+    trainer = Trainer(config, mesh, device_here())
     found = []
     for step in range(config.steps):
         outputs = trainer.step(step)
@@ -54,8 +53,9 @@ def graphs_and_eager(configs: list[TrainConfig]) -> dict[str, Any]:
     And how many different losses there were, since a run that does not train agrees with anything.
     """
     found: dict[str, Any] = {}
+    mesh = build_mesh(configs[0].parallel, device_here())  # one: each has communicators of its own
     for config in configs:
-        eager, graphed = train(replace(config, graph=())), train(config)
+        eager, graphed = train(replace(config, graph=()), mesh), train(config, mesh)
         at = [n for n, (a, b) in enumerate(zip(eager, graphed, strict=True)) if a != b]
         key = f"{config.fsdp.outer_strategy} {config.fsdp.strategy} {config.fsdp.pool} "
         key += f"{config.dtype} {config.fsdp.reduce_dtype}"
