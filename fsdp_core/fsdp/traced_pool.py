@@ -17,11 +17,8 @@ waits for another's work. `plan_slots` is a pure function of the intervals. In e
     slot in which it overlaps nobody. A slot is as large as its first key, so sharing never makes
     one larger. With equal sizes and one interval a key this is the classical left-edge algorithm
     (Hashimoto and Stevens, 1971), which uses as many slots as keys are alive at once, the fewest.
-  - Keys of several intervals make the fewest slots NP-hard to find and greedy can be far off, so
-    the assignment that pool `double` would have ended with is made too, and the smaller one is
-    taken. So a plan never holds more bytes than `double` with `persistent_on_miss` after the same
-    pass (two buffers a class and one a miss), nor more than one buffer a key; and never fewer than
-    the keys alive at any one time need.
+  - Keys of several intervals make the fewest slots NP-hard to find. A plan never holds more than
+    one buffer a key, nor less than the keys alive at any one time need.
 
 Cost: O(intervals x slots) Python steps, once.
 """
@@ -102,16 +99,10 @@ class Timeline:
 
 
 def plan_slots(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
-    """Give each key a slot of its role, so that no two keys of a slot are ever held at once.
-
-    Returns:
-        For each role the smaller, in bytes, of two assignments. See the module's docstring.
-    """
+    """Give each key a slot of its role, so that no two keys of a slot are ever held at once."""
     planned: list[PlannedSlot] = []
     for role in sorted({interval.key.role for interval in intervals}):
-        arena = [interval for interval in intervals if interval.key.role == role]
-        # Ties go to the first, so equal timelines give equal plans.
-        planned += min((_left_edge(arena), _as_double(arena)), key=planned_bytes)
+        planned += _left_edge([each for each in intervals if each.key.role == role])
     return tuple(planned)
 
 
@@ -148,46 +139,4 @@ def _overlaps(taken: list[tuple[int, int]], span: tuple[int, int]) -> bool:
     after = bisect_left(taken, span)
     return (after < len(taken) and taken[after][0] < span[1]) or (
         after > 0 and taken[after - 1][1] > span[0]
-    )
-
-
-def _as_double(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
-    """Where the keys would live after `double` with `persistent_on_miss` served these intervals.
-
-    It is a valid assignment: of two keys in one slot that overlap, the later one finds it taken
-    and moves into a slot of its own.
-    """
-    sizes: list[int] = []
-    busy_until: list[int] = []
-    num_keys: list[int] = []
-    homes: dict[Key, int] = {}
-    classes: dict[tuple[torch.dtype, int], list[int]] = {}
-
-    def new_slot(nbytes: int) -> int:
-        sizes.append(nbytes)
-        busy_until.append(0)
-        num_keys.append(0)
-        return len(sizes) - 1
-
-    for interval in sorted(intervals, key=lambda interval: interval.start):
-        home = homes.get(interval.key)
-        if home is None:
-            pair = classes.setdefault((interval.dtype, interval.numel), [])
-            free = [slot for slot in pair if busy_until[slot] <= interval.start]
-            if len(pair) < 2:
-                free = [new_slot(interval.nbytes)]
-                pair.extend(free)
-            home = min(free, key=num_keys.__getitem__, default=None)
-        if home is None or busy_until[home] > interval.start:
-            home = new_slot(interval.nbytes)
-        if homes.get(interval.key) != home:
-            num_keys[home] += 1
-        homes[interval.key], busy_until[home] = home, interval.stop
-    members: list[list[Key]] = [[] for _ in sizes]
-    for key, home in homes.items():
-        members[home].append(key)
-    return tuple(
-        PlannedSlot(nbytes, tuple(keys))
-        for nbytes, keys in zip(sizes, members, strict=True)
-        if keys
     )

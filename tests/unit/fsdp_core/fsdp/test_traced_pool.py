@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.device import Device, HostStream
-from fsdp_core.fsdp.pool import DoublePool, Key, TracedPool
+from fsdp_core.fsdp.pool import Key, TracedPool
 from fsdp_core.fsdp.traced_pool import Interval, PlannedSlot, Timeline, plan_slots, planned_bytes
 
 NUMEL = 64
@@ -91,22 +91,9 @@ def test_no_two_keys_of_a_slot_overlap(moves: list[Move]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(moves=PASSES)
 def test_bounds_of_a_plan(moves: list[Move]) -> None:
-    """A plan holds at most what `double` ends with, and at least what is alive at once.
-
-    `double` with `persistent_on_miss` ends with two buffers a class and one a miss.
-    """
+    """A plan holds at most a buffer a key, and at least what is alive at once."""
     intervals = record(moves)
     total = planned_bytes(plan_slots(intervals))
-    double = DoublePool(Device("cpu"), persistent_on_miss=True)
-    stream = HostStream()
-    for what, key in moves:
-        if what == "take":
-            double.acquire(key, *size_of(key), stream)
-        else:
-            double.release(key, stream)
-            # Each its own pass: what double ends with, were it allowed every move.
-            double.end_of_pass()
-    assert total <= double.reserved_bytes()
     assert total <= sum({interval.key: interval.nbytes for interval in intervals}.values())
     alive = [sum(a.nbytes for a in intervals if a.start <= b.start < a.stop) for b in intervals]
     assert total >= max(alive, default=0)
@@ -166,23 +153,6 @@ def test_a_small_key_lives_in_a_large_slot_while_that_is_free() -> None:
         PlannedSlot(256, (GATHER[3], GATHER[0])),
         PlannedSlot(16, (GATHER[1],)),
     )
-
-
-def test_a_plan_is_no_worse_than_two_alternating_buffers() -> None:
-    """Where greedy would open a slot a pair, the pairs share two.
-
-    Each key is held, at some time, beside the other kind of every other pair.
-    """
-    pairs = 3
-    left = [Key(owner, "gather") for owner in range(pairs)]
-    right = [Key(owner + pairs, "gather") for owner in range(pairs)]
-    turns = [key for pair in zip(left, right, strict=True) for key in pair for _ in range(2)]
-    for i in range(pairs):
-        for j in range(pairs):
-            if i != j:
-                turns += [left[i], right[j], left[i], right[j]]
-    plan = plan_slots(record(toggles(turns), lambda key: (NUMEL, torch.bfloat16)))
-    assert {frozenset(slot.keys) for slot in plan} == {frozenset(left), frozenset(right)}
 
 
 # ---- the pool
