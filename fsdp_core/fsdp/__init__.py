@@ -1,6 +1,7 @@
 """Fully sharded data parallelism with torch FSDP2's interface. DESIGN.md says how it works."""
 
 from fsdp_core.fsdp.api import fully_shard
+from fsdp_core.fsdp.clip import clip_grad_norm_
 from fsdp_core.fsdp.fsdp_module import (
     FSDPModule,
     UnshardHandle,
@@ -16,6 +17,7 @@ __all__ = [
     "Overlap",
     "Placements",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
 ]

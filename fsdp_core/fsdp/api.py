@@ -70,16 +70,12 @@ def fully_shard(
         RuntimeError: an inner unit is gathered, or has reductions under way.
     """
     _refuse(shard_placement_fn, offload_policy, reshard_after_forward)
-    modules = list(module) if isinstance(module, list | tuple) else [module]
-    _check_modules(modules)
+    modules = _listed(module)
     inner = _inner_units(modules)
     _check_at_rest(inner)
     owned = _own_parameters(modules, ignored_params or set())
     mesh = mesh or _whole_mesh(owned)
-    if mesh.ndim > 2:
-        raise ValueError(f"Expected a mesh of one or two axes, got {mesh.ndim}.")
-    policy = mp_policy or MixedPrecisionPolicy()
-    device = Device(mesh.device_type, torch.cuda.current_device() if _on_cuda(mesh) else 0)
+    policy, device = mp_policy or MixedPrecisionPolicy(), _device_of(mesh)
     chosen = make_pool(pool, device, persistent_on_miss=True) if isinstance(pool, str) else pool
     nest = Nest(mesh, placements or placements_of(strategy, mesh.ndim))
     make = functools.partial(
@@ -116,8 +112,11 @@ def _overlap(overlap: Overlap | bool) -> Overlap:
     return overlap if isinstance(overlap, Overlap) else Overlap(2 if overlap else 0)
 
 
-def _on_cuda(mesh: DeviceMesh) -> bool:
-    return mesh.device_type == "cuda"
+def _device_of(mesh: DeviceMesh) -> Device:
+    if mesh.ndim > 2:
+        raise ValueError(f"Expected a mesh of one or two axes, got {mesh.ndim}.")
+    is_cuda = mesh.device_type == "cuda"
+    return Device(mesh.device_type, torch.cuda.current_device() if is_cuda else 0)
 
 
 def _whole_mesh(owned: list[Owned]) -> DeviceMesh:
@@ -129,7 +128,8 @@ def _whole_mesh(owned: list[Owned]) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _check_modules(modules: list[nn.Module]) -> None:
+def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    modules = list(given) if isinstance(given, list | tuple) else [given]
     if not modules:
         raise ValueError("Expected a module or several, got an empty list.")
     if len({id(m) for m in modules}) != len(modules):
@@ -142,6 +142,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
         inside = {id(m) for m in module.modules()} - {id(module)}
         if any(id(other) in inside for other in modules):
             raise ValueError("Expected modules that do not hold each other in the list.")
+    return modules
 
 
 def _inner_units(modules: list[nn.Module]) -> list[Unit]:

@@ -4,10 +4,11 @@
          <- one result a rank, or `RankError` with the traceback of the first rank that failed
 
 A rank is a process with torch imported and one thread, forked from a server that has never used
-torch. For each call the ranks join a fresh group of exactly `world_size` (gloo, or NCCL with a GPU a
-rank), so a test sees its own world and nobody else's. The function travels as module and name: it is a plain function at the
-top of an importable module; arguments and results are pickled. After a failure, a hang or a death
-every rank is replaced, so one test's wreck is not the next one's start.
+torch. For each call the ranks join a fresh group of exactly `world_size` (gloo, or NCCL with a GPU
+a rank), so a test sees its own world and nobody else's. The function travels as module and name:
+it is a plain function at the top of an importable module; arguments and results are pickled. After
+a failure, a hang or a death every rank is replaced, so one test's wreck is not the next one's
+start.
 """
 
 import faulthandler
@@ -92,7 +93,9 @@ class RankPool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        self._context.set_forkserver_preload(
+            ["torch", "torch.distributed.checkpoint", "fsdp_core.fsdp", __name__]
+        )
 
     def run(
         self,

@@ -303,7 +303,7 @@ def memory_of_steps(strategy: Strategy, keep_grads: bool, copied: int) -> Memory
         total = sum(group.layout.total_numel for group in root.fsdp_groups)
         shard = total // root.fsdp_groups[0].nest.num_shards
         expected = inputs + tables + 4 * shard + (2 * total // copied if copied else 0)
-        # Kept in one buffer with padding; else a piece a parameter, being of another dtype than sums.
+        # Kept in one buffer with padding; else a piece a parameter, as sums have another dtype.
         pieces = sum(spec.local_numel for group in root.fsdp_groups for spec in group.specs)
         memory = Memory(expected + 4 * shard * keep_grads, 4 * pieces * (not keep_grads),
                         device.live_bytes(), [], [], 0)  # fmt: skip
