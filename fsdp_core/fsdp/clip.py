@@ -10,6 +10,7 @@ graph.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,11 +61,12 @@ def clip_grad_norm_(
     if not listed:
         return torch.tensor(0.0)
     groups = _groups(listed)
-    device = next((t.device for pieces in groups.values() for t in pieces), listed[0].device)
-    powers = []
-    for (mesh, axes), pieces in groups.items():
-        norms = _norms(pieces, order, device) or [torch.zeros((), device=device)]
-        powers.append(total_power(norms, order, mesh, axes))
+    pieces = [piece for group in groups.values() for piece in group]
+    device = (pieces or listed)[0].device
+    powers = [
+        total_power(_norms(group, order, device), order, mesh, axes)
+        for (mesh, axes), group in groups.items()
+    ]
     total = norm_of(combine_powers(torch.stack(powers), order), order)
     if all(parameter.dtype != torch.float64 for parameter in listed):
         total = total.float()
@@ -74,7 +76,7 @@ def clip_grad_norm_(
             "error_if_nonfinite=False to scale by it all the same."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for alike in _alike([piece for pieces in groups.values() for piece in pieces]):
+    for alike in _alike(pieces):
         torch._foreach_mul_(alike, factor.to(alike[0].device))
     return total
 
@@ -85,14 +87,12 @@ def _groups(parameters: list[torch.Tensor]) -> dict[_Layout, list[torch.Tensor]]
     for parameter in parameters:
         key, grad = _layout(parameter), parameter.grad
         pieces = groups.setdefault(key, [])
-        if grad is None:
-            continue
-        if _layout(grad) != key:
+        if grad is not None and _layout(grad) != key:
             raise ValueError(
                 f"Expected a gradient laid out as its parameter, {key}, got {_layout(grad)}."
             )
-        local = grad.to_local() if isinstance(grad, (RowSharded, DTensor)) else grad
-        if local.numel():
+        local: Any = grad.to_local() if isinstance(grad, (RowSharded, DTensor)) else grad
+        if local is not None and local.numel():
             pieces.append(local)
     return groups
 
@@ -112,17 +112,18 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.device_mesh, tuple(cut)
 
 
-def _norms(pieces: list[torch.Tensor], order: float, device: torch.device) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _norms(pieces: list[Any], order: float, device: torch.device) -> list[torch.Tensor]:
+    """Of each piece; beside them a zero, for there may be none."""
+    found = [torch.zeros((), device=device)]
     for alike in _alike(pieces):
         wide = torch.promote_types(alike[0].dtype, torch.float32)
         found += [norm.to(device) for norm in torch._foreach_norm(alike, order, dtype=wide)]
     return found
 
 
-def _alike(pieces: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _alike(pieces: list[Any]) -> Iterable[list[Any]]:
     """By device and dtype, as fast foreach kernels need them."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    alike: dict[Any, list[Any]] = {}
     for piece in pieces:
         alike.setdefault((piece.device, piece.dtype), []).append(piece)
-    return list(alike.values())
+    return alike.values()

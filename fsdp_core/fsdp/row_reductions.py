@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_core.fsdp.collectives import all_gather
 
@@ -49,17 +49,13 @@ class Plan:
             "of it, or .to_local() for this rank's rows."
         )
 
-    def refused(self, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
-        """The handler of operators that have none."""
-        self.refuse()
-
 
 # --- over ranks -------------------------------------------------------------------------------
 
 
 def over_ranks(
     part: torch.Tensor,
-    mesh: DeviceMesh | None,
+    mesh: Any,
     axes: Sequence[int],
     combine: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
@@ -72,7 +68,6 @@ def over_ranks(
         combine: from the parts along one axis [size], in rank order, to theirs together, 0-d.
     """
     for axis in reversed(axes):
-        assert mesh is not None
         # As bytes: backends do not know every dtype, and bits arrive as they are.
         sent = part.to(mesh.device_type).reshape(1).view(torch.uint8)
         parts = sent.new_empty(mesh.size(axis) * sent.numel())
@@ -104,7 +99,8 @@ def norm_of(power: torch.Tensor, order: float) -> torch.Tensor:
     return power if order in (0, math.inf) else power.pow(1.0 / order)
 
 
-def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """The DTensor that is `value` on every rank."""
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
@@ -112,53 +108,42 @@ def _replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class PendingNorm(torch.Tensor):
-    """A norm of rows [], or several stacked [n], of which each rank holds its part.
+    """A norm [], or a stack of norms [n], of which each rank holds its part.
 
     torch's `clip_grad_norm_` and `get_total_norm` work on them: a stack may be of different length
-    on each rank, and its norm of the same order is one collective of one scalar an axis. Beside
-    them in a stack, norms that are the same on every rank count once: plain 0-d tensors, and those
-    of tensors that no axis cuts. Any other operator on a 0-d one reduces it first, a collective.
+    on each rank, and its norm of the same order is one collective of one scalar an axis. Any other
+    operator on a 0-d one reduces it first, a collective.
 
-    A rank without any gradient that an axis cuts takes no part, and the others would wait for it in
-    vain: `fsdp_core.fsdp.clip.clip_grad_norm_` follows parameters, not gradients, and has no such
-    limit. It also scales plain gradients one by one, which torch's cannot by a DTensor.
+    A rank without any gradient takes no part, and the others would wait for it in vain:
+    `fsdp_core.fsdp.clip.clip_grad_norm_` follows parameters, not gradients, and has no such limit;
+    nor does it mind plain gradients among sharded ones.
 
     Attributes:
         kind: order, which is p > 0, inf, or 0 for counts of elements; mesh of the tensors; and
             the mesh axes that cut them, coarsest first.
-        parts: norms of rows that lie here, 0-d.
-        once: norms that are the same on every rank, 0-d.
+        parts: norms of the rows that lie here, 0-d.
     """
 
     kind: _Kind
     parts: list[torch.Tensor]
-    once: list[torch.Tensor]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def make(
-        parts: list[torch.Tensor], kind: _Kind, once: list[torch.Tensor] | None = None
-    ) -> "PendingNorm":
-        """One norm whose part here is `parts[0]`, or, with `once`, a stack of all of them."""
-        values = [*parts, *(once or ())]
+    def make(parts: list[torch.Tensor], kind: _Kind, shape: tuple[int, ...] = ()) -> "PendingNorm":
+        """One norm whose part here is `parts[0]`, or a stack of all of them."""
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         self = torch.Tensor._make_wrapper_subclass(
-            PendingNorm,
-            () if once is None else (len(values),),
-            dtype=functools.reduce(torch.promote_types, (value.dtype for value in values)),
-            device=values[0].device,
+            PendingNorm, shape, dtype=dtype, device=parts[0].device
         )
-        self.parts, self.once, self.kind = parts, list(once or ()), kind
+        self.parts, self.kind = parts, kind
         return self
 
     def reduced(self) -> DTensor:
         """The norm of all, replicated on every axis of the mesh: a collective over `axes`."""
         order, mesh, axes = self.kind
-        powers = [total_power(self.parts, order, mesh, axes)] if self.parts else []
-        if self.once:
-            powers.append(total_power(self.once, order, None, ()))
-        total = norm_of(combine_powers(torch.stack(powers), order), order)
-        return _replicated(total.to(self.dtype), mesh)
+        total = norm_of(total_power(self.parts, order, mesh, axes), order)
+        return replicated(total.to(self.dtype), mesh)
 
     @torch.compiler.disable
     def full_tensor(self) -> torch.Tensor:
@@ -166,56 +151,30 @@ class PendingNorm(torch.Tensor):
         return cast("DTensor", self * 1).full_tensor()  # through autograd, if it records
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PendingNorm(kind={self.kind}, parts={self.parts}, once={self.once})"
+        return f"PendingNorm(kind={self.kind}, parts={self.parts})"
 
     @classmethod
     @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
-        if name == "aten::stack":
-            return _stack(args[0])
+        norms: list[Any] = [n for n in tree_leaves((args, kwargs)) if isinstance(n, torch.Tensor)]
+        alike = {n.kind if type(n) is cls and not n.ndim else None for n in norms}
+        if name == "aten::stack" and len(alike) == 1 and alike != {None}:
+            return cls.make([n.parts[0] for n in norms], norms[0].kind, (len(norms),))
         if name == "aten::_to_copy" and not args[0].ndim:
-            moved = [func(part, **kwargs) for part in args[0].parts]
-            return PendingNorm.make(moved, args[0].kind)
-        if name == "aten::linalg_vector_norm" and args[0].ndim:
-            order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-            own = args[0].kind[0]
-            if order != own or order == 0 or len(args) > 2 or kwargs:
-                raise _unmixable(f"their own order {own}, not 0", f"{order}, {kwargs}")
-            return args[0].reduced()
-
-        def scalar(norm: PendingNorm) -> DTensor:
-            if norm.ndim:
-                raise _unmixable("torch.linalg.vector_norm", func)
-            return norm.reduced()
-
-        args, kwargs = tree_map_only(PendingNorm, scalar, (args, kwargs))
+            return cls.make([func(args[0].parts[0], **kwargs)], args[0].kind)
+        if name == "aten::linalg_vector_norm" and args[0].ndim and not (args[2:] or kwargs):
+            order = args[1] if len(args) > 1 else 2
+            if order == args[0].kind[0] != 0:
+                return args[0].reduced()
+        if name == "aten::stack" or any(type(n) is cls and n.ndim for n in norms):
+            raise NotImplementedError(
+                "Expected norms of sharded gradients of one order, mesh and cut to meet in "
+                f"torch.stack, and in its norm of that order, not 0, got {func} of {norms}: use "
+                "fsdp_core.fsdp.clip.clip_grad_norm_, which takes gradients on any meshes."
+            )
+        args, kwargs = tree_map_only(cls, cls.reduced, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _unmixable(expected: str, got: object) -> NotImplementedError:
-    return NotImplementedError(
-        f"Expected norms of sharded gradients to meet in {expected}, got {got}: use "
-        "fsdp_core.fsdp.clip.clip_grad_norm_, which takes gradients on any meshes."
-    )
-
-
-def _stack(norms: Sequence[Any]) -> PendingNorm:
-    kinds = (norm.kind for norm in norms if isinstance(norm, PendingNorm))
-    kind = max(kinds, key=lambda kind: len(kind[2]))
-    parts: list[torch.Tensor] = []
-    once: list[torch.Tensor] = []
-    for norm in norms:
-        known = norm.kind if isinstance(norm, PendingNorm) else None
-        if known == kind and not norm.ndim:
-            parts += norm.parts
-        elif known == (*kind[:2], ()) and not norm.ndim:
-            once += norm.parts
-        elif type(norm) is torch.Tensor and not norm.ndim:
-            once.append(norm)
-        else:
-            raise _unmixable(f"one order, mesh and axes {kind}", norm)
-    return PendingNorm.make(parts, kind, once)
 
 
 def _norm(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -223,48 +182,31 @@ def _norm(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     is_list = plan.func._schema.name == "aten::_foreach_norm"
     names = ("self", "ord", "dtype") if is_list else ("self", "ord", "dim", "keepdim")
     given = dict(zip(names, args, strict=False)) | kwargs
-    order, dtype = float(given.get("ord", 2)), given.get("dtype")
-    tensors = given["self"] if is_list else [given["self"]]
-    if not is_list:
-        _check_whole(plan, tensors[0], given)
-    if not order >= 0 or "out" in given:
-        plan.refuse(f" for order {order} or with out")
+    order, tensors = float(given.get("ord", 2)), given["self"] if is_list else [given["self"]]
+    dims, ndim = given.get("dim"), tensors[0].ndim
+    is_whole = dims is None or {dim % max(ndim, 1) for dim in dims} == set(range(ndim))
+    if not (order >= 0 and is_whole) or given.get("keepdim") or "out" in given:
+        plan.refuse(f" for order {order}, over some dims only, keeping them, or with out")
     pieces = [t._local_tensor if type(t) is plan.cls else t for t in tensors]
     # Where there are no elements torch's inf norm would raise.
     some = [piece if piece.numel() else piece.new_zeros(1) for piece in pieces]
-    norms: list[Any] = list(torch._foreach_norm(some, order, dtype=dtype))
-    for index, tensor in enumerate(tensors):
+    norms: list[Any] = list(torch._foreach_norm(some, order, dtype=given.get("dtype")))
+    for at, tensor in enumerate(tensors):
         if type(tensor) is plan.cls:
             kind = (order, tensor.row_spec.mesh, tensor.row_spec.axes)
-            norms[index] = PendingNorm.make([norms[index]], kind)
+            norms[at] = PendingNorm.make([norms[at]], kind)
     return norms if is_list else norms[0]
 
 
 def _total(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Sum, any or all of a whole tensor."""
-    given = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
-    tensor = given["self"]
-    _check_whole(plan, tensor, given)
+    tensor = args[0]
+    if len(args) > 1 or kwargs or type(tensor) is not plan.cls:
+        plan.refuse(" over some dims only, or in another dtype")
     combine = getattr(torch, plan.func._schema.name.removeprefix("aten::"))
-    options = {"dtype": given["dtype"]} if "dtype" in given else {}
-    part = combine(tensor._local_tensor, **options)
-    spec = tensor.row_spec
-    return _replicated(over_ranks(part, spec.mesh, spec.axes, combine), spec.mesh)
+    spec, part = tensor.row_spec, combine(tensor._local_tensor)
+    return replicated(over_ranks(part, spec.mesh, spec.axes, combine), spec.mesh)
 
 
-def _check_whole(plan: Plan, tensor: Any, given: dict[str, Any]) -> None:
-    """Raise unless a reduction goes over all dims and to a scalar."""
-    dim = given.get("dim")
-    dims = dim if isinstance(dim, (list, tuple)) else [] if dim is None else [dim]
-    if {d % max(tensor.ndim, 1) for d in dims or range(tensor.ndim)} != set(
-        range(tensor.ndim)
-    ) or given.get("keepdim"):
-        plan.refuse(" over some dims only, or keeping them")
-    if "out" in given or type(tensor) is not plan.cls:
-        plan.refuse(" with out")
-
-
-REDUCTIONS: dict[str, Handler] = {
-    **dict.fromkeys(("_foreach_norm", "linalg_vector_norm"), _norm),
-    **dict.fromkeys(("sum", "any", "all"), _total),
-}
+REDUCTIONS: dict[str, Handler] = {"_foreach_norm": _norm, "linalg_vector_norm": _norm}
+REDUCTIONS |= {"sum": _total, "any": _total, "all": _total}

@@ -12,8 +12,7 @@ torch's optimizers never learn that rows are cut: elementwise arithmetic is the 
 """
 
 import copy
-import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata
@@ -25,16 +24,13 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_typ
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_foreach_types
 
 from fsdp_core.fsdp import row_sharded_ops
+from fsdp_core.fsdp.row_reductions import replicated
 from fsdp_core.fsdp.row_spec import RowShard, RowSpec, gather_rows
 
 __all__ = ["RowShard", "RowSharded", "RowSpec"]
 
-
-if TYPE_CHECKING:
-    _Base = torch.Tensor
-else:
-    # Earlier, torch's C++ took every DTensor's operators before a subclass of DTensor saw them.
-    _Base = DTensor if torch.__version__ >= (2, 13) else torch.Tensor
+# Earlier, torch's C++ took every DTensor's operators before a subclass of DTensor saw them.
+_Base: Any = DTensor if torch.__version__ >= "2.13" else torch.Tensor
 
 
 class RowSharded(_Base):
@@ -48,7 +44,7 @@ class RowSharded(_Base):
     row_spec: RowSpec
     tie: Any  # to the group that must know when it is trained, see `optimizer`
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> "RowSharded":
         """Refuse: arguments would mean other things to torch's classes."""
@@ -115,14 +111,13 @@ class RowSharded(_Base):
         Raises:
             NotImplementedError: any other placement or mesh, and options.
         """
-        mesh, everywhere = self.device_mesh, [Replicate()] * self.device_mesh.ndim
-        same_mesh = device_mesh is None or device_mesh == mesh
-        if not same_mesh or list(placements or ()) != everywhere or any(options.values()):
+        mesh, asked = self.device_mesh, (device_mesh or self.device_mesh, list(placements or ()))
+        if asked != (mesh, [Replicate()] * mesh.ndim) or any(options.values()):
             raise NotImplementedError(
-                f"Expected {everywhere} on {mesh} and no options, got {placements} on "
-                f"{device_mesh} and {options}: use .full_tensor()."
+                f"Expected Replicate on every axis of {mesh}, got {asked} and {options}: use "
+                ".full_tensor()."
             )
-        return DTensor.from_local(self.full_tensor(), mesh, everywhere, run_check=False)
+        return replicated(self.full_tensor(), mesh)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -133,11 +128,6 @@ class RowSharded(_Base):
     def placements(self) -> tuple[Placement, ...]:
         """`RowShard` on the axes that cut, Replicate on the others."""
         return self.row_spec.placements
-
-    @property
-    def _spec(self) -> NoReturn:
-        # Hidden from hasattr, as DTensorSpec cannot hold uneven rows.
-        raise AttributeError("RowSharded has no DTensorSpec, only even rows do: use .row_spec.")
 
     @property
     def data(self) -> torch.Tensor:
@@ -167,29 +157,26 @@ class RowSharded(_Base):
         # Hidden from hasattr: torch would take it apart and put a DTensor together from it.
         raise AttributeError("RowSharded tensors cannot be flattened for tracing.")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         spec, rows = self.row_spec, f"[{self.row_spec.row_start}, {self.row_spec.row_stop})"
         return f"RowSharded(rows {rows} of {tuple(spec.shape)}, {self._local_tensor}, {spec})"
 
     # --- copies ------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RowSharded":
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("Expected a leaf of autograd to copy, got the result of operators.")
         _, (local, spec, attributes) = self.__reduce_ex__(None)
-        twin = memo[id(self)] = _rebuild(local, spec, copy.deepcopy(attributes, memo))
-        if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
+        twin = _rebuild(local, spec, copy.deepcopy(attributes, memo))
+        twin.grad = copy.deepcopy(self.grad, memo)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy of the rows: the view's storage is the unit's whole buffer, all other parameters'.
         local = self._local_tensor.detach().clone()
-        # What was set on the object, nn.Parameter's mark included, but for ties to its owners.
-        found = {k: v for k, v in self.__dict__.items() if not isinstance(v, weakref.ref)}
-        return _rebuild, (local, self.row_spec, found | {"requires_grad": self.requires_grad})
+        # What was set on the object, nn.Parameter's mark included.
+        attributes = self.__dict__ | {"requires_grad": self.requires_grad}
+        return _rebuild, (local, self.row_spec, attributes)
 
     # --- torch.distributed.checkpoint --------------------------------------------------------
 
@@ -213,9 +200,6 @@ class RowSharded(_Base):
         ]
 
     def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
-        chunks = self.__create_chunk_list__()
-        if index.offset not in [chunk.offsets for chunk in chunks]:
-            raise ValueError(f"Expected the offsets of {chunks}, got {index}.")
         return self._local_tensor
 
 
@@ -235,9 +219,8 @@ class _Rows(torch.autograd.Function):
 
 def _rebuild(local: torch.Tensor, spec: RowSpec, attributes: dict[str, Any]) -> RowSharded:
     tensor = RowSharded.make(local, spec)
-    requires_grad = attributes.pop("requires_grad", False)
+    tensor.requires_grad_(attributes.pop("requires_grad"))
     tensor.__dict__.update(attributes)
-    tensor.requires_grad_(requires_grad)
     return tensor
 
 
@@ -246,4 +229,4 @@ def _rebuild(local: torch.Tensor, spec: RowSpec, attributes: dict[str, Any]) -> 
 torch.serialization.add_safe_globals([_rebuild, RowSpec, RowShard])
 for _types in (_optim_foreach_types, _clip_foreach_types):
     if RowSharded not in _types:
-        _types.append(RowSharded)
+        _types.append(RowSharded)  # type: ignore[arg-type]

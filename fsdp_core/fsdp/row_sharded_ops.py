@@ -14,8 +14,8 @@ how many rows a rank happens to hold must not pass. In-place operators also rais
 counter of the piece, hence of the flat buffer under it, as they would on the piece itself.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress, zip_longest
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ _FOREACH = _words(
     "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
 )
 _FUSED = _words("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_")
-_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 _plans: dict[Any, Plan] = {}
 
@@ -53,46 +52,108 @@ def run(cls: type[Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         NotImplementedError: `func` has no kind, or this form of it does not.
         ValueError: layouts differ, or a plain tensor is neither one element nor the global shape.
     """
-    plan = _plans.get(func)
-    if plan is None:
-        plan = _plans[func] = _plan(cls, func)
+    plan = _plans.get(func) or _plans.setdefault(func, _plan(cls, func))
     return plan.handler(plan, args, kwargs)
 
 
 def _plan(cls: type[Any], func: Any) -> Plan:
-    writes: list[int | str] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            writes.append(argument.name if argument.kwarg_only else index)
-    return Plan(cls, func, _handler(func, bool(writes)), tuple(writes))
+    writes = tuple(
+        argument.name if argument.kwarg_only else index
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        # _fused_adagrad_ declares that it writes to them, and does not.
+        and argument.name != "state_steps"
+    )
+    return Plan(cls, func, _handler(func, bool(writes)), writes)
 
 
 def _handler(func: Any, writes: bool) -> Handler:  # noqa: FBT001  (private, one caller)
     name = func._schema.name.removeprefix("aten::")
-    draws = torch.Tag.nondeterministic_seeded in func.tags
     if name in _HANDLERS:
         return _HANDLERS[name]
     foreach = name.removeprefix("_foreach_").removesuffix("_")
-    is_foreach = name.startswith("_foreach_") and foreach in _FOREACH
-    if name in _FUSED or (is_foreach and writes == name.endswith("_")):
-        return _lists
-    if name in _DRAW:
-        return _draw
+    is_foreach = name.startswith("_foreach_") and writes == name.endswith("_")
+    draws = torch.Tag.nondeterministic_seeded in func.tags
     tensors_only = all(str(value.type) == "Tensor" for value in func._schema.returns)
     pointwise = torch.Tag.pointwise in func.tags and tensors_only and not draws
-    return _elementwise if name in _ELEMENTWISE or pointwise else Plan.refused
+    is_known = name in _ELEMENTWISE | _FUSED or (is_foreach and foreach in _FOREACH)
+    return _on_pieces if is_known or pointwise else lambda plan, *_: plan.refuse()
 
 
-def _piece(plan: Plan, value: Any, spec: RowSpec) -> torch.Tensor:
-    """This rank's part of any tensor that stands in a call beside others of layout `spec`."""
+def _on_pieces(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run on this rank's rows: of tensors, or of those at each position of lists."""
+    is_listed, cls = _is_tensors(args[0]), plan.cls
+    tensors = [[v] for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    specs = _specs(plan, [v for v in args if _is_tensors(v)] if is_listed else tensors)
+
+    def pieces(key: int | str, value: Any) -> Any:
+        if is_listed and _is_tensors(value):
+            return [
+                t._local_tensor
+                if type(t) is cls and spec.local_numel
+                else _piece(plan, key, t, spec)
+                for t, spec in zip(value, specs, strict=False)
+            ]
+        spec = None if is_listed else specs[0]
+        return _piece(plan, key, value, spec) if isinstance(value, torch.Tensor) else value
+
+    local = [pieces(*item) for item in enumerate(args)]
+    named = {key: pieces(key, value) for key, value in kwargs.items()}
+    if plan.func._schema.name.startswith("aten::_fused"):
+        # No fused kernel ever sees a piece without elements.
+        here = [spec is None or bool(spec.local_numel) for spec in specs]
+        local = [list(compress(v, here)) if isinstance(v, list) else v for v in local]
+    out = plan.func(*local, **named) if not is_listed or local[0] else []
+    if written := [args[at] if isinstance(at, int) else kwargs[at] for at in plan.writes]:
+        changed = chain(*written) if is_listed else written
+        increment_version([t._local_tensor for t in changed if type(t) is cls])
+        return None if is_listed else written[0] if len(written) == 1 else tuple(written)
+    if is_listed:
+        return [_wrap(plan, *pair) for pair in zip(out, specs, strict=True)]
+    if isinstance(out, torch.Tensor):
+        return _wrap(plan, out, specs[0])
+    return tuple(_wrap(plan, value, specs[0]) for value in out)
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _specs(plan: Plan, lists: Iterable[Sequence[Any]]) -> list[Any]:
+    """Layout at each position of the lists; None where all tensors are plain."""
+    found: list[RowSpec | None] = []
+    for tensors in zip_longest(*lists):
+        specs = [tensor.row_spec for tensor in tensors if type(tensor) is plan.cls]
+        for spec in specs[1:]:
+            if spec is not specs[0] and spec != specs[0]:
+                raise ValueError(
+                    f"Expected {plan.cls.__name__} tensors of one layout in {plan.func}, "
+                    f"got {spec} and {specs[0]}."
+                )
+        found.append(specs[0] if specs else None)
+    return found
+
+
+def _piece(plan: Plan, key: int | str, value: Any, spec: RowSpec | None) -> torch.Tensor:
+    """This rank's part of argument `key`, or of its tensor at a position of layout `spec`.
+
+    None is the layout of positions of plain tensors, and of what holds for all positions.
+    """
     if type(value) is plan.cls:
-        _check_layout(plan, value.row_spec, spec)
+        if spec is None:
+            plan.refuse(" that stand for a scalar")
         local: torch.Tensor = value._local_tensor
         # A scalar that is elsewhere: an element to compute with, so that types promote as there.
         return local.new_zeros(()) if spec.is_absent_scalar else local
+    if spec is not None and key in plan.writes:
+        raise ValueError(
+            f"Expected {plan.func} to write to a {plan.cls.__name__} tensor, got one of "
+            f"{type(value).__name__}: take .full_tensor() of the other arguments."
+        )
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    if value.numel() == 1 and value.ndim <= len(spec.shape):
+    if spec is None or (value.numel() == 1 and value.ndim <= len(spec.shape)):
         return value
     if value.shape == spec.shape:
         return spec.own_rows(value)
@@ -102,127 +163,23 @@ def _piece(plan: Plan, value: Any, spec: RowSpec) -> torch.Tensor:
     )
 
 
-def _check_layout(plan: Plan, spec: RowSpec, other: RowSpec) -> None:
-    if spec is not other and spec != other:
-        raise ValueError(
-            f"Expected {plan.cls.__name__} tensors of one layout in {plan.func}, "
-            f"got {spec} and {other}."
-        )
-
-
-def _check_written(plan: Plan, written: Sequence[Any]) -> None:
-    for value in written:
-        if type(value) is not plan.cls:
-            raise ValueError(
-                f"Expected {plan.func} to write to a {plan.cls.__name__} tensor, got one of "
-                f"{type(value).__name__}: take .full_tensor() of the other arguments."
-            )
-
-
-def _elementwise(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    values = (*args, *kwargs.values())
-    spec: RowSpec = next(value.row_spec for value in values if type(value) is plan.cls)
-    if kwargs and kwargs.get("memory_format") in _CHANNELS_LAST:
-        plan.refuse(" with memory_format channels_last")
-    written = [args[at] if isinstance(at, int) else kwargs[at] for at in plan.writes]
-    _check_written(plan, written)
-
-    def piece(value: Any) -> Any:
-        return _piece(plan, value, spec) if isinstance(value, torch.Tensor) else value
-
-    out = plan.func(*map(piece, args), **{key: piece(value) for key, value in kwargs.items()})
-    if written:
-        increment_version([value._local_tensor for value in written])
-        return written[0] if len(written) == 1 else tuple(written)
-    if isinstance(out, torch.Tensor):
-        return _wrap(plan, out, spec)
-    return tuple(_wrap(plan, value, spec) for value in out)
-
-
-def _wrap(plan: Plan, out: torch.Tensor, spec: RowSpec) -> Any:
+def _wrap(plan: Plan, out: torch.Tensor, spec: RowSpec | None) -> Any:
+    if spec is None:
+        return out
     if spec.is_absent_scalar and not out.ndim:
         out = out.new_empty(0)
     assert out.shape == spec.local_shape, f"{plan.func} made {out.shape} of {spec.local_shape}"
+    if not out.is_contiguous():
+        plan.refuse(" in another memory format")
     return plan.cls._wrap(out, spec)
-
-
-def _lists(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    specs = _specs(plan, [value for value in args if _is_tensors(value)])
-    pieces = [
-        _column(plan, at, value, specs) if _is_tensors(value) else _one_element(plan, value)
-        for at, value in enumerate(args)
-    ]
-    named = {key: _one_element(plan, value) for key, value in kwargs.items()}
-    if plan.func._schema.name.startswith("aten::_fused"):
-        # No fused kernel ever sees a piece without elements.
-        kept = [i for i, spec in enumerate(specs) if spec is None or spec.local_numel]
-        if len(kept) < len(specs):
-            pieces = [[v[i] for i in kept] if isinstance(v, list) and v else v for v in pieces]
-        if kept:
-            plan.func(*pieces, **named)
-    else:
-        out = plan.func(*pieces, **named)
-        if not plan.writes:
-            return [
-                value if spec is None else _wrap(plan, value, spec)
-                for value, spec in zip(out, specs, strict=True)
-            ]
-    for at in plan.writes:
-        increment_version([t._local_tensor for t in args[int(at)] if type(t) is plan.cls])
-    return None
-
-
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
-
-
-def _specs(plan: Plan, lists: Sequence[Sequence[Any]]) -> list[RowSpec | None]:
-    """Layout at each position of the lists; None where all tensors are plain."""
-    found: list[RowSpec | None] = []
-    for tensors in itertools.zip_longest(*lists):
-        specs = [tensor.row_spec for tensor in tensors if type(tensor) is plan.cls]
-        for spec in specs[1:]:
-            _check_layout(plan, spec, specs[0])
-        found.append(specs[0] if specs else None)
-    return found
-
-
-def _column(
-    plan: Plan, at: int, tensors: Sequence[Any], specs: Sequence[RowSpec | None]
-) -> list[Any]:
-    """Pieces of one list of tensors, the argument at position `at`."""
-    # One element each. _fused_adagrad_ declares that it writes to them, and does not.
-    is_steps = plan.func._schema.arguments[at].name == "state_steps"
-    if is_steps and plan.cls not in set(map(type, tensors)):
-        return list(tensors)
-    pieces = []
-    for tensor, spec in zip(tensors, specs, strict=False):
-        if spec is None:
-            pieces.append(tensor)
-        elif type(tensor) is plan.cls and spec.local_numel:
-            pieces.append(tensor._local_tensor)
-        else:
-            if at in plan.writes:
-                _check_written(plan, [tensor])
-            pieces.append(_piece(plan, tensor, spec))
-    return pieces
-
-
-def _one_element(plan: Plan, value: Any) -> Any:
-    """An argument that holds for all positions: no row-sharded tensor can."""
-    if type(value) is plan.cls:
-        plan.refuse(" that stand for a scalar")
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _draw(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Draw what one process would draw for the whole tensor: same values, same generator state."""
-    target = args[0]
-    if [value for value in (*args[1:], *kwargs.values()) if type(value) is plan.cls]:
-        plan.refuse(" as its parameters")
-    _check_written(plan, [target])
-    full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-    return target.copy_(plan.func(full, *args[1:], **kwargs))
+    if [type(value) is plan.cls for value in args] != [True] + [False] * (len(args) - 1):
+        plan.refuse(" as its parameters, or a plain one as its target")
+    full = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+    return args[0].copy_(plan.func(full, *args[1:], **kwargs))
 
 
 def _same(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -246,16 +203,13 @@ def _fill_where(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return target.masked_fill_(masks[0], value.to(target.dtype).reshape(()))
 
 
-def _on_local(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return plan.func(args[0]._local_tensor, *args[1:], **kwargs)
-
-
 _HANDLERS: dict[str, Handler] = {
     "detach": _same,
     "alias": _same,
     "detach_": lambda plan, args, kwargs: args[0],
     "new_empty": _new_empty,
-    "is_pinned": _on_local,
+    "is_pinned": lambda plan, args, kwargs: args[0]._local_tensor.is_pinned(),
     "index_put_": _fill_where,
+    **dict.fromkeys(_DRAW, _draw),
     **REDUCTIONS,
 }

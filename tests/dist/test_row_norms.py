@@ -23,7 +23,7 @@ CUTS = [((7, 3), 0), ((5,), 1), ((), 2), ((1, 4), 0), ((3, 2), 2)]  # shape, way
 REL = 26 * 2**-24
 
 
-def parameters_of(name: str, *, plain: bool = False) -> tuple[list[Any], list[Any]]:
+def parameters_of(name: str) -> tuple[list[Any], list[Any]]:
     """Unsharded parameters with gradients, and ours, whose gradient is None where no rows are."""
     specs = layouts(name)
     alone, ours = [], []
@@ -33,17 +33,7 @@ def parameters_of(name: str, *, plain: bool = False) -> tuple[list[Any], list[An
         alone[-1].grad = grad
         ours.append(nn.Parameter(sharded(torch.zeros_like(grad), spec)))
         ours[-1].grad = sharded(grad, spec) if spec.local_numel else None
-    if plain:
-        for group in (alone, ours):
-            group.insert(1, nn.Parameter(torch.zeros(3)))
-            group[1].grad = torch.tensor([1.0, -2.0, 0.5])
     return alone, ours
-
-
-def rows(tensor: Any) -> torch.Tensor:
-    """This rank's, or all of a plain tensor."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, RowSharded) else tensor
 
 
 def bits(norm: Any) -> bytes:
@@ -55,12 +45,12 @@ def bits(norm: Any) -> bytes:
     return whole.numpy().tobytes()
 
 
-def clips(name: str, plain: bool) -> tuple[int, list[bytes]]:
+def clips(name: str) -> tuple[int, list[bytes]]:
     found = []
     count = 0
     for order in ORDERS:
-        for foreach in (True,) if plain else (None, True, False):
-            alone, theirs = parameters_of(name, plain=plain)
+        for foreach in (None, True, False):
+            alone, theirs = parameters_of(name)
             grads = [grad for p in theirs if (grad := p.grad) is not None]
             count = len(grads)
             exact = torch.cat([p.grad.double().flatten() for p in alone]).norm(order).item()
@@ -69,7 +59,7 @@ def clips(name: str, plain: bool) -> tuple[int, list[bytes]]:
                 theirs, 0.7, order, error_if_nonfinite=True, foreach=foreach
             )
             found += [bits(early), bits(norm)]
-            ours = parameters_of(name, plain=plain)[1]
+            ours = parameters_of(name)[1]
             found.append(clip_grad_norm_(ours, 0.7, order, foreach=foreach).numpy().tobytes())
             assert found[-3] == found[-2] == found[-1], (order, foreach)
             assert norm.item() == pytest.approx(exact, rel=REL), (order, foreach)
@@ -77,19 +67,18 @@ def clips(name: str, plain: bool) -> tuple[int, list[bytes]]:
             for whole, one, other in zip(alone, theirs, ours, strict=True):
                 assert (one.grad is None) == (other.grad is None)
                 if one.grad is not None:
-                    assert same_bits(rows(one.grad), rows(other.grad))
-                    own = one.row_spec.own_rows(whole.grad) if rows(one) is not one else whole.grad
-                    torch.testing.assert_close(rows(one.grad), own * factor, rtol=2 * REL, atol=0)
+                    local, own = one.grad.to_local(), one.row_spec.own_rows(whole.grad)
+                    assert same_bits(local, other.grad.to_local())
+                    torch.testing.assert_close(local, own * factor, rtol=2 * REL, atol=0)
     return count, found
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["all sharded", "one plain"])
 @pytest.mark.parametrize("name", NAMES)
 def test_torchs_clipping_needs_no_gradient_object_on_every_rank(
-    warm_ranks: RankPool, name: str, plain: bool
+    warm_ranks: RankPool, name: str
 ) -> None:
     """The norm is one process's and ours bit for bit, on ranks with unlike numbers of gradients."""
-    counts, norms = zip(*warm_ranks.run(clips, name, plain, world_size=world_of(name)), strict=True)
+    counts, norms = zip(*warm_ranks.run(clips, name, world_size=world_of(name)), strict=True)
     assert all(norm == norms[0] for norm in norms)
     assert (len(set(counts)) > 1) == (name != "one")
 
@@ -166,6 +155,7 @@ def refuses() -> None:
         [other.norm(), part.norm()],
         [one.norm(2), one.norm(3)],
         [one.norm(), torch.ones(1)],
+        [one.norm(), torch.ones(())],
     ):
         with pytest.raises(NotImplementedError, match="clip_grad_norm_"):
             torch.stack(norms)

@@ -32,7 +32,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.new_empty": lambda t: t.new_empty(4, 2),
     "aten.eye": lambda t: nn.init.eye_(t),
     "aten.cumsum": lambda t: t.cumsum(1),
-    "aten._to_copy": lambda t: t.to(torch.float64, memory_format=torch.channels_last),
     "aten.index_put_": lambda t: t.__setitem__(t > 0, torch.ones(3)),
     "aten.index_put_.default": lambda t: t.__setitem__((t > 0).to_local(), 1.0),
     "order -1": lambda t: t.norm(-1),
@@ -46,6 +45,16 @@ def test_what_needs_other_ranks_rows_is_refused(trio: DeviceMesh, operator: str)
     with pytest.raises(NotImplementedError, match=r"use \.full_tensor\(\)") as caught:
         REFUSED[operator](tensor)
     assert operator in str(caught.value)
+
+
+def test_another_memory_format_is_refused(trio: DeviceMesh) -> None:
+    """Rows lie one after another, so a copy in channels-last order has no place for them."""
+    tensor = filled(spec(trio, (7, 2, 3, 3), 0, 1, 5, 7))
+    with pytest.raises(NotImplementedError, match="memory format"):
+        tensor.to(torch.float64, memory_format=torch.channels_last)
+    with pytest.raises(NotImplementedError, match="memory format"):
+        tensor.clone(memory_format=torch.channels_last)
+    assert tensor.to(torch.float64, memory_format=torch.contiguous_format).dtype == torch.float64
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (1, 2), (2,), (7, 1), (8, 2), (1, 1, 1), (2, 7)])
