@@ -1,0 +1,212 @@
+"""Bugs that sharded training is known to have had, each as a change of our code, and its test."""
+
+from dataclasses import dataclass
+
+FSDP = "fsdp_core/fsdp/"
+REGRESSIONS = "tests/dist/test_fsdp_regressions.py::"
+SCHEDULE = "tests/dist/test_fsdp_schedule.py::"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """How to put one bug back: `right` in `file` becomes `wrong`; `test` must then fail.
+
+    Attributes:
+        symptom: what a user would see, or not see.
+    """
+
+    name: str
+    symptom: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+BUGS = (
+    Bug(
+        "stale_gather",
+        "a forward computes with the weights from before the optimizer",
+        FSDP + "unit.py",
+        "if any(group.is_unsharded and not group.is_current for group in self.groups):",
+        "if False:",
+        REGRESSIONS + "test_stale_gather",
+    ),
+    Bug(
+        "gather_before_the_shard_is_written",
+        "the side stream sends weights while the optimizer writes them",
+        FSDP + "unit.py",
+        "            stream.wait_stream(schedule.device.current_stream())\n",
+        "",
+        REGRESSIONS + "test_streams_wait",
+    ),
+    Bug(
+        "compute_before_the_gather_has_ended",
+        "a forward reads a buffer that is still being filled",
+        FSDP + "unit.py",
+        "            self.schedule.device.current_stream().wait_event(self.gathered_event)\n",
+        "            pass\n",
+        REGRESSIONS + "test_streams_wait",
+    ),
+    Bug(
+        "inverted_wait",
+        "compute waits for the reduction, and the reduction does not wait for the gradient",
+        FSDP + "schedule.py",
+        "        stream.wait_stream(self.device.current_stream())\n        held",
+        "        self.device.current_stream().wait_stream(stream)\n        held",
+        REGRESSIONS + "test_streams_wait",
+    ),
+    Bug(
+        "gradient_buffer_released_too_early",
+        "a later unit's gradients overwrite one that is being reduced",
+        FSDP + "schedule.py",
+        "            current.wait_event(reduction.event)\n            reduction",
+        "            reduction",
+        REGRESSIONS + "test_streams_wait",
+    ),
+    Bug(
+        "gradient_into_a_buffer_under_reduction",
+        "a microbatch overwrites the sum of the one before",
+        FSDP + "schedule.py",
+        "and newest is not gradients else 0",
+        "else 0",
+        REGRESSIONS + "test_streams_wait_for_each_strategy",
+    ),
+    Bug(
+        "aliased_reduce_scatter_output",
+        "ranks read what another rank's result has overwritten",
+        FSDP + "gradients.py",
+        "outputs = [full.new_empty(nest.numel(full.numel(), k + 1)) for k in range(levels)]",
+        "outputs = [nest.slice(full, 0, k + 1) for k in range(levels)]",
+        REGRESSIONS + "test_reduction_output_is_other_memory",
+    ),
+    Bug(
+        "empty_shards_have_gradients",
+        "fused optimizers are given tensors without elements",
+        FSDP + "gradients.py",
+        "        wanted = [i for i in wanted if self.specs[i].local_numel]\n",
+        "        wanted = list(wanted)\n",
+        REGRESSIONS + "test_empty_pieces_have_no_gradient",
+    ),
+    Bug(
+        "every_gradient_buffer_lives",
+        "memory grows with the number of layers",
+        FSDP + "schedule.py",
+        "self.drain(keep=1 if self.overlap",
+        "self.drain(keep=9 if self.overlap",
+        REGRESSIONS + "test_gradient_buffers",
+    ),
+    Bug(
+        "padding_is_reduced",
+        "what the last user left between parameters reaches sums and norms",
+        FSDP + "gradients.py",
+        "            full[start:stop].zero_()\n",
+        "            pass\n",
+        REGRESSIONS + "test_padding_leaks_nothing",
+    ),
+    Bug(
+        "absent_gradients_are_reduced",
+        "a parameter off the path of the loss gets what lay in its buffer",
+        FSDP + "gradients.py",
+        "            self._views[index].zero_()\n        self._start_over()",
+        "            pass\n        self._start_over()",
+        "tests/unit/fsdp_core/fsdp/test_gradients.py",
+    ),
+    Bug(
+        "double_accumulation",
+        "a fused gradient is counted by its kernel and again by autograd",
+        FSDP + "gradients.py",
+        'if getattr(parameter, "grad_added_to_main_grad", False):',
+        "if False:",
+        REGRESSIONS + "test_fused_accumulation",
+    ),
+    Bug(
+        "fused_kernel_adds_to_garbage",
+        "a kernel that read its orders in forward adds to memory that nobody zeroed",
+        FSDP + "gradients.py",
+        "                view.zero_()\n",
+        "                pass\n",
+        REGRESSIONS + "test_fused_accumulation",
+    ),
+    Bug(
+        "lost_attributes",
+        "optimizers and tensor parallelism miss their marks on parameters",
+        FSDP + "param_group.py",
+        "            setattr(to, name, value)\n",
+        "            pass\n",
+        REGRESSIONS + "test_attributes_are_carried",
+    ),
+    Bug(
+        "wrapped_in_flight",
+        "a unit's gathered parameters or gradients are lost by wrapping around it",
+        FSDP + "api.py",
+        "    _check_at_rest(inner)\n",
+        "",
+        REGRESSIONS + "test_wrapping_in_flight",
+    ),
+    Bug(
+        "parameter_held_twice",
+        "two units train two copies of a shared parameter",
+        FSDP + "api.py",
+        "        if hasattr(parameter, _HELD):",
+        "        if False:",
+        REGRESSIONS + "test_each_parameter_is_held_once",
+    ),
+    Bug(
+        "one_rank_raises_alone",
+        "a NaN on one rank leaves the others waiting",
+        FSDP + "schedule.py",
+        "        all_reduce(found, mesh.get_group(axis))\n",
+        "        pass\n",
+        REGRESSIONS + "test_nan_check_names_the_parameter",
+    ),
+    Bug(
+        "recomputation_counts_as_forward",
+        "activation recompute gathers again, or releases what backward needs",
+        FSDP + "schedule.py",
+        "    return bool(torch._C._current_graph_task_id() != -1)\n",
+        "    return False\n",
+        SCHEDULE + "test_recompute_gathers_each_unit_once",
+    ),
+    Bug(
+        "optim_shards_gradients",
+        "ZeRO-1 reduces with every microbatch",
+        FSDP + "placement.py",
+        "grad=tuple(depth >= 2 for depth in depths)",
+        "grad=tuple(depth >= 1 for depth in depths)",
+        SCHEDULE + "test_collectives_of_a_step",
+    ),
+    Bug(
+        "sum_in_place_of_the_mean",
+        "the learning rate is multiplied by the number of ranks",
+        FSDP + "gradients.py",
+        "        if self.scale != 1.0:",
+        "        if False:",
+        "tests/dist/test_fsdp.py::test_equals_one_process",
+    ),
+    Bug(
+        "copies_do_not_follow_the_optimizer",
+        "where weights are kept in the compute dtype, training does not change them",
+        FSDP + "optimizer.py",
+        "                group.main_weight_changed()\n",
+        "                pass\n",
+        "tests/dist/test_optimizers.py",
+    ),
+    Bug(
+        "first_weights_from_fp8",
+        "main weights start from rounded values",
+        FSDP + "quantized.py",
+        "dequantize() if kept is None else",
+        "dequantize() if True else",
+        "tests/dist/test_quantized.py::test_sharded_is_whole",
+    ),
+    Bug(
+        "derived_bytes_stay",
+        "the transposed copies of all layers live at once",
+        FSDP + "param_group.py",
+        "                self._quantized.drop_derived()\n",
+        "                pass\n",
+        "tests/dist/test_quantized.py::test_sharded_is_whole",
+    ),
+)
+"""By what was found in reviews of other implementations, and in our own."""
