@@ -43,6 +43,9 @@ class Tie(NamedTuple):
 _STAND_INS: Any = WeakIdKeyDictionary()
 """Ties of parameters that modules hold, or held, in place of those at rest."""
 
+_STEPPED: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
+"""Optimizers that have been here: an SGD never has any state to tell by."""
+
 
 def watch(group: "ParamGroup", sources: Sequence[nn.Parameter] = ()) -> None:
     """Tell `group`, which is not kept alive, of every step of an optimizer of its parameters.
@@ -85,9 +88,10 @@ def _before_step(
             "Expected an optimizer that treats each element alone, as AdamW does, got "
             f"{type(optimizer).__name__}, which needs whole tensors: ranks have rows of them."
         )
-    if sharded and not optimizer.state and sharded[0].is_cuda:
+    if sharded and sharded[0].is_cuda and optimizer not in _STEPPED:
         # The states made in this step live for ever: in memory of their own, not in holes that
         # activations have left and will want again, whole.
+        _STEPPED.add(optimizer)
         torch.cuda.empty_cache()
     if not sharded or not _takes_addresses(optimizer):
         return None

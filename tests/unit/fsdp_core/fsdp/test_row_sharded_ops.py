@@ -28,6 +28,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.rand_like": torch.rand_like,
     "aten.bernoulli": lambda t: t.bernoulli(),
     "aten.normal": lambda t: torch.normal(t, t),
+    "aten.bernoulli_": lambda t: t.bernoulli_(t),
+    "aten.bernoulli_.Tensor": lambda t: torch.zeros(7, 2).bernoulli_(t),
     "aten.new_zeros": lambda t: t.new_zeros(7, 2),
     "aten.new_empty": lambda t: t.new_empty(4, 2),
     "aten.eye": lambda t: nn.init.eye_(t),

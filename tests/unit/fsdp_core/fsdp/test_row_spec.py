@@ -72,6 +72,17 @@ def test_placements_with_other_cuts_are_not_equal() -> None:
     assert Shard(0) != placement
 
 
+def test_a_placement_answers_for_its_cuts_where_it_alone_cuts() -> None:
+    """What asks for shards of one axis gets the true ones; of one axis of two, an error."""
+    bounds = (0, 2, 2, 5, 7)
+    alone = RowShard(bounds)
+    shards = [alone._local_shard_size_and_offset(7, 4, rank) for rank in range(4)]
+    assert shards == [(2, 0), (0, 2), (3, 2), (2, 5)]
+    for level in range(2):
+        with pytest.raises(NotImplementedError, match="one axis"):
+            RowShard(bounds, level)._local_shard_size_and_offset(7, 2, 0)
+
+
 def test_redistribute_does_what_it_can_and_refuses_the_rest(trio: DeviceMesh) -> None:
     """Replicate gives a DTensor; even shards, own and other cuts, and dtypes are refused."""
     tensor = filled(spec(trio, (7, 2), 0, 1, 5, 7))
