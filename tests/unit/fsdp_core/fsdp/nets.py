@@ -56,7 +56,8 @@ def batch(number: int) -> torch.Tensor:
 def local(tensor: Any) -> torch.Tensor:
     """This rank's rows of a tensor at rest; on one rank all of it."""
     assert isinstance(tensor, RowSharded)
-    return tensor.to_local()
+    rows: torch.Tensor = tensor.to_local()
+    return rows
 
 
 def group_named(root: FSDPModule, name: str) -> ParamGroup:
