@@ -85,7 +85,7 @@ class ParamGroup:
         self.gathered_version: int | None = None
         self.is_unsharded, self._is_registered = False, False
         self.main_weight = self._first_main_weight(sources)
-        self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(sources)]
+        self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
         self._quantized = QuantizedWeights(sources) if is_quantized(sources[0]) else None
         empty = torch.empty(0, dtype=dtypes.compute, device=device.torch_device)
         # Clones: parameters over one tensor would share its version counter.
@@ -133,9 +133,6 @@ class ParamGroup:
         """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
         return self._flat.rows(shard, index)
 
-    def _sharded_parameter(self, index: int, source: nn.Parameter) -> nn.Parameter:
-        return _like(source, self._flat.sharded(self.main_weight, index))
-
     def _register(self, parameters: list[nn.Parameter]) -> None:
         for owned, parameter in zip(self.owned, parameters, strict=True):
             owned.register(parameter)
@@ -163,7 +160,7 @@ class ParamGroup:
         for index, (old, local) in enumerate(zip(self.sharded, locals_, strict=True)):
             self.local_rows(self.main_weight, index).copy_(local)
             # In place: the gradients share the list. A meta parameter cannot be given memory.
-            self.sharded[index] = self._sharded_parameter(index, old)
+            self.sharded[index] = _like(old, self._flat.sharded(self.main_weight, index))
         watch(self)
         self._register(self.sharded)
         self._make_other_buffers()

@@ -92,10 +92,6 @@ class Timeline:
         numel, dtype, start = self._open.pop(key)
         self.intervals.append(Interval(key, numel, dtype, start, self._tick))
 
-    def clear(self) -> None:
-        """Forget the intervals that have ended."""
-        self.intervals.clear()
-
 
 def plan_slots(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
     """Give each key a slot of its role, so that no two keys of a slot are ever held at once."""
