@@ -82,9 +82,8 @@ def fully_shard(
     )
     groups = [make(part, dtypes=dtypes) for dtypes, part in _partition(owned, policy).items()]
     unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
-    if not isinstance(overlap, Overlap):
-        overlap = Overlap(2 if overlap else 0)
-    schedule = Schedule([unit, *inner], device, chosen, overlap)
+    streams = overlap if isinstance(overlap, Overlap) else Overlap(2 if overlap else 0)
+    schedule = Schedule([unit, *inner], device, chosen, streams)
     for each in modules:
         _become_unit(each, unit, device)
     _name_units(modules, schedule)
