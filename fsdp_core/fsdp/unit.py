@@ -210,8 +210,7 @@ class Unit:
             else:
                 tensor.grad_fn.register_prehook(call)
         self.schedule.calls.add(call)
-        trains = any(p.requires_grad for group in self.groups for p in group.unsharded)
-        return bool(tensors) or not trains
+        return bool(tensors) or not any(p.requires_grad for g in self.groups for p in g.unsharded)
 
     def recover_forward(self) -> None:
         """Forget a forward that raised; nothing after one that ended."""
