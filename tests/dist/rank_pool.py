@@ -203,7 +203,8 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             rank.process.join()
             # No time of its own: a death comes before the errors of those that it left alone.
-            return _Answer(kind="died", text=f"exit code {rank.process.exitcode}")
+            text = f"exit code {rank.process.exitcode}\n{self._stack_text(number)}"
+            return _Answer(kind="died", text=text)
         assert isinstance(answer, _Answer)
         return answer
 
@@ -213,8 +214,11 @@ class RankPool:
             os.kill(self._ranks[number].process.pid, STACKS_SIGNAL)
         # The handler runs at once, in C; a rank that died instead ends the wait.
         connection.wait([self._ranks[n].process.sentinel for n in silent], timeout=0.2)
-        texts = [Path(self._folder.name, f"stacks{n}").read_text() for n in silent]
-        return "\n".join(f"rank {n}:\n{text}" for n, text in zip(silent, texts, strict=True))
+        return "\n".join(f"rank {n}:\n{self._stack_text(n)}" for n in silent)
+
+    def _stack_text(self, number: int) -> str:
+        """What a rank's fault handler has written: where it was when asked, or when it crashed."""
+        return Path(self._folder.name, f"stacks{number}").read_text()
 
 
 def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) -> None:
@@ -223,6 +227,7 @@ def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) ->
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test session's own interrupt ends us
     stacks = Path(folder, f"stacks{number}").open("w")  # noqa: SIM115  (open for life)
+    faulthandler.enable(file=stacks)  # a crash in C names its Python frame
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     _die_with_parent()
