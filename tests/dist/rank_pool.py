@@ -79,11 +79,21 @@ class RankPool:
         num_ranks: the largest world; ranks start when a call first needs them.
         timeout_s: default limit of a call.
         device: `cpu`, or `cuda`: rank n has GPU n.
+        one_world: ranks serve one world size only, and are replaced when another is asked for.
+            NCCL and TransformerEngine need it. Both keep state for a process: splitting a group
+            crashes, and amaxes are reduced with nobody, when ranks of different pasts meet.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 60.0, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        timeout_s: float = 60.0,
+        device: str = "cpu",
+        one_world: bool = False,
+    ) -> None:
         self.num_ranks = num_ranks
         self.device = device
+        self.one_world = one_world
         self.timeout_s = timeout_s
         self.starts = 0
         self._ranks: list[_Rank] = []
@@ -114,6 +124,8 @@ class RankPool:
             raise ValueError(f"Expected world_size in 1..{self.num_ranks}, got {world_size}.")
         if "<" in function.__qualname__ or "." in function.__qualname__:
             raise ValueError(f"Expected a function at the top of a module, got {function}.")
+        if self.one_world and len(self._ranks) != world_size:
+            self.stop()
         self._start(world_size)
         self._calls += 1
         limit_s = self.timeout_s if timeout_s is None else timeout_s

@@ -167,11 +167,6 @@ def train_sharded(
 
 def compare_fp8(recipe: str, strategy: str, pool: str) -> dict[str, Any]:
     """Differences between training whole, sharded, and sharded under one graph."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    # TransformerEngine keeps the amaxes of dead models, and reduces them over all ranks: a rank
-    # that has served other tests than its peers would bring more of them and never be answered.
-    FP8GlobalStateManager.reset()
     whole = train_whole(recipe, 8)
     sharded, found = train_sharded(recipe, strategy, pool, 8)
     graphed, _ = train_sharded(recipe, strategy, pool, 8, graph_from=4)
