@@ -80,8 +80,8 @@ class RankPool:
         timeout_s: default limit of a call.
         device: `cpu`, or `cuda`: rank n has GPU n.
         one_world: ranks serve one world size only, and are replaced when another is asked for.
-            NCCL and TransformerEngine need it. Both keep state for a process: splitting a group
-            crashes, and amaxes are reduced with nobody, when ranks of different pasts meet.
+            TransformerEngine needs it: it keeps the amaxes of dead models and reduces them over
+            all ranks, so ranks of different pasts would wait for each other for ever.
     """
 
     def __init__(
