@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core.config import TrainConfig
+from fsdp_core.config import TrainConfig, refuse_not_built
 from fsdp_core.data import Batches, mix, token_source
 from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
@@ -89,6 +89,7 @@ class Trainer:
     """Runs steps of one rank, inside a process group; `close` before that is destroyed."""
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, device: Device) -> None:
+        refuse_not_built(config)
         self.config, self.device = config, device
         self.stream = device.new_stream()
         self.counts = GraphCounts()

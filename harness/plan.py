@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_core.config import TrainConfig, not_built
 from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
 from harness.machine import num_cores, package_version
@@ -156,6 +157,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         return f"the fault {spec.plant.fault} needs {legal}, this run is on {spec.device}"
     if spec.config.get("backend") == "te" and (why := _lacks_te(spec)):
         return why
+    if error := not_built(TrainConfig.from_dict(spec.config)):
+        return str(error)
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         return f"data.path {path} is not on this machine"

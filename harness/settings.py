@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core import config as training
-from fsdp_core.config import ConfigError, TrainConfig
+from fsdp_core.config import ConfigError, TrainConfig, to_plain
 from harness.decode import (
     dotted,
     refuse,
@@ -37,7 +37,7 @@ from harness.yaml_source import Node, Origin
 
 LAST_RANK = -1
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
-Value = str | int | float | bool | tuple[str, ...] | PlantSpec | None
+Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...] | PlantSpec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,8 @@ def _decode_leaf(leaf: str, node: Node, full: str) -> Value:
     if leaf == "plant":
         return decode_plant(node, full)
     kind = leaf_types()[leaf]
+    if kind == tuple[int, ...]:
+        return tuple(take_int(entry, full) for entry in take_list(node, full, "sizes"))
     if isinstance(kind, types.UnionType):
         if node.value is None:
             return None
@@ -220,7 +222,11 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
     except ConfigError as error:
         setting = _culprit(error.key, settings)
         raise (setting.origin if setting else fallback).error(
-            error.key, expected=error.expected, got=shown(error.got), legal=error.legal
+            error.key,
+            expected=error.expected,
+            got=shown(error.got),
+            legal=error.legal,
+            rule=error.rule,
         ) from None
     world_size = config.parallel.world_size
     stated = settings.get("world_size")
@@ -263,14 +269,13 @@ def _build_part(part: str, given: tuple[tuple[str, Value], ...]) -> Any:
             return training.model_from_preset(fields.pop("preset", default), fields)
         return parts()[part](**fields)
     except ConfigError as error:
-        raise ConfigError(
-            f"{part}.{error.key}", expected=error.expected, got=error.got, legal=error.legal
-        ) from None
+        raise error.within(part) from None
 
 
 @functools.lru_cache(maxsize=4096)
 def _plain_part(part: Any) -> dict[str, Any]:
-    return dataclasses.asdict(part)
+    plain: dict[str, Any] = to_plain(part)
+    return plain
 
 
 def _culprit(key: str, settings: Mapping[str, Setting]) -> Setting | None:
