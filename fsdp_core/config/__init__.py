@@ -19,6 +19,7 @@ from fsdp_core.config.built import NOT_BUILT, not_built, refuse_not_built
 from fsdp_core.config.model import (
     ATTENTIONS,
     DISPATCHERS,
+    DROPS,
     MODEL_PRESETS,
     MODEL_RULES,
     SCORES,
@@ -46,7 +47,7 @@ from fsdp_core.config.scopes import EAGER, GRAPH_RULES, SCOPES
 from fsdp_core.config.sharding import DTYPES, POOLS, STRATEGIES, FsdpConfig
 
 __all__ = [
-    "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DISPATCHERS", "DTYPES", "EAGER",
+    "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DISPATCHERS", "DROPS", "DTYPES", "EAGER",
     "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "PARALLEL_RULES",
     "POOLS", "RULES", "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES", "ConfigError", "DataConfig",
     "FsdpConfig", "Layout", "ModelConfig", "OptimConfig", "ParallelConfig", "Rule", "TrainConfig",

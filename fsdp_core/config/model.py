@@ -32,14 +32,15 @@ from fsdp_core.config.rule import (
 
 ATTENTIONS = ("gqa", "mla")
 SCORES = ("softmax", "sigmoid")
-DISPATCHERS = ("allgather", "alltoall")
+DISPATCHERS = ("all_to_all", "all_gather")
+DROPS = ("position", "probs")
 
 _MLA_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MLA_KEYS = (*_MLA_WIDTHS, "q_lora_rank")
 _EXPERT_KEYS = (
     "top_k", "expert_ffn", "shared_expert_ffn", "first_dense_layers", "score", "normalise_top_k",
     "route_scale", "aux_loss", "z_loss", "expert_bias", "expert_bias_rate", "capacity_factor",
-    "dispatcher",
+    "drop", "dispatcher",
 )  # fmt: skip
 
 
@@ -64,6 +65,7 @@ class ModelConfig:
             `expert_bias_rate` a step towards an even load.
         capacity_factor: tokens that an expert takes, in multiples of an even share, those past it
             dropped and those short of it padded; None: dropless.
+        drop: which tokens are past the capacity: the last ones, or those of the smallest scores.
         dispatcher: how tokens travel to experts.
     """
 
@@ -100,7 +102,8 @@ class ModelConfig:
     expert_bias: bool = False
     expert_bias_rate: float = 1e-3
     capacity_factor: float | None = None
-    dispatcher: str = "alltoall"
+    drop: str = "position"
+    dispatcher: str = "all_to_all"
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -126,6 +129,7 @@ class ModelConfig:
         fraction("dropout", self.dropout, below=1.0)
         one_of("attention", self.attention, ATTENTIONS)
         one_of("score", self.score, SCORES)
+        one_of("drop", self.drop, DROPS)
         one_of("dispatcher", self.dispatcher, DISPATCHERS)
 
     @property
@@ -259,12 +263,11 @@ def _some_layer_has_experts(model: ModelConfig) -> ConfigError | None:
     )
 
 
-def _expert_bias_needs_sigmoid(model: ModelConfig) -> ConfigError | None:
-    if not model.expert_bias or model.score == "sigmoid":
+def _dropping_needs_capacity(model: ModelConfig) -> ConfigError | None:
+    if model.drop == "position" or model.capacity_factor is not None:
         return None
-    return ConfigError(
-        "expert_bias", expected="false, unless score is sigmoid", got=True, legal=(False,)
-    )
+    expected = "position, as there is no capacity_factor to drop by"
+    return ConfigError("drop", expected=expected, got=model.drop, legal=("position",))
 
 
 MODEL_RULES: tuple[Rule[ModelConfig], ...] = (
@@ -305,9 +308,9 @@ MODEL_RULES: tuple[Rule[ModelConfig], ...] = (
         _some_layer_has_experts,
     ),
     Rule(
-        "expert_bias_needs_sigmoid",
-        "A bias that only choices see is for sigmoid scores (DeepSeek-V3); softmax has aux_loss.",
-        _expert_bias_needs_sigmoid,
+        "dropping_needs_capacity",
+        "Dropless experts drop nothing, in no order.",
+        _dropping_needs_capacity,
     ),
 )
 

@@ -184,13 +184,12 @@ def _expert_axes_need_experts(layout: Layout) -> ConfigError | None:
 
 def _experts_under_tp_need_sequence_parallel(layout: Layout) -> ConfigError | None:
     parallel = layout.parallel
-    if not layout.model.experts or parallel.tp == 1 or parallel.sequence_parallel:
+    if not layout.model.experts or parallel.sequence_parallel or parallel.tp in (1, parallel.etp):
         return None
     return ConfigError(
         "parallel.sequence_parallel",
-        expected=f"true, as there are experts and tp={parallel.tp}",
+        expected=f"true, as there are experts and tp={parallel.tp} is not etp={parallel.etp}",
         got=False,
-        legal=(True,),
     )
 
 
@@ -275,7 +274,7 @@ LAYOUT_RULES: tuple[Rule[Layout], ...] = (
     Rule("etp_divides_expert_ffn", "The width of an expert is cut evenly over etp.",
          _divides("etp", "expert_ffn")),
     Rule("experts_under_tp_need_sequence_parallel",
-         "Without it tp ranks send the same tokens to experts, which then count tp times.",
+         "Experts count a token that all tp ranks have once only if etp is tp.",
          _experts_under_tp_need_sequence_parallel),
     Rule("stages_have_layers", "Each pipeline rank has a layer in each of its pp_chunks.",
          _stages_have_layers),
