@@ -35,9 +35,10 @@ def gather_rows(k: torch.Tensor, v: torch.Tensor, axis: Axis) -> list[torch.Tens
     if axis.size == 1:
         return [k, v]
     mine = pack_tensors((k, v))
-    everyone = mine.new_empty(axis.size, mine.numel())
+    everyone = mine.new_empty(axis.size * mine.numel())
     _all_gather(everyone, mine, group=axis.group)
-    return [t.transpose(0, 1).flatten(1, 2) for t in unpack_tensors(everyone, (k, v))]
+    by_rank = unpack_tensors(everyone.view(axis.size, -1), (k, v))
+    return [t.transpose(0, 1).flatten(1, 2) for t in by_rank]
 
 
 def scatter_sum(dk: torch.Tensor, dv: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
@@ -47,7 +48,7 @@ def scatter_sum(dk: torch.Tensor, dv: torch.Tensor, axis: Axis) -> list[torch.Te
     parts = [t.unflatten(1, (axis.size, -1)).transpose(0, 1) for t in (dk, dv)]
     everyone = torch.cat([part.flatten(1) for part in parts], dim=1)
     mine = everyone.new_empty(everyone.shape[1])
-    _reduce_scatter(mine, everyone, group=axis.group)
+    _reduce_scatter(mine, everyone.flatten(), group=axis.group)
     return unpack_tensors(mine, [part[0] for part in parts])
 
 

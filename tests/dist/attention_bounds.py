@@ -18,28 +18,17 @@ are. Magnitudes are computed, by the same formulas on absolute values.
     dk_j   = scale sum_i ds_ij q_i          as dv_j
 
 A result kept in a narrower dtype errs by that dtype's u of its magnitude on top, and o_i does so
-before g_i.o_i is taken of it.
+before g_i.o_i is taken of it. A kernel that rounds p and ds to a narrower dtype before the second
+products, and each block's result after them, errs by twice that dtype's u of |p| |v| and so on.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
+from tests.dist.parity_bounds import WIDE, Bounded, unit_roundoff
+
 RESULTS = ("out", "dq", "dk", "dv")
-
-
-@dataclass(frozen=True)
-class Bounded:
-    """A result of one sequence, float64, and how far rounding can move each element."""
-
-    value: torch.Tensor
-    bound: torch.Tensor
-
-
-def unit(dtype: torch.dtype) -> float:
-    """Unit roundoff: half the distance from 1 to the next number."""
-    return torch.finfo(dtype).eps / 2
 
 
 def attention_with_bounds(
@@ -51,6 +40,7 @@ def attention_with_bounds(
     scale: float,
     joins: int,
     dtype: torch.dtype,
+    kernel_dtype: torch.dtype = torch.float64,
 ) -> dict[str, Bounded]:
     """Causal attention of one sequence, and of the way back, in float64 with bounds.
 
@@ -58,9 +48,12 @@ def attention_with_bounds(
         q, k, v, grad: float64 [T, N, D], [T, K, D], [T, K, E], [T, N, E].
         joins: blocks that an algorithm may join, or parts that it may add up, at most.
         dtype: that results are kept in; sums are in float32, in float64 for float64.
+        kernel_dtype: that a kernel rounds to between its products and after each block, if
+            narrower than what it sums in.
     """
-    u = unit(torch.promote_types(dtype, torch.float32))
-    kept = unit(dtype) if dtype != torch.promote_types(dtype, torch.float32) else 0.0
+    u = unit_roundoff(WIDE[dtype])
+    kept, rounded = unit_roundoff(dtype), unit_roundoff(kernel_dtype)
+    kept, between = (kept if kept > u else 0.0), (2 * rounded if rounded > u else 0.0)
     time, heads, width = q.shape
     group, value_width = heads // k.shape[1], v.shape[2]
     q, grad = q.transpose(0, 1), grad.transpose(0, 1)
@@ -79,13 +72,12 @@ def attention_with_bounds(
     a = torch.maximum(logs.amax((0, -1)), lse.abs()[..., 0])[..., None]
     lse_error = (p * e).sum(-1, keepdim=True) + u * (time + 3 + 3 * a + joins * (4 + a))
     r = e + lse_error + u * (joins + 1) * (a + 4)
-    rows, keys = (time + joins) * u, (group * time + joins) * u
+    rows, keys = (time + joins) * u + between, (group * time + joins) * u + between
 
     out_bound = (p * (r + rows)) @ v.abs() + kept * out.abs()
-    raw_error = (
-        value_width * u * grad.abs() @ v.abs().mT
-        + (grad.abs() * (value_width * u * out.abs() + out_bound)).sum(-1, keepdim=True)
-    )
+    raw_error = value_width * u * grad.abs() @ v.abs().mT + (
+        grad.abs() * (value_width * u * out.abs() + out_bound)
+    ).sum(-1, keepdim=True)
     ds_error = p * (raw.abs() * (r + 2 * u) + raw_error)
     dq, dk, dv = scale * ds @ k, scale * ds.mT @ q, p.mT @ grad
     bounds = {
@@ -101,23 +93,8 @@ def attention_with_bounds(
         x = x.unflatten(0, (-1, group)).sum(1) if name in ("dk", "dv") else x
         return x.transpose(0, 1)
 
-    # This reference is itself computed in float64, and errs by as much as float64 may.
-    return {
-        name: Bounded(whole(name, values[name]), whole(name, bounds[name] * _own_share(dtype)))
-        for name in RESULTS
-    }
-
-
-def _own_share(dtype: torch.dtype) -> float:
-    return 1.0 + unit(torch.float64) / unit(torch.promote_types(dtype, torch.float32))
-
-
-def worst(got: torch.Tensor, expected: Bounded) -> float:
-    """The largest error of an element in units of its bound; infinite if it is not a number.
-
-    Where nothing can be rounded (a bound of 0) nothing may differ.
-    """
-    error = (got.to(torch.float64) - expected.value).abs()
-    exact = expected.bound == 0
-    ratio = torch.where(exact, torch.where(error == 0, 0.0, math.inf), error / expected.bound)
-    return float(ratio.nan_to_num(math.inf).max()) if ratio.numel() else 0.0
+    # This reference is itself computed in float64, and errs by what float64 may; and 1 % for
+    # products of errors.
+    share = 1.01 * (1.0 + unit_roundoff(torch.float64) / u)
+    return {name: Bounded(whole(name, values[name]), share * whole(name, bounds[name]))
+            for name in RESULTS}  # fmt: skip
