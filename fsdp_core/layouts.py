@@ -13,10 +13,11 @@ of the coordinate. Example, dp 2, cp 2, tp 2, ep 2, etp 2:
     expert    edp 0       edp 1             etp groups 01 23 45 67, ep groups 02 13 46 57
 """
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsdp_core.config import (
@@ -194,6 +195,8 @@ def _mesh_of(
 
 # --- legal layouts ----------------------------------------------------------------------------
 
+MAX_RANKS = 2**20
+
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -201,7 +204,7 @@ class _Candidate:
 
     model: ModelConfig
     parallel: ParallelConfig
-    microbatches: int
+    microbatches: int = 1
 
 
 def legal_layouts(
@@ -221,11 +224,12 @@ def legal_layouts(
             may have any value, but `pp_chunks` is 1 and `dynamic_cp` empty, which have no end.
 
     Raises:
-        ConfigError: a world size below 1, or a field that there is none of.
+        ConfigError: a world size out of range, or a field that there is none of.
     """
-    if world_size < 1:
-        raise ConfigError("world_size", expected="an integer >= 1", got=world_size)
-    names = tuple(field.name for field in fields(ParallelConfig))
+    if not 1 <= world_size <= MAX_RANKS:
+        expected = f"an integer from 1 to {MAX_RANKS:,}"
+        raise ConfigError("world_size", expected=expected, got=world_size)
+    names = tuple(field.name for field in dataclasses.fields(ParallelConfig))
     for name in only or {}:
         if name not in names:
             raise ConfigError(name, expected="a field of the layout", got=name, legal=names)
@@ -240,11 +244,12 @@ def _legal(
         only.get("pp_chunks", (1,)),
         only.get("dynamic_cp", ((),)),
     )
-    for degrees in _degrees(world_size, only):
+    degrees = _Degrees(world_size, model, only)
+    for chosen in degrees.all():
         for sequence_parallel, pp_chunks, dynamic_cp in itertools.product(*options):
             try:
                 parallel = ParallelConfig(
-                    **degrees,
+                    **chosen,
                     sequence_parallel=sequence_parallel,
                     pp_chunks=pp_chunks,
                     dynamic_cp=dynamic_cp,
@@ -255,23 +260,48 @@ def _legal(
                 yield parallel
 
 
-def _degrees(world_size: int, only: Mapping[str, Collection[Any]]) -> Iterator[dict[str, int]]:
-    """Degrees whose dense product is the world and whose expert product divides a stage."""
+class _Degrees:
+    """Degrees whose dense product is the world and whose expert product divides a stage.
 
-    def choices(axis: str, ranks: int) -> Iterator[int]:
-        return (d for d in divisors(ranks) if d in only.get(axis, (d,)))
+    Those that break a rule by one axis alone are left out early: most of a large world's are.
+    """
 
-    for pp in choices("pp", world_size):
-        stage = world_size // pp
-        for tp in choices("tp", stage):
-            for cp in choices("cp", stage // tp):
-                for dp_outer in choices("dp_outer", stage // (tp * cp)):
-                    dp = stage // (tp * cp * dp_outer)
-                    if dp not in only.get("dp", (dp,)):
-                        continue
-                    for ep in choices("ep", stage):
-                        for etp in choices("etp", stage // ep):
-                            yield {
-                                "dp": dp, "dp_outer": dp_outer, "tp": tp, "cp": cp,
-                                "ep": ep, "etp": etp, "pp": pp,
-                            }  # fmt: skip
+    def __init__(
+        self, world_size: int, model: ModelConfig, only: Mapping[str, Collection[Any]]
+    ) -> None:
+        self.world_size, self.only = world_size, only
+        self.fit = {
+            axis: [d for d in self._allowed(axis, divisors(world_size)) if _fits(model, axis, d)]
+            for axis in ("pp", "tp", "cp", "ep", "etp", "dp_outer")
+        }
+
+    def _allowed(self, axis: str, degrees: Iterable[int]) -> Iterator[int]:
+        return (d for d in degrees if d in self.only.get(axis, (d,)))
+
+    def _choices(self, axis: str, ranks: int) -> Iterator[int]:
+        return (d for d in self.fit[axis] if ranks % d == 0)
+
+    def all(self) -> Iterator[dict[str, int]]:
+        """Keywords of `ParallelConfig`, ascending, pp slowest and etp fastest."""
+        for pp in self._choices("pp", self.world_size):
+            stage = self.world_size // pp
+            for tp in self._choices("tp", stage):
+                for cp in self._choices("cp", stage // tp):
+                    for dp_outer in self._choices("dp_outer", stage // (tp * cp)):
+                        dp = stage // (tp * cp * dp_outer)
+                        dense = {"pp": pp, "tp": tp, "cp": cp, "dp_outer": dp_outer, "dp": dp}
+                        if dp in self.only.get("dp", (dp,)):
+                            yield from (dense | expert for expert in self._expert(stage))
+
+    def _expert(self, stage: int) -> Iterator[dict[str, int]]:
+        for ep in self._choices("ep", stage):
+            for etp in self._choices("etp", stage // ep):
+                yield {"ep": ep, "etp": etp}
+
+
+def _fits(model: ModelConfig, axis: str, degree: int) -> bool:
+    """Whether a layout that has no other degree keeps the rules that look at this one alone."""
+    room = degree if axis in ("ep", "etp") else 1  # expert degrees cut ranks that are there
+    chosen: dict[str, Any] = {"dp": room, axis: degree}
+    candidate = _Candidate(model, ParallelConfig(**chosen))
+    return broken((rule for rule in LAYOUT_RULES if axis in rule.alone), candidate) is None

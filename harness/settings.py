@@ -64,6 +64,7 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
         value = getattr(config, name)
         plain[name] = dict(_plain_part(value)) if name in parts() else value
     plain["graph"] = list(config.graph)
+    plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
     return plain
 
 
@@ -114,7 +115,7 @@ def decode_settings(key: str, node: Node, written: Origin, where: str) -> tuple[
         else:
             legal = legal_keys()
         raise unknown_key(key, written, where, legal)
-    return (Setting(key, _decode_leaf(key, node, full), node.origin),)
+    return (Setting(key, decode_leaf(key, node, full), node.origin),)
 
 
 def _decode_part(part: str, node: Node, full: str) -> tuple[Setting, ...]:
@@ -126,13 +127,18 @@ def _decode_part(part: str, node: Node, full: str) -> tuple[Setting, ...]:
     if not entries:
         raise refuse(node, full, "at least one key", got="an empty mapping", legal=fields)
     return tuple(
-        Setting(f"{part}.{name}", _decode_leaf(f"{part}.{name}", entry, f"{full}.{name}"),
+        Setting(f"{part}.{name}", decode_leaf(f"{part}.{name}", entry, f"{full}.{name}"),
                 entry.origin)
         for name, entry in entries.items()
     )  # fmt: skip
 
 
-def _decode_leaf(leaf: str, node: Node, full: str) -> Value:
+def decode_leaf(leaf: str, node: Node, full: str) -> Value:
+    """The value of one leaf; `full` is its key in messages.
+
+    Raises:
+        ScenarioError: a value of the wrong type.
+    """
     if leaf == "graph":
         return _decode_graph(node, full)
     if leaf == "plant":
@@ -231,7 +237,7 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
     world_size = config.parallel.world_size
     stated = settings.get("world_size")
     if stated is not None and stated.value != world_size:
-        degrees = dataclasses.asdict(config.parallel)
+        degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
         raise stated.origin.error(
             "world_size",
@@ -246,13 +252,24 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
     return Leg(config, value)
 
 
+def build_model(settings: Mapping[str, Setting], fallback: Origin) -> training.ModelConfig:
+    """The model that `settings` describe, whatever else they say.
+
+    Raises:
+        ScenarioError: as `build_leg`.
+    """
+    ours = {leaf: setting for leaf, setting in settings.items() if leaf.startswith("model.")}
+    return build_leg(ours, fallback).config.model
+
+
 def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
     values: dict[str, Any] = {}
-    nested: dict[str, dict[str, Any]] = {}
+    # Parts that nobody sets are shared too: they are checked once.
+    nested: dict[str, dict[str, Any]] = {part: {} for part in parts()}
     for leaf, setting in settings.items():
         part, _, name = leaf.partition(".")
         if name:
-            nested.setdefault(part, {})[name] = setting.value
+            nested[part][name] = setting.value
         elif leaf not in ("world_size", "plant"):
             values[leaf] = setting.value
     for part, given in nested.items():

@@ -28,6 +28,7 @@ from fsdp_core.config.model import (
 )
 from fsdp_core.config.parallel import (
     DEGREES,
+    DENSE_DEGREES,
     LAYOUT_RULES,
     PARALLEL_RULES,
     Layout,
@@ -47,11 +48,12 @@ from fsdp_core.config.scopes import EAGER, GRAPH_RULES, SCOPES
 from fsdp_core.config.sharding import DTYPES, POOLS, STRATEGIES, FsdpConfig
 
 __all__ = [
-    "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DISPATCHERS", "DROPS", "DTYPES", "EAGER",
-    "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "PARALLEL_RULES",
-    "POOLS", "RULES", "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES", "ConfigError", "DataConfig",
-    "FsdpConfig", "Layout", "ModelConfig", "OptimConfig", "ParallelConfig", "Rule", "TrainConfig",
-    "broken", "divisors", "model_from_preset", "not_built", "refuse_not_built", "to_plain",
+    "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DENSE_DEGREES", "DISPATCHERS", "DROPS",
+    "DTYPES", "EAGER", "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT",
+    "PARALLEL_RULES", "POOLS", "RULES", "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES",
+    "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
+    "ParallelConfig", "Rule", "TrainConfig", "broken", "divisors", "model_from_preset", "not_built",
+    "refuse_not_built", "to_plain",
 ]  # fmt: skip
 
 RULES: dict[str, tuple[Rule, ...]] = {

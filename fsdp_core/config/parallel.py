@@ -16,7 +16,9 @@ from typing import Protocol
 from fsdp_core.config.model import ModelConfig
 from fsdp_core.config.rule import ConfigError, Rule, at_least, divisors, is_bool, obey
 
-DEGREES = ("dp", "dp_outer", "tp", "cp", "ep", "etp", "pp")
+DENSE_DEGREES = ("dp", "dp_outer", "tp", "cp", "pp")
+"""Their product is the world size."""
+DEGREES = (*DENSE_DEGREES, "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,34 +252,34 @@ def _interleaving_fills_rounds(layout: Layout) -> ConfigError | None:
 
 LAYOUT_RULES: tuple[Rule[Layout], ...] = (
     Rule("tp_divides_heads", "Each tp rank has whole query heads, equally many.",
-         _divides("tp", "heads")),
+         _divides("tp", "heads"), alone=("tp",)),
     Rule("tp_divides_kv_heads",
          "Each tp rank has whole key-value heads, equally many; they are not replicated.",
-         _divides("tp", "kv_heads")),
+         _divides("tp", "kv_heads"), alone=("tp",)),
     Rule("tp_divides_ffn", "Dense feed-forwards are cut evenly over tp.",
-         _divides("tp", "ffn", unless=lambda model: not model.has_dense_ffn)),
+         _divides("tp", "ffn", unless=lambda model: not model.has_dense_ffn), alone=("tp",)),
     Rule("tp_divides_shared_expert_ffn", "Shared experts are cut evenly over tp.",
-         _divides("tp", "shared_expert_ffn")),
+         _divides("tp", "shared_expert_ffn"), alone=("tp",)),
     Rule("tp_divides_vocab_size", "The vocabulary is cut evenly over tp, embedding and head.",
-         _divides("tp", "vocab_size")),
+         _divides("tp", "vocab_size"), alone=("tp",)),
     Rule("sequence_parallel_cuts_seq", "Sequence parallel cuts sequences evenly over tp.",
          _sequence_parallel_cuts_seq),
     Rule("cp_cuts_seq",
          "A sequence is 2 * cp equal chunks, each cut again over tp under sequence parallel.",
-         _cp_cuts_seq),
+         _cp_cuts_seq, alone=("cp",)),
     Rule("dynamic_cp_cuts_seq", "The same for every size that dynamic cp may choose.",
          _dynamic_cp_cuts_seq),
     Rule("expert_axes_need_experts", "ep and etp cut experts: a dense model has none.",
-         _expert_axes_need_experts),
+         _expert_axes_need_experts, alone=("ep", "etp")),
     Rule("ep_divides_experts", "Each ep rank has equally many experts.",
-         _divides("ep", "experts")),
+         _divides("ep", "experts"), alone=("ep",)),
     Rule("etp_divides_expert_ffn", "The width of an expert is cut evenly over etp.",
-         _divides("etp", "expert_ffn")),
+         _divides("etp", "expert_ffn"), alone=("etp",)),
     Rule("experts_under_tp_need_sequence_parallel",
          "Experts count a token that all tp ranks have once only if etp is tp.",
          _experts_under_tp_need_sequence_parallel),
     Rule("stages_have_layers", "Each pipeline rank has a layer in each of its pp_chunks.",
-         _stages_have_layers),
+         _stages_have_layers, alone=("pp",)),
     Rule("interleaving_fills_rounds",
          "Interleaved 1F1B works in rounds of pp microbatches (Narayanan et al., 2021).",
          _interleaving_fills_rounds),

@@ -65,11 +65,14 @@ class Rule(Generic[T]):
         name: unique among all rules; error messages end with it.
         message: one line that says what is asked, and why where that is not plain.
         check: the error that `T` deserves, or None.
+        alone: axes whose degree breaks the rule whatever the others are, if it breaks it in a
+            layout that has no other; whoever lists layouts need not try these further.
     """
 
     name: str
     message: str
     check: Callable[[T], ConfigError | None]
+    alone: tuple[str, ...] = ()
 
 
 def broken(rules: Iterable[Rule[T]], subject: T) -> ConfigError | None:
