@@ -39,7 +39,7 @@ class TiedWeights:
         """Compare the ends, given what each rank of the axis has described.
 
         Raises:
-            ValueError: one end is missing, or has another shape, other rows, or other values.
+            ValueError: one end is missing, frozen, or has another shape, other rows or values.
         """
         ends = described[0].split("; ") if len(described) == 1 else [described[0], described[-1]]
         if len(set(ends)) > 1:
@@ -56,7 +56,7 @@ class TiedWeights:
             TransferFailed: the other end did not take part within the timeout of the group.
         """
         axis = self.axis
-        grads = [_rows(_gradient(parameter)) for parameter in self.parameters]
+        grads = [_rows(_gradient(p)) for p in self.parameters if p.requires_grad]
         if axis.size == 1 and len(grads) == 2:
             grads[1].copy_(grads[0].add_(grads[1]))
         elif axis.size > 1 and grads:
@@ -82,4 +82,6 @@ def _describe(parameter: nn.Parameter) -> str:
     with torch.no_grad():
         rows = _rows(parameter.detach()).contiguous()
         checksum = rows.view(torch.uint8).sum(dtype=torch.int64).item() if rows.numel() else 0
-    return f"{list(parameter.shape)} {rows.dtype}, {list(rows.shape)} here, checksum {checksum}"
+    kind = "trained" if parameter.requires_grad else "frozen"
+    shapes = f"{list(parameter.shape)} {rows.dtype}, {list(rows.shape)} here"
+    return f"{kind} {shapes}, checksum {checksum}"

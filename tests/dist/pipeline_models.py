@@ -3,8 +3,9 @@
 Parameters have the names and the values of the whole model, whatever part a stage has.
 """
 
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,48 @@ from torch import nn
 from fsdp_core.parallel.pipeline import Microbatch
 
 LAYERS, VOCAB, HIDDEN, SEQ, ROWS = 9, 19, 12, 5, 2
+
+
+class Watch:
+    """Counts autograd graphs and outputs that are alive when a forward begins.
+
+    Attributes:
+        peak_graphs: graphs of earlier forwards and the one that begins, at most.
+        peak_outputs: outputs of earlier forwards, at most.
+    """
+
+    def __init__(self) -> None:
+        self.peak_graphs = self.peak_outputs = 0
+        self._graphs: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def look(self) -> None:
+        """A forward begins."""
+        self.peak_graphs = max(self.peak_graphs, 1 + _alive(self._graphs))
+        self.peak_outputs = max(self.peak_outputs, _alive(self._outputs))
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """The output as new memory that autograd does not need, from a node that is watched."""
+        out: torch.Tensor = _Copied.apply(x)
+        self._graphs.append(weakref.ref(out.grad_fn))
+        self._outputs.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return grad
+
+
+def _alive(references: list[Any]) -> int:
+    return sum(reference() is not None for reference in references)
 
 
 class Block(nn.Module):
@@ -36,11 +79,13 @@ class Stage(nn.Module):
 
     Attributes:
         slots: the microbatch slot of each forward so far.
+        watch: counts what each forward keeps, and its outputs.
     """
 
     def __init__(self, layers: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.slots: list[int] = []
+        self.watch = Watch()
         self.embedding = nn.Embedding(VOCAB, HIDDEN) if is_first else None
         self.layers = nn.ModuleDict({str(number): Block() for number in layers})
         self.norm = nn.LayerNorm(HIDDEN) if is_last else None
@@ -53,10 +98,13 @@ class Stage(nn.Module):
     ) -> torch.Tensor:
         """Tokens or [B, T, H] -> [B, T, H] or the mean loss."""
         self.slots.append(microbatch)
+        self.watch.look()
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
             x = layer(x)
+        if x.requires_grad:
+            x = self.watch.keep(x)
         if self.head is None or self.norm is None:
             return x
         assert targets is not None
@@ -108,10 +156,9 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().numpy().tobytes()
 
 
-def gradients(modules: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole gradient of every parameter of some stages."""
+def gradients(modules: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and gradient of every parameter of some stages."""
     for module in modules:
         for name, parameter in module.named_parameters():
-            grad: Any = parameter.grad
-            assert grad is not None, name
-            yield name, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            assert parameter.grad is not None, name
+            yield name, parameter.grad
