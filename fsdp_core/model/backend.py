@@ -24,7 +24,7 @@ class BackendMissing(RuntimeError):
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight, the statistics in float32 whatever the input's dtype."""
+    """x / rms(x) * weight, the statistics in float32 (float64 for float64)."""
 
     def __init__(self, hidden: int, eps: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> [..., hidden] in the input's dtype."""
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight
 

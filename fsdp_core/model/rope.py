@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., 2021), halves convention: pairs are (i, i + d/2)."""
 
 import torch
+from torch import nn
 
 
 def rope_tables(
@@ -13,7 +14,44 @@ def rope_tables(
 
 
 def apply_rope(x_BTND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [batch, time, heads, head_dim] by position; computed in float32."""
-    a, b = x_BTND.float().chunk(2, dim=-1)
+    """Rotate [batch, time, heads, head_dim] by position; in float32 (float64 for float64)."""
+    wide = torch.promote_types(x_BTND.dtype, torch.float32)
+    a, b = x_BTND.to(wide).chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTND.dtype)
+
+
+class RopeTable(nn.Module):
+    """Cosines and sines of every position, made once and kept as long as the model.
+
+    A layer looks its tokens' positions up inside of what a graph captures. The graph then reads
+    this table, which is always there, and the positions, which are an input of it: nothing that is
+    made in one forward pass and gone by the next.
+
+    Args:
+        num_positions: positions 0 to num_positions - 1 may be looked up.
+        width: of the part of a head that is turned, even.
+
+    Raises:
+        ValueError: no position, or an odd width.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(
+        self, num_positions: int, width: int, theta: float, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        if num_positions < 1 or width < 2 or width % 2:
+            raise ValueError(
+                f"Expected a position or more and an even width, got {num_positions} and {width}."
+            )
+        cos, sin = rope_tables(num_positions, width, theta, device or torch.device("cpu"))
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x_BTND: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Rotate [B, T, N, D]; a position past the table is the error that torch makes of it."""
+        cos, sin = (table.index_select(0, positions_T) for table in (self.cos, self.sin))
+        return apply_rope(x_BTND, cos, sin)
