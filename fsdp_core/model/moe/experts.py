@@ -25,7 +25,7 @@ from fsdp_core.parallel.cuts import Cut, CutModule, chunk_of
 
 PATHS = ("auto", "loop", "grouped", "batched")
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GROUPED_BYTES = 16  # CUDA's grouped GEMM wants rows that begin at multiples of this
+_GROUPED_BYTES = 16  # the grouped GEMM wants rows that begin at multiples of this
 
 
 class GroupedLinear(CutModule):
@@ -88,18 +88,22 @@ class GroupedLinear(CutModule):
 
     def _path(self, rows: torch.Tensor) -> str:
         if self.path != "auto":
-            return self.path
+            # No kernel runs on nothing; the gradient of a loop over nothing is zero.
+            return self.path if rows.numel() else "loop"
         if rows.dim() == 3:
             return "batched"
-        aligned = all(size * rows.element_size() % _GROUPED_BYTES == 0
-                      for size in self.weight.shape[1:])  # fmt: skip
-        grouped = rows.is_cuda and aligned and rows.dtype == torch.bfloat16 and len(rows) > 0
-        return "grouped" if grouped else "loop"
+        grouped = rows.is_cuda and rows.dtype == torch.bfloat16 and self._aligned(rows)
+        return "grouped" if grouped and rows.numel() else "loop"
+
+    def _aligned(self, rows: torch.Tensor) -> bool:
+        sizes = self.weight.shape[1:]
+        return all(size * rows.element_size() % _GROUPED_BYTES == 0 for size in sizes)
 
     def _grouped(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-        if rows.dtype not in _GROUPED_DTYPES:
+        if rows.dtype not in _GROUPED_DTYPES or not self._aligned(rows):
             raise ValueError(
-                f"Expected rows of {_GROUPED_DTYPES} for the grouped path, got {rows.dtype}."
+                f"Expected rows of {_GROUPED_DTYPES} in multiples of {_GROUPED_BYTES} bytes for "
+                f"the grouped path, got {rows.dtype} and weights {tuple(self.weight.shape)}."
             )
         if groups is not None:
             return _GroupedProduct.apply(rows, self.weight, groups.ends)

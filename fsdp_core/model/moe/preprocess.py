@@ -7,9 +7,9 @@ ranks of ep, L experts a rank, E = P * L, K choices, C capacity.
 | dispatcher | tokens M | a rank's places, in order | sent | received |
 | --- | --- | --- | --- | --- |
 | all_to_all, dropless | D | D * K: expert, token | [P, L] | [P, L] |
-| all_to_all, capacity | D | E * C: expert, column | [P, L] | [0] |
-| all_gather, dropless | P * D | P * D * K: local expert, source rank, token | [0] | [P, L] |
-| all_gather, capacity | P * D | L * P * C: local expert, source rank, column | [0] | [P, L] |
+| all_to_all, capacity | D | E * C: expert, column | [P, L] | [0, L] |
+| all_gather, dropless | P * D | P * D * K: local expert, source rank, token | [0, L] | [P, L] |
+| all_gather, capacity | P * D | L * P * C: local expert, source rank, column | [0, L] | [P, L] |
 
 Capacity is per expert and source etp group: C = ceil(D * K / E * factor). What does not fit is
 dropped: with drop "position" the later tokens of the source (order of etp ranks, then of B, then of
@@ -111,7 +111,7 @@ class Preprocess(nn.Module):
             return self._plan_gathered(experts_DK, priority_DK, capacity)
         places = assign_places(experts_DK, self.num_experts, capacity, priority_DK)
         sent = places.counts.view(axes.ep.size, self.num_local)
-        received = all_to_all(sent, axes.ep) if capacity is None else sent.new_empty(0)
+        received = all_to_all(sent, axes.ep) if capacity is None else sent[:0]
         return Plan(places.slot_of_place, places.place_of_slot, sent, received)
 
     def _plan_gathered(
@@ -127,6 +127,5 @@ class Preprocess(nn.Module):
         buckets = torch.where(mine, local * ep.size + source, num_local * ep.size).flatten(0, 1)
         places = assign_places(buckets, num_local * ep.size, capacity, priority)
         received = places.counts.view(num_local, ep.size).t()
-        return Plan(
-            places.slot_of_place, places.place_of_slot, received.new_empty(0), received.contiguous()
-        )
+        received = received.contiguous()
+        return Plan(places.slot_of_place, places.place_of_slot, received[:0], received)
