@@ -202,11 +202,12 @@ def planted(fault: str) -> Iterator[None]:
         yield
 
 
-def errors_under(fault: str, way: str, dtype: str) -> Errors:
-    """Worst errors with a planted fault."""
+def errors_under(fault: str, way: str) -> dict[str, Errors]:
+    """Worst errors with a planted fault, of every dtype."""
     order = plain_order if fault == "plain order" else zigzag
     with planted(fault):
-        return dense_errors(way, SHAPES["mla"], DTYPES[dtype], order)
+        return {name: dense_errors(way, SHAPES["mla"], dtype, order)
+                for name, dtype in DTYPES.items()}  # fmt: skip
 
 
 # --- packed sequences -------------------------------------------------------------------------

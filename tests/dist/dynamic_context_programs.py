@@ -148,7 +148,12 @@ class _Sum:
         return Bounded(self.value, self.errors + gamma(terms, torch.float64) * self.magnitude)
 
 
-def expected(bins: Sequence[Sequence[int]], seed: int) -> dict[str, Bounded]:
+def alone(num: int) -> list[dict[str, Bounded]]:
+    """Losses and gradients of a run's microbatches, by one process."""
+    return [one_microbatch(bins, step) for step, bins in enumerate(microbatches(num))]
+
+
+def one_microbatch(bins: Sequence[Sequence[int]], seed: int) -> dict[str, Bounded]:
     """Loss and gradients of a microbatch, document by document, unpacked, in one process."""
     every = list(itertools.chain(*documents_of(bins, seed)))
     table, trained = tables(), parameters()
@@ -186,19 +191,20 @@ def rows_of_all_ranks() -> list[list[int]]:
     return [list(range(dist.get_world_size()))]
 
 
-def dynamic_errors(sizes: Sequence[int]) -> list[dict[str, float]]:
-    """Errors of each microbatch of a run with these context sizes; the last one is long."""
+def microbatches(num: int) -> list[Sequence[Sequence[int]]]:
+    """Lengths by bin of each microbatch; the last has a long document."""
+    return [*[DOCUMENTS] * (num - 1), LONG]
+
+
+def dynamic_run(sizes: Sequence[int]) -> list[Named]:
+    """Losses and gradients of a run with these context sizes."""
     dynamic = DynamicContext(rows_of_all_ranks(), SIZES)
     before = {size: dynamic.axis(size).group for size in SIZES}
-    data = [*[DOCUMENTS] * (len(sizes) - 1), LONG]
-    results = train(dynamic, sizes, data)
+    results = train(dynamic, sizes, microbatches(len(sizes)))
     for size, group in before.items():
         assert dynamic.axis(size).group is group
         dynamic.check(dynamic.axis(size))
-    return [
-        {name: bound.units(result[name]) for name, bound in expected(bins, step).items()}
-        for step, (result, bins) in enumerate(zip(results, data, strict=True))
-    ]
+    return results
 
 
 def groups_of_a_rank() -> dict[str, object]:
