@@ -29,11 +29,19 @@ from tests.unit.fsdp_core.parallel.pipeline_simulator import Stuck, Wrong, excha
 
 
 @st.composite
-def legal(draw: st.DrawFn) -> tuple[int, int, int]:
+def legal(draw: st.DrawFn, *, trains: bool = True) -> tuple[int, int, int]:
     """Legal (pp, chunks, microbatches)."""
     pp, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    microbatches = draw(st.integers(1, 14))
-    return pp, chunks, microbatches if chunks == 1 else pp * draw(st.integers(1, 4))
+    if trains and chunks > 1:
+        return pp, chunks, pp * draw(st.integers(1, 4))
+    return pp, chunks, draw(st.integers(1, 14))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Legal schedules, with and without backwards."""
+    is_training = draw(st.booleans())
+    return make_schedule(*draw(legal(trains=is_training)), is_training=is_training)
 
 
 def words(actions: tuple[Action, ...]) -> str:
@@ -73,6 +81,7 @@ def test_forward_only_keeps_groups() -> None:
     """One chunk takes microbatches as they come, more take them in groups of pp."""
     assert [words(a) for a in forward_only(2, 1, 3).actions] == ["F0 F1 F2"] * 2
     assert [words(a) for a in forward_only(2, 2, 4).actions] == ["F0 F1 F0' F1' F2 F3 F2' F3'"] * 2
+    assert [words(a) for a in forward_only(2, 2, 3).actions] == ["F0 F1 F0' F1' F2 F2'"] * 2
 
 
 def test_exchanges_of_two_ranks() -> None:
@@ -96,33 +105,28 @@ def test_exchanges_of_two_ranks() -> None:
 # ---- properties of every schedule
 
 
-@given(legal(), st.booleans())
-def test_every_action_once(shape: tuple[int, int, int], is_training: bool) -> None:
+@given(schedules())
+def test_every_action_once(schedule: Schedule) -> None:
     """Each rank does each of its actions once, each chunk's in the order of the microbatches."""
-    pp, chunks, microbatches = shape
-    schedule = make_schedule(*shape, is_training=is_training)
-    kinds = (True, False) if is_training else (True,)
-    expected = itertools.product(kinds, range(chunks), range(microbatches))
-    for rank in range(pp):
-        actions = schedule.actions[rank]
-        assert len(actions) == len(set(actions))
-        assert set(actions) == {Action(*each) for each in expected} or rank > 0
-        assert set(actions) == set(schedule.actions[0])
-        for is_forward, chunk in itertools.product(kinds, range(chunks)):
-            order = [
-                a.microbatch for a in actions if (a.is_forward, a.chunk) == (is_forward, chunk)
-            ]
-            assert order == list(range(microbatches))
+    kinds = (True, False) if schedule.is_training else (True,)
+    chunks, microbatches = range(schedule.chunks), range(schedule.microbatches)
+    expected = {Action(*each) for each in itertools.product(kinds, chunks, microbatches)}
+    assert len(schedule.actions) == schedule.pp
+    for actions in schedule.actions:
+        assert len(actions) == len(expected)
+        assert set(actions) == expected
+        for kind, chunk in itertools.product(kinds, chunks):
+            order = [a.microbatch for a in actions if (a.is_forward, a.chunk) == (kind, chunk)]
+            assert order == list(microbatches)
 
 
 @settings(deadline=None)
-@given(legal(), st.booleans(), st.booleans())
-def test_programs_end(shape: tuple[int, int, int], is_training: bool, batched: bool) -> None:
+@given(schedules(), st.booleans())
+def test_programs_end(schedule: Schedule, batched: bool) -> None:
     """Blocking messages, one by one or an exchange at a time, never deadlock or meet the wrong one.
 
     The simulator also sees that each action has what it needs, and that nothing is left over.
     """
-    schedule = make_schedule(*shape, is_training=is_training)
     ranks = simulate(schedule, programs(schedule), batched=batched)
     assert [tuple(rank.done) for rank in ranks] == list(schedule.actions)
 
@@ -202,7 +206,7 @@ def test_slots_of_1f1b_are_its_peak() -> None:
         (lambda: interleaved_1f1b(2, 1, 2), "at least 2 chunks"),
         (lambda: make_schedule(4, 2, 6), "multiple of pp=4 microbatches.*got 6"),
         (lambda: make_schedule(4, 2, 2), "multiple of pp=4 microbatches.*got 2"),
-        (lambda: make_schedule(4, 2, 6, is_training=False), "multiple of pp=4 microbatches"),
+        (lambda: make_schedule(4, 2, 0, is_training=False), "microbatches >= 1, got 0"),
     ],
 )
 def test_illegal_shapes_name_the_rule(make: Callable[[], Schedule], rule: str) -> None:
@@ -260,7 +264,7 @@ def test_simulator_sees_a_lost_send() -> None:
     with pytest.raises(Wrong, match=r"takes the activation of microbatch 1 .* for .* microbatch 0"):
         simulate(schedule, [first, last], batched=True)
     schedule = one_f_one_b(2, 1)
-    first, last = programs(schedule)
+    first, last = map(list, programs(schedule))
     alone = [first[0], exchange(Transfer(1, 0, 0)), first[2]]
     with pytest.raises(Stuck):
         simulate(schedule, [alone, last], batched=True)

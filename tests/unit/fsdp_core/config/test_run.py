@@ -22,8 +22,17 @@ from fsdp_core.config import (
     TrainConfig,
     model_from_preset,
 )
+from fsdp_core.layouts import legal_layouts
+from tests.unit.fsdp_core.config.refusals import (
+    NAN,
+    Refusal,
+    check,
+    integers,
+    name_of,
+    numbers,
+    words,
+)
 
-NAN = float("nan")
 DYNAMIC = FsdpConfig(pool="dynamic")
 DYNAMIC_OUTSIDE = FsdpConfig(
     strategy="no_shard", outer_strategy="optim_grads_params", pool="dynamic"
@@ -32,61 +41,7 @@ NO_PERSISTENCE = FsdpConfig(persistent_on_miss=False)
 SMALL_VOCABULARY = ModelConfig(vocab_size=255)
 TEXT = DataConfig(kind="text")
 
-Rule = tuple[Callable[..., Any], dict[str, Any], str, str, Any, tuple[object, ...]]
-
-
-def integers(owner: Callable[..., Any], key: str, minimum: int) -> list[Rule]:
-    """An integer field refuses what is below its minimum, a bool, a float and a word."""
-    expected = f"an integer >= {minimum}"
-    bad = [minimum - 1, -7, True, float(minimum), str(minimum), None]
-    return [(owner, {key: value}, key, expected, value, ()) for value in bad]
-
-
-def numbers(owner: Callable[..., Any], key: str, expected: str, bad: list[float]) -> list[Rule]:
-    """A number field refuses each of `bad`."""
-    return [(owner, {key: value}, key, expected, value, ()) for value in bad]
-
-
-def words(owner: Callable[..., Any], key: str, legal: tuple[str, ...]) -> list[Rule]:
-    """A field of listed words refuses others, and lists the legal ones."""
-    return [
-        (owner, {key: value}, key, "one of the legal values", value, legal)
-        for value in ("nonsense", "", None, legal[0].upper())
-    ]
-
-
-RULES: list[Rule] = [
-    *(
-        rule
-        for key in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "ffn", "seq")
-        for rule in integers(ModelConfig, key, 1)
-    ),
-    (ModelConfig, {"heads": 3}, "heads", "a divisor of hidden=64", 3, ()),
-    (
-        ModelConfig,
-        {"hidden": 12, "heads": 4},
-        "heads",
-        "hidden/heads even (RoPE), hidden=12",
-        4,
-        (),
-    ),
-    (ModelConfig, {"kv_heads": 3}, "kv_heads", "a divisor of heads=4", 3, ()),
-    (ModelConfig, {"kv_heads": 8}, "kv_heads", "a divisor of heads=4", 8, ()),
-    *(
-        rule
-        for key in ("rope_theta", "norm_eps", "init_std")
-        for rule in numbers(ModelConfig, key, "a number > 0", [0.0, -1.0, NAN])
-    ),
-    *numbers(ModelConfig, "dropout", "a number in [0, 1)", [1.0, -0.1, 2.0, NAN]),
-    *(
-        rule
-        for key in ("dp", "dp_outer", "tp", "cp", "ep", "etp", "pp")
-        for rule in integers(ParallelConfig, key, 1)
-    ),
-    *(
-        (ParallelConfig, {key: 2}, key, "1 (only dp and dp_outer are built so far)", 2, (1,))
-        for key in ("tp", "cp", "ep", "etp", "pp")
-    ),
+REFUSALS: list[Refusal] = [
     *words(FsdpConfig, "strategy", config.STRATEGIES),
     *words(FsdpConfig, "outer_strategy", config.STRATEGIES),
     *words(FsdpConfig, "pool", config.POOLS),
@@ -113,11 +68,11 @@ RULES: list[Rule] = [
     *words(TrainConfig, "dtype", config.DTYPES),
     (
         TrainConfig,
-        {"graph": ("mlp",)},
+        {"graph": ("atn",)},
         "graph",
         "graph scopes",
-        "mlp",
-        ("eager", "attn", "full_iteration"),
+        "atn",
+        ("eager", *config.SCOPES),
     ),
     (
         TrainConfig,
@@ -178,36 +133,15 @@ RULES: list[Rule] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("owner", "values", "key", "expected", "got", "legal"),
-    RULES,
-    ids=[f"{rule[0].__name__}-{rule[2]}-{rule[4]!r}" for rule in RULES],
-)
-def test_rule(
-    owner: Callable[..., Any],
-    values: dict[str, Any],
-    key: str,
-    expected: str,
-    got: object,
-    legal: tuple[object, ...],
-) -> None:
-    """A broken rule names its key, what was expected, what was got, and what is legal."""
-    with pytest.raises(ConfigError) as caught:
-        owner(**values)
-    error = caught.value
-    assert (error.key, error.expected, error.legal) == (key, expected, legal)
-    assert repr(error.got) == repr(got)
-    assert str(error).startswith(f"{key}: expected {expected}, got {got!r}")
-    for value in legal:
-        assert str(value) in str(error)
-    assert "\n" not in str(error)
+@pytest.mark.parametrize("refusal", REFUSALS, ids=name_of)
+def test_refusal(refusal: Refusal) -> None:
+    """A refused value names its key, what was expected, what was got, and what is legal."""
+    check(refusal)
 
 
 @pytest.mark.parametrize(
     ("owner", "values"),
     [
-        (ModelConfig, {"hidden": 8, "heads": 4, "kv_heads": 4}),
-        (ModelConfig, {"dropout": 0.0, "vocab_size": 1, "seq": 1}),
         (OptimConfig, {"lr": 0.0, "weight_decay": 0.0, "clip_grad_norm": 0.0, "beta1": 0.0}),
         (DataConfig, {"kind": "text", "path": "/x"}),
         (TrainConfig, {"steps": 1}),
@@ -226,7 +160,6 @@ def test_rule(
             },
         ),
         (TrainConfig, {"graph": ("attn",), "fsdp": FsdpConfig(pool="traced")}),
-        (ParallelConfig, {"dp": 1, "dp_outer": 7}),
         (TrainConfig, {"model": ModelConfig(vocab_size=256), "data": TEXT}),
     ],
 )
@@ -242,28 +175,6 @@ def test_frozen_and_keyword_only() -> None:
         TrainConfig().steps = 0  # type: ignore[misc]
     with pytest.raises(TypeError):
         ParallelConfig(2)  # type: ignore[call-arg]
-
-
-def test_preset_with_overrides() -> None:
-    """A preset gives its values, an override wins, everything else is the default."""
-    built = model_from_preset("dense_tiny_dropout", {"layers": 5})
-    assert built == ModelConfig(preset="dense_tiny_dropout", dropout=0.1, layers=5)
-    for preset in config.MODEL_PRESETS:
-        assert model_from_preset(preset).preset == preset
-
-
-def test_preset_mistakes_are_named() -> None:
-    """An unknown preset or field lists the legal names; `preset` itself is no field to override."""
-    with pytest.raises(ConfigError) as caught:
-        model_from_preset("dense_huge")
-    assert (caught.value.key, caught.value.got) == ("preset", "dense_huge")
-    assert caught.value.legal == tuple(config.MODEL_PRESETS)
-    for name in ("hiddne", "preset"):
-        with pytest.raises(ConfigError) as caught:
-            model_from_preset("dense_tiny", {name: 3})
-        assert caught.value.key == name
-        assert "hidden" in caught.value.legal
-        assert "preset" not in caught.value.legal
 
 
 legal_configs = st.builds(
@@ -298,6 +209,20 @@ def test_round_trip(built: TrainConfig) -> None:
     assert TrainConfig.from_dict(json.loads(text)) == built
 
 
+@pytest.mark.parametrize("preset", config.MODEL_PRESETS)
+def test_every_preset_and_layout_round_trips(preset: str) -> None:
+    """Lists of JSON become the tuples that they were, whatever the model and the layout."""
+    model = model_from_preset(preset)
+    sizes: dict[str, list[Any]] = {"dynamic_cp": [(), (1, 2)], "cp": [1, 2], "dp_outer": [1]}
+    layouts = list(legal_layouts(4, model, only=sizes))
+    assert len({layout.dynamic_cp for layout in layouts}) == 2
+    for layout in layouts:
+        built = TrainConfig(model=model, parallel=layout)
+        again = TrainConfig.from_dict(json.loads(json.dumps(built.to_dict(), allow_nan=False)))
+        assert again == built
+        assert hash(again) == hash(built)
+
+
 def test_from_dict_refuses_unknown_keys() -> None:
     """An unknown key is named with its section, and never dropped."""
     plain = TrainConfig().to_dict()
@@ -317,14 +242,7 @@ def test_from_dict_checks_rules() -> None:
     with pytest.raises(ConfigError, match="strategy"):
         TrainConfig.from_dict(plain | {"fsdp": {"strategy": "zero"}})
     with pytest.raises(ConfigError, match="graph"):
-        TrainConfig.from_dict(plain | {"graph": ["mlp"]})
-
-
-def test_properties() -> None:
-    """The derived sizes: one head's width, and ranks of a layout."""
-    assert ModelConfig(hidden=96, heads=4, kv_heads=1).head_dim == 24
-    assert ParallelConfig(dp=4096).world_size == 4096
-    assert ParallelConfig(dp=8, dp_outer=3).world_size == 24
+        TrainConfig.from_dict(plain | {"graph": ["atn"]})
 
 
 def test_strategies_are_listed_by_how_much_they_cut() -> None:
@@ -335,7 +253,7 @@ def test_strategies_are_listed_by_how_much_they_cut() -> None:
 def test_needs_no_torch() -> None:
     """A laptop without torch can validate any layout: importing the module imports only stdlib."""
     program = (
-        "import sys, fsdp_core.config\n"
+        "import sys, fsdp_core.config, fsdp_core.layouts\n"
         "heavy = {'torch', 'numpy', 'yaml', 'pandas'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "print(fsdp_core.config.ParallelConfig(dp=4096).world_size)"
