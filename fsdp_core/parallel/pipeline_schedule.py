@@ -110,7 +110,7 @@ def make_schedule(pp: int, chunks: int, microbatches: int, *, is_training: bool 
     """1F1B for one chunk a rank, interleaved 1F1B for more; forwards only where nothing trains.
 
     Raises:
-        ValueError: a number below 1; chunks > 1 and microbatches no multiple of pp.
+        ValueError: a number below 1; training with chunks > 1 and microbatches no multiple of pp.
     """
     if not is_training:
         return forward_only(pp, chunks, microbatches)
@@ -146,10 +146,14 @@ def interleaved_1f1b(pp: int, chunks: int, microbatches: int) -> Schedule:
     _check_counts(pp, chunks, microbatches)
     if chunks < 2:
         raise ValueError(f"Expected at least 2 chunks to interleave, got {chunks}.")
-    _check_groups(pp, chunks, microbatches)
+    if microbatches % pp:
+        raise ValueError(
+            f"Expected a multiple of pp={pp} microbatches, as interleaved chunks ({chunks} a rank) "
+            f"take them in groups of pp, got {microbatches}."
+        )
+    order = _grouped(pp, chunks, microbatches)
     actions = []
     for rank in range(pp):
-        order = _grouped(pp, chunks, microbatches)
         forwards = [Action(True, chunk, i) for chunk, i in order]
         backwards = [Action(False, chunks - 1 - chunk, i) for chunk, i in order]
         warm_up = min(_interleaved_warm_up(pp, chunks, rank), len(order))
@@ -158,13 +162,12 @@ def interleaved_1f1b(pp: int, chunks: int, microbatches: int) -> Schedule:
 
 
 def forward_only(pp: int, chunks: int, microbatches: int) -> Schedule:
-    """Every microbatch once through every stage, nothing kept for a backward.
+    """Every microbatch once through every stage, nothing kept for a backward; any number of them.
 
     Raises:
-        ValueError: a number below 1; chunks > 1 and microbatches no multiple of pp.
+        ValueError: a number below 1.
     """
     _check_counts(pp, chunks, microbatches)
-    _check_groups(pp, chunks, microbatches)
     order = _grouped(pp if chunks > 1 else 1, chunks, microbatches)
     actions = tuple(Action(True, chunk, i) for chunk, i in order)
     return Schedule(pp, chunks, microbatches, (actions,) * pp, is_training=False)
@@ -177,21 +180,16 @@ def _check_counts(pp: int, chunks: int, microbatches: int) -> None:
             raise ValueError(f"Expected {name} >= 1, got {value!r}.")
 
 
-def _check_groups(pp: int, chunks: int, microbatches: int) -> None:
-    if chunks > 1 and microbatches % pp:
-        raise ValueError(
-            f"Expected a multiple of pp={pp} microbatches, as interleaved chunks ({chunks} a rank) "
-            f"take them in groups of pp, got {microbatches}."
-        )
-
-
 def _grouped(size: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch): `size` microbatches through the first chunk, the second, and so on."""
+    """(chunk, microbatch): `size` microbatches through the first chunk, the second, and so on.
+
+    The last group has what is left.
+    """
     return [
         (chunk, first + i)
         for first in range(0, microbatches, size)
         for chunk in range(chunks)
-        for i in range(size)
+        for i in range(min(size, microbatches - first))
     ]
 
 

@@ -5,9 +5,10 @@
     finish  waits for what is still being sent
 
 A tensor that is sent is held until it is gone: on the CPU until the next exchange, which waits for
-it; on CUDA until its event is done, which is asked and not waited for. Messages carry no header.
-What makes each one meet its receive is their order, which all ranks take from one program; that
-they do, and that they expect the same shapes, is compared once, before the first message.
+it; on CUDA until the next exchange that finds it done, which asks and does not wait. Messages carry
+no header. What makes each one meet its receive is their order, which all ranks take from one
+program; that they do, and that they expect the same shapes, is compared once, before the first
+message.
 """
 
 import contextlib
@@ -154,8 +155,12 @@ class Transfers:
         ]
 
     def _let_go(self) -> None:
-        """Release what is sent. On the CPU only a wait can tell; there it costs no overlap."""
-        if self._device.type == "cuda":
+        """Release what is sent: what is known to be, or what is waited for where nobody can ask.
+
+        That is on the CPU, where a send ends when the neighbour takes it, and inside a capture. The
+        programs allow waits this early: they run where each exchange blocks as a whole.
+        """
+        if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._sent = [p for p in self._sent if not all(w.is_completed() for w in p.works)]
             return
         while self._sent:

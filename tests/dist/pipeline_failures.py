@@ -60,14 +60,15 @@ def fail(rank: int, where: str) -> tuple[str, float, str]:
     return text, took, caught(lambda: pipeline.forward_backward(batches(8)))
 
 
-def lose(lost: Transfer, microbatches: int) -> str:
-    """What a rank raises where one message is never sent."""
+def lose(lost: Transfer, microbatches: int, side: str) -> str:
+    """What a rank raises where one message is never sent, or never received."""
     axis = impatient_axis()
     (stage,) = make_stages(axis)
+    loser = (lost.source if side == "send" else lost.target) % axis.size
 
     def post(self: Transfers, exchange: Exchange, outbox: Any) -> None:
-        if lost in exchange.transfers and lost.source % axis.size == axis.rank:
-            outbox.pop(lost)
+        if lost in exchange.transfers and loser == axis.rank:
+            outbox.pop(lost, None)
             exchange = Exchange(tuple(t for t in exchange.transfers if t != lost))
         original(self, exchange, outbox)
 

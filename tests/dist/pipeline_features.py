@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline, PipelineOptions
 from fsdp_core.parallel.stage_transfer import TensorSpec
@@ -165,7 +167,7 @@ class Bundle(nn.Module):
         hidden, aux, tokens = (x, torch.zeros(1), x) if first else x
         if self.inner.head is not None:
             loss = self.inner(hidden, tokens.flip(1), microbatch=microbatch)
-            return loss + scale * aux.squeeze(0)
+            return loss + scale * aux.squeeze(0) if scale else loss
         hidden = self.inner(hidden, microbatch=microbatch)
         return hidden, aux + hidden.square().mean(), tokens
 
@@ -177,11 +179,11 @@ def bundles(axis_size: int, rank: int) -> Bundle:
     return Bundle(Stage(layers, is_first=rank == 0, is_last=rank == axis_size - 1))
 
 
-def weighted(number: int) -> list[Microbatch]:
+def weighted(number: int, scale: float) -> list[Microbatch]:
     """Microbatches of different weights, numbers and tensors, and a keyword for every stage."""
     weights = [0.1 * (i + 1) if i % 2 else torch.tensor(0.1 * (i + 1)) for i in range(number)]
     return [
-        Microbatch(batch.tokens, {"scale": 0.5}, weight)
+        Microbatch(batch.tokens, {"scale": scale}, weight)
         for batch, weight in zip(batches(number), weights, strict=True)
     ]
 
@@ -200,21 +202,21 @@ class Chain(nn.Module):
         return x
 
 
-def chain_process(size: int, number: int) -> tuple[bytes, list[dict[str, bytes]]]:
+def chain_process(size: int, number: int, scale: float) -> tuple[bytes, list[dict[str, bytes]]]:
     """Losses, and gradients by part, of one process."""
     model = Chain(size)
-    losses = loop(model, weighted(number))
+    losses = loop(model, weighted(number, scale))
     parts = [{n: raw(g) for n, g in gradients([part])} for part in model.parts]
     return raw(losses), parts
 
 
-def train_bundles(number: int) -> tuple[bytes | None, dict[str, bytes]]:
+def train_bundles(number: int, scale: float) -> tuple[bytes | None, dict[str, bytes]]:
     """The same over ranks."""
     axis = world_axis()
     stage = bundles(axis.size, axis.rank)
     specs = (SPEC, TensorSpec((1,), torch.float32),
              TensorSpec((ROWS, SEQ), torch.int64, requires_grad=False))  # fmt: skip
-    losses = Pipeline([stage], axis, specs, CPU).forward_backward(weighted(number))
+    losses = Pipeline([stage], axis, specs, CPU).forward_backward(weighted(number, scale))
     return None if losses is None else raw(losses), {n: raw(g) for n, g in gradients([stage])}
 
 
@@ -349,3 +351,36 @@ def loss_of_wrong_kind(kind: str) -> str:
 
     pipeline = Pipeline([Wrong()], world_axis(), (), CPU)
     return caught(lambda: pipeline.forward_only([Microbatch(torch.arange(3))]))
+
+
+def train_captured(chunks: int) -> tuple[list[bytes], list[bytes]]:
+    """Losses and gradients of passes with new tokens, eager and replayed from one host graph."""
+    axis, device = world_axis(), Device("cpu")
+    stages = make_stages(axis, chunks)
+    pipeline = Pipeline(stages, axis, SPEC, CPU)
+    pipeline.forward_backward(batches(4))
+    static = batches(4)
+    grads = [grad for _, grad in gradients(stages)]
+    losses = torch.zeros(4)
+
+    def iteration() -> None:
+        torch._foreach_zero_(grads)
+        found = pipeline.forward_backward(static, broadcast_loss=True)
+        assert found is not None
+        losses.copy_(found)
+
+    def run(step: Any) -> list[bytes]:
+        seen = []
+        for part in range(3):
+            for batch, new in zip(static, batches(4, part), strict=True):
+                assert batch.tokens is not None
+                assert new.tokens is not None
+                batch.tokens.copy_(new.tokens)
+                batch.keywords["targets"].copy_(new.keywords["targets"])
+            step()
+            seen.append(b"".join(raw(tensor) for tensor in (losses, *grads)))
+        return seen
+
+    eager = run(iteration)
+    graph = CapturedFunction(GraphMaker(device), iteration, None)
+    return eager, run(graph)

@@ -18,6 +18,7 @@ from tests.dist.pipeline_features import (
     tied_process,
     train_around_identity,
     train_bundles,
+    train_captured,
     train_frozen,
     train_static,
     train_tied,
@@ -167,11 +168,18 @@ def test_a_tied_end_without_a_gradient_is_refused(warm_ranks: RankPool) -> None:
 # ---- other activations
 
 
-@pytest.mark.parametrize(("pp", "microbatches"), [(1, 2), (3, 1), (3, 5)])
-def test_several_tensors_and_weights(warm_ranks: RankPool, pp: int, microbatches: int) -> None:
-    """An activation may be several tensors, some without gradient; microbatches have weights."""
-    losses, parts = warm_ranks.run(chain_process, pp, microbatches, world_size=1)[0]
-    ranks = warm_ranks.run(train_bundles, microbatches, world_size=pp)
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "scale"), [(1, 2, 0.5), (3, 1, 0.5), (3, 5, 0.5), (3, 2, 0.0)]
+)
+def test_several_tensors_and_weights(
+    warm_ranks: RankPool, pp: int, microbatches: int, scale: float
+) -> None:
+    """An activation may be several tensors, some without gradient; microbatches have weights.
+
+    At scale 0 the loss leaves one of them out, which then gets zeros for a gradient.
+    """
+    losses, parts = warm_ranks.run(chain_process, pp, microbatches, scale, world_size=1)[0]
+    ranks = warm_ranks.run(train_bundles, microbatches, scale, world_size=pp)
     assert [grads for _, grads in ranks] == parts
     assert ranks[-1][0] == losses
 
@@ -280,11 +288,18 @@ def test_the_shape_that_was_agreed(warm_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     "lost", [Transfer(0, 1, 0), Transfer(0, 1, 3), Transfer(1, 0, 0), Transfer(1, 0, 3)]
 )
-def test_a_lost_message(warm_ranks: RankPool, lost: Transfer) -> None:
-    """A message that is never sent ends the pass on both sides or on the one that waits for it."""
-    said = warm_ranks.run(lose, lost, 4, world_size=2)
-    target = lost.target
-    assert "TransferFailed: Expected stage" in said[target]
+def test_a_message_that_is_never_sent(warm_ranks: RankPool, lost: Transfer) -> None:
+    """Who waits for it, or for the one after it, ends with an error and not with wrong bits."""
+    said = warm_ranks.run(lose, lost, 4, "send", world_size=2)[lost.target]
+    assert said.startswith(f"TransferFailed: Expected stage {lost.source} to send the ")
+    if lost.microbatch == 3:
+        assert str(lost) in said
+
+
+def test_a_message_that_is_never_received(warm_ranks: RankPool) -> None:
+    """Its sender does not end as if all were well."""
+    said = warm_ranks.run(lose, Transfer(1, 0, 3), 4, "receive", world_size=2)[1]
+    assert said.startswith("TransferFailed: Expected stage 0 to take the gradient of microbatch 3")
 
 
 @pytest.mark.parametrize(
@@ -320,3 +335,14 @@ def test_a_loss_is_a_scalar(warm_ranks: RankPool, kind: str, got: str) -> None:
     """What is no scalar of floating point is refused."""
     (said,) = warm_ranks.run(loss_of_wrong_kind, kind, world_size=1)
     assert re.search(f"Expected a scalar loss of the last stage, got {got}", said)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_captured_pass(warm_ranks: RankPool, chunks: int) -> None:
+    """One graph of a whole pass, messages included, replays to the bits of eager passes.
+
+    Capturing blocks on each message in program order, which the programs allow.
+    """
+    for eager, replayed in warm_ranks.run(train_captured, chunks, world_size=2):
+        assert replayed == eager
+        assert len(set(eager)) == 3
