@@ -8,11 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import (
     STRATEGIES,
+    ConfigError,
     DataConfig,
     FsdpConfig,
     ModelConfig,
     OptimConfig,
     TrainConfig,
+    model_from_preset,
 )
 from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
@@ -147,3 +149,20 @@ def test_close_leaves_an_eager_trainer(mesh: DeviceMesh, graph: tuple[str, ...])
     trainer.close()
     trainer.step(4)
     assert trainer.counts.replays == replays
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"model": model_from_preset("moe_tiny")}, "model.experts"),
+        ({"model": model_from_preset("qwen3_8b")}, "model.qk_norm"),
+        ({"graph": ("mlp",)}, "graph"),
+    ],
+)
+def test_what_is_not_built_is_not_trained_as_something_else(
+    mesh: DeviceMesh, options: dict[str, Any], key: str
+) -> None:
+    """A configuration that the trainer would silently make less of is refused first thing."""
+    with pytest.raises(ConfigError, match="built so far") as caught:
+        Trainer(config(**options), mesh, Device("cpu"))
+    assert caught.value.key == key
