@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.dist import tensor_parallel_programs as programs
 from tests.dist.parity_bounds import Bounded, bounded
@@ -88,6 +89,19 @@ def test_layer_equals_one_process(
     """Output and gradients of a layer are within the bound of one matrix product each."""
     found = layer(warm_ranks, kind, tp, dtype, sequence_parallel)
     assert (found.wrong, found.disputed) == (set(), set()), found.units
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_column_outputs_have_the_bits_of_one_process(
+    warm_ranks: RankPool, dtype: torch.dtype, sequence_parallel: bool
+) -> None:
+    """A column layer's outputs are torch's product with the rows that a rank has, every bit."""
+    args = (programs.run_layer, "column", dtype, sequence_parallel)
+    found, _ = programs.join(warm_ranks.run(*args, world_size=4))
+    inputs, _ = programs.layer_inputs("column", dtype)
+    parts = [F.linear(inputs["x"], rows) for rows in inputs["weight"].chunk(4)]
+    assert programs.same_bits(found["output"], torch.cat(parts, dim=-1))
 
 
 BEFORE_DOWN = {"embedding.weight", "scale", "gate.weight", "up.weight"}

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_core.parallel.cuts import Cut, CutModule, chunk_of, cut_of, global_shape
-from fsdp_core.parallel.cuts import place, set_cuts, take  # fmt: skip
+from fsdp_core.parallel.cuts import (
+    Cut,
+    CutModule,
+    chunk_of,
+    cut_of,
+    global_shape,
+    place,
+    set_cuts,
+    take,
+)
 
 
 @given(
@@ -70,7 +78,7 @@ def test_a_part_of_another_shape_is_not_broadcast() -> None:
 )
 def test_impossible_cuts_are_refused(axis_size: int, index: int, dim: int) -> None:
     """An index outside of the axis and a negative dim are mistakes."""
-    with pytest.raises(ValueError, match="Expected an? (index|dim)"):
+    with pytest.raises(ValueError, match=r"Expected an? (index|dim)"):
         Cut("tp", dim, axis_size, index)
 
 
@@ -97,7 +105,7 @@ class Halves(CutModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_cut("half", nn.Parameter(torch.ones(2, 3)), Cut("tp", 0, 2, 1))
+        self.register_cut("part", nn.Parameter(torch.ones(2, 3)), Cut("tp", 0, 2, 1))
         self.scale = nn.Parameter(torch.ones(3))
 
 
@@ -115,6 +123,6 @@ def test_a_parameter_made_anew_keeps_its_cuts() -> None:
         "emptied": nn.Sequential(meta).to_empty(device="cpu")[0],
     }
     for name, module in made.items():
-        assert cut_of(module.half) == due, name
+        assert cut_of(module.part) == due, name
         assert cut_of(module.scale) == (), name
-        assert global_shape(module.half) == (4, 3), name
+        assert global_shape(module.part) == (4, 3), name
