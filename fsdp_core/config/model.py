@@ -50,7 +50,8 @@ class ModelConfig:
 
     Attributes:
         head_dim: width of a query or key head. 0 stands for hidden / heads (GQA) or
-            qk_nope_head_dim + qk_rope_head_dim (MLA), and is replaced by it: it is never 0 to read.
+            qk_nope_head_dim + qk_rope_head_dim (MLA), and is replaced by it: it is never 0 to read,
+            and `dataclasses.replace` keeps the width unless told 0 again.
         ffn: width of the dense feed-forward.
         qk_norm: an RMSNorm on every query and key head (Qwen3); GQA only.
         q_lora_rank: width of the latent that queries come from; None: from the hidden state.
