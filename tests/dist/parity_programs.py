@@ -14,6 +14,7 @@ rounding may turn a choice into another.
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,8 +31,13 @@ from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.model.moe.replay import RoutingTape
-from fsdp_core.model.sharding import Sharding, shard_stage
-from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
+from fsdp_core.model.sharding import Sharding, clip_grads, shard_stage
+from fsdp_core.model.weights import (
+    gather_global,
+    gather_global_grads,
+    init_weights,
+    load_global,
+)
 from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.dynamic_cp import DynamicContext
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
@@ -133,11 +139,15 @@ def cast_parameters(stages: list[DecoderStage], dtype: torch.dtype) -> None:
 class Watch:
     """Notes what branches and the last stage give, by microbatch."""
 
-    def __init__(self, stages: list[DecoderStage], shares: list[Share], tp: Axis | None) -> None:
+    def __init__(
+        self, stages: list[DecoderStage], shares: list[Share], tp: Axis | None, *,
+        masks: bool = False,
+    ) -> None:  # fmt: skip
         self.outcome, self._shares, self._tp = Outcome(), shares, tp
+        self._masks = masks
         for stage in stages:
             watched: dict[str, nn.Module] = {}
-            if stage.embedding is not None:
+            if stage.embedding is not None and not masks:
                 watched["embedding"] = stage.embedding
             for number, layer in stage.layers.items():
                 watched |= {f"layers.{number}.attn": layer.attn, f"layers.{number}.mlp": layer.mlp}
@@ -150,11 +160,14 @@ class Watch:
         count = iter(range(len(self._shares)))
 
         def note(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-            del module, args
+            del module
+            rows = out.detach()
+            if self._masks:
+                rows = rows != args[0].detach()
             key = ("forward", (microbatch := next(count)), name)
             numbers = local_numbers(self._shares[microbatch], self._tp).flatten()
             self.outcome.numbers[key] = numbers[numbers >= 0]
-            self.outcome.rows[key] = out.detach().flatten(0, 1)[numbers >= 0].double()
+            self.outcome.rows[key] = rows.flatten(0, 1)[numbers >= 0].double()
 
         return note
 
@@ -200,9 +213,12 @@ def _entry(table: torch.Tensor, numbers: torch.Tensor, num_experts: int) -> torc
 
 
 def run_whole(
-    problem: Problem, dtype: torch.dtype, routes: Routes | None
+    problem: Problem,
+    dtype: torch.dtype,
+    routes: Routes | None,
+    around: AbstractContextManager[Any] | None = None,
 ) -> tuple[Found, Routes]:
-    """The step in one process: what it found, and the experts that were chosen."""
+    """The step in one process, `around` it: what it found, and the experts that were chosen."""
     axes, batch = single_axes(), problem.batch
     model = whole_model(problem)
     load_global([model], global_weights(problem))
@@ -211,9 +227,10 @@ def run_whole(
     watch = Watch([model], shares, None)
     tapes = put_tapes([model], routes, shares, None, problem.model.experts)
     model.set_loss_scale(1 / batch.number)
-    for share in shares:
-        loss = model(share.local.tokens, share.local.part)
-        (loss * (1 / batch.number)).backward()
+    with around or contextlib.nullcontext():
+        for share in shares:
+            loss = model(share.local.tokens, share.local.part)
+            (loss * (1 / batch.number)).backward()
     grads = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
     outcome = watch.outcome
     outcome.grads = grads
@@ -244,6 +261,56 @@ def run_case(problem: Problem, layout: Layout, routes: Routes | None) -> Outcome
 
 
 def _run_case(problem: Problem, layout: Layout, routes: Routes | None) -> Outcome:
+    stages, axes, watch = take_step(problem, layout, routes)
+    outcome = watch.outcome
+    outcome.grads = gather_global_grads(stages, axes)
+    if dist.get_rank():
+        outcome.grads = {}
+    return outcome
+
+
+def run_clipped(
+    problem: Problem, layout: Layout, routes: Routes | None, max_norm: float, norm_type: float
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The norm of the step's gradients, and the gradients after they were clipped."""
+    stages, axes, _ = take_step(problem, layout, routes)
+    norm = clip_grads(stages, axes, max_norm, norm_type)
+    return norm.item(), gather_global_grads(stages, axes)
+
+
+def run_weights(problem: Problem, layouts: tuple[Layout, ...]) -> list[dict[str, torch.Tensor]]:
+    """Weights of the first layout as drawn, then carried from each layout to the next."""
+    found: list[dict[str, torch.Tensor]] = []
+    for layout in layouts:
+        axes = build_axes(layout.parallel, Device("cpu"))
+        stages = make_stages(
+            problem.model, axes, TorchBackend(), streams_of(axes),
+            chunks=layout.parallel.pp_chunks,
+        )  # fmt: skip
+        init_weights(
+            stages, problem.seed if not found else 0, layers=problem.model.layers,
+            init_std=problem.init_std,
+        )  # fmt: skip
+        for stage in stages:
+            shard_stage(stage, axes, _sharding(layout, torch.float32))
+        if found:
+            load_global(stages, found[-1])
+        found.append(gather_global(stages, axes))
+    return found
+
+
+def run_masks(problem: Problem, layout: Layout) -> Outcome:
+    """Which elements each branch dropped of each token: rows of 0 and 1."""
+    with parity_faults.planted(layout.fault):
+        stages, _, watch = take_step(problem, layout, None, masks=True)
+    del stages
+    return watch.outcome
+
+
+def take_step(
+    problem: Problem, layout: Layout, routes: Routes | None, *, masks: bool = False
+) -> tuple[list[DecoderStage], Axes, "Watch"]:
+    """Forward and backward of all microbatches on a rank of the default group."""
     parallel, config, batch = layout.parallel, problem.model, problem.batch
     axes = parity_faults.axes_of(build_axes(parallel, Device("cpu")), layout.fault)
     streams = streams_of(axes)
@@ -258,7 +325,7 @@ def _run_case(problem: Problem, layout: Layout, routes: Routes | None) -> Outcom
         stage.set_loss_scale(parity_faults.loss_scale(1 / batch.number, layout.fault))
     shares = make_shares(problem, layout, axes)
     tp = axes.tp if axes.sequence_parallel else None
-    watch = Watch(stages, shares, tp)
+    watch = Watch(stages, shares, tp, masks=masks)
     put_tapes(stages, routes, shares, tp, config.experts)
     rows, time = shares[0].numbers.shape
     spec = TensorSpec((rows, time // (tp.size if tp else 1), config.hidden), dtype)
@@ -266,11 +333,7 @@ def _run_case(problem: Problem, layout: Layout, routes: Routes | None) -> Outcom
     pipeline.forward_backward([
         Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares
     ])  # fmt: skip
-    outcome = watch.outcome
-    outcome.grads = gather_global_grads(stages, axes)
-    if dist.get_rank():
-        outcome.grads = {}
-    return outcome
+    return stages, axes, watch
 
 
 def _sharding(layout: Layout, dtype: torch.dtype) -> Sharding:
