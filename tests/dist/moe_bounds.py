@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from tests.dist.moe_reference import NUM_EXPERTS, Expected, Problem, Weights
+from tests.dist.parity_bounds import unit_roundoff
 
-UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+UNIT = {dtype: unit_roundoff(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
 
 
 @dataclass(frozen=True)

@@ -106,25 +106,27 @@ class GroupedLinear(CutModule):
                 f"the grouped path, got {rows.dtype} and weights {tuple(self.weight.shape)}."
             )
         if groups is not None:
-            return _GroupedProduct.apply(rows, self.weight, groups.ends)
+            empty = [expert for expert, count in enumerate(groups.counts) if count == 0]
+            return _GroupedProduct.apply(rows, self.weight, groups.ends, empty)
         num_experts, num_rows, _ = rows.shape
         numbers = torch.arange(1, num_experts + 1, device=rows.device, dtype=torch.int32)
-        flat = _GroupedProduct.apply(rows.flatten(0, 1), self.weight, numbers * num_rows)
+        flat = _GroupedProduct.apply(rows.flatten(0, 1), self.weight, numbers * num_rows, [])
         return flat.view(num_experts, num_rows, -1)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows [n, in] times each group's matrix [out, in]; torch's own backward wants no odd strides.
+    """rows [n, in] times each group's matrix [out, in], with a backward pass that can be relied on.
 
-    Its operands in the backward pass are made contiguous here: a gradient that is an expanded
-    scalar (that of a sum, say) is refused by the kernel.
+    Torch's own refuses a gradient that is an expanded scalar (that of a sum, say), and on Blackwell
+    leaves what was in memory before as the gradient of a group without rows (pytorch #172439).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, empty: list[int]
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight, ends)
+        ctx.empty = empty
         return F.grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -133,7 +135,9 @@ class _GroupedProduct(torch.autograd.Function):
         grad = grad.contiguous()
         grad_rows = F.grouped_mm(grad, weight, offs=ends)
         grad_weight = F.grouped_mm(grad.t(), rows.contiguous(), offs=ends)
-        return grad_rows, grad_weight, None
+        for expert in ctx.empty:
+            grad_weight[expert].zero_()
+        return grad_rows, grad_weight, None, None
 
 
 class Experts(nn.Module):

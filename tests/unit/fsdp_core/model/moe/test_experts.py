@@ -59,6 +59,27 @@ def test_each_row_meets_its_experts_matrix(
         assert layer.weight.grad[expert].any() == (counts[expert] > 0)
 
 
+def test_a_kernel_that_leaves_empty_groups_alone(
+    alone: MoeAxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unused expert's gradient is zero also where the grouped kernel does not write it."""
+    kernel = F.grouped_mm
+
+    def leaves_garbage(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        out = kernel(a, b, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", leaves_garbage)
+    layer = linear(alone, "grouped", torch.bfloat16)
+    layer(rows(torch.bfloat16, 4), groups(3, 0, 1, 0)).sum().backward()
+    assert layer.weight.grad is not None
+    used = [bool(grad.any()) for grad in layer.weight.grad]
+    assert used == [True, False, True, False]
+    assert not layer.weight.grad.isnan().any()
+
+
 @pytest.mark.parametrize("path", ["loop", "grouped", "batched", "auto"])
 def test_static_rows_are_the_same_product(alone: MoeAxes, path: str) -> None:
     """[L, n, in] on every path."""

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.model.moe.places import assign_places, count_slots
@@ -17,6 +17,7 @@ def buckets(max_slots: int = 30) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, BUCKETS), min_size=1, max_size=max_slots)
 
 
+@settings(max_examples=60, deadline=None)
 @given(buckets())
 def test_without_capacity_slots_are_in_order_of_bucket_and_number(chosen: list[int]) -> None:
     """Places are the slots sorted by (bucket, slot), and the assignment is known both ways."""
@@ -27,6 +28,7 @@ def test_without_capacity_slots_are_in_order_of_bucket_and_number(chosen: list[i
     assert places.counts.tolist() == [chosen.count(b) for b in range(BUCKETS)]
 
 
+@settings(max_examples=60, deadline=None)
 @given(buckets(), st.integers(1, 5), st.booleans(), st.randoms())
 def test_with_a_capacity_the_first_or_the_largest_stay(
     chosen: list[int], capacity: int, ranked: bool, random: Random
