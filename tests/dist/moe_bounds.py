@@ -300,9 +300,9 @@ def _shared(
     ar, wide = run.narrow, run.wide
     logit = wide.matmul(x, weights["shared.share_weight"].t)
     share = wide.apply(logit, logit.value.sigmoid(), 0.25)
-    dout = convert(wide.mul(dy, share), ar.u)
+    dshared = convert(wide.mul(dy, share), ar.u)
     mats = [weights[f"shared.{name}.weight"] for name in ("gate", "up", "down")]
-    out, dx, dmats = network(x, dout, mats, ar, run.tp)
+    out, dx, dmats = network(x, dshared, mats, ar, run.tp)
     for name, dmat in zip(("gate", "up", "down"), dmats, strict=True):
         found[f"shared.{name}.weight"] = dmat
     dshare = wide.sum(wide.mul(dy, out), stores=2)
