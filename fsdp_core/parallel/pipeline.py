@@ -14,15 +14,19 @@ tensors that are being sent or were received ahead of their use: those of one ex
 
 **Bits.** Every stage takes the microbatches in their order, forward and backward, and gradients are
 added up in that order, so losses and gradients have the bits of a loop over microbatches in one
-process, whatever pp and chunks are, but for two sums. *Tied weights*: one process adds head and
-embedding of each microbatch; here each end adds over microbatches, and the two sums are added
-last; equal bits with one microbatch. *Sharded stages*: with `gradient_sync="last"` each rank adds
-over microbatches, and then ranks are summed; with "every" it is the other way round.
+process, whatever pp and chunks are, with three exceptions:
+
+- *Tied weights*: one process adds head and embedding of each microbatch; here each end adds over
+  microbatches, and the two sums are added last. Equal bits with one microbatch.
+- *Sharded stages*: with `gradient_sync="last"` each rank adds over microbatches, and then ranks are
+  summed; with "every" it is the other way round.
+- *Random numbers* (dropout) are drawn by each rank in the order of its own actions. Who wants those
+  of one process seeds by layer and microbatch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,6 +43,7 @@ from fsdp_core.parallel.pipeline_schedule import (
     programs,
     slots_needed,
 )
+from fsdp_core.parallel.stage_sync import GradientSync, announce_backward
 from fsdp_core.parallel.stage_transfer import (
     Boundaries,
     TensorSpec,
@@ -79,7 +84,7 @@ class PipelineOptions:
             graphs do: a send may be under way by then.
     """
 
-    gradient_sync: Literal["last", "every"] = "last"
+    gradient_sync: GradientSync = "last"
     num_slots: int | None = None
     copy_sent: bool = False
 
@@ -88,14 +93,6 @@ class PipelineOptions:
             raise ValueError(f"Expected gradient_sync last or every, got {self.gradient_sync!r}.")
         if self.num_slots is not None and self.num_slots < 1:
             raise ValueError(f"Expected num_slots >= 1, got {self.num_slots}.")
-
-
-@runtime_checkable
-class _Sharded(Protocol):
-    """What FSDP modules have, ours and torch's."""
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None: ...  # noqa: FBT001
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...  # noqa: FBT001
 
 
 @dataclass
@@ -158,7 +155,7 @@ class Pipeline:
         self.boundaries = _by_stage(boundaries, axis.size * len(stages))
         self._tied = TiedWeights(axis, tied)
         self.peak_live = 0
-        self._plans: dict[tuple[int, bool], tuple[Schedule, tuple[Step, ...]]] = {}
+        self._plans: dict[tuple[int, bool, bool], tuple[Schedule, tuple[Step, ...]]] = {}
         self._num_trained: int | None = None
         self._is_frozen = False
         self._failure: str | None = None
@@ -207,7 +204,7 @@ class Pipeline:
     ) -> torch.Tensor | None:
         number = len(microbatches)
         self._check_slots(number, is_training=is_training)
-        schedule, program = self._plan(number, is_training=is_training)
+        schedule, program = self._plan(number, is_training=is_training, tells_loss=broadcast_loss)
         transfers = Transfers(self.axis, self.boundaries, self.device)
         losses = torch.zeros(number, dtype=torch.float32, device=self.device)
         state = _Pass(microbatches, schedule, transfers, losses)
@@ -226,7 +223,8 @@ class Pipeline:
         finally:
             self.peak_live = state.peak_live
             if is_training:
-                self._set_gradient_sync(self.stages, is_last=True)
+                for stage in self.stages:
+                    announce_backward(stage, self.options.gradient_sync, is_last=True)
         is_last = self.axis.rank == self.axis.size - 1
         return losses if is_last or broadcast_loss else None
 
@@ -246,11 +244,15 @@ class Pipeline:
         if self.options.num_slots is None and number > cast("int", self._num_trained):
             raise ValueError(f"Expected at most {self._num_trained} microbatches, got {number}.")
 
-    def _plan(self, number: int, *, is_training: bool) -> tuple[Schedule, tuple[Step, ...]]:
-        """Schedule and program for `number` microbatches; the first time ranks compare theirs."""
-        key = (number, is_training)
+    def _plan(
+        self, number: int, *, is_training: bool, tells_loss: bool
+    ) -> tuple[Schedule, tuple[Step, ...]]:
+        """Schedule and program of such a pass; the first time ranks compare theirs."""
+        key = (number, is_training, tells_loss)
         if key in self._plans:
             return self._plans[key]
+        kind = "training" if is_training else "forward only"
+        self._compare(number, f"{kind}, loss {'to all' if tells_loss else 'on the last rank'}")
         axis, slots = self.axis, self.options.num_slots
         schedule = make_schedule(axis.size, len(self.stages), number, is_training=is_training)
         needed = max(slots_needed(schedule, rank) for rank in range(axis.size))
@@ -259,15 +261,14 @@ class Pipeline:
                 f"Expected num_slots >= {needed} for {number} microbatches over {axis.size} ranks, "
                 f"got {slots}: a slot would be taken again before its backward."
             )
-        self._compare(number, is_training=is_training)
         self._plans[key] = schedule, programs(schedule)[axis.rank]
         return self._plans[key]
 
-    def _compare(self, number: int, *, is_training: bool) -> None:
+    def _compare(self, number: int, kind: str) -> None:
         facts = {
             "chunks": str(len(self.stages)),
             "microbatches": str(number),
-            "kind of pass": "training" if is_training else "forward only",
+            "kind of pass": kind,
             "own tied weights": self._tied.describe(),
         }
         for stage, specs in sorted(self.boundaries.items()):
@@ -335,10 +336,9 @@ class Pipeline:
 
     def _backward(self, state: _Pass, action: Action, stage: int) -> None:
         i, schedule = action.microbatch, state.schedule
-        chunk = self.stages[action.chunk]
         live = state.live.pop((action.chunk, i))
         is_last = i == schedule.microbatches - 1
-        self._set_gradient_sync([chunk], is_last=is_last)
+        announce_backward(self.stages[action.chunk], self.options.gradient_sync, is_last=is_last)
         if isinstance(live.outputs, torch.Tensor):
             torch.autograd.backward(live.outputs)
         else:
@@ -361,14 +361,6 @@ class Pipeline:
             return state.local.pop(transfer)
         return state.transfers.take(transfer)
 
-    def _set_gradient_sync(self, stages: Sequence[nn.Module], *, is_last: bool) -> None:
-        """Tell sharded modules whether the next backward is the last before the optimizer."""
-        for stage in stages:
-            for module in _sharded_roots(stage):
-                module.set_is_last_backward(is_last)
-                if self.options.gradient_sync == "last":
-                    module.set_requires_gradient_sync(is_last)
-
 
 def _by_stage(
     boundaries: TensorSpec | Sequence[TensorSpec] | Boundaries, num_stages: int
@@ -381,15 +373,6 @@ def _by_stage(
         return {stage: tuple(boundaries[stage]) for stage in givers}
     specs = (boundaries,) if isinstance(boundaries, TensorSpec) else tuple(boundaries)
     return dict.fromkeys(givers, specs)
-
-
-def _sharded_roots(stage: nn.Module) -> Iterator[_Sharded]:
-    """The outermost sharded modules of a stage."""
-    if isinstance(stage, _Sharded):
-        yield stage
-        return
-    for child in stage.children():
-        yield from _sharded_roots(child)
 
 
 def _kind(value: object) -> str:

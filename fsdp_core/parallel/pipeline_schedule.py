@@ -301,16 +301,14 @@ def programs(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
         for place, action in enumerate(actions)
         if (transfer := _result(schedule, rank, action)) is not None
     )
-    found = []
-    for rank, actions in enumerate(schedule.actions):
-        ours = [
-            (end, transfer)
-            for end, transfer in transfers
-            if rank in (schedule.rank_of(transfer.source), schedule.rank_of(transfer.target))
-        ]
-        starts = [start for start, _ in times[rank]]
-        found.append(_merge(actions, starts, ours))
-    return tuple(found)
+    ours: list[list[tuple[int, Transfer]]] = [[] for _ in range(schedule.pp)]
+    for end, transfer in transfers:
+        for stage in (transfer.source, transfer.target):
+            ours[schedule.rank_of(stage)].append((end, transfer))
+    return tuple(
+        _merge(actions, [start for start, _ in times[rank]], ours[rank])
+        for rank, actions in enumerate(schedule.actions)
+    )
 
 
 def _result(schedule: Schedule, rank: int, action: Action) -> Transfer | None:

@@ -94,6 +94,8 @@ def disagree(case: str) -> str:
     pipeline = Pipeline(make_stages(axis, chunks), axis, spec, CPU)
     if case == "kind" and is_last:
         return caught(lambda: pipeline.forward_only(batches(number)))
+    if case == "loss":
+        return caught(lambda: pipeline.forward_only(batches(number), broadcast_loss=is_last))
     if case == "later":
         pipeline.forward_backward(batches(4))
         number -= is_last

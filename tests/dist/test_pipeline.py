@@ -312,6 +312,7 @@ def test_a_message_that_is_never_received(warm_ranks: RankPool) -> None:
         ("chunks", "Expected equal chunks on all ranks of pp, got rank 0: 1, rank 1: 2"),
         ("boundaries", "Expected equal output of stage 0 on all ranks of pp, .* rank 1: bfloat16"),
         ("kind", "Expected equal kind of pass on all ranks of pp, got rank 0: training"),
+        ("loss", "equal kind of pass .* loss on the last rank, rank 1: forward only, loss to all"),
         ("later", "TransferFailed: Expected"),
     ],
 )
