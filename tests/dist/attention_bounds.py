@@ -54,24 +54,14 @@ def attention_with_bounds(
     u = unit_roundoff(WIDE[dtype])
     kept, rounded = unit_roundoff(dtype), unit_roundoff(kernel_dtype)
     kept, between = (kept if kept > u else 0.0), (2 * rounded if rounded > u else 0.0)
-    time, heads, width = q.shape
-    group, value_width = heads // k.shape[1], v.shape[2]
+    time, group, value_width = q.shape[0], q.shape[1] // k.shape[1], v.shape[2]
     q, grad = q.transpose(0, 1), grad.transpose(0, 1)
     k, v = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
 
-    s = scale * q @ k.mT
-    seen = torch.ones(time, time, dtype=torch.bool).tril()
-    lse = torch.logsumexp(s.masked_fill(~seen, -math.inf), -1, keepdim=True)
-    p = torch.exp(s - lse) * seen
+    p, r = _weights(q, k, scale, joins, u)
     out = p @ v
     raw = grad @ v.mT - (grad * out).sum(-1, keepdim=True)
     ds = p * raw
-
-    e = (width + 2) * u * scale * q.abs() @ k.abs().mT
-    logs = torch.stack((s.abs(), (s - lse).abs())) * seen
-    a = torch.maximum(logs.amax((0, -1)), lse.abs()[..., 0])[..., None]
-    lse_error = (p * e).sum(-1, keepdim=True) + u * (time + 3 + 3 * a + joins * (4 + a))
-    r = e + lse_error + u * (joins + 1) * (a + 4)
     rows, keys = (time + joins) * u + between, (group * time + joins) * u + between
 
     out_bound = (p * (r + rows)) @ v.abs() + kept * out.abs()
@@ -98,3 +88,19 @@ def attention_with_bounds(
     share = 1.01 * (1.0 + unit_roundoff(torch.float64) / u)
     return {name: Bounded(whole(name, values[name]), share * whole(name, bounds[name]))
             for name in RESULTS}  # fmt: skip
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, scale: float, joins: int, u: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """p [N, T, T] of q and k [N, T, D], and the relative error of each."""
+    time, width = q.shape[1:]
+    s = scale * q @ k.mT
+    seen = torch.ones(time, time, dtype=torch.bool).tril()
+    lse = torch.logsumexp(s.masked_fill(~seen, -math.inf), -1, keepdim=True)
+    p = torch.exp((s - lse).masked_fill(~seen, -math.inf))
+    e = (width + 2) * u * scale * q.abs() @ k.abs().mT
+    logs = torch.stack((s.abs(), (s - lse).abs())) * seen
+    a = torch.maximum(logs.amax((0, -1)), lse.abs()[..., 0])[..., None]
+    lse_error = (p * e).sum(-1, keepdim=True) + u * (time + 3 + 3 * a + joins * (4 + a))
+    return p, e + lse_error + u * (joins + 1) * (a + 4)
