@@ -12,6 +12,7 @@ B batch, T local tokens, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from fsdp_core.model.mla import LatentAttention, MlaShape
 from fsdp_core.model.moe.axes import MoeAxes
 from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.router import Router
 from fsdp_core.model.moe.routing import RouterRule
 from fsdp_core.model.moe.shared import SharedExperts
 from fsdp_core.model.norm import make_norm
@@ -246,7 +248,7 @@ class DecoderStage(nn.Module):
         del microbatch
         if self.embedding is not None:
             x = self.embedding(x)
-        for layer in self.layers.values():
+        for layer in self.numbered_layers.values():
             x = layer(x, part)
         if self.head is None or self.norm is None:
             return x
@@ -258,11 +260,16 @@ class DecoderStage(nn.Module):
         return losses.sum() * weight
 
     @property
-    def routers(self) -> dict[str, nn.Module]:
+    def numbered_layers(self) -> dict[str, Layer]:
+        """This stage's layers by their global numbers."""
+        return {number: cast("Layer", layer) for number, layer in self.layers.items()}
+
+    @property
+    def routers(self) -> dict[str, Router]:
         """Routers of this stage's layers by the name of the layer's experts."""
         return {
             f"layers.{number}.mlp.moe": layer.mlp.moe.router
-            for number, layer in self.layers.items()
+            for number, layer in self.numbered_layers.items()
             if isinstance(layer.mlp, MoeBranch)
         }
 

@@ -1,9 +1,10 @@
 """Norms whose weight is replicated over the tensor-parallel axis.
 
-    sees                                        gradient of the weight
-    all tokens and all of each (no cut)         whole on every tp rank: nothing to do
-    T / tp tokens (sequence parallel)           a part: summed over tp in the backward pass
-    this rank's heads (norms of q and k)        a part, with and without sequence parallel
+| sees | gradient of the weight |
+| --- | --- |
+| all tokens, all of each | whole on every tp rank: nothing to do |
+| T / tp tokens (sequence parallel) | a part: summed over tp in the backward pass |
+| this rank's heads (norms of q and k) | a part, with and without sequence parallel |
 """
 
 from torch import nn
@@ -13,9 +14,7 @@ from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.tensor import reduce_replicated_of
 
 
-def make_norm(
-    backend: Backend, width: int, eps: float, tp: Axis, *, sees_part: bool
-) -> nn.Module:
+def make_norm(backend: Backend, width: int, eps: float, tp: Axis, *, sees_part: bool) -> nn.Module:
     """RMSNorm over the last dim, its weight's gradient summed over `tp` where it sees a part."""
     norm = backend.norm(width, eps)
     if sees_part and tp.size > 1:

@@ -1,6 +1,6 @@
 """FSDP over a stage of the decoder, and the norm of gradients that are cut in several ways.
 
-    parameters       unit                     mesh                           gradients are divided by
+    parameters       unit                     mesh                           gradients divided by
     experts          `Experts` of each layer  expert_mesh: edp               R
     rest of a layer  `Layer`                  dense_mesh: (dp_outer,) dp cp  R
     all others       the stage                dense_mesh                     R
@@ -59,7 +59,7 @@ def shard_stage(stage: DecoderStage, axes: Axes, how: Sharding) -> None:
     shard = functools.partial(
         fully_shard, mp_policy=how.policy, pool=how.pool, keep_grads=how.keep_grads
     )
-    for layer in stage.layers.values():
+    for layer in stage.numbered_layers.values():
         mlp = layer.mlp
         reshard = fsdp.reshard_after_forward
         if isinstance(mlp, MoeBranch):

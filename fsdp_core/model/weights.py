@@ -42,9 +42,7 @@ def named_cuts(stage: nn.Module) -> dict[str, tuple[Cut, ...]]:
     return found
 
 
-def init_weights(
-    stages: Iterable[nn.Module], seed: int, *, layers: int, init_std: float
-) -> None:
+def init_weights(stages: Iterable[nn.Module], seed: int, *, layers: int, init_std: float) -> None:
     """Give every parameter its part of the global tensor that the seed and its name draw.
 
     Before FSDP shards the stages, whose parameters have then their rows of it.
@@ -171,12 +169,8 @@ def _whole(
     axes: Axes,
 ) -> torch.Tensor:  # fmt: skip
     part = _all_rows(name, parameter, value)
-    if _is_of_experts(cuts):
-        across = (axes.etp, axes.ep)
-    else:
-        across = (axes.tp,)
     whole = part
-    for axis in across:
+    for axis in [axes.etp, axes.ep] if _is_of_experts(cuts) else [axes.tp]:
         whole = _join(name, whole, next((c for c in cuts if c.axis == axis.name), None), axis)
     return whole.cpu()
 

@@ -72,9 +72,7 @@ class Batch:
     def num_counted(self) -> int:
         """Tokens of all microbatches whose loss counts."""
         documents = [d for m in range(self.number) for p in self.packs(m) for d in p]
-        return sum(
-            len(d.tokens) if d.counted is None else int(d.counted.sum()) for d in documents
-        )
+        return sum(len(d.tokens) if d.counted is None else int(d.counted.sum()) for d in documents)
 
     def num_tokens(self, microbatch: int) -> int:
         """Numbers of tokens are below this."""
@@ -142,11 +140,11 @@ def _dense(
     numbers: list[list[Document]] | None = None, mine: slice = slice(None),
 ) -> Share:  # fmt: skip
     numbers = numbers or numbered(packs)
-    rows = [
+    tokens, targets = (
         torch.stack([getattr(p[0], key) for p in packs[mine]]) for key in ("tokens", "targets")
-    ]
+    )
     ids = torch.stack([p[0].tokens for p in numbers[mine]])
-    return Share(dense_part(*rows, cp, way), dense_part(ids, ids, cp, way).tokens)
+    return Share(dense_part(tokens, targets, cp, way), dense_part(ids, ids, cp, way).tokens)
 
 
 def _packed(

@@ -57,7 +57,9 @@ def name_of(key: Key) -> str:
 
 
 @functools.cache
-def problem_of(preset: str, sizes: tuple[int, ...], overrides: tuple[tuple[str, object], ...] = ()) -> Problem:  # noqa: E501
+def problem_of(
+    preset: str, sizes: tuple[int, ...], overrides: tuple[tuple[str, object], ...] = ()
+) -> Problem:
     """The problem of a preset: rows of one document, or packs that `sizes` ranks share."""
     named = dict(overrides) | ({"seq": LONGEST} if sizes else {})
     config: ModelConfig = model_from_preset(preset, named)

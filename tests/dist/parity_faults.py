@@ -34,7 +34,7 @@ def axes_of(axes: Axes, fault: str) -> Axes:
 def after_sharding(stage: DecoderStage, axes: Axes, fault: str) -> None:
     """Divide gradients of experts by the ranks of the mesh that they are sharded over."""
     if fault == "experts divided by edp":
-        for layer in stage.layers.values():
+        for layer in stage.numbered_layers.values():
             if isinstance(layer.mlp, MoeBranch):
                 experts: Any = layer.mlp.moe.experts
                 assert isinstance(experts, FSDPModule)

@@ -31,13 +31,8 @@ from fsdp_core.model.backend import TorchBackend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.model.moe.replay import RoutingTape
-from fsdp_core.model.sharding import Sharding, clip_grads, shard_stage
-from fsdp_core.model.weights import (
-    gather_global,
-    gather_global_grads,
-    init_weights,
-    load_global,
-)
+from fsdp_core.model.sharding import Sharding, shard_stage
+from fsdp_core.model.weights import gather_global_grads, init_weights, load_global
 from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.dynamic_cp import DynamicContext
 from fsdp_core.parallel.pipeline import Microbatch, Pipeline
@@ -149,7 +144,7 @@ class Watch:
             watched: dict[str, nn.Module] = {}
             if stage.embedding is not None and not masks:
                 watched["embedding"] = stage.embedding
-            for number, layer in stage.layers.items():
+            for number, layer in stage.numbered_layers.items():
                 watched |= {f"layers.{number}.attn": layer.attn, f"layers.{number}.mlp": layer.mlp}
             for name, module in watched.items():
                 module.register_forward_hook(self._hook(name))
@@ -269,44 +264,6 @@ def _run_case(problem: Problem, layout: Layout, routes: Routes | None) -> Outcom
     return outcome
 
 
-def run_clipped(
-    problem: Problem, layout: Layout, routes: Routes | None, max_norm: float, norm_type: float
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """The norm of the step's gradients, and the gradients after they were clipped."""
-    stages, axes, _ = take_step(problem, layout, routes)
-    norm = clip_grads(stages, axes, max_norm, norm_type)
-    return norm.item(), gather_global_grads(stages, axes)
-
-
-def run_weights(problem: Problem, layouts: tuple[Layout, ...]) -> list[dict[str, torch.Tensor]]:
-    """Weights of the first layout as drawn, then carried from each layout to the next."""
-    found: list[dict[str, torch.Tensor]] = []
-    for layout in layouts:
-        axes = build_axes(layout.parallel, Device("cpu"))
-        stages = make_stages(
-            problem.model, axes, TorchBackend(), streams_of(axes),
-            chunks=layout.parallel.pp_chunks,
-        )  # fmt: skip
-        init_weights(
-            stages, problem.seed if not found else 0, layers=problem.model.layers,
-            init_std=problem.init_std,
-        )  # fmt: skip
-        for stage in stages:
-            shard_stage(stage, axes, _sharding(layout, torch.float32))
-        if found:
-            load_global(stages, found[-1])
-        found.append(gather_global(stages, axes))
-    return found
-
-
-def run_masks(problem: Problem, layout: Layout) -> Outcome:
-    """Which elements each branch dropped of each token: rows of 0 and 1."""
-    with parity_faults.planted(layout.fault):
-        stages, _, watch = take_step(problem, layout, None, masks=True)
-    del stages
-    return watch.outcome
-
-
 def take_step(
     problem: Problem, layout: Layout, routes: Routes | None, *, masks: bool = False
 ) -> tuple[list[DecoderStage], Axes, "Watch"]:
@@ -320,7 +277,7 @@ def take_step(
     if dtype == torch.float64:
         cast_parameters(stages, dtype)
     for stage in stages:
-        shard_stage(stage, axes, _sharding(layout, dtype))
+        shard_stage(stage, axes, sharding_of(layout, dtype))
         parity_faults.after_sharding(stage, axes, layout.fault)
         stage.set_loss_scale(parity_faults.loss_scale(1 / batch.number, layout.fault))
     shares = make_shares(problem, layout, axes)
@@ -336,7 +293,8 @@ def take_step(
     return stages, axes, watch
 
 
-def _sharding(layout: Layout, dtype: torch.dtype) -> Sharding:
+def sharding_of(layout: Layout, dtype: torch.dtype) -> Sharding:
+    """Precision and strategy of a layout."""
     bf16 = dtype == torch.bfloat16
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if bf16 else None,
@@ -408,6 +366,7 @@ def order(config: ModelConfig) -> tuple[str, ...]:
 
 def keys_in_order(found: Found, config: ModelConfig) -> Iterator[Key]:
     """Activations in the order of forward, losses, gradients in the order of backward."""
+
     def place(key: Key) -> tuple[Any, ...]:
         name = key[2]
         if name == "embedding":

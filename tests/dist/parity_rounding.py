@@ -6,8 +6,8 @@ Sci. Comput. 41 (2019): roundings are independent with mean zero. To first order
 tensor is e = sum_i c_i d_i over all roundings i, |d_i| <= h_i, h_i half the gap between numbers at
 the rounded value, c_i the tensor's derivative by it.
 
-1. E |e|^2 <= sum_i h_i^2 |c_i|^2 =: s^2, and changing one d_i changes |e| by at most 2 h_i |c_i|, so
-   (McDiarmid, 1989)  P(|e| > (1 + k) s) <= exp(-k^2 / 2):  k = 6 gives 1.5e-8 a tensor.
+1. E |e|^2 <= sum_i h_i^2 |c_i|^2 =: s^2, and changing one d_i changes |e| by at most 2 h_i |c_i|,
+   so (McDiarmid, 1989)  P(|e| > (1 + k) s) <= exp(-k^2 / 2):  k = 6 gives 1.5e-8 a tensor.
 2. s is measured, not guessed: the single-process program is run with every result rounded up or
    down at random, with mean zero (stochastic rounding; D. S. Parker, Monte Carlo Arithmetic, 1997).
    A result at fraction f between two numbers then errs by d with E d^2 = 4 h^2 f (1 - f), 2/3 h^2
@@ -19,7 +19,7 @@ the rounded value, c_i the tensor's derivative by it.
    constant, which 1 has), drawn with random signs.
 
 Results in float64 have no wider type to be measured in. Their program is the one in float32, whose
-s is scaled by the ratio of unit roundoffs; the reference itself then errs as much, so it is doubled.
+s is scaled by the ratio of unit roundoffs, and doubled, as the reference itself errs as much.
 """
 
 import math
@@ -80,7 +80,7 @@ class RandomRounding(TorchDispatchMode):
         exact = func(*wide_args, **wide_kwargs)
         out = func(*args, **kwargs)
         if name in ("mm", "bmm"):
-            exact = self._product(func, *wide_args, out.dtype)
+            exact = self._product(func, wide_args[0], wide_args[1], out.dtype)
         flat_out, flat_exact = (list(x) if isinstance(x, (tuple, list)) else [x]
                                 for x in (out, exact))  # fmt: skip
         for result, value in zip(flat_out, flat_exact, strict=True):
@@ -108,7 +108,8 @@ class RandomRounding(TorchDispatchMode):
         assert total is not None
         error = math.sqrt(length) * unit_roundoff(WIDE[dtype]) * func(a.abs(), b.abs())
         signs = torch.randint(0, 2, error.shape, generator=self._generator) * 2 - 1
-        return total + signs * error
+        noisy: torch.Tensor = total + signs * error
+        return noisy
 
     def _rounded(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Up or down to a number of `dtype`, the nearer the likelier; float64 in and out."""

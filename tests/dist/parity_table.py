@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
     failed = False
     pool = RankPool(8, timeout_s=300.0)
     try:
-        print(f"{'model':13s} {'layout':25s} {'dtype':5s} {'units':>9s}  worst tensor")
+        sys.stdout.write(f"{'model':13s} {'layout':25s} {'dtype':5s} {'units':>9s}  worst tensor\n")
         for model, name in cells(chosen.model, chosen.layout):
             for dtype in chosen.dtype:
                 layout, sizes = layout_of(name, dtype)
@@ -92,7 +92,9 @@ def main(arguments: list[str]) -> int:
                 except (RankError, ValueError) as error:
                     units, what = float("inf"), str(error).strip().splitlines()[-1]
                 failed |= units > 1
-                print(f"{model:13s} {name:25s} {dtype:5s} {units:9.2e}  {what}", flush=True)
+                sys.stdout.write(f"{model:13s} {name:25s} {dtype:5s} {units:9.2e}  {what}\n")
+                sys.stdout.flush()
+                pool.stop()  # a rank keeps threads of the process groups that it has left
     finally:
         pool.close()
     return int(failed)
