@@ -155,7 +155,7 @@ def test_close_leaves_an_eager_trainer(mesh: DeviceMesh, graph: tuple[str, ...])
     ("options", "key"),
     [
         ({"model": model_from_preset("moe_tiny")}, "model.experts"),
-        ({"model": model_from_preset("qwen3_8b")}, "model.qk_norm"),
+        ({"model": model_from_preset("dense_tiny", {"qk_norm": True})}, "model.qk_norm"),
         ({"graph": ("mlp",)}, "graph"),
     ],
 )

@@ -218,7 +218,9 @@ def test_every_preset_and_layout_round_trips(preset: str) -> None:
     assert len({layout.dynamic_cp for layout in layouts}) == 2
     for layout in layouts:
         built = TrainConfig(model=model, parallel=layout)
-        again = TrainConfig.from_dict(json.loads(json.dumps(built.to_dict(), allow_nan=False)))
+        plain = json.loads(json.dumps(built.to_dict(), allow_nan=False))
+        assert plain == built.to_dict()
+        again = TrainConfig.from_dict(plain)
         assert again == built
         assert hash(again) == hash(built)
 

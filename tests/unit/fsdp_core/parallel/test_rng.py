@@ -185,6 +185,20 @@ def test_a_replay_draws_what_eager_draws() -> None:
         assert torch.equal(eager, graphed)
 
 
+def test_states_put_back_reach_a_graph() -> None:
+    """A captured program draws from the states that are put back after its capture."""
+    streams = streams_at({"tp": 0})
+    stream, x = streams.equal_over(), torch.ones(NUMEL)
+    graph = CapturedFunction(
+        GraphMaker(Device("cpu")), lambda: stream.dropout(x, 0.5, training=True), None
+    )
+    states = streams.get_states()
+    first, second = graph().clone(), graph().clone()
+    streams.set_states(states)
+    assert torch.equal(graph(), first)
+    assert not torch.equal(first, second)
+
+
 def test_the_compiler_draws_what_eager_draws() -> None:
     """Compiled code draws from the streams in the order of the program."""
 
