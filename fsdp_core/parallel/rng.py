@@ -147,6 +147,11 @@ class RandomStreams:
         """Every stream that was made, in the order in which they were first asked for."""
         return tuple(self._streams.values())
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """What must be registered with a CUDA graph before its capture; none on the CPU."""
+        return tuple(s.generator for s in self._streams.values() if s.generator is not None)
+
     def get_states(self) -> dict[str, torch.Tensor]:
         """Copies of the states, by the streams' names."""
         return {name: stream.get_state() for name, stream in self._streams.items()}
