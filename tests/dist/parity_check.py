@@ -27,6 +27,11 @@ from tests.dist.rank_pool import RankPool
 LONGEST = 256
 """Longest document of packed batches."""
 
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen_tiny": ("dense_tiny", {"qk_norm": True, "head_dim": 24, "layers": 4}),
+}
+"""Models that no preset has: the preset that they are made of, and what differs."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -61,8 +66,9 @@ def problem_of(
     preset: str, sizes: tuple[int, ...], overrides: tuple[tuple[str, object], ...] = ()
 ) -> Problem:
     """The problem of a preset: rows of one document, or packs that `sizes` ranks share."""
-    named = dict(overrides) | ({"seq": LONGEST} if sizes else {})
-    config: ModelConfig = model_from_preset(preset, named)
+    base, changed = VARIANTS.get(preset, (preset, {}))
+    named = changed | dict(overrides) | ({"seq": LONGEST} if sizes else {})
+    config: ModelConfig = model_from_preset(base, named)
     batch = Batch(config.vocab_size, config.seq, len(sizes) or 2, 64 if sizes else 0, sizes)
     return Problem(config, batch)
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_core.config import ConfigError, ParallelConfig, TrainConfig
-from tests.dist.parity_check import compare, packs_of, problem_of
+from tests.dist.parity_check import VARIANTS, compare, packs_of, problem_of
 from tests.dist.parity_programs import DTYPES, Layout
 from tests.dist.rank_pool import RankError, RankPool
 
-MODELS = ("dense_tiny", "moe_tiny", "mla_moe_tiny")
+MODELS = ("dense_tiny", "moe_tiny", "mla_moe_tiny", *VARIANTS)
 SP: dict[str, Any] = {"sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP8": {"dp": 8},
@@ -41,6 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2xPP2xTP2 SP": {"dp": 2, "pp": 2, "tp": 2} | SP,
     "EP2xPP2xTP2 SP": {"dp": 2, "pp": 2, "tp": 2, "ep": 2} | SP,
     "CP2xPP2xTP2 packed SP": {"cp": 2, "pp": 2, "tp": 2, "packed": True} | SP,
+    "DP2xPP2 interleaved": {"dp": 2, "pp": 2, "pp_chunks": 2},
     "dynamic CP 1/2/4/8": {"dp": 8, "dynamic_cp": (1, 2, 4, 8)},
     "dynamic CP 1/2/4 TP2 SP": {"dp": 4, "tp": 2, "dynamic_cp": (1, 2, 4)} | SP,
     "dynamic CP 1/2/4/8 EP8": {"dp": 8, "dynamic_cp": (1, 2, 4, 8), "ep": 8},
