@@ -7,7 +7,6 @@ DESIGN.md beside this package.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.collectives import Nest
-from fsdp_core.fsdp.fsdp_module import FSDPModule, fsdp_class
-from fsdp_core.fsdp.param_group import GroupDtypes, Owned, ParamGroup
+from fsdp_core.fsdp.fsdp_module import FSDPModule, fsdp_class, units_in
+from fsdp_core.fsdp.param_group import Owned, ParamGroup
 from fsdp_core.fsdp.placement import Placements, placements_of
 from fsdp_core.fsdp.pool import Pool, make_pool
-from fsdp_core.fsdp.precision import MixedPrecisionPolicy
+from fsdp_core.fsdp.precision import GroupDtypes, MixedPrecisionPolicy
 from fsdp_core.fsdp.quantized import check_supported, is_quantized
 from fsdp_core.fsdp.schedule import Overlap, Schedule
 from fsdp_core.fsdp.unit import Unit
@@ -71,7 +70,7 @@ def fully_shard(
     """
     _refuse(shard_placement_fn, offload_policy, reshard_after_forward)
     modules = _listed(module)
-    inner = _inner_units(modules)
+    inner = units_in(*modules)
     _check_at_rest(inner)
     owned = _own_parameters(modules, ignored_params or set())
     mesh = mesh or _whole_mesh(owned)
@@ -83,15 +82,19 @@ def fully_shard(
     )
     groups = [make(part, dtypes=dtypes) for dtypes, part in _partition(owned, policy).items()]
     unit = Unit(modules, groups, policy=policy, reshard_after_forward=reshard_after_forward)
-    _adopt(unit, inner, Schedule(unit, device, chosen, _overlap(overlap)))
+    streams = overlap if isinstance(overlap, Overlap) else Overlap(2 if overlap else 0)
+    schedule = Schedule([unit, *inner], device, chosen, streams)
     for each in modules:
         _become_unit(each, unit, device)
-    _name_units(modules, unit.schedule)
+    _name_units(modules, schedule)
     return module
 
 
 def _become_unit(module: nn.Module, unit: Unit, device: Device) -> None:
-    _move_buffers(module, device)
+    for holder in module.modules():
+        for name, buffer in holder._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                holder._buffers[name] = buffer.to(device.torch_device)
     module.__class__ = fsdp_class(cast("Any", type(module)))
     cast("FSDPModule", module)._fsdp_unit = unit
 
@@ -108,10 +111,6 @@ def _refuse(shard_placement_fn: object, offload_policy: object, reshard: object)
         )
 
 
-def _overlap(overlap: Overlap | bool) -> Overlap:
-    return overlap if isinstance(overlap, Overlap) else Overlap(2 if overlap else 0)
-
-
 def _device_of(mesh: DeviceMesh) -> Device:
     if mesh.ndim > 2:
         raise ValueError(f"Expected a mesh of one or two axes, got {mesh.ndim}.")
@@ -121,33 +120,25 @@ def _device_of(mesh: DeviceMesh) -> Device:
 
 def _whole_mesh(owned: list[Owned]) -> DeviceMesh:
     """All ranks on one axis, of the accelerator if there is one and the parameters allow it."""
-    kinds = {o.current.device.type for o in owned} - {"meta"}
-    kind = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    if kind == "cpu" and "cuda" in kinds:
-        kind = "cuda"
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    has_accelerator = torch.cuda.is_available() and dist.get_backend() != "gloo"
+    is_cuda = has_accelerator or any(o.current.is_cuda for o in owned)
+    return init_device_mesh("cuda" if is_cuda else "cpu", (dist.get_world_size(),))
 
 
 def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
     modules = list(given) if isinstance(given, list | tuple) else [given]
     if not modules:
         raise ValueError("Expected a module or several, got an empty list.")
-    if len({id(m) for m in modules}) != len(modules):
+    if len(set(modules)) != len(modules):
         raise ValueError("Expected each module once in the list, got one twice.")
     for module in modules:
         if isinstance(module, FSDPModule):
             raise ValueError(f"Expected a module that is no unit yet, got {type(module).__name__}.")
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ValueError(f"Expected a module with a forward, got {type(module).__name__}.")
-        inside = {id(m) for m in module.modules()} - {id(module)}
-        if any(id(other) in inside for other in modules):
+        if not set(module.modules()).isdisjoint(set(modules) - {module}):
             raise ValueError("Expected modules that do not hold each other in the list.")
     return modules
-
-
-def _inner_units(modules: list[nn.Module]) -> list[Unit]:
-    found = [m._fsdp_unit for top in modules for m in top.modules() if isinstance(m, FSDPModule)]
-    return list(dict.fromkeys(found))
 
 
 def _check_at_rest(inner: list[Unit]) -> None:
@@ -162,15 +153,19 @@ def _check_at_rest(inner: list[Unit]) -> None:
 
 def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Owned]:
     """Parameters of the modules that no inner unit holds, with every place that holds each."""
-    names = {id(m): n for top in modules for n, m in top.named_modules()}
+    # Modules that have been seen to, or that an inner unit has: not visited.
+    seen: set[nn.Module] = {
+        m for top in modules for m in top.modules() if isinstance(m, FSDPModule)
+    }
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
     for top in modules:
-        for holder in _own_modules(top):
+        for prefix, holder in top.named_modules(memo=seen):
             for attribute, parameter in holder._parameters.items():
                 if parameter is not None and parameter not in ignored:
                     places.setdefault(parameter, []).append((holder, attribute))
-    for parameter, where in places.items():
-        name = f"{names[id(where[0][0])]}.{where[0][1]}".lstrip(".")
+                    names.setdefault(parameter, f"{prefix}.{attribute}".lstrip("."))
+    for parameter, name in names.items():
         if is_quantized(parameter):
             check_supported(name, parameter)
         if not parameter.is_floating_point():
@@ -183,57 +178,28 @@ def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> lis
     return [Owned(tuple(where)) for where in places.values()]
 
 
-def _own_modules(top: nn.Module) -> list[nn.Module]:
-    """`top` and the modules in it that belong to no inner unit."""
-    found = [top]
-    for child in top.children():
-        if not isinstance(child, FSDPModule):
-            found.extend(_own_modules(child))
-    return list(dict.fromkeys(found))
-
-
 def _partition(owned: list[Owned], policy: MixedPrecisionPolicy) -> dict[GroupDtypes, list[Owned]]:
     """A group of parameters for each set of dtypes that the policy gives them; marks them held."""
     groups: dict[GroupDtypes, list[Owned]] = {}
     for held in owned:
-        setattr(held.current, _HELD, True)
-        dtype = held.current.dtype
-        compute = policy.param_dtype or dtype
-        dtypes = GroupDtypes(
-            main=policy.main_dtype or dtype, compute=compute, reduce=policy.reduce_dtype or compute
-        )
-        if is_quantized(held.current):
-            # What it is made from is gone after a step, so the main weight is exact: float32.
-            main = policy.main_dtype or torch.float32
-            dtypes = replace(dtypes, main=main, compute=torch.uint8)
+        parameter = held.current
+        setattr(parameter, _HELD, True)
+        is_fp8 = is_quantized(parameter)
+        compute = policy.param_dtype or parameter.dtype
+        # What fp8 is made from is gone after a step, so the main weight is exact: float32.
+        main = policy.main_dtype or (torch.float32 if is_fp8 else parameter.dtype)
+        reduce = policy.reduce_dtype or compute
+        dtypes = GroupDtypes(main, torch.uint8 if is_fp8 else compute, reduce)
         groups.setdefault(dtypes, []).append(held)
     return groups
 
 
-def _adopt(unit: Unit, inner: list[Unit], schedule: Schedule) -> None:
-    for each in (unit, *inner):
-        each.schedule = schedule
-        schedule.units.append(each)
-        for group in each.groups:
-            group.pool = schedule.pool
-
-
-def _move_buffers(module: nn.Module, device: Device) -> None:
-    for holder in module.modules():
-        for name, buffer in holder._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                holder._buffers[name] = buffer.to(device.torch_device)
-
-
 def _name_units(roots: list[nn.Module], schedule: Schedule) -> None:
     """Give every unit and parameter its dotted name from the root wrapped so far."""
-    names: dict[int, str] = {}
-    for root in reversed(roots):
-        names |= {id(module): name for name, module in root.named_modules()}
+    names = {module: name for root in reversed(roots) for name, module in root.named_modules()}
     for unit in schedule.units:
-        unit.name = names[id(unit.modules[0])] or "root"
+        unit.name = names[unit.modules[0]] or "root"
         for number, group in enumerate(unit.groups):
             group.name = f"{unit.name} group {number}" if number else unit.name
-            group.names = [
-                f"{names[id(o.places[0][0])]}.{o.places[0][1]}".lstrip(".") for o in group.owned
-            ]
+            first = [owned.places[0] for owned in group.owned]
+            group.names = [f"{names[module]}.{name}".lstrip(".") for module, name in first]

@@ -15,7 +15,7 @@ there is one, or where a nested backward pass may bring more, only the boundary 
 """
 
 import functools
-from collections.abc import Iterator
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,14 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.fsdp.pool import Pool
+from fsdp_core.fsdp.schedule import profiled
 
 if TYPE_CHECKING:
     from fsdp_core.fsdp.unit import Unit
 
-Place = tuple[int, int]
-"""A parameter of a unit: number of its group, number in the group."""
+Place = tuple[ParamGroup, int]
+"""A parameter of a unit: its group, number in the group."""
 
 _COPY_FRACTION = 4
 """Gradients are copied when a quarter of a group waits: few kernels, and little held twice."""
@@ -41,19 +43,19 @@ class Call:
     when the unit is long done.
 
     Attributes:
-        is_waiting: no backward pass has come through yet.
+        task: number of the last backward pass that came through; None before the first.
     """
 
     def __init__(self, backward: "UnitBackward", inputs: list[GradientEdge]) -> None:
-        self._backward, self._inputs, self._task = backward, inputs, -1
-        self.is_waiting = True
+        self._backward, self._inputs = backward, inputs
+        self.task: int | None = None
 
     @torch.compiler.disable
     def __call__(self, grads: Any) -> None:
         del grads
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self.is_waiting = task, False
+        if task != self.task:
+            self.task = task
             self._backward.open(self._inputs, task)
 
 
@@ -65,13 +67,17 @@ class UnitBackward:
         self.is_open = False
         self._awaited: set[Place] = set()
         self._awaits_all = True
-        self._task = -1
-        self._seen: set[Place] = set()
+        # By number of the backward pass: others may run inside of it, and bring gradients too.
+        self._seen: dict[int, set[Place]] = {}
         self._boundary_ahead = False
-        self._uses: dict[Place, int] = {}
-        for number, group in enumerate(unit.groups):
-            for index, parameter in enumerate(group.unsharded):
-                self._hook((number, index), parameter)
+        self._uses: dict[ParamGroup, Counter[int]] = {group: Counter() for group in unit.groups}
+        self._parameters: dict[Place, nn.Parameter] = {
+            (group, index): parameter
+            for group in unit.groups
+            for index, parameter in enumerate(group.unsharded)
+        }
+        for place, parameter in self._parameters.items():
+            self._hook(place, parameter)
 
     def _hook(self, place: Place, parameter: nn.Parameter) -> None:
         trainable = parameter.requires_grad
@@ -79,7 +85,8 @@ class UnitBackward:
         parameter.requires_grad_(True)
         parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, place))
         parameter.requires_grad_(trainable)
-        for module, _ in self._unit.groups[place[0]].owned[place[1]].places:
+        group, index = place
+        for module, _ in group.owned[index].places:
             if getattr(module, "fuse_wgrad_accumulation", False):
                 module.register_forward_hook(lambda *_: self._count_use(place))
 
@@ -87,7 +94,8 @@ class UnitBackward:
     def _count_use(self, place: Place) -> None:
         """For parameters whose backward kernels write into `main_grad` themselves."""
         if torch.is_grad_enabled():
-            self._uses[place] = self._uses.get(place, 0) + 1
+            group, index = place
+            self._uses[group][index] += 1
 
     # ---- a pass
 
@@ -95,60 +103,43 @@ class UnitBackward:
         """The backward pass `task` enters a forward call of the unit, to leave at `inputs`."""
         unit, schedule = self._unit, self._unit.schedule
         schedule.begin_backward()
-        if task != self._task:
-            self._task, self._seen = task, set()
         if not self.is_open:
             self.is_open = True
-            planned = {place for place, p in self._trainable() if _will_run(p)}
-            self._awaited = planned - self._seen
-            self._awaits_all = len(planned) == sum(len(g.unsharded) for g in unit.groups)
-        self._boundary_ahead |= any(torch._C._will_engine_execute_node(e.node) for e in inputs)
+            trained = ((place, p) for place, p in self._parameters.items() if p.requires_grad)
+            planned = {place for place, p in trained if _will_run(get_gradient_edge(p))}
+            self._awaited = planned - self._seen.get(task, set())
+            self._awaits_all = len(planned) == len(self._parameters)
+        self._boundary_ahead |= any(map(_will_run, inputs))
         unit.is_prefetched = False
         if unit.unshard_in_backward:
             unit.unshard()
             unit.wait_unshard()
         self._expose_main_grads()
-        if unit.backward_prefetch is not None:
-            unit.prefetch(unit.backward_prefetch)
-        elif (preceding := schedule.preceding(unit)) is not None and not preceding.backward.is_open:
-            unit.prefetch([preceding])
-
-    def _trainable(self) -> Iterator[tuple[Place, nn.Parameter]]:
-        for number, group in enumerate(self._unit.groups):
-            for index, parameter in enumerate(group.unsharded):
-                if parameter.requires_grad:
-                    yield (number, index), parameter
+        unit.prefetch(unit.backward_prefetch, schedule.preceding(unit))
 
     def _expose_main_grads(self) -> None:
-        for number, group in enumerate(self._unit.groups):
-            uses = {
-                index: used
-                for (owner, index), used in self._uses.items()
-                if owner == number and used and group.unsharded[index].requires_grad
-            }
-            if uses:
-                schedule = self._unit.schedule
-                if not group.gradients.is_pending:
-                    schedule.make_room(group.gradients)
-                group.gradients.expose(uses, self._pool(group), schedule.device.current_stream())
+        for group, uses in self._uses.items():
+            trained = {i: used for i, used in uses.items() if group.unsharded[i].requires_grad}
+            if trained:
+                group.gradients.expose(trained, *self._make_room(group))
 
     @torch.compiler.disable
     def _on_gradient(self, place: Place, parameter: torch.Tensor) -> None:
         del parameter
-        group = self._unit.groups[place[0]]
+        group, index = place
         if not self.is_open:
-            self._open_late(group, place)
-        self._uses.pop(place, None)
+            self._open_late(group, index)
+        self._uses[group].pop(index, None)
         self._awaited.discard(place)
-        self._seen.add(place)
-        gradients = group.gradients
-        gradients.arrived(place[1])
-        if gradients.waiting_numel * _COPY_FRACTION >= group.layout.total_numel and self._awaited:
+        self._seen.setdefault(torch._C._current_graph_task_id(), set()).add(place)
+        group.gradients.arrived(index)
+        waiting = group.gradients.waiting_numel
+        if waiting * _COPY_FRACTION >= group.layout.total_numel and self._awaited:
             self._copy_in(group)
-        if not self._awaited and not self._boundary_ahead and self._awaits_all:
-            self._close()
+        if self._awaits_all and not self._boundary_ahead:
+            self.close()
 
-    def _open_late(self, group: ParamGroup, place: Place) -> None:
+    def _open_late(self, group: ParamGroup, index: int) -> None:
         """A gradient came though no output of the unit was reached, such as of a tensor kept aside.
 
         Raises:
@@ -158,7 +149,7 @@ class UnitBackward:
         if not group.is_unsharded or unit.gathered_event is not None:
             raise RuntimeError(
                 f"Expected backward to enter unit {unit.name!r} through its outputs, but a "
-                f"gradient of {group.names[place[1]]!r} came before: its forward must return its "
+                f"gradient of {group.names[index]!r} came before: its forward must return its "
                 "tensors in tuples, lists, dicts or registered pytree nodes."
             )
         unit.schedule.begin_backward()
@@ -169,25 +160,33 @@ class UnitBackward:
         """The gradients of the unit's inputs are there."""
         del grads
         self._boundary_ahead = False
+        self.close()
+
+    def close(self) -> None:
+        """The unit is done with this pass, if it is open and nothing is missing."""
         if self.is_open and not self._awaited:
             self._close()
 
     def _close(self) -> None:
-        self.is_open = False
-        for group in self._unit.groups:
+        unit, self.is_open = self._unit, False
+        for group in unit.groups:
             self._copy_in(group)
             if group.gradients.is_pending and self._reduces(group):
-                self._unit.start_reduce(group, final=self._is_final(group))
-        if self._unit.reshard_after_backward:
+                with profiled("reduce", unit.name):
+                    unit.schedule.start_reduce(group.gradients, final=self._is_final(group))
+        if unit.reshard_after_backward:
             # Last, so that the next gather finds this memory whole.
-            self._unit.reshard()
+            unit.reshard()
 
     def _copy_in(self, group: ParamGroup) -> None:
-        schedule = self._unit.schedule
-        if not group.gradients.is_pending:
-            schedule.make_room(group.gradients)
         with torch.no_grad():
-            group.gradients.copy_in(self._pool(group), schedule.device.current_stream())
+            group.gradients.copy_in(*self._make_room(group))
+
+    def _make_room(self, group: ParamGroup) -> tuple[Pool | None, Any]:
+        """Where a full gradient comes from, None if it outlives the pass; the current stream."""
+        schedule = self._unit.schedule
+        schedule.make_room(group.gradients)
+        return schedule.pool if self._reduces(group) else None, schedule.device.current_stream()
 
     # ---- how far gradients go
 
@@ -202,41 +201,28 @@ class UnitBackward:
         goes_on = self._is_final(group) or group.nest.grad_level > 0
         return self._unit.requires_gradient_sync and goes_on
 
-    def _pool(self, group: ParamGroup) -> Any:
-        """Where a full gradient comes from; None if it outlives the pass."""
-        return self._unit.schedule.pool if self._reduces(group) else None
-
     # ---- the end
-
-    def close_late(self) -> None:
-        """Close, if no boundary did and nothing is missing."""
-        if self.is_open and not self._awaited:
-            self._close()
 
     @property
     def missing(self) -> list[str]:
         """Names of parameters whose gradient was to come in this pass and did not."""
-        groups = self._unit.groups
-        return [groups[number].names[index] for number, index in sorted(self._awaited)]
+        return [group.names[i] for group, i in self._parameters if (group, i) in self._awaited]
 
-    def end(self) -> None:
-        """The pass is over."""
-        if self._awaited:
-            self._forget_gradients()
-        self.is_open, self._boundary_ahead, self._awaited = False, False, set()
-
-    def abandon(self) -> None:
-        """The pass raised: drop gradients that it has not brought into `grad`."""
-        self.end()
-        self._uses.clear()
-        self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        for group in self._unit.groups:
-            group.gradients.forget(self._unit.schedule.device.current_stream())
+    def end(self, *, raised: bool) -> None:
+        """The pass is over, or has raised: gradients not in `grad` yet then do not count."""
+        unit = self._unit
+        if raised or self._awaited:
+            for group in unit.groups:
+                group.gradients.forget(unit.schedule.device.current_stream())
+        if raised:
+            for uses in self._uses.values():
+                uses.clear()
+        self.is_open, self._boundary_ahead, self._awaited, self._seen = False, False, set(), {}
+        unit.forget_forwards()
+        if raised or unit.reshard_after_backward:
+            unit.reshard()
 
 
-def _will_run(parameter: nn.Parameter) -> bool:
-    """Whether the backward pass under way will accumulate a gradient of `parameter`."""
-    node = get_gradient_edge(parameter).node
-    return bool(torch._C._will_engine_execute_node(node))
+def _will_run(edge: GradientEdge) -> bool:
+    """Whether the backward pass under way comes to `edge`."""
+    return bool(torch._C._will_engine_execute_node(edge.node))

@@ -18,6 +18,9 @@ from fsdp_core.fsdp.placement import Placements
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+GatherStep = tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]
+"""Arguments of an `all_gather`: output, input, ranks."""
+
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill `full` [ranks * n] with every rank's `shard` [n], in rank order."""
@@ -89,21 +92,14 @@ class Nest:
 
         In place: each collective's input is the part of its output that it belongs in.
         """
-        for whole, part, group in self.gather_steps(buffer, start, at):
-            all_gather(whole, part, group)
+        for step in self.gather_steps(buffer, start, at):
+            all_gather(*step)
 
-    def gather_steps(
-        self, buffer: torch.Tensor, start: int, at: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]]:
-        """The collectives of `gather`: output, input, ranks."""
-        return [
-            (
-                self.slice(buffer, at, level - 1),
-                self.slice(buffer, at, level),
-                self.groups[level - 1],
-            )
-            for level in range(start, at, -1)
-        ]
+    def gather_steps(self, buffer: torch.Tensor, start: int, at: int) -> list[GatherStep]:
+        """The collectives of `gather`, from the finest level."""
+        slices = [self.slice(buffer, at, level) for level in range(at, start + 1)]
+        steps = zip(slices[:-1], slices[1:], self.groups[at:start], strict=True)
+        return list(steps)[::-1]
 
     def reduce(self, buffer: torch.Tensor, outputs: list[torch.Tensor], level: int) -> torch.Tensor:
         """Sum a slice at `level` over the ranks, one axis an output, and return the last output.

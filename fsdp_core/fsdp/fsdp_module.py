@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -51,10 +52,9 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op` only begin to, and return a handle."""
         self._fsdp_unit.unshard()
-        handle = UnshardHandle(self._fsdp_unit)
         if async_op:
-            return handle
-        handle.wait()
+            return UnshardHandle(self._fsdp_unit)
+        self._fsdp_unit.wait_unshard()
         return None
 
     def reshard(self) -> None:
@@ -186,14 +186,11 @@ class FSDPModule:
         schedule = self.fsdp_schedule
         device, own = schedule.device, schedule.device.rng_states()
         mesh = self.fsdp_groups[0].nest.mesh
-        shared = [state.clone() for state in own]
-        for state in shared:
-            moved = state.to(device.torch_device)
-            for axis in range(mesh.ndim):
-                group = mesh.get_group(axis)
-                dist.broadcast(moved, src=dist.get_global_rank(group, 0), group=group)
-            state.copy_(moved)
-        device.set_rng_states(shared)
+        shared = [state.to(device.torch_device, copy=True) for state in own]
+        for state, axis in itertools.product(shared, range(mesh.ndim)):
+            group = mesh.get_group(axis)
+            dist.broadcast(state, src=dist.get_global_rank(group, 0), group=group)
+        device.set_rng_states([state.cpu() for state in shared])
         try:
             yield
         finally:
@@ -209,12 +206,13 @@ class FSDPModule:
         return result
 
     def _units(self, recurse: bool) -> list[Unit]:
-        if not recurse:
-            return [self._fsdp_unit]
-        found = [
-            m._fsdp_unit for m in cast("nn.Module", self).modules() if isinstance(m, FSDPModule)
-        ]
-        return list(dict.fromkeys(found))
+        return units_in(cast("nn.Module", self)) if recurse else [self._fsdp_unit]
+
+
+def units_in(*modules: nn.Module) -> list[Unit]:
+    """The units in `modules`, outermost first, each once."""
+    inside = (m for module in modules for m in module.modules())
+    return list(dict.fromkeys(m._fsdp_unit for m in inside if isinstance(m, FSDPModule)))
 
 
 @functools.cache

@@ -9,10 +9,8 @@ main_grad      main          main    what `grad` of the parameters at rest are v
                                      for ever, as a graph needs that is replayed
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,19 +18,55 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp.collectives import Nest, all_reduce
-from fsdp_core.fsdp.layout import FlatLayout
+from fsdp_core.fsdp.layout import build_layout
 from fsdp_core.fsdp.pool import Key, Pool
+from fsdp_core.fsdp.precision import GroupDtypes
 from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 
 _NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True)
-class GradDtypes:
-    """Dtype of the reduction, and of the gradients at rest."""
+class FlatBuffers:
+    """What all flat buffers of a group have in common: which rows lie where, here and elsewhere.
 
-    reduce: torch.dtype
-    main: torch.dtype
+    Attributes:
+        owner: of the buffers' keys in the pool.
+        layout: places of parameters in a whole buffer.
+        specs: cuts of each parameter at main level.
+    """
+
+    def __init__(
+        self, shapes: list[torch.Size], *, nest: Nest, device: Device, dtypes: GroupDtypes
+    ) -> None:
+        self.nest, self.device, self.dtypes = nest, device, dtypes
+        self.owner = next(_NUMBERS)
+        self.layout = build_layout(shapes, nest.num_shards)
+        self.specs = [
+            RowSpec(nest.mesh, shape, self.layout.row_bounds(index), nest.axes)
+            for index, shape in enumerate(shapes)
+        ]
+
+    def zeros(self, level: int, dtype: torch.dtype, *, is_meta: bool = False) -> torch.Tensor:
+        """A new buffer that is cut at `level`."""
+        numel = self.nest.numel(self.layout.total_numel, level)
+        device = torch.device("meta") if is_meta else self.device.torch_device
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level.
+
+        Without rows it has shape (0, ...), and (0,) where the parameter has no dimension.
+        """
+        spec, slot = self.specs[index], self.layout.slots[index]
+        if not spec.local_numel:
+            return shard[:0].view(spec.local_shape)
+        start = slot.offset + spec.row_start * slot.row_numel
+        start -= spec.shard_index * self.layout.shard_numel
+        return shard[start : start + spec.local_numel].view(spec.local_shape)
+
+    def sharded(self, shard: torch.Tensor, index: int) -> RowSharded:
+        """Parameter `index` over this rank's rows of it in `shard`."""
+        return RowSharded.make(self.rows(shard, index), self.specs[index])
 
 
 class Gradients:
@@ -40,35 +74,31 @@ class Gradients:
 
     Attributes:
         sharded, unsharded: the group's parameters at rest and in compute.
+        main_grad: with `keep`, where gradients at rest lie.
         divide_factor: what sums are divided by; None: the number of ranks.
         reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
 
     def __init__(
         self,
+        flat: FlatBuffers,
         sharded: list[nn.Parameter],
         unsharded: list[nn.Parameter],
         *,
-        layout: FlatLayout,
-        specs: list[RowSpec],
-        nest: Nest,
-        device: Device,
-        dtypes: GradDtypes,
         keep: bool,
     ) -> None:
-        self.sharded, self.unsharded = sharded, unsharded
-        self.layout, self.specs, self.nest, self.dtypes = layout, specs, nest, dtypes
-        self.keep = keep
+        self._flat, self.sharded, self.unsharded, self.keep = flat, sharded, unsharded, keep
+        self.layout, self.specs = flat.layout, flat.specs
+        self.nest, self.dtypes = flat.nest, flat.dtypes
         self.divide_factor: float | None = None
         self.reduce_unused = False
         self.main_grad: torch.Tensor | None = None
-        self._device = device
-        self._key = Key(next(_NUMBERS), "grad")
+        self._kept: list[RowSharded] = []
+        self._key = Key(flat.owner, "grad")
+        self._pool: Pool | None = None
         self._full: torch.Tensor | None = None
-        self._is_reducing = False
-        self._release: Callable[[Any], None] | None = None
         self._views: list[torch.Tensor] = []
-        self._kept: dict[int, RowSharded] = {}
+        self._is_reducing = False
         self._arrived: set[int] = set()
         self._copied: set[int] = set()
         self._carried: torch.Tensor | None = None
@@ -76,17 +106,11 @@ class Gradients:
         self._overwriting = [p for p in unsharded if getattr(p, "overwrite_main_grad", False)]
 
     def make_kept(self) -> None:
-        """Make the buffer that gradients are kept in, if they are."""
+        """Make the buffer that gradients are kept in, if they are, and what lies in it."""
         if self.keep:
-            numel = self.nest.numel(self.layout.total_numel, self.nest.main_level)
-            self.main_grad = torch.zeros(
-                numel, dtype=self.dtypes.main, device=self._device.torch_device
-            )
-            self._kept = {}
-
-    def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
-        return self.layout.local_rows(shard, index, self.nest.shard_index)
+            self.main_grad = self._flat.zeros(self.nest.main_level, self.dtypes.main)
+            everything = range(len(self.sharded))
+            self._kept = [self._flat.sharded(self.main_grad, index) for index in everything]
 
     # ---- before the reduction
 
@@ -144,11 +168,10 @@ class Gradients:
             return
         total, dtype = self.layout.total_numel, self.dtypes.reduce
         if pool is None:
-            self._full = torch.empty(total, dtype=dtype, device=self._device.torch_device)
+            self._full = torch.empty(total, dtype=dtype, device=self._flat.device.torch_device)
         else:
             self._full = pool.acquire(self._key, total, dtype, stream)
-            self._release = lambda stream: pool.release(self._key, stream)
-        self._views = [self.layout.view(self._full, i) for i in range(len(self.unsharded))]
+        self._pool, self._views = pool, self.layout.views(self._full)
 
     def expose(self, uses: Mapping[int, int], pool: Pool | None, stream: Any) -> None:
         """Give parameters a `main_grad` to write into, for backward kernels that add to it.
@@ -204,17 +227,16 @@ class Gradients:
         levels = nest.main_level if final else nest.grad_level
         outputs = [full.new_empty(nest.numel(full.numel(), k + 1)) for k in range(levels)]
         written = self._copied | self._carried_from
-        rows = self._make_rows(outputs, written) if final else {}
+        rows = self._make_rows(full, outputs, written) if final else {}
         self._is_reducing = True
-        with self._device.on(stream), torch.no_grad():
+        with self._flat.device.on(stream), torch.no_grad():
             self._zero_unwritten(full)
             partial = nest.reduce(full, outputs[: nest.grad_level], 0)
             if self._carried is not None:
                 partial.add_(self._carried)
                 outputs.append(self._carried)
-            self._carried, self._carried_from = None, set()
+            self._carried, self._carried_from = (None, set()) if final else (partial, written)
             if not final:
-                self._carried, self._carried_from = partial, written
                 return outputs
             partial = nest.reduce(partial, outputs[nest.grad_level : levels], nest.grad_level)
             for group in nest.replica_groups:
@@ -228,7 +250,9 @@ class Gradients:
         """Factor from the sum over the ranks to the gradient."""
         return 1.0 / (self.divide_factor or self.nest.num_ranks)
 
-    def _make_rows(self, outputs: list[torch.Tensor], written: set[int]) -> dict[int, torch.Tensor]:
+    def _make_rows(
+        self, full: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
+    ) -> dict[int, torch.Tensor]:
         """Memory of the reduced gradients of the parameters that get one and have rows here.
 
         In the last output where its dtype allows it, or in the kept buffer, if nothing in it counts
@@ -236,23 +260,19 @@ class Gradients:
         """
         wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
         wanted = [i for i in wanted if self.specs[i].local_numel]
-        alike = bool(outputs) and outputs[-1].dtype == self.dtypes.main
-        fresh = all(p.grad is None for p in self.sharded)
-        if self.keep and fresh and self.main_grad is not None:
-            if alike:
-                outputs[-1] = self.main_grad
-            return {i: self.local_rows(self.main_grad, i) for i in wanted}
-        if alike:
-            return {i: self.local_rows(outputs[-1], i) for i in wanted}
-        device = self._device.torch_device
-        make = functools.partial(torch.empty, dtype=self.dtypes.main, device=device)
-        return {i: make(self.specs[i].local_shape) for i in wanted}
+        home = self.main_grad if all(p.grad is None for p in self.sharded) else None
+        if outputs and outputs[-1].dtype == self.dtypes.main:
+            home = outputs[-1] = outputs[-1] if home is None else home
+        if home is not None:
+            return {i: self._flat.rows(home, i) for i in wanted}
+        dtype = self.dtypes.main
+        return {i: full.new_empty(self.specs[i].local_shape, dtype=dtype) for i in wanted}
 
     def _fill_rows(self, rows: dict[int, torch.Tensor], reduced: torch.Tensor) -> None:
         """Bring the sum over the ranks into `rows`, divided."""
         if not rows:
             return
-        sources = [self.local_rows(reduced, i) for i in rows]
+        sources = [self._flat.rows(reduced, i) for i in rows]
         targets = list(rows.values())
         if targets[0].data_ptr() != sources[0].data_ptr():
             torch._foreach_copy_(targets, sources)
@@ -290,10 +310,6 @@ class Gradients:
     def _grad_object(self, index: int, row: torch.Tensor) -> RowSharded:
         if not self.keep:
             return RowSharded.make(row, self.specs[index])
-        assert self.main_grad is not None
-        if index not in self._kept:
-            kept = self.local_rows(self.main_grad, index)
-            self._kept[index] = RowSharded.make(kept, self.specs[index])
         kept = self._kept[index].to_local()
         if row.data_ptr() != kept.data_ptr():
             kept.copy_(row)
@@ -301,10 +317,10 @@ class Gradients:
 
     def release_full(self, stream: Any) -> None:
         """Give the full buffer back; `stream` must come after the reduction."""
-        release, self._release = self._release, None
+        pool, self._pool = self._pool, None
         self._full, self._views, self._is_reducing = None, [], False
-        if release is not None:
-            release(stream)
+        if pool is not None:
+            pool.release(self._key, stream)
 
     def forget(self, stream: Any) -> None:
         """Drop every gradient that is not in the parameters' `grad` yet."""
@@ -317,9 +333,9 @@ class Gradients:
 
     def nonfinite(self, names: list[str]) -> list[str]:
         """Of `names`, those whose gradient on this rank has NaN or infinity. Synchronises."""
-        grads = [(name, p.grad) for name, p in zip(names, self.sharded, strict=True)]
+        grads: list[Any] = [p.grad for p in self.sharded]
         return [
             name
-            for name, grad in grads
-            if grad is not None and not grad.to_local().isfinite().all()  # type: ignore[attr-defined]
+            for name, grad in zip(names, grads, strict=True)
+            if grad is not None and not grad.to_local().isfinite().all()
         ]

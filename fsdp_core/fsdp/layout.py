@@ -10,6 +10,7 @@ slice) of a parameter, so a rank's piece of a parameter is a contiguous range of
 A collective therefore works on the buffer itself, with no copy in or out.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,16 +40,6 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class LocalPiece:
-    """One rank's rows of one parameter: rows [row_start, row_stop), at `offset` in its shard."""
-
-    offset: int
-    numel: int
-    row_start: int
-    row_stop: int
-
-
-@dataclass(frozen=True)
 class FlatLayout:
     """Places of all parameters of a unit. `shard_numel` is the same on every rank."""
 
@@ -64,58 +55,25 @@ class FlatLayout:
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges [start, stop) of the flat buffer that no parameter covers."""
-        found, cursor = [], 0
-        for start, stop in [(s.offset, s.offset + s.numel) for s in self.slots] + [
-            (self.total_numel, self.total_numel)
-        ]:
-            if start > cursor:
-                found.append((cursor, start))
-            cursor = max(cursor, stop)
-        return tuple(found)
+        stops = [0, *(slot.offset + slot.numel for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.total_numel]
+        between = zip(stops, starts, strict=True)
+        return tuple((stop, start) for stop, start in between if stop < start)
 
-    def local_piece(self, index: int, shard: int) -> LocalPiece:
-        """The part of parameter `index` that lies in `shard`; numel 0 if none does."""
-        slot = self.slots[index]
-        begin, end = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        start = min(max(slot.offset, begin), end)
-        stop = max(min(slot.offset + slot.numel, end), start)
-        if stop == start:
-            return LocalPiece(0, 0, 0, 0)
-        row = max(slot.row_numel, 1)
-        return LocalPiece(
-            offset=start - begin,
-            numel=stop - start,
-            row_start=(start - slot.offset) // row,
-            row_stop=(stop - slot.offset) // row,
-        )
-
-    def view(self, full: Any, index: int) -> Any:
-        """Parameter `index` as a view of a full buffer."""
-        slot = self.slots[index]
-        return full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-
-    def local_rows(self, shard_buffer: Any, index: int, shard: int) -> Any:
-        """Rows of parameter `index` as a view of the buffer of shard number `shard`.
-
-        Without rows it has shape (0, ...), and (0,) where the parameter has no dimension.
-        """
-        piece, shape = self.local_piece(index, shard), self.slots[index].shape
-        view = shard_buffer[piece.offset : piece.offset + piece.numel]
-        if not shape:
-            return view.view(()) if piece.numel else view
-        return view.view(piece.row_stop - piece.row_start, *shape[1:])
+    def views(self, full: Any) -> list[Any]:
+        """Every parameter as a view of a full buffer."""
+        return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self.slots]
 
     def row_bounds(self, index: int) -> tuple[int, ...]:
         """Rows of parameter `index` before each shard, and all of them: shard s has [b[s], b[s+1]).
 
         A parameter of no dimension counts as one row.
         """
-        bounds = [0]
-        for shard in range(self.num_shards):
-            piece = self.local_piece(index, shard)
-            bounds.append(piece.row_stop if piece.numel else bounds[-1])
-        rows = self.slots[index].shape[0] if self.slots[index].shape else 1
-        return (*bounds[:-1], rows)
+        slot = self.slots[index]
+        boundaries = (shard * self.shard_numel for shard in range(self.num_shards))
+        before = (min(max(boundary - slot.offset, 0), slot.numel) for boundary in boundaries)
+        rows = slot.shape[0] if slot.shape else 1
+        return (*(numel // max(slot.row_numel, 1) for numel in before), rows)
 
 
 def build_layout(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatLayout:
@@ -132,15 +90,13 @@ def build_layout(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatLayo
     """
     if num_shards < 1:
         raise ValueError(f"Expected num_shards >= 1, got {num_shards}.")
-    numels = [math.prod(shape) for shape in shapes]
+    # Starts and shards are aligned: no solution has less than all parameters rounded up.
+    numels = [_round_up(math.prod(shape), ALIGN_NUMEL) for shape in shapes]
     lower = _round_up(max(-(-sum(numels) // num_shards), 1), ALIGN_NUMEL)
     rows = [math.prod(s[1:]) for s, n in zip(shapes, numels, strict=True) if n > lower]
-    largest = _round_up(max(numels, default=1), ALIGN_NUMEL)
-    for shard_numel in _sizes(lower, largest, rows):
-        slots = _place(shapes, shard_numel, num_shards)
-        if slots is not None:
-            return FlatLayout(slots, shard_numel, num_shards)
-    raise AssertionError("a shard that holds every parameter was no solution")
+    sizes = _sizes(lower, max(numels, default=0), rows)
+    tries = (_place(shapes, shard_numel, num_shards) for shard_numel in sizes)
+    return next(layout for layout in tries if layout is not None)
 
 
 def _sizes(lower: int, largest: int, rows: Sequence[int]) -> Iterator[int]:
@@ -150,15 +106,13 @@ def _sizes(lower: int, largest: int, rows: Sequence[int]) -> Iterator[int]:
     yield from range(first, min(first + _FINE_TRIES * fine, 2 * largest), fine)
     stride = _round_up(max(coarse, lower // 64), coarse)
     yield from range(_round_up(lower, coarse), 2 * largest, stride)
-    size = max(largest, lower)
-    while True:
-        yield size
-        size += _round_up(max(1, size // 64), ALIGN_NUMEL)
+    whole = max(largest, lower)
+    yield from itertools.count(whole, _round_up(max(1, whole // 64), ALIGN_NUMEL))
 
 
 def _place(
     shapes: Sequence[tuple[int, ...]], shard_numel: int, num_shards: int
-) -> tuple[Slot, ...] | None:
+) -> FlatLayout | None:
     cursor, slots = 0, []
     for shape in shapes:
         start = _first_start(cursor, shape, shard_numel)
@@ -166,7 +120,8 @@ def _place(
             return None
         slots.append(Slot(shape, start))
         cursor = start + math.prod(shape)
-    return tuple(slots) if cursor <= shard_numel * num_shards else None
+    layout = FlatLayout(tuple(slots), shard_numel, num_shards)
+    return layout if cursor <= layout.total_numel else None
 
 
 def _first_start(cursor: int, shape: tuple[int, ...], shard_numel: int) -> int | None:
@@ -178,11 +133,8 @@ def _first_start(cursor: int, shape: tuple[int, ...], shard_numel: int) -> int |
         return start
     unit = math.lcm(row, ALIGN_NUMEL)
     start = boundary - (boundary - start) // unit * unit
-    if start == boundary:
-        boundary += shard_numel
-    crosses_another = start + numel > boundary + shard_numel or (
-        start + numel > boundary and (boundary - start) % row
-    )
+    # The next boundary is a shard further, and is between two rows if a shard is whole rows.
+    crosses_another = start + numel > boundary + shard_numel
     return None if crosses_another and shard_numel % row else start
 
 

@@ -92,7 +92,8 @@ def _before_step(
         # The states made in this step live for ever: in memory of their own, not in holes that
         # activations have left and will want again, whole.
         _STEPPED.add(optimizer)
-        torch.cuda.empty_cache()
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.empty_cache()
     if not sharded or not _takes_addresses(optimizer):
         return None
     if any(option is not None for option in (*args[1:], *kwargs.values())):

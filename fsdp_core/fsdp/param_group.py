@@ -12,30 +12,27 @@ Levels are those of `placement`: level k is cut over the first k axes of the nes
 `gradients`.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.fsdp.collectives import Nest, all_gather
-from fsdp_core.fsdp.gradients import GradDtypes, Gradients
-from fsdp_core.fsdp.layout import FlatLayout, build_layout
+from fsdp_core.fsdp.collectives import GatherStep, Nest, all_gather
+from fsdp_core.fsdp.gradients import FlatBuffers, Gradients
 from fsdp_core.fsdp.optimizer import watch
 from fsdp_core.fsdp.pool import Key, Pool
+from fsdp_core.fsdp.precision import GroupDtypes as GroupDtypes  # part of the interface
 from fsdp_core.fsdp.quantized import (
     HIDDEN,
+    QuantizedPiece,
     QuantizedWeights,
     announce,
     initial_value,
     is_quantized,
 )
-from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
-
-_NUMBERS = itertools.count()
+from fsdp_core.fsdp.row_sharded import RowSharded
 
 
 @dataclass(frozen=True)
@@ -61,15 +58,6 @@ class Owned:
             module._parameters[attribute] = parameter
 
 
-@dataclass(frozen=True)
-class GroupDtypes:
-    """Dtypes of a group: at rest, in compute, in the reduction."""
-
-    main: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-
 class ParamGroup:
     """Flat buffers of parameters that are gathered and reduced together, on one rank."""
 
@@ -83,39 +71,26 @@ class ParamGroup:
         dtypes: GroupDtypes,
         keep_grads: bool,
     ) -> None:
-        self.owned, self.nest, self.dtypes, self.pool = owned, nest, dtypes, pool
-        self._device = device
         sources = [o.current for o in owned]
-        self.name = ""
-        self.names = [o.places[0][1] for o in owned]
-        self.layout: FlatLayout = build_layout([tuple(p.shape) for p in sources], nest.num_shards)
-        self.specs = [
-            RowSpec(nest.mesh, p.shape, self.layout.row_bounds(i), nest.axes)
-            for i, p in enumerate(sources)
-        ]
-        self._gather_key = Key(next(_NUMBERS), "gather")
-        self._is_quantized = is_quantized(sources[0])
-        self.main_weight = self._fill_main_weight(sources)
+        self.owned, self.pool = owned, pool
+        self.name, self.names = "", [o.places[0][1] for o in owned]
+        flat = FlatBuffers([p.shape for p in sources], nest=nest, device=device, dtypes=dtypes)
+        self.layout, self.specs, self.nest, self.dtypes = flat.layout, flat.specs, nest, dtypes
+        self._flat, self._device = flat, device
+        self._gather_key = Key(flat.owner, "gather")
         self.model_weight: torch.Tensor | None = None
         self._fresh_version: int | None = None
         self._gathered: torch.Tensor | None = None
-        self._own: torch.Tensor | None = None
-        self._gather_steps: list[tuple[torch.Tensor, torch.Tensor, dist.ProcessGroup]] = []
+        self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
         self.is_unsharded, self._is_registered = False, False
-        self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(sources)]
-        self.unsharded = [self._unsharded_parameter(p) for p in sources]
-        self._quantized = QuantizedWeights(self.unsharded) if self._is_quantized else None
-        self.gradients = Gradients(
-            self.sharded,
-            self.unsharded,
-            layout=self.layout,
-            specs=self.specs,
-            nest=nest,
-            device=device,
-            dtypes=GradDtypes(reduce=dtypes.reduce, main=dtypes.main),
-            keep=keep_grads,
-        )
+        self.main_weight = self._first_main_weight(sources)
+        self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
+        self._quantized = QuantizedWeights(sources) if is_quantized(sources[0]) else None
+        empty = torch.empty(0, dtype=dtypes.compute, device=device.torch_device)
+        # Clones: parameters over one tensor would share its version counter.
+        self.unsharded = sources if self._quantized else [_like(p, empty.clone()) for p in sources]
+        self.gradients = Gradients(flat, self.sharded, self.unsharded, keep=keep_grads)
         self._make_other_buffers()
         self._register(self.sharded)
         for module, _ in (place for o in owned for place in o.places if nest.weight_level):
@@ -124,17 +99,12 @@ class ParamGroup:
 
     # ---- at rest
 
-    def _fill_main_weight(self, sources: list[nn.Parameter]) -> torch.Tensor:
+    def _first_main_weight(self, sources: list[nn.Parameter]) -> torch.Tensor:
         is_meta = any(p.is_meta for p in sources)
-        device = torch.device("meta") if is_meta else self._device.torch_device
-        numel = self.layout.total_numel // self.nest.num_shards
-        main = torch.zeros(numel, dtype=self.dtypes.main, device=device)
-        for index, parameter in enumerate(sources):
-            piece = self.layout.local_piece(index, self.nest.shard_index)
-            if piece.numel and not is_meta:
-                source = initial_value(parameter) if self._is_quantized else parameter.detach()
-                rows = source[piece.row_start : piece.row_stop] if source.dim() else source
-                main[piece.offset : piece.offset + piece.numel].copy_(rows.reshape(-1))
+        main = self._flat.zeros(self.nest.main_level, self.dtypes.main, is_meta=is_meta)
+        for index, (parameter, spec) in enumerate(zip(sources, self.specs, strict=True)):
+            if spec.local_numel and not is_meta:
+                self.local_rows(main, index).copy_(spec.own_rows(initial_value(parameter)))
         return main
 
     def _make_other_buffers(self) -> None:
@@ -144,17 +114,16 @@ class ParamGroup:
         if self.main_weight.is_meta:
             return
         self.gradients.make_kept()
-        as_main = dtypes.main == dtypes.compute or (nest.weight_level and not self._is_quantized)
+        as_main = dtypes.main == dtypes.compute or (nest.weight_level and not self._quantized)
         if nest.weight_level != nest.main_level or not as_main:
-            self.model_weight = torch.zeros(
-                nest.numel(self.layout.total_numel, nest.weight_level),
-                dtype=dtypes.compute,
-                device=self._device.torch_device,
-            )
+            self.model_weight = self._flat.zeros(nest.weight_level, dtypes.compute)
         if nest.weight_level == 0:
-            self._bind_unsharded(
-                self.main_weight if self.model_weight is None else self.model_weight
-            )
+            self._bind_unsharded(self._sent)
+
+    @property
+    def _sent(self) -> torch.Tensor:
+        """What is gathered, or computed with where it lies."""
+        return self.main_weight if self.model_weight is None else self.model_weight
 
     def holds_rows(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has any of a sharded parameter."""
@@ -162,22 +131,7 @@ class ParamGroup:
 
     def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
-        rows: torch.Tensor = self.layout.local_rows(shard, index, self.nest.shard_index)
-        return rows
-
-    def _sharded_parameter(self, index: int, source: nn.Parameter) -> nn.Parameter:
-        data = RowSharded.make(self.local_rows(self.main_weight, index), self.specs[index])
-        parameter = nn.Parameter(data, requires_grad=source.requires_grad)
-        _carry_attributes(source, parameter)
-        return parameter
-
-    def _unsharded_parameter(self, source: nn.Parameter) -> nn.Parameter:
-        if self._is_quantized:
-            return source
-        empty = torch.empty(0, dtype=self.dtypes.compute, device=self._device.torch_device)
-        parameter = nn.Parameter(empty, requires_grad=source.requires_grad)
-        _carry_attributes(source, parameter)
-        return parameter
+        return self._flat.rows(shard, index)
 
     def _register(self, parameters: list[nn.Parameter]) -> None:
         for owned, parameter in zip(self.owned, parameters, strict=True):
@@ -202,13 +156,11 @@ class ParamGroup:
                 f"Expected the parameters of {self.name} to stay {self.dtypes.main}; convert "
                 "before sharding, or use MixedPrecisionPolicy(param_dtype=...)."
             )
-        self.main_weight = torch.zeros(
-            self.main_weight.numel(), dtype=self.dtypes.main, device=self._device.torch_device
-        )
+        self.main_weight = self._flat.zeros(self.nest.main_level, self.dtypes.main)
         for index, (old, local) in enumerate(zip(self.sharded, locals_, strict=True)):
             self.local_rows(self.main_weight, index).copy_(local)
             # In place: the gradients share the list. A meta parameter cannot be given memory.
-            self.sharded[index] = self._sharded_parameter(index, old)
+            self.sharded[index] = _like(old, self._flat.sharded(self.main_weight, index))
         watch(self)
         self._register(self.sharded)
         self._make_other_buffers()
@@ -234,13 +186,13 @@ class ParamGroup:
         self._fresh_version = self.main_weight._version
 
     def _quantize(self, weights: QuantizedWeights, own: torch.Tensor) -> None:
-        everything = range(len(self.specs))
-        weights.quantize(
-            [self.local_rows(self.main_weight, i).flatten() for i in everything],
-            [self.local_rows(own, i).flatten() for i in everything],
-            [self.specs[i].row_start * self.layout.slots[i].row_numel for i in everything],
-            self.nest.main_group,
-        )
+        pieces: list[QuantizedPiece] = []
+        for index, (spec, slot) in enumerate(zip(self.specs, self.layout.slots, strict=True)):
+            main = self.local_rows(self.main_weight, index).flatten()
+            raw = self.local_rows(own, index).flatten()
+            start = spec.row_start * slot.row_numel
+            pieces.append((main, start, raw) if spec.local_numel else (None, None, None))
+        weights.quantize(pieces, self.nest.main_group)
 
     def forget_freshness(self) -> None:
         """Count what was copied or gathered from main_weight as out of date."""
@@ -300,17 +252,15 @@ class ParamGroup:
         nest = self.nest
         if full is not self._gathered:
             self._gathered = full
-            self._own = nest.slice(full, 0, nest.weight_level)
             self._gather_steps = nest.gather_steps(full, nest.weight_level, 0)
             self._bind_unsharded(full)
-        source = self.main_weight if self.model_weight is None else self.model_weight
+        source, (_, own, group) = self._sent, self._gather_steps[0]
         if source.dtype == full.dtype and nest.weight_level == 1:
-            all_gather(full, source, nest.groups[0])
+            all_gather(full, source, group)
             return
-        assert self._own is not None
-        self._own.copy_(source)
-        for whole, part, group in self._gather_steps:
-            all_gather(whole, part, group)
+        own.copy_(source)
+        for step in self._gather_steps:
+            all_gather(*step)
 
     def _bind_unsharded(self, full: torch.Tensor) -> None:
         """Point the unsharded parameters into a full buffer; they stay bound while it is the same.
@@ -318,8 +268,7 @@ class ParamGroup:
         `.data` keeps the buffer's version counter out of autograd: gathering again into a buffer
         that saved views share is no in-place change of a parameter.
         """
-        for index, parameter in enumerate(self.unsharded):
-            view = self.layout.view(full, index)
+        for parameter, view in zip(self.unsharded, self.layout.views(full), strict=True):
             if self._quantized is None:
                 parameter.data = view
             else:
@@ -339,9 +288,11 @@ class ParamGroup:
             self._is_registered = False
 
 
-def _carry_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
-    """Give `to` what somebody set on the wrapped parameter: optimizers group by such marks."""
+def _like(source: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """A parameter over `data` with the marks that somebody set on `source`: optimizers group by."""
+    twin = nn.Parameter(data, requires_grad=source.requires_grad)
     skipped = HIDDEN if is_quantized(source) else ()
     for name, value in vars(source).items():
         if not name.startswith(skipped):
-            setattr(to, name, value)
+            setattr(twin, name, value)
+    return twin

@@ -75,9 +75,8 @@ def placements_of(strategy: str | Sequence[str], num_axes: int) -> Placements:
     Raises:
         ValueError: unknown name, or not one name an axis.
     """
-    names = (strategy,) if isinstance(strategy, str) else tuple(strategy)
-    if isinstance(strategy, str):
-        names = ("no_shard",) * (num_axes - 1) + names
+    outer = ("no_shard",) * (num_axes - 1)
+    names = (*outer, strategy) if isinstance(strategy, str) else tuple(strategy)
     if len(names) != num_axes or any(name not in STRATEGIES for name in names):
         raise ValueError(
             f"Expected a strategy, or one for each of {num_axes} mesh axes, of {STRATEGIES}, "

@@ -95,15 +95,18 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """Where a key lives; in pass `grad_pass` autograd may have saved views of it."""
+    """Where a key lives; in pass `grad_pass` autograd may have saved views of it.
+
+    `refuge` is where the key lives while its slot is taken, once that has happened.
+    """
 
     key: Key
-    numel: int
-    dtype: torch.dtype
+    size: tuple[int, torch.dtype]
     tensor: torch.Tensor
     slot: _Slot
     is_grad: bool
     grad_pass: int = -1
+    refuge: "_Home | None" = None
 
 
 class SlotPool:
@@ -122,7 +125,6 @@ class SlotPool:
         self._slots: list[_Slot] = []
         self._homes: dict[Key, _Home] = {}
         self._overflow = DynamicPool(device)
-        self._own: dict[Key, _Home] = {}
         self._displaced: dict[Key, _Home | None] = {}
         self._frozen = False
         self._pass = 0
@@ -133,7 +135,7 @@ class SlotPool:
         home = self._homes.get(key)
         if home is None:
             home = self._find_home(key, numel, dtype)
-        elif home.numel != numel or home.dtype is not dtype:
+        elif home.size != (numel, dtype):
             check_size(key, numel, dtype, home.tensor)
         elif home.slot.holder is not None and home.slot.holder is not home:
             home = self._leave_home(home, home.slot.holder.key)
@@ -214,23 +216,20 @@ class SlotPool:
                 f"Expected the buffer of {key} to be free, but {holder} holds it, and views that "
                 "autograd saved in this pass would read foreign data; use pool dynamic."
             )
-        return self._miss(key, home.numel, home.dtype)
+        return self._miss(key, *home.size)
 
     def _miss(self, key: Key, numel: int, dtype: torch.dtype) -> _Home | None:
         self.misses += 1
-        home = self._homes.pop(key, None)
+        home = self._displaced[key] = self._homes.pop(key, None)
         if not self._persistent_on_miss:
-            self._displaced[key] = home
             return None
-        own = self._own.get(key)
-        if own is None:
-            own = self._own[key] = self._settle(
-                key, numel, dtype, self._new_slot(numel * dtype.itemsize)
-            )
+        if home is None or home.refuge is None:
+            refuge = self._settle(key, numel, dtype, self._new_slot(numel * dtype.itemsize))
+        else:
+            refuge = self._homes[key] = home.refuge
         if home is not None:
-            self._displaced[key] = home
-        self._homes[key] = own
-        return own
+            home.refuge = refuge
+        return refuge
 
     def _holds(self, key: Key) -> bool:
         home = self._homes.get(key)
@@ -249,7 +248,7 @@ class SlotPool:
         if slot.num_keys == 0:
             self._slots.append(slot)
         slot.num_keys += 1
-        home = self._homes[key] = _Home(key, numel, dtype, tensor, slot, key.role == GRAD)
+        home = self._homes[key] = _Home(key, (numel, dtype), tensor, slot, key.role == GRAD)
         return home
 
 
@@ -291,7 +290,7 @@ class TracedPool(SlotPool):
         if GRAD in roles and (GATHER in roles or GATHER not in self._roles):
             self._plan(timeline)
         else:
-            timeline.clear()
+            timeline.intervals.clear()
 
     def freeze(self) -> None:
         """See `Pool`. RuntimeError if buffers were handed out and there is no plan yet."""

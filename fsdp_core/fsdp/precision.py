@@ -32,6 +32,15 @@ class MixedPrecisionPolicy:
         return self.param_dtype if self.cast_forward_inputs else None
 
 
+@dataclass(frozen=True)
+class GroupDtypes:
+    """Dtypes of a group of parameters: at rest, in compute, in the reduction."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     """`tree` with its floating-point tensors in `dtype`; the same object if nothing changes."""
     if dtype is None:

@@ -26,6 +26,9 @@ _RAW = {"Float8Tensor": "_data", "Float8BlockwiseQTensor": "_rowwise_data"}
 HIDDEN = ("_", "get_high_precision_init_val", "clear_high_precision_init_val")
 """How attributes begin that belong to the quantised tensor and to nobody else."""
 
+QuantizedPiece = tuple[torch.Tensor, int, torch.Tensor] | tuple[None, None, None]
+"""Elements of a main weight, flat; the number of the first; their bytes, flat uint8. Or nothing."""
+
 
 def is_quantized(parameter: torch.Tensor) -> bool:
     """Whether a parameter is one of TransformerEngine's quantised tensors."""
@@ -68,7 +71,9 @@ def announce(module: nn.Module) -> None:
 
 
 def initial_value(parameter: torch.Tensor) -> torch.Tensor:
-    """What a quantised parameter was made from, if it kept that, else what its bytes stand for."""
+    """What a parameter holds; if quantised, what it was made from, if that was kept."""
+    if not is_quantized(parameter):
+        return parameter.detach()
     kept = getattr(parameter, "_high_precision_init_val", None)
     return cast("Any", parameter).dequantize() if kept is None else cast("torch.Tensor", kept)
 
@@ -96,28 +101,14 @@ class QuantizedWeights:
         for parameter in self._parameters:
             parameter.update_usage(rowwise_usage=True, columnwise_usage=False)
 
-    def quantize(
-        self,
-        mains: list[torch.Tensor],
-        raws: list[torch.Tensor],
-        starts: list[int],
-        group: dist.ProcessGroup,
-    ) -> None:
+    def quantize(self, pieces: list[QuantizedPiece], group: dist.ProcessGroup) -> None:
         """Set scales over all ranks of `group`, and this rank's bytes; a collective.
 
         Args:
-            mains: this rank's elements of each parameter, flat; none for some.
-            raws: where their bytes go, flat uint8, of the same sizes.
-            starts: index in the whole parameter of their first element.
+            pieces: of each parameter, this rank's.
             group: the ranks that hold the other elements.
         """
         from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
-        has = [main.numel() > 0 for main in mains]
-
-        def where_any(values: list[Any]) -> list[Any]:
-            return [value if some else None for value, some in zip(values, has, strict=True)]
-
-        quantize_master_weights(
-            self._parameters, where_any(mains), where_any(starts), group, where_any(raws)
-        )
+        mains, starts, raws = (list(column) for column in zip(*pieces, strict=True))
+        quantize_master_weights(self._parameters, mains, starts, group, raws)

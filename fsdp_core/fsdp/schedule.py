@@ -18,6 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,20 +72,26 @@ class _Reduction:
 
 
 class Schedule:
-    """Streams, pool, order and pending reductions of a root and its units."""
+    """Streams, pool, order and pending reductions of units, the first of which is the root."""
 
-    def __init__(self, root: "Unit", device: Device, pool: Pool, overlap: Overlap) -> None:
-        self.root, self.device, self.pool, self.overlap = root, device, pool, overlap
-        self.units: list[Unit] = []
+    def __init__(self, units: "list[Unit]", device: Device, pool: Pool, overlap: Overlap) -> None:
+        self.units, self.root = units, units[0]
+        self.device, self.pool, self.overlap = device, pool, overlap
+        for unit in units:
+            unit.schedule = self
+            for group in unit.groups:
+                group.pool = pool
         self.is_last_backward = True
         # Forward calls whose graphs live, by weak reference: a backward pass may still come.
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._reductions: list[_Reduction] = []
-        self._visits: list[Unit] = []
-        self._left: list[Unit] = []
+        # The forward pass under way, or the last: units as they began, and as they ended.
         self._in_pass, self._trains = False, True
+        self._begun: list[Unit] = []
+        self._ended: list[Unit] = []
+        # How the last passes with and without gradients began their units.
         self._plans: dict[bool, list[Unit]] = {True: [], False: []}
-        self._backward_order: list[Unit] = []
+        self._preceding: dict[Unit, Unit] = {}
         self._final: weakref.ref[Callable[[], None]] | None = None
 
     # ---- streams
@@ -124,41 +131,39 @@ class Schedule:
         """A forward begins; not called when it is a recomputation."""
         if unit is self.root:
             self.recover()
-            self._visits, self._left, self._in_pass = [], [], True
+            self._begun, self._ended, self._in_pass = [], [], True
             # The root's word: a reentrant checkpoint turns gradients off for the units inside.
             self._trains = torch.is_grad_enabled()
         if self._in_pass:
-            self._visits.append(unit)
-        unit.is_prefetched = False
-        unit.forwards_open += 1
+            self._begun.append(unit)
 
-    def following(self, unit: "Unit") -> "Unit | None":
+    def following(self, unit: "Unit") -> "list[Unit]":
         """The unit that entered next in the last pass of this kind, if that pass is being kept."""
-        plan, place = self._plans[self._trains], len(self._visits)
-        if not self._in_pass or place >= len(plan) or plan[place - 1] is not unit:
-            return None
-        return plan[place]
+        plan, place = self._plans[self._trains], len(self._begun)
+        is_kept = self._in_pass and plan[place - 1 : place] == [unit]
+        return plan[place : place + 1] if is_kept else []
 
     def leave(self, unit: "Unit") -> bool:
         """A forward has ended; whether backward begins with this unit, which so stays gathered."""
-        unit.forwards_open = max(unit.forwards_open - 1, 0)
-        self._left.append(unit)
-        if unit is self.root and self._in_pass:
+        if not self._in_pass:
+            return False
+        self._ended.append(unit)
+        if unit is self.root:
             self._end_forward_pass()
             return False
-        plan, is_recorded = self._plans[True], self._in_pass and self._trains
-        return is_recorded and len(self._visits) == len(plan) and plan[-1] is unit
+        plan = self._plans[True]
+        return self._trains and len(self._begun) == len(plan) and plan[-1] is unit
 
     def _end_forward_pass(self) -> None:
         self._in_pass = False
-        self._plans[self._trains] = self._visits
+        self._plans[self._trains] = self._begun
         for unit in self.units:
             # Gathered for nothing; or nothing may stay, since a replayed graph may change weights
             # unseen before the next pass.
             if unit.is_prefetched or not self._trains:
                 unit.reshard()
         if self._trains:
-            self._backward_order = list(dict.fromkeys(reversed(self._left)))
+            self._preceding = dict(pairwise(dict.fromkeys(reversed(self._ended))))
         else:
             self.end_of_pass()
 
@@ -191,14 +196,10 @@ class Schedule:
         self._final = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def preceding(self, unit: "Unit") -> "Unit | None":
+    def preceding(self, unit: "Unit") -> "list[Unit]":
         """The unit whose backward comes after that of `unit`, by the order of the last forward."""
-        order = self._backward_order
-        try:
-            place = order.index(unit) + 1
-        except ValueError:
-            return None
-        return order[place] if place < len(order) else None
+        before = self._preceding.get(unit)
+        return [] if before is None or before.backward.is_open else [before]
 
     def start_reduce(self, gradients: Gradients, *, final: bool) -> None:
         """Reduce a full gradient buffer on the reduce stream."""
@@ -215,8 +216,10 @@ class Schedule:
     def make_room(self, gradients: Gradients) -> None:
         """Before a gradient buffer is taken: one other may be live, and none with one stream.
 
-        The buffer itself may be live, from the backward pass before.
+        The buffer itself may be live, from the backward pass before. Nothing if it has been taken.
         """
+        if gradients.is_pending:
+            return
         newest = self._reductions[-1].gradients if self._reductions else None
         self.drain(keep=1 if self.overlap.streams == 2 and newest is not gradients else 0)
 
@@ -234,7 +237,7 @@ class Schedule:
         self.drain(keep=0)
         self.device.current_stream().wait_stream(self.reduce_stream)
         for unit in self.units:
-            unit.abandon_backward()
+            unit.backward.end(raised=True)
         self.end_of_pass()
 
     def end_backward(self) -> None:
@@ -242,19 +245,19 @@ class Schedule:
         self._final = None
         current = self.device.current_stream()
         for unit in self.units:
-            unit.backward.close_late()
+            unit.backward.close()
         if self.is_last_backward:
             self.drain(keep=0)
             current.wait_stream(self.reduce_stream)
         current.wait_stream(self.gather_stream)
         for unit in self.units:
-            unit.end_backward()
+            unit.backward.end(raised=False)
         self.end_of_pass()
 
     def end_of_pass(self) -> None:
         """Tell the pool that everything is given back and nothing saved, if it is so."""
         busy = bool(self._reductions) or any(unit.holds_buffers for unit in self.units)
-        if not busy and not any(call.is_waiting for call in self.calls):
+        if not busy and not any(call.task is None for call in self.calls):
             self.pool.end_of_pass()
 
 
@@ -280,7 +283,8 @@ def finish(schedule: Schedule) -> None:
 
 def _check_finite(schedule: Schedule) -> None:
     """Every rank raises if any has a gradient that is not finite: none is left waiting."""
-    names = [name for unit in schedule.units for name in unit.nonfinite_grads()]
+    checked = [g for unit in schedule.units if unit.check_finite_grads for g in unit.groups]
+    names = [name for group in checked for name in group.gradients.nonfinite(group.names)]
     found = torch.tensor(float(len(names)), device=schedule.device.torch_device)
     mesh = next(group.nest.mesh for unit in schedule.units for group in unit.groups)
     for axis in range(mesh.ndim):

@@ -20,11 +20,10 @@ waits for another's work. `plan_slots` is a pure function of the intervals. In e
   - Keys of several intervals make the fewest slots NP-hard to find. A plan never holds more than
     one buffer a key, nor less than the keys alive at any one time need.
 
-Cost: O(intervals x slots) Python steps, once.
+Cost: O(intervals ** 2) Python steps, once.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,50 +92,28 @@ class Timeline:
         numel, dtype, start = self._open.pop(key)
         self.intervals.append(Interval(key, numel, dtype, start, self._tick))
 
-    def clear(self) -> None:
-        """Forget the intervals that have ended."""
-        self.intervals.clear()
-
 
 def plan_slots(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
     """Give each key a slot of its role, so that no two keys of a slot are ever held at once."""
-    planned: list[PlannedSlot] = []
-    for role in sorted({interval.key.role for interval in intervals}):
-        planned += _left_edge([each for each in intervals if each.key.role == role])
-    return tuple(planned)
-
-
-def planned_bytes(slots: Iterable[PlannedSlot]) -> int:
-    """Memory of a plan."""
-    return sum(slot.nbytes for slot in slots)
-
-
-def _left_edge(intervals: Sequence[Interval]) -> tuple[PlannedSlot, ...]:
-    """Largest key first, then first acquired; into the first slot in which it overlaps nobody."""
-    spans: dict[Key, list[tuple[int, int]]] = {}
-    sizes: dict[Key, int] = {}
+    held: dict[Key, list[Interval]] = {}
     for interval in sorted(intervals, key=lambda interval: interval.start):
-        spans.setdefault(interval.key, []).append((interval.start, interval.stop))
-        sizes[interval.key] = interval.nbytes
-    busy: list[list[tuple[int, int]]] = []
-    members: list[list[Key]] = []
-    # Sorting is stable, and `sizes` is in the order of first acquires.
-    for key in sorted(sizes, key=lambda key: -sizes[key]):
-        number = 0
-        while number < len(busy) and any(_overlaps(busy[number], span) for span in spans[key]):
-            number += 1
-        if number == len(busy):
-            busy.append([])
-            members.append([])
-        members[number].append(key)
-        for span in spans[key]:
-            insort(busy[number], span)
-    return tuple(PlannedSlot(sizes[keys[0]], tuple(keys)) for keys in members)
+        held.setdefault(interval.key, []).append(interval)
+    slots: list[list[Interval]] = []
+    # Sorting is stable, and `held` is in the order of first acquires.
+    for mine in sorted(held.values(), key=lambda mine: (mine[0].key.role, -mine[0].nbytes)):
+        shared = next((slot for slot in slots if _can_share(slot, mine)), None)
+        if shared is None:
+            slots.append([*mine])
+        else:
+            shared.extend(mine)
+    return tuple(
+        PlannedSlot(slot[0].nbytes, tuple(dict.fromkeys(each.key for each in slot)))
+        for slot in slots
+    )
 
 
-def _overlaps(taken: list[tuple[int, int]], span: tuple[int, int]) -> bool:
-    """Whether a span overlaps one of those in `taken`, which are sorted and disjoint."""
-    after = bisect_left(taken, span)
-    return (after < len(taken) and taken[after][0] < span[1]) or (
-        after > 0 and taken[after - 1][1] > span[0]
+def _can_share(slot: list[Interval], mine: list[Interval]) -> bool:
+    """Whether a slot is of the role of `mine`, and free whenever those are held."""
+    return slot[0].key.role == mine[0].key.role and not any(
+        a.start < b.stop and b.start < a.stop for a in slot for b in mine
     )

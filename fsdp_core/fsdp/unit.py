@@ -4,6 +4,7 @@ forward pre    unshard (or wait for the prefetch), gather the next unit ahead, c
 forward post   reshard; mark inputs and outputs for the backward pass; cast outputs
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -45,19 +46,15 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.gathered_event: Any = None
         self.is_prefetched = False
-        self.forwards_open = 0
-        self._open_inputs: list[list[GradientEdge]] = []
-        self._recomputed_inputs: list[GradientEdge] = []
+        # For each forward that has begun and not ended, where the backward pass will leave it.
+        self._open: list[list[GradientEdge]] = []
         self._modules_to_run: set[int] = set()
-        self._hook_modules()
+        for module in modules:
+            module.register_forward_pre_hook(self._on_pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._on_post_forward, with_kwargs=True)
         self.backward = UnitBackward(self)
 
     # ---- hooks
-
-    def _hook_modules(self) -> None:
-        for module in self.modules:
-            module.register_forward_pre_hook(self._on_pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._on_post_forward, with_kwargs=True)
 
     @torch.compiler.disable(reason=_NOT_COMPILED)
     def _on_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -97,7 +94,7 @@ class Unit:
     @property
     def is_idle(self) -> bool:
         """Whether nothing needs the gathered parameters before they are gathered again."""
-        in_use = self.forwards_open or self.backward.is_open
+        in_use = self._open or self.backward.is_open
         return not in_use and (self.is_prefetched or not self.keeps_gathered)
 
     def unshard(self) -> None:
@@ -118,11 +115,14 @@ class Unit:
 
     def wait_unshard(self) -> None:
         """Make the current stream wait for the gather, and the modules hold what it gathered."""
+        self._wait_gather()
+        for group in self.groups:
+            group.register_unsharded()
+
+    def _wait_gather(self) -> None:
         if self.gathered_event is not None:
             self.schedule.device.current_stream().wait_event(self.gathered_event)
             self.gathered_event = None
-        for group in self.groups:
-            group.register_unsharded()
 
     def reshard(self) -> None:
         """Release the gathered parameters."""
@@ -130,22 +130,17 @@ class Unit:
         if not any(group.is_unsharded for group in self.groups):
             return
         with profiled("reshard", self.name):
-            current = self.schedule.device.current_stream()
-            if self.gathered_event is not None:
-                # Nobody waited for the gather, which is still writing.
-                current.wait_event(self.gathered_event)
-                self.gathered_event = None
+            self._wait_gather()  # if nobody has, it is still writing
             for group in self.groups:
-                group.reshard(current)
+                group.reshard(self.schedule.device.current_stream())
 
-    def prefetch(self, units: "list[Unit]") -> None:
-        """Gather other units ahead, where their buffers are free."""
+    def prefetch(self, chosen: "list[Unit] | None", recorded: "list[Unit]") -> None:
+        """Gather ahead what the user chose, else what the record says, where buffers are free."""
         if self.schedule.overlap.streams == 0:
             return
-        for unit in units:
-            if not all(group.is_unsharded or group.can_unshard() for group in unit.groups):
-                continue  # its buffer will be free when it is needed, and is not yet
-            if not all(group.is_unsharded for group in unit.groups):
+        for unit in recorded if chosen is None else chosen:
+            waiting = [group for group in unit.groups if not group.is_unsharded]
+            if waiting and all(group.can_unshard() for group in waiting):
                 unit.unshard()
                 unit.is_prefetched = True
 
@@ -154,27 +149,21 @@ class Unit:
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before the forward: gathers, and the inputs in the compute dtype."""
         if in_backward():
-            # Recomputation: its backward follows at once, so gather, and nothing else.
-            self.forwards_open += 1
-            self.unshard()
-            self.wait_unshard()
+            # Recomputation: its backward follows at once, so gather, and nothing else. The one
+            # before may have stopped before its end: nothing must pile up.
+            self._open.clear()
         else:
             self.schedule.enter(self)
             if any(group.is_unsharded and not group.is_current for group in self.groups):
                 self.reshard()
-            self.unshard()
-            self.wait_unshard()
-            if self.forward_prefetch is not None:
-                self.prefetch(self.forward_prefetch)
-            elif (following := self.schedule.following(self)) is not None:
-                self.prefetch([following])
+        self._open.append([])
+        self.is_prefetched = False
+        self.unshard()
+        self.wait_unshard()
+        if not in_backward():
+            self.prefetch(self.forward_prefetch, self.schedule.following(self))
         args, kwargs = self._cast_inputs(args, kwargs)
-        edges = self._hook_inputs((args, kwargs))
-        if in_backward():
-            # A recomputation may stop before its end: nothing must pile up.
-            self._recomputed_inputs = edges
-        else:
-            self._open_inputs.append(edges)
+        self._open[-1] = self._hook_inputs((args, kwargs))
         return args, kwargs
 
     def _hook_inputs(self, inputs: Any) -> list[GradientEdge]:
@@ -184,8 +173,7 @@ class Unit:
         """
         if not torch.is_grad_enabled() or not self.groups or len(self.modules) > 1:
             return []
-        tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-        tensors = [t for t in tensors if t.requires_grad]
+        tensors = _tracked(inputs)
         if len(tensors) == 1:
             tensors[0].register_hook(self.backward.on_boundary)
         elif tensors:
@@ -193,24 +181,13 @@ class Unit:
         return [get_gradient_edge(t) for t in tensors]
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtype = self.policy.input_dtype
-        if dtype is None:
-            return args, kwargs
-        return (
-            tuple(cast_floats(value, dtype) for value in args),
-            {key: cast_floats(value, dtype) for key, value in kwargs.items()},
-        )
+        cast = functools.partial(cast_floats, dtype=self.policy.input_dtype)
+        return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
 
     def post_forward(self, output: Any) -> Any:
         """After the forward: releases, marks the outputs and casts them."""
-        if in_backward():
-            edges, self._recomputed_inputs = self._recomputed_inputs, []
-        else:
-            edges = self._open_inputs.pop() if self._open_inputs else []
-        is_marked = self._hook_output(output, edges)
-        if in_backward():
-            self.forwards_open = max(self.forwards_open - 1, 0)
-        else:
+        is_marked = self._hook_output(output, self._open.pop() if self._open else [])
+        if not in_backward():
             is_last = self.schedule.leave(self)
             # If nothing tells when backward needs the parameters, they stay until it is over.
             if not self.keeps_gathered and not is_last and is_marked:
@@ -224,50 +201,29 @@ class Unit:
         unit's input, that unit closes before this one opens. False if gradients may come for this
         unit and there is no output to mark.
         """
-        trains = any(p.requires_grad for group in self.groups for p in group.unsharded)
         if not torch.is_grad_enabled() or not self.groups:
             return True
-        call, is_marked = Call(self.backward, edges), not trains
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                is_marked = True
-                if tensor.grad_fn is None:
-                    tensor.register_hook(call)
-                else:
-                    tensor.grad_fn.register_prehook(call)
+        call, tensors = Call(self.backward, edges), _tracked(output)
+        for tensor in tensors:
+            if tensor.grad_fn is None:
+                tensor.register_hook(call)
+            else:
+                tensor.grad_fn.register_prehook(call)
         self.schedule.calls.add(call)
-        return is_marked
+        return bool(tensors) or not any(p.requires_grad for g in self.groups for p in g.unsharded)
 
     def recover_forward(self) -> None:
         """Forget a forward that raised; nothing after one that ended."""
-        if self.forwards_open or self.is_prefetched:
-            self.forwards_open = 0
-            self._modules_to_run.clear()
-            self._open_inputs.clear()
+        if self._open or self.is_prefetched:
+            self.forget_forwards()
             self.reshard()
 
-    # ---- backward
+    def forget_forwards(self) -> None:
+        """No forward is under way: what has begun raised, or recomputed and had what it wanted."""
+        self._open.clear()
+        self._modules_to_run.clear()
 
-    def start_reduce(self, group: ParamGroup, *, final: bool) -> None:
-        """Reduce a group's full gradient on the reduce stream."""
-        with profiled("reduce", self.name):
-            self.schedule.start_reduce(group.gradients, final=final)
 
-    def end_backward(self) -> None:
-        """A backward pass of the root is over."""
-        self.backward.end()
-        self._recomputed_inputs = []
-        self.forwards_open = 0  # a recomputation stops as soon as it has what it wants
-        if self.reshard_after_backward:
-            self.reshard()
-
-    def abandon_backward(self) -> None:
-        """A backward pass of the root raised."""
-        self.backward.abandon()
-        self.reshard()
-
-    def nonfinite_grads(self) -> list[str]:
-        """Names of parameters whose gradient on this rank is not finite, if that is checked."""
-        if not self.check_finite_grads:
-            return []
-        return [name for group in self.groups for name in group.gradients.nonfinite(group.names)]
+def _tracked(tree: Any) -> list[torch.Tensor]:
+    """The tensors in `tree` that autograd follows."""
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -141,9 +141,10 @@ class Linear(nn.Module):
 
 
 def build() -> nn.Sequential:
-    """Two layers, the same on every rank. Three ranks cut the rows unevenly."""
+    """Three layers, two of them one unit, the same on every rank."""
     torch.manual_seed(3)
-    return nn.Sequential(Linear(WIDTH), nn.Tanh(), Linear(2))
+    first = nn.Sequential(Linear(WIDTH), nn.Tanh(), Linear(WIDTH))
+    return nn.Sequential(first, nn.Tanh(), Linear(2))
 
 
 def batch(step: int) -> torch.Tensor:
@@ -198,15 +199,16 @@ def train_sharded(
             losses.append(loss.detach())
         group = next(g for g in root.fsdp_groups if g.dtypes.compute == torch.uint8)
         gathered: Any = group.unsharded[0]
+        first = cast("Any", model[0])[0]
         found = {
             "bytes": gathered._data.dtype,
             "main": group.main_weight.dtype,
             "derived": gathered._transpose is not None,
             "at rest": gathered._data.untyped_storage().nbytes(),
             "kept": hasattr(gathered, "_high_precision_init_val"),
-            "mark": cast("Any", model[0].weight).mark,
-            "private": sorted(n for n in vars(model[0].weight) if n in ("_data", "_transpose")),
-            "told": model[0]._is_fsdp2 if hasattr(model[0], "_is_fsdp2") else False,
+            "mark": first.weight.mark,
+            "private": sorted(n for n in vars(first.weight) if n in ("_data", "_transpose")),
+            "told": getattr(first, "_is_fsdp2", False),
         }
         mains = [cast("Any", p).full_tensor() for p in model.parameters()]
     return losses, mains, found

@@ -79,11 +79,21 @@ class RankPool:
         num_ranks: the largest world; ranks start when a call first needs them.
         timeout_s: default limit of a call.
         device: `cpu`, or `cuda`: rank n has GPU n.
+        one_world: ranks serve one world size only, and are replaced when another is asked for.
+            TransformerEngine needs it: it keeps the amaxes of dead models and reduces them over
+            all ranks, so ranks of different pasts would wait for each other for ever.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 60.0, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        timeout_s: float = 60.0,
+        device: str = "cpu",
+        one_world: bool = False,
+    ) -> None:
         self.num_ranks = num_ranks
         self.device = device
+        self.one_world = one_world
         self.timeout_s = timeout_s
         self.starts = 0
         self._ranks: list[_Rank] = []
@@ -114,6 +124,8 @@ class RankPool:
             raise ValueError(f"Expected world_size in 1..{self.num_ranks}, got {world_size}.")
         if "<" in function.__qualname__ or "." in function.__qualname__:
             raise ValueError(f"Expected a function at the top of a module, got {function}.")
+        if self.one_world and len(self._ranks) != world_size:
+            self.stop()
         self._start(world_size)
         self._calls += 1
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -203,7 +215,8 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             rank.process.join()
             # No time of its own: a death comes before the errors of those that it left alone.
-            return _Answer(kind="died", text=f"exit code {rank.process.exitcode}")
+            text = f"exit code {rank.process.exitcode}\n{self._stack_text(number)}"
+            return _Answer(kind="died", text=text)
         assert isinstance(answer, _Answer)
         return answer
 
@@ -213,8 +226,11 @@ class RankPool:
             os.kill(self._ranks[number].process.pid, STACKS_SIGNAL)
         # The handler runs at once, in C; a rank that died instead ends the wait.
         connection.wait([self._ranks[n].process.sentinel for n in silent], timeout=0.2)
-        texts = [Path(self._folder.name, f"stacks{n}").read_text() for n in silent]
-        return "\n".join(f"rank {n}:\n{text}" for n, text in zip(silent, texts, strict=True))
+        return "\n".join(f"rank {n}:\n{self._stack_text(n)}" for n in silent)
+
+    def _stack_text(self, number: int) -> str:
+        """What a rank's fault handler has written: where it was when asked, or when it crashed."""
+        return Path(self._folder.name, f"stacks{number}").read_text()
 
 
 def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) -> None:
@@ -223,6 +239,7 @@ def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) ->
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test session's own interrupt ends us
     stacks = Path(folder, f"stacks{number}").open("w")  # noqa: SIM115  (open for life)
+    faulthandler.enable(file=stacks)  # a crash in C names its Python frame
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     _die_with_parent()

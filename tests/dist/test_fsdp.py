@@ -78,7 +78,7 @@ def pieces(root: FSDPModule, *, grads: bool) -> Pieces:
         for index, (name, parameter) in enumerate(zip(group.names, group.sharded, strict=True)):
             tensor: Any = parameter.grad if grads else parameter.detach()
             if tensor is not None and tensor.to_local().numel():
-                row = group.layout.local_piece(index, group.nest.shard_index).row_start
+                row = group.specs[index].row_start
                 found.append((name, row, tensor.to_local().numpy().copy()))
     return found
 
@@ -234,12 +234,14 @@ def look_at_rest(strategy: Strategy) -> dict[str, Any]:
             assert isinstance(parameter, RowSharded)
             assert parameter.shape == full[name].shape
             local = parameter.to_local()
-            piece = group.layout.local_piece(index, group.nest.shard_index)
-            start, stop = piece.row_start, piece.row_stop
+            start, stop = group.specs[index].row_start, group.specs[index].row_stop
             assert torch.equal(local.detach(), full[name][start:stop]), name
             found["rows"].append((name, start, stop))
             if local.numel():
-                assert local.data_ptr() == group.main_weight[piece.offset :].data_ptr()
+                slot, layout = group.layout.slots[index], group.layout
+                place = slot.offset + start * slot.row_numel
+                offset = place - group.nest.shard_index * layout.shard_numel
+                assert local.data_ptr() == group.main_weight[offset:].data_ptr()
                 grad: Any = parameter.grad
                 assert (grad.shape, grad.to_local().shape) == (parameter.shape, local.shape)
             else:

@@ -84,7 +84,7 @@ def check(root: FSDPModule, expected: dict[str, torch.Tensor], told: Any) -> Non
                 assert grad is None, (told, name)
                 continue
             assert grad is not None, (told, name)
-            start = group.layout.local_piece(index, group.nest.shard_index).row_start
+            start = group.specs[index].row_start
             rows = grad.to_local()
             wanted = expected[name]
             wanted = wanted[start : start + rows.shape[0]] if wanted.dim() else wanted

@@ -1,5 +1,6 @@
 """The pool of warm ranks: results in order, failures by name, nothing carried over."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -44,6 +45,13 @@ def kill_on(rank: int) -> None:
     """One rank dies; the others wait for it."""
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def crash_on(rank: int) -> None:
+    """One rank crashes in C; the others wait for it."""
+    if dist.get_rank() == rank:
+        ctypes.string_at(0)
     dist.barrier()
 
 
@@ -96,6 +104,13 @@ def test_a_death_is_reported_with_its_exit_code(pool: RankPool) -> None:
     assert (caught.value.rank, caught.value.kind) == (0, "died")
 
 
+def test_a_crash_names_its_place(pool: RankPool) -> None:
+    """A rank that ends in C code says from which Python function it went there."""
+    with pytest.raises(RankError, match=r"(?s)exit code -11.*in crash_on") as caught:
+        pool.run(crash_on, 1, world_size=2)
+    assert (caught.value.rank, caught.value.kind) == (1, "died")
+
+
 def test_a_hang_ends_at_the_limit(pool: RankPool) -> None:
     """A silent rank is named at the time limit, with the place where it is."""
     pool.run(own_pid, world_size=2)
@@ -134,3 +149,16 @@ def test_misuse_is_refused(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="top of a module"):
         pool.run(lambda: 0, world_size=1)
     assert pool.pids == []
+
+
+def test_ranks_of_one_world() -> None:
+    """Where ranks may serve one world size only, another one gets ranks without a past."""
+    pool = RankPool(2, one_world=True)
+    try:
+        first = pool.run(own_pid, world_size=2)
+        assert pool.run(own_pid, world_size=2) == first
+        alone = pool.run(own_pid, world_size=1)
+        assert not set(alone) & set(first)
+        assert not set(pool.run(own_pid, world_size=2)) & {*first, *alone}
+    finally:
+        pool.close()

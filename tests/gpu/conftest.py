@@ -11,6 +11,7 @@ from tests.dist.rank_pool import RankPool
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[RankPool]:
     """GPU ranks that stay warm for the whole run: `gpu_ranks.run(function, world_size=4)`."""
-    pool = RankPool(max(torch.cuda.device_count(), 1), timeout_s=120.0, device="cuda")
+    num_gpus = max(torch.cuda.device_count(), 1)
+    pool = RankPool(num_gpus, timeout_s=120.0, device="cuda", one_world=True)
     yield pool
     pool.close()

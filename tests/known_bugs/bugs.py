@@ -132,7 +132,7 @@ BUGS = (
         "lost_attributes",
         "optimizers and tensor parallelism miss their marks on parameters",
         FSDP + "param_group.py",
-        "            setattr(to, name, value)\n",
+        "            setattr(twin, name, value)\n",
         "            pass\n",
         REGRESSIONS + "test_attributes_are_carried",
     ),

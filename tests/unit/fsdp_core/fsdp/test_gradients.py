@@ -175,6 +175,22 @@ def test_kept_gradients_keep_objects_and_memory(mesh: DeviceMesh) -> None:
     assert local(first).untyped_storage().data_ptr() == address
 
 
+def test_kept_memory_is_reduced_into_only_while_nothing_in_it_counts(mesh: DeviceMesh) -> None:
+    """The first reduction after zeroing writes where gradients are kept, the next one beside it."""
+    root, gradients = pair(mesh, keep_grads=True)
+    direct = []
+    for number in range(3):
+        arrive(gradients, 0, 1.0)
+        gradients.copy_in(None, STREAM)
+        used = gradients.reduce(STREAM, final=True)
+        direct.append(any(tensor is gradients.main_grad for tensor in used))
+        gradients.release_full(STREAM)
+        if number == 1:
+            assert values(gradients) == [2.0, None]
+            root.zero_main_grads()
+    assert direct == [True, False, True]
+
+
 def test_fresh_gradients_leave_the_old_ones_alone(mesh: DeviceMesh) -> None:
     """Without `keep` a gradient that somebody holds on to is not overwritten by the next step's."""
     root, gradients = pair(mesh)

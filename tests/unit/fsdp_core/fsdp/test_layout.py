@@ -50,27 +50,19 @@ def test_places(shapes: Shapes, num_shards: int) -> None:
 @example([(1, 509), (127, 3)], 7)
 @example([(8, 0), (3, 5)], 2)
 @settings(max_examples=150, deadline=None)
-def test_pieces(shapes: Shapes, num_shards: int) -> None:
-    """The ranks' pieces of a parameter are whole rows that cover it once, in rank order."""
+def test_rows_of_shards(shapes: Shapes, num_shards: int) -> None:
+    """Shards hold whole rows that cover a parameter once, in order, cut where the shards are."""
     layout = build_layout(shapes, num_shards)
     for index, slot in enumerate(layout.slots):
-        next_row, elements = 0, 0
-        for shard in range(num_shards):
-            piece = layout.local_piece(index, shard)
-            elements += piece.numel
-            if not piece.numel:
-                assert piece.row_start == piece.row_stop
-                continue
-            assert piece.row_start == next_row
-            assert piece.numel == (piece.row_stop - piece.row_start) * slot.row_numel
-            assert piece.offset >= 0
-            assert piece.offset + piece.numel <= layout.shard_numel
-            place = shard * layout.shard_numel + piece.offset
-            assert place == slot.offset + piece.row_start * slot.row_numel
-            next_row = piece.row_stop
-        assert elements == slot.numel
-        if slot.numel:
-            assert next_row == (slot.shape[0] if slot.shape else 1)
+        bounds = layout.row_bounds(index)
+        assert len(bounds) == num_shards + 1
+        assert list(bounds) == sorted(bounds)
+        assert (bounds[0], bounds[-1]) == (0, slot.shape[0] if slot.shape else 1)
+        end = slot.offset + slot.numel
+        for shard, row in enumerate(bounds):
+            boundary = shard * layout.shard_numel
+            cut = min(max(boundary, slot.offset), end)
+            assert slot.offset + row * slot.row_numel == cut
 
 
 @given(shape_lists, st.integers(1, 9))
@@ -127,10 +119,9 @@ def test_example() -> None:
     """A boundary inside a matrix cuts it between two rows."""
     layout = build_layout([(6, 8), (2, 8)], 2)
     assert layout.shard_numel == 32
-    first, second = layout.local_piece(0, 0), layout.local_piece(0, 1)
-    assert (first.offset, first.numel, first.row_start, first.row_stop) == (0, 32, 0, 4)
-    assert (second.offset, second.numel, second.row_start, second.row_stop) == (0, 16, 4, 6)
-    assert layout.local_piece(1, 0).numel == 0
+    assert [slot.offset for slot in layout.slots] == [0, 48]
+    assert layout.row_bounds(0) == (0, 4, 6)
+    assert layout.row_bounds(1) == (0, 0, 2)
 
 
 def test_gaps_of_an_empty_layout() -> None:

@@ -212,3 +212,26 @@ def test_noncontiguous_and_0d_parameters(mesh: DeviceMesh) -> None:
     assert torch.equal(gathered(group, group.names.index("weight")), source.t())
     assert torch.equal(gathered(group, group.names.index("gain")), torch.tensor(2.5))
     assert module(batch(1)).shape == (4, 4)
+
+
+def test_a_parameter_without_elements_keeps_its_shape(mesh: DeviceMesh) -> None:
+    """Rows of no width are rows all the same, at rest and gathered."""
+    module = nn.Linear(6, 6)
+    module.register_parameter("nothing", nn.Parameter(torch.zeros(8, 0)))
+    group = group_of(mesh, module)
+    index = group.names.index("nothing")
+    assert local(group.sharded[index]).shape == (8, 0)
+    assert gathered(group, index).shape == (8, 0)
+
+
+def test_gathered_parameters_have_version_counters_of_their_own(mesh: DeviceMesh) -> None:
+    """Writing into one is no in-place change of another that autograd has saved."""
+    group = group_of(mesh)
+    stream = group._device.current_stream()
+    group.unshard(stream)
+    weight, bias = group.unsharded
+    before = (weight._version, bias._version)
+    with torch.no_grad():
+        weight.zero_()
+    assert (weight._version, bias._version) == (before[0] + 1, before[1])
+    group.reshard(stream)

@@ -1,6 +1,7 @@
 """The traced pool: the plan as a function of a timeline, and its phases trace, plan, replay."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fsdp_core.device import Device, HostStream
 from fsdp_core.fsdp.pool import Key, TracedPool
-from fsdp_core.fsdp.traced_pool import Interval, PlannedSlot, Timeline, plan_slots, planned_bytes
+from fsdp_core.fsdp.traced_pool import Interval, PlannedSlot, Timeline, plan_slots
 
 NUMEL = 64
 GATHER = [Key(owner, "gather") for owner in range(6)]
@@ -50,6 +51,11 @@ def record(moves: list[Move], sizes: Any = size_of) -> list[Interval]:
             timeline.released(key)
     assert timeline.at_rest
     return timeline.intervals
+
+
+def planned_bytes(slots: Iterable[PlannedSlot]) -> int:
+    """Memory of a plan."""
+    return sum(slot.nbytes for slot in slots)
 
 
 def overlap(a: Interval, b: Interval) -> bool:
