@@ -94,10 +94,16 @@ def numbered(packs: list[list[Document]]) -> list[list[Document]]:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a microbatch: its tokens and their numbers, [B, T], -1 for padding."""
+    """What a rank has of a microbatch: its tokens, and their numbers on the CPU.
+
+    Both [B, T]; the number of padding is -1.
+    """
 
     local: LocalTokens
     numbers: torch.Tensor
+
+
+CPU = torch.device("cpu")
 
 
 def whole_share(batch: Batch, microbatch: int, cp: Axis, weight: float) -> Share:
@@ -113,18 +119,19 @@ def whole_share(batch: Batch, microbatch: int, cp: Axis, weight: float) -> Share
 
 def rank_share(
     batch: Batch, microbatch: int, place: tuple[int, int], cp: Axis, weight: float, way: str,
-    multiple: tuple[int, bool] = (1, False),
+    multiple: tuple[int, bool] = (1, False), *, device: torch.device = CPU,
 ) -> Share:  # fmt: skip
     """The part of the data-parallel rank `place` = (rank, ranks), and of the rank of `cp`.
 
     Args:
         multiple: tp, and whether the sequence is cut over it: what documents are padded for.
+        device: of the tokens.
     """
     packs, numbers = batch.packs(microbatch), numbered(batch.packs(microbatch))
     rank, ranks = place
     mine = slice(rank * len(packs) // ranks, (rank + 1) * len(packs) // ranks)
     if not batch.is_packed:
-        return _dense(packs, cp, way, numbers, mine)
+        return _dense(packs, cp, way, numbers, mine, device)
     tp, sequence_parallel = multiple
     merged = [[d for each in part[mine] for d in each] for part in (packs, numbers)]
     capacity = Capacity(
@@ -132,16 +139,18 @@ def rank_share(
         slots=len(merged[0]) + 2,
         multiple=padding_multiple(cp.size, tp, sequence_parallel=sequence_parallel),
     )
-    return _packed([merged[0]], [merged[1]], capacity, cp, weight, way)
+    return _packed([merged[0]], [merged[1]], capacity, cp, weight, way, device)
 
 
 def _dense(
     packs: list[list[Document]], cp: Axis, way: str,
     numbers: list[list[Document]] | None = None, mine: slice = slice(None),
+    device: torch.device = CPU,
 ) -> Share:  # fmt: skip
     numbers = numbers or numbered(packs)
     tokens, targets = (
-        torch.stack([getattr(p[0], key) for p in packs[mine]]) for key in ("tokens", "targets")
+        torch.stack([getattr(p[0], key) for p in packs[mine]]).to(device)
+        for key in ("tokens", "targets")
     )
     ids = torch.stack([p[0].tokens for p in numbers[mine]])
     return Share(dense_part(tokens, targets, cp, way), dense_part(ids, ids, cp, way).tokens)
@@ -149,12 +158,12 @@ def _dense(
 
 def _packed(
     packs: list[list[Document]], numbers: list[list[Document]], capacity: Capacity, cp: Axis,
-    weight: float, way: str,
+    weight: float, way: str, device: torch.device = CPU,
 ) -> Share:  # fmt: skip
     batch, ids = pack(packs[0], capacity), pack(numbers[0], capacity)
-    local = packed_part(batch, cp, weight, way)
-    valid = local.part.plan.valid
-    own = packed_part(_like(ids, batch), cp, weight, way).tokens
+    local = packed_part(batch.to(device), cp, weight, way)
+    there = packed_part(_like(ids, batch), cp, weight, way)
+    own, valid = there.tokens, there.part.plan.valid
     return Share(local, own if valid is None else own.masked_fill(~valid[None], -1))
 
 

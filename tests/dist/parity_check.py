@@ -11,17 +11,15 @@ from tests.dist import parity_rounding
 from tests.dist.parity_batches import Batch
 from tests.dist.parity_programs import (
     DTYPES,
-    Found,
-    Key,
     Layout,
     Problem,
     Routes,
-    join,
     keys_in_order,
     one_thread,
     run_case,
     run_whole,
 )
+from tests.dist.parity_watch import Found, Key, join
 from tests.dist.rank_pool import RankPool
 
 LONGEST = 256

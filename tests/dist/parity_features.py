@@ -11,13 +11,13 @@ from fsdp_core.model.weights import gather_global, gather_global_grads, init_wei
 from tests.dist import parity_faults
 from tests.dist.parity_programs import (
     Layout,
-    Outcome,
     Problem,
     Routes,
     sharding_of,
     streams_of,
     take_step,
 )
+from tests.dist.parity_watch import Outcome
 
 
 def run_clipped(

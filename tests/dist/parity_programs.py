@@ -15,19 +15,19 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_core.config import FsdpConfig, ModelConfig, ParallelConfig
+from fsdp_core.determinism import make_deterministic, prepare_environment
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy
 from fsdp_core.layouts import groups
 from fsdp_core.mesh import build_axes
-from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.backend import TorchBackend, make_backend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.model.moe.replay import RoutingTape
@@ -40,13 +40,15 @@ from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.parallel.stage_transfer import TensorSpec
 from tests.dist import parity_faults
 from tests.dist.parity_batches import Batch, Share, rank_share, whole_share
+from tests.dist.parity_watch import Found, Key, Outcome, Watch, join, local_numbers
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16,
+}  # fmt: skip
+"""What parameters and activations are kept in; products of "fp8" are of narrower inputs."""
 AXES = ("tp", "cp", "pp", "dp", "dp_outer", "ep", "etp", "edp")
 CPU = torch.device("cpu")
 
-Key = tuple[Any, ...]
-Found = dict[Key, torch.Tensor]
 Routes = dict[str, list[torch.Tensor]]
 """By the name of a layer's experts: chosen experts of each microbatch, [tokens, K] by number."""
 
@@ -68,23 +70,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Layout:
-    """How it is trained: degrees, precision, the way of context parallelism, a planted fault."""
+    """How it is trained.
+
+    Attributes:
+        way: of context parallelism.
+        fault: planted.
+        backend, device: of the ranks; what they are compared with is torch on the CPU.
+    """
 
     parallel: ParallelConfig
     dtype: str = "fp64"
     way: str = "ring"
     strategy: str = "optim_grads_params"
     fault: str = ""
-
-
-@dataclass
-class Outcome:
-    """What a rank has to show: rows of activations by number, its losses, gradients on rank 0."""
-
-    numbers: dict[Key, torch.Tensor] = field(default_factory=dict)
-    rows: Found = field(default_factory=dict)
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    backend: str = "torch"
+    device: str = "cpu"
 
 
 # ---- weights
@@ -97,9 +97,9 @@ def single_axes() -> Axes:
     return Axes(**one, dense_mesh=nobody, expert_mesh=nobody, sequence_parallel=False)
 
 
-def streams_of(axes: Axes) -> RandomStreams:
+def streams_of(axes: Axes, device: torch.device = CPU) -> RandomStreams:
     """Random streams of a rank."""
-    return RandomStreams(11, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp), CPU)
+    return RandomStreams(11, (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp), device)
 
 
 def whole_model(problem: Problem) -> DecoderStage:
@@ -128,71 +128,19 @@ def cast_parameters(stages: list[DecoderStage], dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-# ---- what happens inside
-
-
-class Watch:
-    """Notes what branches and the last stage give, by microbatch."""
-
-    def __init__(
-        self, stages: list[DecoderStage], shares: list[Share], tp: Axis | None, *,
-        masks: bool = False,
-    ) -> None:  # fmt: skip
-        self.outcome, self._shares, self._tp = Outcome(), shares, tp
-        self._masks = masks
-        for stage in stages:
-            watched: dict[str, nn.Module] = {}
-            if stage.embedding is not None and not masks:
-                watched["embedding"] = stage.embedding
-            for number, layer in stage.numbered_layers.items():
-                watched |= {f"layers.{number}.attn": layer.attn, f"layers.{number}.mlp": layer.mlp}
-            for name, module in watched.items():
-                module.register_forward_hook(self._hook(name))
-            if stage.head is not None:
-                stage.register_forward_hook(self._loss_hook())
-
-    def _hook(self, name: str) -> Any:
-        count = iter(range(len(self._shares)))
-
-        def note(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-            del module
-            rows = out.detach()
-            if self._masks:
-                rows = rows != args[0].detach()
-            key = ("forward", (microbatch := next(count)), name)
-            numbers = local_numbers(self._shares[microbatch], self._tp).flatten()
-            self.outcome.numbers[key] = numbers[numbers >= 0]
-            self.outcome.rows[key] = rows.flatten(0, 1)[numbers >= 0].double()
-
-        return note
-
-    def _loss_hook(self) -> Any:
-        count = iter(range(len(self._shares)))
-
-        def note(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-            del module, args
-            self.outcome.losses[next(count)] = out.detach().double()
-
-        return note
-
-
-def local_numbers(share: Share, tp: Axis | None) -> torch.Tensor:
-    """Numbers of a rank's tokens as activations are laid out; `tp` where it cuts the sequence."""
-    return share.numbers if tp is None else share.numbers.chunk(tp.size, 1)[tp.rank]
-
-
 def put_tapes(
     stages: list[DecoderStage], routes: Routes | None, shares: list[Share], tp: Axis | None,
     num_experts: int,
 ) -> dict[str, RoutingTape]:  # fmt: skip
     """A tape in each router: of `routes`, or one that records."""
     tapes = {}
+    device = shares[0].local.tokens.device
     for stage in stages:
         for name, router in stage.routers.items():
             entries = None
             if routes is not None:
                 entries = [
-                    _entry(table, local_numbers(share, tp), num_experts)
+                    _entry(table, local_numbers(share, tp), num_experts).to(device)
                     for table, share in zip(routes[name], shares, strict=True)
                 ]
             tapes[name] = cast("Any", router).tape = RoutingTape(entries)
@@ -249,48 +197,92 @@ def _by_number(share: Share, entry: torch.Tensor, num_tokens: int) -> torch.Tens
 # ---- a rank
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a layout; made once for all steps that are taken on it."""
+
+    axes: Axes
+    device: Device
+    context: DynamicContext | None
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Place":
+        """That of this rank of the default group. A collective."""
+        parallel, device = layout.parallel, Device("cpu")
+        if layout.device == "cuda":
+            prepare_environment()
+            make_deterministic(0)  # no TF32, no sums in narrow types, no atomics
+            device = Device("cuda", torch.cuda.current_device())
+        context = None
+        if parallel.dynamic_cp:
+            context = DynamicContext(groups(parallel, ("dp", "cp")), parallel.dynamic_cp)
+        return cls(build_axes(parallel, device), device, context)
+
+
+Case = tuple[Problem, Layout, Routes | None]
+
+
 def run_case(problem: Problem, layout: Layout, routes: Routes | None) -> Outcome:
     """The step on a rank of the default group."""
-    with parity_faults.planted(layout.fault):
-        return _run_case(problem, layout, routes)
+    return run_cases([(problem, layout, routes)])[0]
 
 
-def _run_case(problem: Problem, layout: Layout, routes: Routes | None) -> Outcome:
-    stages, axes, watch = take_step(problem, layout, routes)
-    outcome = watch.outcome
-    outcome.grads = gather_global_grads(stages, axes)
-    if dist.get_rank():
-        outcome.grads = {}
-    return outcome
+def run_cases(cases: list[Case]) -> list[Outcome]:
+    """Several steps one after another, of layouts that have their degrees in common."""
+    if len({(layout.parallel, layout.device) for _, layout, _ in cases}) != 1:
+        raise ValueError("Expected layouts of the same degrees on the same device.")
+    place, found = Place.of(cases[0][1]), []
+    for problem, layout, routes in cases:
+        with parity_faults.planted(layout.fault):
+            stages, axes, watch = take_step(problem, layout, routes, place=place)
+            grads = gather_global_grads(stages, axes)
+        watch.outcome.grads = {} if dist.get_rank() else grads
+        found.append(watch.outcome)
+    return found
 
 
 def take_step(
-    problem: Problem, layout: Layout, routes: Routes | None, *, masks: bool = False
-) -> tuple[list[DecoderStage], Axes, "Watch"]:
+    problem: Problem, layout: Layout, routes: Routes | None, *, masks: bool = False,
+    place: Place | None = None,
+) -> tuple[list[DecoderStage], Axes, Watch]:  # fmt: skip
     """Forward and backward of all microbatches on a rank of the default group."""
+    place = place or Place.of(layout)
     parallel, config, batch = layout.parallel, problem.model, problem.batch
-    axes = parity_faults.axes_of(build_axes(parallel, Device("cpu")), layout.fault)
-    streams = streams_of(axes)
-    stages = make_stages(config, axes, TorchBackend(), streams, chunks=parallel.pp_chunks)
+    axes = parity_faults.axes_of(place.axes, layout.fault)
+    device, dtype = place.device.torch_device, DTYPES[layout.dtype]
+    backend = make_backend(layout.backend)
+    streams = streams_of(axes, device)
+    stages = make_stages(config, axes, backend, streams, chunks=parallel.pp_chunks)
     load_global(stages, global_weights(problem))
-    dtype = DTYPES[layout.dtype]
     if dtype == torch.float64:
         cast_parameters(stages, dtype)
     for stage in stages:
-        shard_stage(stage, axes, sharding_of(layout, dtype))
+        shard_stage(stage.to(device), axes, sharding_of(layout, dtype))
         parity_faults.after_sharding(stage, axes, layout.fault)
         stage.set_loss_scale(parity_faults.loss_scale(1 / batch.number, layout.fault))
-    shares = make_shares(problem, layout, axes)
+    shares = make_shares(problem, layout, place)
     tp = axes.tp if axes.sequence_parallel else None
     watch = Watch(stages, shares, tp, masks=masks)
     put_tapes(stages, routes, shares, tp, config.experts)
     rows, time = shares[0].numbers.shape
     spec = TensorSpec((rows, time // (tp.size if tp else 1), config.hidden), dtype)
-    pipeline = Pipeline(stages, axes.pp, spec, CPU)
-    pipeline.forward_backward([
-        Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares
-    ])  # fmt: skip
+    pipeline = Pipeline(stages, axes.pp, spec, device)
+    with eighths(layout):
+        pipeline.forward_backward([
+            Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares
+        ])  # fmt: skip
     return stages, axes, watch
+
+
+def eighths(layout: Layout) -> AbstractContextManager[Any]:
+    """Products of eight-bit numbers, each tensor scaled by its own largest, where asked for."""
+    if layout.dtype != "fp8":
+        return contextlib.nullcontext()
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    found: AbstractContextManager[Any] = te.autocast(enabled=True, recipe=Float8CurrentScaling())
+    return found
 
 
 def sharding_of(layout: Layout, dtype: torch.dtype) -> Sharding:
@@ -304,57 +296,24 @@ def sharding_of(layout: Layout, dtype: torch.dtype) -> Sharding:
     return Sharding(fsdp=FsdpConfig(strategy=layout.strategy), policy=policy)
 
 
-def make_shares(problem: Problem, layout: Layout, axes: Axes) -> list[Share]:
+def make_shares(problem: Problem, layout: Layout, place: Place) -> list[Share]:
     """This rank's part of every microbatch."""
-    batch, parallel = problem.batch, layout.parallel
+    batch, axes, device = problem.batch, place.axes, place.device.torch_device
     ranks = num_averaged(axes)
     weight = problem.weight * ranks
     multiple = (axes.tp.size, axes.sequence_parallel)
-    if not parallel.dynamic_cp:
-        place = (axes.dp_outer.rank * axes.dp.size + axes.dp.rank, ranks // axes.cp.size)
-        return [
-            rank_share(batch, m, place, axes.cp, weight, layout.way, multiple)
-            for m in range(batch.number)
-        ]
-    context = DynamicContext(groups(parallel, ("dp", "cp")), parallel.dynamic_cp)
     shares = []
-    for number, size in enumerate(batch.sizes):
-        at = context.layout(size)
-        shares.append(rank_share(batch, number, (at.pack, at.num_packs), context.axis(size),
-                                 weight, layout.way, multiple))  # fmt: skip
+    for number in range(batch.number):
+        if place.context is None:
+            where = (axes.dp_outer.rank * axes.dp.size + axes.dp.rank, ranks // axes.cp.size)
+            cp = axes.cp
+        else:
+            at = place.context.layout(batch.sizes[number])
+            where, cp = (at.pack, at.num_packs), place.context.axis(at.size)
+        shares.append(
+            rank_share(batch, number, where, cp, weight, layout.way, multiple, device=device)
+        )
     return shares
-
-
-# ---- together again
-
-
-def join(outcomes: list[Outcome], batch: Batch, num_averaged: int) -> Found:
-    """What all ranks found, as one. Copies of a token's row must have the same bits.
-
-    Raises:
-        ValueError: copies differ, or a token has none; names what it is of.
-    """
-    found: Found = {}
-    for outcome in outcomes:
-        for key, rows in outcome.rows.items():
-            numbers = outcome.numbers[key]
-            shape = (batch.num_tokens(key[1]), rows.shape[1])
-            whole = found.setdefault(key, torch.full(shape, torch.nan, dtype=torch.float64))
-            seen = whole[numbers]
-            if not torch.equal(torch.where(seen.isnan(), rows, seen), rows):
-                raise ValueError(f"Expected equal bits of {key} on every rank that has it.")
-            whole[numbers] = rows
-    for key, whole in found.items():
-        if whole.isnan().any():
-            raise ValueError(f"Expected all tokens of {key}, got NaN or none.")
-    with_loss = [outcome for outcome in outcomes if outcome.losses]
-    losses = [torch.stack([o.losses[m] for m in range(batch.number)]) for o in with_loss]
-    found["loss",] = torch.stack(losses).mean(0)
-    if len(losses) % num_averaged:
-        raise ValueError(f"Expected losses of a multiple of {num_averaged} ranks.")
-    for outcome in outcomes:
-        found |= {("grad", name): grad.double() for name, grad in outcome.grads.items()}
-    return found
 
 
 @functools.cache

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tests.dist.parity_bounds import WIDE, unit_roundoff
-from tests.dist.parity_programs import Found, Problem, Routes, run_whole
+from tests.dist.parity_programs import Problem, Routes, run_whole
+from tests.dist.parity_watch import Found
 
 SAMPLES = 3
 PARTS = 4
