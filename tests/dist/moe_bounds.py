@@ -156,7 +156,9 @@ def bounds(
     """Exact values and error bounds of "y", "x" (its gradient) and every weight's gradient."""
     rule, ar, wide = task.rule, run.narrow, run.wide
     weights = {name: exact(weight) for name, weight in task.weights.items()}
-    x, dy = exact(task.x.flatten(0, 1)), exact(task.cotangent.flatten(0, 1))
+    counts = torch.ones(len(experts_nk)) if task.valid is None else task.valid.flatten()
+    counts = counts.double()[:, None]
+    x, dy = exact(task.x.flatten(0, 1) * counts), exact(task.cotangent.flatten(0, 1))
     there = experts_nk < NUM_EXPERTS
     kept = there if kept_nk is None else kept_nk
     index = experts_nk.clamp(max=NUM_EXPERTS - 1)
@@ -198,7 +200,8 @@ def bounds(
     shared, dx_shared = _shared(run, weights, x, dy, found)
     found["y"] = ar.add(routed, shared)
     dx_routed = ar.add(*dx_terms, stores=1 + 2 * splits)
-    found["x"] = ar.add(dx_routed, dx_router, *dx_shared)
+    dx_all = ar.add(dx_routed, dx_router, *dx_shared)
+    found["x"] = Rounded(dx_all.value * counts, dx_all.error * counts)
     return found
 
 

@@ -125,6 +125,8 @@ def forward(
     """
     rule, x_nh = task.rule, x.flatten(0, 1)
     valid = None if task.valid is None else task.valid.flatten()
+    if valid is not None:
+        x_nh = x_nh * valid[:, None]
     logits, scores, experts = route(rule, weights["router.weight"], x_nh, task.bias, valid)
     rows = []
     for n, token in enumerate(x_nh):

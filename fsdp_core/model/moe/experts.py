@@ -106,11 +106,13 @@ class GroupedLinear(CutModule):
                 f"the grouped path, got {rows.dtype} and weights {tuple(self.weight.shape)}."
             )
         if groups is not None:
-            empty = [expert for expert, count in enumerate(groups.counts) if count == 0]
-            return _GroupedProduct.apply(rows, self.weight, groups.ends, empty)
+            ends, empty = groups.ends, None
+            if 0 in groups.counts:
+                empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+            return _GroupedProduct.apply(rows, self.weight, ends, empty)
         num_experts, num_rows, _ = rows.shape
         numbers = torch.arange(1, num_experts + 1, device=rows.device, dtype=torch.int32)
-        flat = _GroupedProduct.apply(rows.flatten(0, 1), self.weight, numbers * num_rows, [])
+        flat = _GroupedProduct.apply(rows.flatten(0, 1), self.weight, numbers * num_rows, None)
         return flat.view(num_experts, num_rows, -1)
 
 
@@ -123,20 +125,24 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, empty: list[int]
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        ends: torch.Tensor,
+        empty: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight, ends)
-        ctx.empty = empty
+        ctx.save_for_backward(rows, weight, ends, empty)
         return F.grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, ends = ctx.saved_tensors
+        rows, weight, ends, empty = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = F.grouped_mm(grad, weight, offs=ends)
         grad_weight = F.grouped_mm(grad.t(), rows.contiguous(), offs=ends)
-        for expert in ctx.empty:
-            grad_weight[expert].zero_()
+        if empty is not None:
+            # One kernel, however many experts there are and whichever are empty.
+            grad_weight.masked_fill_(empty[:, None, None], 0.0)
         return grad_rows, grad_weight, None, None
 
 

@@ -71,7 +71,9 @@ class MoeLayer(nn.Module):
         self.shared = shared
 
     def forward(self, x_BTH: torch.Tensor, valid_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]; tokens whose `valid_BT` (bool) is false go to no routed expert.
+        """[B, T, H] -> [B, T, H]; rows of zeros for tokens whose `valid_BT` (bool) is false.
+
+        What such tokens hold, be it NaN, reaches no other token and no gradient of a weight.
 
         Raises:
             RuntimeError: dropless while a CUDA graph is captured.
@@ -84,7 +86,11 @@ class MoeLayer(nn.Module):
         """Router and shared experts."""
         valid_S = None if valid_BT is None else valid_BT.flatten()
         routing = self.router(x_BTH.flatten(0, 1), valid_S)
-        shared_BTH = None if self.shared is None else self.shared(x_BTH)
+        shared_BTH = None
+        if self.shared is not None:
+            if valid_BT is not None:
+                x_BTH = x_BTH.masked_fill(~valid_BT[..., None], 0.0)
+            shared_BTH = self.shared(x_BTH)
         return Routed(routing.probs, routing.experts, shared_BTH)
 
     def experts_stage(self, x_BTH: torch.Tensor, routed: Routed, plan: Plan) -> torch.Tensor:

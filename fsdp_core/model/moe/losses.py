@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.routing import TINY, RouterRule
 from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.collectives import all_reduce
 
@@ -53,7 +53,7 @@ def router_losses(
     """
     shares_SE = scores_SE
     if rule.scores == "sigmoid":
-        shares_SE = scores_SE / scores_SE.sum(-1, keepdim=True)
+        shares_SE = scores_SE / (scores_SE.sum(-1, keepdim=True) + TINY)
     squares_S = logits_SE.logsumexp(-1).square()
     if valid_S is None:
         num_valid = torch.full((1,), logits_SE.shape[0], device=logits_SE.device)

@@ -54,6 +54,8 @@ def assign_places(
     counts = edges.diff()
     if capacity is None:
         return Places(order, rank.view_as(buckets), counts)
+    if num_slots == 0:
+        return Places(flat.new_zeros(num_buckets * capacity), buckets.clone(), counts)
     position = rank - edges[flat]
     kept = (position < capacity) & (flat < num_buckets)
     place = torch.where(kept, flat * capacity + position, num_buckets * capacity)

@@ -56,8 +56,8 @@ class Delivery:
             raise ValueError(f"Expected dispatcher in {DISPATCHERS}, got {self.dispatcher!r}.")
         if self.drop not in DROPS:
             raise ValueError(f"Expected drop in {DROPS}, got {self.drop!r}.")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"Expected capacity_factor > 0, got {self.capacity_factor}.")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(f"Expected a finite capacity_factor > 0, got {self.capacity_factor}.")
 
     @property
     def gathers(self) -> bool:

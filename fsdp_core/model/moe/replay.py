@@ -39,7 +39,7 @@ class RoutingTape:
 
         Raises:
             RuntimeError: replayed more often than it was recorded.
-            ValueError: the entry is not of the shape of the router's choice.
+            ValueError: the entry has not the shape or the device of the router's choice.
         """
         recomputing = _in_backward()
         if self.recording:
@@ -51,10 +51,12 @@ class RoutingTape:
             raise RuntimeError(f"Expected at most {number} forward passes on this tape, got more.")
         self._next[recomputing] += 1
         entry = self.entries[number]
-        if entry.shape != chosen_SK.shape or entry.dtype != torch.int64:
+        wanted = (chosen_SK.shape, torch.int64, chosen_SK.device)
+        if (entry.shape, entry.dtype, entry.device) != wanted:
             raise ValueError(
-                f"Expected a routing int64 {tuple(chosen_SK.shape)}, got {entry.dtype} "
-                f"{tuple(entry.shape)} as entry {number} of the tape."
+                f"Expected a routing int64 {tuple(chosen_SK.shape)} on {chosen_SK.device}, got "
+                f"{entry.dtype} {tuple(entry.shape)} on {entry.device} as entry {number} of the "
+                "tape."
             )
         return entry
 

@@ -4,6 +4,9 @@ S tokens of this rank, H hidden, E experts, K choices a token. Logits, scores an
 whatever the input's dtype (float64 for float64 inputs).
 """
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,9 +24,11 @@ class Router(nn.Module):
     """Tokens [S, H] -> weights and experts of their choices.
 
     The weight [E, H] is replicated. Under sequence parallel it sees this rank's part of the
-    sequence, and its gradient is summed over tp in the backward pass.
+    sequence, and its gradient is summed over tp in the backward pass. What rows of tokens that are
+    not valid hold, be it NaN, reaches nothing.
 
-    Buffers:
+    Buffers stay float32 (or float64) when the model is cast to less, in which a bias would lose
+    small steps, and start anew when the model leaves the meta device:
         expert_bias: float32 [E], if the rule has one; part of the state dict.
         slots_per_expert: int64 [E], slots of this rank since the last `update_bias`, counted once a
             microbatch that went backward.
@@ -55,26 +60,48 @@ class Router(nn.Module):
         self.register_buffer("balance_loss", torch.zeros(()), persistent=False)
         self.register_buffer("z_loss", torch.zeros(()), persistent=False)
 
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  (torch's signature)
+        held = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, old in held.items():
+            new = self._buffers[name]
+            assert new is not None
+            if old.is_meta and not new.is_meta:
+                self._buffers[name] = torch.full_like(new, float(name == "loss_scale"))
+            elif new.is_floating_point() and new.itemsize < torch.float32.itemsize:
+                self._buffers[name] = old.to(new.device, torch.float32)
+        return self
+
     def forward(self, x_SH: torch.Tensor, valid_S: torch.Tensor | None = None) -> Routing:
         """Route [S, H]; `valid_S` (bool) is false for tokens that are to go nowhere."""
         rule = self.rule
         dtype = torch.promote_types(x_SH.dtype, torch.float32)
+        if valid_S is not None:
+            # A gradient of zero times NaN is NaN, so masking what comes out is not enough.
+            x_SH = x_SH.masked_fill(~valid_S[:, None], 0.0)
         weight = self.weight.to(dtype)
         if self._axes.sequence_parallel:
             (weight,) = reduce_replicated((weight,), self._axes.tp)
         logits_SE = F.linear(x_SH.to(dtype), weight)
         scores_SE = rule.score(logits_SE)
         experts_SK = rule.choose(scores_SE, self.expert_bias)
-        if valid_S is not None:
-            experts_SK = experts_SK.masked_fill(~valid_S[:, None], rule.num_experts)
+        experts_SK = self._nowhere_if_invalid(experts_SK, valid_S)
         if self.tape is not None:
-            experts_SK = self.tape.experts(experts_SK)
+            # A tape may come from a run with other padding.
+            experts_SK = self._nowhere_if_invalid(self.tape.experts(experts_SK), valid_S)
         somewhere_SK = experts_SK < rule.num_experts
         probs_SK = rule.weigh(scores_SE, experts_SK.clamp(max=rule.num_experts - 1))
         probs_SK = probs_SK.masked_fill(~somewhere_SK, 0.0)
         if rule.watches_load:
             probs_SK = self._attach(logits_SE, scores_SE, probs_SK, experts_SK, valid_S)
         return Routing(probs_SK, experts_SK)
+
+    def _nowhere_if_invalid(
+        self, experts_SK: torch.Tensor, valid_S: torch.Tensor | None
+    ) -> torch.Tensor:
+        if valid_S is None:
+            return experts_SK
+        return experts_SK.masked_fill(~valid_S[:, None], self.rule.num_experts)
 
     def _attach(
         self,

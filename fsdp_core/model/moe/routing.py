@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 SCORES = ("softmax", "sigmoid")
-_TINY = 1e-20  # keeps the sum of sigmoid scores that all underflowed from dividing zero by zero
+TINY = 1e-20
+"""Keeps the sum of sigmoid scores that all underflowed from dividing zero by zero."""
 
 
 class Routing(NamedTuple):
@@ -84,5 +85,5 @@ class RouterRule:
         """Weights of the chosen experts, [S, K]."""
         chosen = scores_SE.gather(1, experts_SK)
         if self.normalised:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + _TINY)
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + TINY)
         return chosen * self.scale

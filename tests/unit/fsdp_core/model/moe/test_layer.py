@@ -34,10 +34,14 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer(axes: MoeAxes, delivery: Delivery, *, shared: bool = True, **changes: Any) -> MoeLayer:
+def layer(
+    axes: MoeAxes, delivery: Delivery, *, shared: bool = True, gated: bool = False, **changes: Any
+) -> MoeLayer:
     """Random float64 weights, the same at each call."""
     rule = RouterRule(**{"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.1, **changes})
-    always = SharedExperts(HIDDEN, FFN, axes.tp, sequence_parallel=False) if shared else None
+    always = None
+    if shared:
+        always = SharedExperts(HIDDEN, FFN, axes.tp, sequence_parallel=False, gated=gated)
     made = MoeLayer(HIDDEN, FFN, rule, axes, delivery=delivery, shared=always).double()
     generator = torch.Generator().manual_seed(8)
     for parameter in made.parameters():
@@ -84,17 +88,51 @@ def test_stages_make_the_layer(alone: MoeAxes) -> None:
     assert routed.shared.shape == x.shape
 
 
-def test_a_token_without_experts_has_the_shared_output(alone: MoeAxes) -> None:
-    """Tokens that are not valid get the shared experts' output alone, or zero without them."""
-    valid = torch.tensor([[True, False, True], [False, True, True]])
-    made, x = layer(alone, Delivery()), tokens()
+def test_shared_experts_are_added(alone: MoeAxes) -> None:
+    """The output is that of the routed experts plus that of the shared ones."""
+    made, bare, x = layer(alone, Delivery()), layer(alone, Delivery(), shared=False), tokens()
+    for name, parameter in bare.named_parameters():
+        parameter.data.copy_(made.get_parameter(name))
     mats = [getattr(made.shared, name).weight for name in ("gate", "up", "down")]
     shared = F.linear(F.silu(F.linear(x, mats[0])) * F.linear(x, mats[1]), mats[2])
-    y = made(x, valid)
-    assert torch.equal(y[~valid], shared[~valid])
-    assert (y[valid] != shared[valid]).any(-1).all()
-    bare = layer(alone, Delivery(), shared=False)
-    assert not bare(x, valid)[~valid].any()
+    assert torch.equal(made(x), bare(x) + shared)
+    assert shared.any()
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("factor", [None, 0.5])
+@pytest.mark.parametrize("gated", [False, True])
+def test_padding_may_hold_anything(
+    alone: MoeAxes, dispatcher: str, factor: float | None, gated: bool
+) -> None:
+    """Padding gets zeros, and its NaNs reach no other token and no gradient."""
+    valid = torch.tensor([[True, False, True], [False, True, True]])
+    found = []
+    for content in (0.0, float("nan")):
+        made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor), gated=gated)
+        x = tokens()
+        x.data[~valid] = content
+        y = made(x, valid)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in made.parameters())])
+        assert not y[~valid].any()
+        assert y[valid].any(-1).all()
+    for zero, other in zip(*found, strict=True):
+        assert zero.isfinite().all()
+        assert torch.equal(zero, other)
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_no_tokens_at_all(alone: MoeAxes, dispatcher: str, factor: float | None) -> None:
+    """Nothing goes in, nothing comes out, and every gradient is zero."""
+    made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor))
+    y = made(tokens()[:, :0])
+    assert y.shape == (2, 0, HIDDEN)
+    y.sum().backward()
+    for parameter in made.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
 
 
 @pytest.mark.parametrize("factor", [None, 0.5, 1.0])

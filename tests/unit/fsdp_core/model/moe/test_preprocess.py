@@ -27,8 +27,9 @@ def test_capacity_is_rounded_up(
     [
         ({"dispatcher": "broadcast"}, "dispatcher in .*got 'broadcast'"),
         ({"drop": "random"}, "drop in .*got 'random'"),
-        ({"capacity_factor": 0.0}, "capacity_factor > 0, got 0.0"),
-        ({"capacity_factor": float("nan")}, "capacity_factor > 0, got nan"),
+        ({"capacity_factor": 0.0}, "a finite capacity_factor > 0, got 0.0"),
+        ({"capacity_factor": float("nan")}, "a finite capacity_factor > 0, got nan"),
+        ({"capacity_factor": float("inf")}, "a finite capacity_factor > 0, got inf"),
     ],
 )
 def test_values_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -94,6 +94,81 @@ def test_tokens_that_are_not_valid_go_nowhere(alone: MoeAxes) -> None:
     assert router.slots_per_expert.sum() == 2 * VALID.sum()
 
 
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_padding_may_hold_anything(alone: MoeAxes, scores: str) -> None:
+    """NaN and infinities in rows that are not valid change no bit of losses and gradients."""
+    found = []
+    for content in (0.0, float("nan"), float("inf")):
+        router, x = make(alone, scores=scores), tokens()
+        x.data[~VALID] = content
+        probs, _ = router(x, VALID)
+        (probs * torch.arange(2.0)).sum().backward()
+        assert router.weight.grad is not None
+        assert x.grad is not None
+        found.append([probs, router.weight.grad, x.grad, router.balance_loss, router.z_loss])
+    for zero, *others in zip(*found, strict=True):
+        assert zero.isfinite().all()
+        assert all(torch.equal(zero, other) for other in others)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("size", [-1e3, 1e3])
+def test_huge_logits_have_finite_losses(alone: MoeAxes, scores: str, size: float) -> None:
+    """Logits past the range of exp, and sigmoids that all underflow to zero, give no NaN."""
+    router, x = make(alone, scores=scores), torch.full((TOKENS, HIDDEN), size).requires_grad_()
+    router.float().weight.data.copy_(torch.linspace(0.5, 1, EXPERTS)[:, None])
+    probs, experts = router(x)
+    probs.sum().backward()
+    assert router.weight.grad is not None
+    for tensor in (probs, router.balance_loss, router.z_loss, router.weight.grad):
+        assert tensor.isfinite().all()
+    if scores == "softmax":
+        assert (experts[:, 0] == (EXPERTS - 1 if size > 0 else 0)).all()
+
+
+def test_casts_leave_the_bias_alone(alone: MoeAxes) -> None:
+    """In a bfloat16 model the bias is float32, bit for bit, and still moves by small steps."""
+    router = make(alone, expert_bias=True).float()
+    assert router.expert_bias is not None
+    router.expert_bias.copy_(torch.tensor([1.001, -1.001, 0.3, 0.0]))
+    before = router.expert_bias.clone()
+    router.loss_scale.fill_(1 / 3)
+    router.to(torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16
+    assert torch.equal(router.expert_bias, before)
+    assert router.loss_scale.item() == torch.tensor(1 / 3).item()
+    router.slots_per_expert.copy_(torch.tensor([7, 1, 4, 4]))
+    router.update_bias(0.001)
+    assert torch.equal(router.expert_bias, before + torch.tensor([-0.001, 0.001, 0.0, 0.0]))
+    assert router.double().loss_scale.dtype == torch.float64
+
+
+def test_a_router_from_the_meta_device_starts_anew(alone: MoeAxes) -> None:
+    """What torch leaves in memory is no bias, no load and no scale."""
+    with torch.device("meta"):
+        router = make_on_meta(alone)
+    router.to_empty(device="cpu")
+    assert router.expert_bias is not None
+    assert not router.expert_bias.any()
+    assert not router.slots_per_expert.any()
+    assert router.loss_scale.item() == 1.0
+
+
+def make_on_meta(axes: MoeAxes) -> Router:
+    """A router with a bias, without memory."""
+    return Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2, expert_bias=True), axes)
+
+
+def test_a_tape_sends_no_padding(alone: MoeAxes) -> None:
+    """Tokens that are not valid go nowhere, also where the tape says otherwise."""
+    router, x = make(alone), tokens()
+    router.tape = RoutingTape([torch.ones(TOKENS, 2, dtype=torch.int64)])
+    probs, experts = router(x, VALID)
+    assert (experts[~VALID] == EXPERTS).all()
+    assert (experts[VALID] == 1).all()
+    assert not probs[~VALID].any()
+
+
 def test_without_any_valid_token_losses_are_zero(alone: MoeAxes) -> None:
     """No division by zero."""
     router, x = make(alone), tokens()
@@ -214,7 +289,7 @@ def test_a_tape_says_what_is_wrong(alone: MoeAxes) -> None:
         router(x)
     for wrong in (right[:-1], right.int()):
         router.tape = RoutingTape([wrong])
-        with pytest.raises(ValueError, match=r"Expected a routing int64 \(10, 2\), got"):
+        with pytest.raises(ValueError, match=r"Expected a routing int64 \(10, 2\) on cpu, got"):
             router(x)
 
 
