@@ -1,7 +1,7 @@
 """Where the tensors of a checkpoint go: into which memory of a model and an optimizer."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,18 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from fsdp_core.checkpoint.state import (
-    OptimizerView,
-    decode,
+from fsdp_core.checkpoint.pieces import (
+    Cuts,
+    Piece,
+    cuts_of,
     has_pieces,
     is_here,
-    model_state,
     plain_name,
+    whole_shape,
 )
+from fsdp_core.checkpoint.state import SINGLE_STATES, Modules, OptimizerView, decode, model_state
+from fsdp_core.parallel.cuts import Cut
 
-_SCALAR_STATES = {"step", "eta", "mu", "mu_product"}
-"""States of torch's optimizers that are one number even beside a 0-d parameter."""
 _HOW_NOT_WHAT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of a parameter group that stay as the optimizer was built: they change no formula."""
 
@@ -38,34 +39,59 @@ class Fit:
         self._per_rank = set(document["per_rank"])
         self._stored: dict[str, Any] = {}
         self._parameters: set[str] = set()
+        self._cuts: Cuts = {}
         self._apply: list[Callable[[], Any]] = []
-        self.targets: dict[str, torch.Tensor] = {}
+        self.targets: dict[str, Any] = {}
         self.extra: Any = None
 
     def choose(
-        self, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
+        self,
+        metadata: Metadata,
+        modules: Modules,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        are_stages: bool = False,
+    ) -> set[str]:
         """Fill `targets`.
+
+        Args:
+            are_stages: the model may be a part of the one that was saved; see `check_complete`.
+
+        Returns:
+            Names of this rank's parameters and buffers.
 
         Raises:
             ValueError: names, shapes, dtypes or the optimizer's type differ.
         """
-        self._stored = metadata.state_dict_metadata
-        self._choose_model(model)
+        self._stored, self._cuts = metadata.state_dict_metadata, cuts_of(modules)
+        names = self._choose_model(modules, are_stages=are_stages)
         if optimizer is not None:
-            self._choose_optimizer(OptimizerView(optimizer, model))
+            self._choose_optimizer(OptimizerView(optimizer, modules))
         self.extra = decode(self._document["extra"], self._make)
+        return names
 
     def apply(self) -> None:
         """Hand over what was read."""
         for step in self._apply:
             step()
 
-    def _make(self, entry: dict[str, Any], like: torch.Tensor | None = None) -> torch.Tensor:
-        """Enter a target: `like` itself if it is of the stored shape and dtype, else new memory."""
+    def _make(
+        self,
+        entry: dict[str, Any],
+        like: torch.Tensor | None = None,
+        cuts: tuple[Cut, ...] = (),
+    ) -> torch.Tensor:
+        """Enter a target: `like` itself if it is of the stored shape and dtype, else new memory.
+
+        Where there are `cuts`, `like` is what they leave of the stored tensor, of its dtype.
+        """
         key = entry["$tensor"]
         if key in self._per_rank:
             key = self._key_of_rank(key)
+        if cuts:
+            assert like is not None
+            self.targets[key] = Piece.of(like, cuts)
+            return like
         stored = self._stored[key]
         dtype, size = stored.properties.dtype, stored.size
         if like is None or (like.dtype, like.shape) != (dtype, size):
@@ -86,31 +112,35 @@ class Fit:
         )
         return key
 
-    def _choose_model(self, model: nn.Module) -> None:
-        tree, state = self._document["model"], model_state(model)
-        _check_names("parameters and buffers", state.keys(), tree.keys())
+    def _choose_model(self, modules: Modules, *, are_stages: bool) -> set[str]:
+        tree, state = self._document["model"], model_state(modules)
+        saved = tree.keys() & state.keys() if are_stages else tree.keys()
+        _check_names("parameters and buffers", state.keys(), saved)
         self._parameters = {f"model.{n}" for n, v in state.items() if isinstance(v, nn.Parameter)}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
                 self._check_tensor(name, value, tree[name])
-        found = {
-            name: decode(tree[name], partial(self._make, like=_memory(value, tree[name])))
-            for name, value in state.items()
-        }
-        raw = {plain_name(key): key for key in model.state_dict()}
-        loaded = {raw[name]: value for name, value in found.items()}
-        self._apply.append(partial(model.load_state_dict, loaded))
+        found = {name: self._decoded(name, value, tree[name]) for name, value in state.items()}
+        for module in modules:
+            loaded = {raw: found[plain_name(raw)] for raw in module.state_dict()}
+            self._apply.append(partial(module.load_state_dict, loaded))
+        return set(state)
+
+    def _decoded(self, name: str, value: Any, tree: Any) -> Any:
+        make = partial(self._make, like=_memory(value, tree), cuts=self._cuts.get(name, ()))
+        return decode(tree, make)
 
     def _check_tensor(self, name: str, value: torch.Tensor, entry: Any) -> None:
         stored = self._stored[entry["$tensor"]]
-        expected, got = (value.dtype, value.shape), (stored.properties.dtype, stored.size)
+        expected = value.dtype, whole_shape(value.shape, self._cuts.get(name, ()))
+        got = stored.properties.dtype, stored.size
         if value.is_meta:
             raise ValueError(f"Expected {name} in memory, got a meta tensor: call to_empty first.")
         if expected != got:
             raise ValueError(f"Expected {name} of {_text(expected)}, got {_text(got)}.")
 
     def _choose_optimizer(self, view: OptimizerView) -> None:
-        parameters = model_state(view.model)
+        parameters = model_state(view.modules)
         saved = self._document["optimizer"]
         if saved is None:
             raise ValueError("Expected an optimizer's state, got a checkpoint saved without.")
@@ -124,7 +154,8 @@ class Fit:
         for number, (group, stored) in enumerate(zip(view.groups, saved["groups"], strict=True)):
             names = [view.names[i] for i in group["params"]]
             # Who builds an optimizer may leave out what has no rows on this rank.
-            needed = [n for n in stored["params"] if n in names or is_here(parameters[n])]
+            mine = [n for n in stored["params"] if n in parameters]
+            needed = [n for n in mine if n in names or is_here(parameters[n])]
             _check_names(f"parameters in group {number}", names, needed)
             values = decode(stored["values"], self._make)
             kept = {k: v for k, v in group.items() if k in _HOW_NOT_WHAT}
@@ -142,24 +173,33 @@ class Fit:
         name, parameter, now = view.names[index], view.parameters[index], view.state.get(index, {})
         if now:
             _check_names(f"states of {name}", now.keys(), tree.keys())
-        was_cut = self._document["model"][name]["pieces"]
+        was_cut, cuts = self._document["model"][name]["pieces"], self._cuts.get(name, ())
+        shape = whole_shape(parameter.shape, cuts)
 
         def make(key: str, entry: dict[str, Any]) -> torch.Tensor:
             stored, like = self._stored[entry["$tensor"]], now.get(key)
-            alike = not was_cut and stored.size == parameter.shape and key not in _SCALAR_STATES
+            alike = not was_cut and stored.size == shape and key not in SINGLE_STATES
             if not (entry["pieces"] or alike):
                 return self._make(entry, None if has_pieces(like) else like)
-            if stored.size != parameter.shape:
+            if stored.size != shape:
                 raise ValueError(
-                    f"Expected {key} of {name} of {tuple(parameter.shape)}, got "
-                    f"{tuple(stored.size)}."
+                    f"Expected {key} of {name} of {tuple(shape)}, got {tuple(stored.size)}."
                 )
             dtype = stored.properties.dtype
             if has_pieces(like) != has_pieces(parameter) or getattr(like, "dtype", None) != dtype:
                 like = torch.empty_like(parameter.detach(), dtype=dtype)
-            return self._make(entry, like)
+            return self._make(entry, like, cuts)
 
         return {key: decode(part, partial(make, key)) for key, part in tree.items()}
+
+
+def check_complete(saved: Iterable[str], ranks: Sequence[set[str]]) -> None:
+    """Compare the names in a checkpoint with those of all ranks together.
+
+    Raises:
+        ValueError: no rank has what the checkpoint holds.
+    """
+    _check_names("parameters and buffers over all stages", set().union(*ranks), saved)
 
 
 def _memory(value: Any, tree: Any) -> torch.Tensor | None:

@@ -23,9 +23,9 @@ from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fu
 from fsdp_core.fsdp.pool import Pool
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.model.microbatch import num_averaged
-from fsdp_core.model.weights import named_cuts
 from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.collectives import all_reduce
+from fsdp_core.parallel.cuts import named_cuts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Global weights: the same for every layout, drawn, cut, gathered and loaded by name.
 
-    global name   that of the parameter in the model that is not cut, `layers.7.attn.wq.weight`
+    global name   that of the parameter in the model that is not cut, `layers.7.attn.wq.weight`;
+                  what a library makes of it is translated (`parallel.global_names`)
     draw          each global tensor from a generator of its own, seeded by (seed, global name)
     experts       [E, out, in]: each of the E matrices from its own, so a rank draws its own alone
 
@@ -19,27 +20,14 @@ from torch import nn
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.collectives import all_gather
-from fsdp_core.parallel.cuts import Cut, CutModule, place, take
+from fsdp_core.parallel.cuts import Cut, place, take
+from fsdp_core.parallel.global_names import Stretch, join_stretches, named_stretches
 
 _WRITES_RESIDUAL = ("wo", "down")
 """Modules that write to the residual stream, by the last part of their names."""
 _EXPERT_AXIS = "ep"
 
 Weights = dict[str, torch.Tensor]
-
-
-def named_cuts(stage: nn.Module) -> dict[str, tuple[Cut, ...]]:
-    """The cuts of every parameter by its name; () for one that is replicated.
-
-    Asked of the modules, which remember them: FSDP puts parameters of its own in place of theirs.
-    """
-    found: dict[str, tuple[Cut, ...]] = {}
-    for prefix, module in stage.named_modules():
-        cuts = module._cuts if isinstance(module, CutModule) else {}
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found[f"{prefix}.{name}".lstrip(".")] = cuts.get(name, ())
-    return found
 
 
 def init_weights(stages: Iterable[nn.Module], seed: int, *, layers: int, init_std: float) -> None:
@@ -57,7 +45,7 @@ def init_weights(stages: Iterable[nn.Module], seed: int, *, layers: int, init_st
         ValueError: a stage that is sharded already.
     """
     for stage in stages:
-        cuts = named_cuts(stage)
+        stretches = named_stretches(stage)
         for name, parameter in stage.named_parameters():
             if isinstance(parameter, RowSharded):
                 raise ValueError(f"Expected stages to initialise before FSDP, got {name} sharded.")
@@ -65,9 +53,11 @@ def init_weights(stages: Iterable[nn.Module], seed: int, *, layers: int, init_st
                 if parameter.dim() < 2:
                     parameter.fill_(1.0)
                     continue
-                residual = name.split(".")[-2] in _WRITES_RESIDUAL
-                std = init_std / (2 * layers) ** 0.5 if residual else init_std
-                parameter.copy_(_draw(name, parameter, cuts[name], seed, std))
+                for stretch in stretches[name]:
+                    residual = stretch.name.split(".")[-2] in _WRITES_RESIDUAL
+                    std = init_std / (2 * layers) ** 0.5 if residual else init_std
+                    part = stretch.of(parameter)
+                    part.copy_(_draw(stretch.name, part, stretch.cuts, seed, std))
 
 
 def _draw(
@@ -75,10 +65,10 @@ def _draw(
 ) -> torch.Tensor:
     """This rank's part, float32 on the CPU."""
     if parameter.dim() < 3:
-        return take(_normal(name, _global_shape(parameter, cuts), seed, std), cuts)
+        return take(_normal(name, _global_shape(parameter.shape, cuts), seed, std), cuts)
     first, inner = _expert_cut(cuts), tuple(cut for cut in cuts if cut.dim > 0)
     inner = tuple(Cut(c.axis, c.dim - 1, c.axis_size, c.index) for c in inner)
-    shape = _global_shape(parameter[0], inner)
+    shape = _global_shape(parameter.shape[1:], inner)
     number = first.index * parameter.shape[0]
     return torch.stack(
         [
@@ -98,8 +88,8 @@ def _normal(name: str, shape: Sequence[int], seed: int, std: float) -> torch.Ten
     return torch.empty(tuple(shape)).normal_(0.0, std, generator=generator)
 
 
-def _global_shape(part: torch.Tensor, cuts: tuple[Cut, ...]) -> list[int]:
-    shape = list(part.shape)
+def _global_shape(part: Sequence[int], cuts: tuple[Cut, ...]) -> list[int]:
+    shape = list(part)
     for cut in cuts:
         shape[cut.dim] *= cut.axis_size
     return shape
@@ -118,21 +108,29 @@ def load_global(stages: Iterable[nn.Module], weights: Mapping[str, torch.Tensor]
         ValueError: a parameter that `weights` lack, or one of another global shape.
     """
     for stage in stages:
-        cuts = named_cuts(stage)
+        stretches = named_stretches(stage)
         for name, parameter in stage.named_parameters():
-            if name not in weights:
-                raise ValueError(f"Expected a weight for {name}, got none.")
-            expected = _global_shape(parameter, cuts[name])
-            if list(weights[name].shape) != expected:
-                raise ValueError(
-                    f"Expected {name} of shape {expected}, got {list(weights[name].shape)}."
-                )
-            part = take(weights[name], cuts[name])
+            parts = [_part_of(parameter, stretch, weights) for stretch in stretches[name]]
+            whole = join_stretches(stretches[name], parts)
             with torch.no_grad():
                 if isinstance(parameter, RowSharded):
-                    parameter.to_local().copy_(parameter.row_spec.own_rows(part))
+                    parameter.to_local().copy_(parameter.row_spec.own_rows(whole))
                 else:
-                    parameter.copy_(part)
+                    parameter.copy_(whole)
+
+
+def _part_of(
+    parameter: torch.Tensor, stretch: Stretch, weights: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    name, shape = stretch.name, list(parameter.shape)
+    if name not in weights:
+        raise ValueError(f"Expected a weight for {name}, got none.")
+    if stretch.length is not None:
+        shape[stretch.dim] = stretch.length
+    expected = _global_shape(shape, stretch.cuts)
+    if list(weights[name].shape) != expected:
+        raise ValueError(f"Expected {name} of shape {expected}, got {list(weights[name].shape)}.")
+    return take(weights[name], stretch.cuts)
 
 
 def gather_global(stages: Iterable[nn.Module], axes: Axes) -> Weights:
@@ -158,20 +156,19 @@ def _gather(
 ) -> Weights:
     found: Weights = {}
     for stage in stages:
-        cuts = named_cuts(stage)
+        stretches = named_stretches(stage)
         for name, parameter in stage.named_parameters():
-            found[name] = _whole(name, parameter, pick(parameter), cuts[name], axes)
+            mine = _all_rows(name, parameter, pick(parameter))
+            for stretch in stretches[name]:
+                found[stretch.name] = _whole(stretch, stretch.of(mine), axes)
     return _of_all_stages(found, axes.pp)
 
 
-def _whole(
-    name: str, parameter: torch.Tensor, value: torch.Tensor | None, cuts: tuple[Cut, ...],
-    axes: Axes,
-) -> torch.Tensor:  # fmt: skip
-    part = _all_rows(name, parameter, value)
-    whole = part
+def _whole(stretch: Stretch, part: torch.Tensor, axes: Axes) -> torch.Tensor:
+    whole, cuts = part, stretch.cuts
     for axis in [axes.etp, axes.ep] if _is_of_experts(cuts) else [axes.tp]:
-        whole = _join(name, whole, next((c for c in cuts if c.axis == axis.name), None), axis)
+        cut = next((c for c in cuts if c.axis == axis.name), None)
+        whole = _join(stretch.name, whole, cut, axis)
     return whole.cpu()
 
 

@@ -155,3 +155,18 @@ class CutModule(nn.Module):
             parameter = self._parameters[name]
             if parameter is not None:
                 set_cuts(parameter, *cuts)
+
+
+def named_cuts(model: nn.Module) -> dict[str, tuple[Cut, ...]]:
+    """The cuts of every parameter by each of its names; () for one that is replicated.
+
+    Asked of the modules, which remember them: FSDP puts parameters of its own in place of theirs.
+    """
+    found: dict[str, tuple[Cut, ...]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        # Modules of other libraries have the attribute from `global_names`.
+        cuts: dict[str, tuple[Cut, ...]] = getattr(module, "_cuts", {})
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[f"{prefix}.{name}".lstrip(".")] = cuts.get(name, ())
+    return found
