@@ -184,11 +184,11 @@ def test_ranks_of_one_replica_share_their_tokens() -> None:
 
 def test_what_is_not_built_is_skipped_with_its_rule() -> None:
     """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
-    config = TrainConfig(parallel=ParallelConfig(tp=2)).to_dict()
+    config = TrainConfig(graph=("mlp",)).to_dict()
     plan = make_plan([case("a", 2, config=config), case("b", 2)], slots=4)
     assert [c.id for c in plan.skipped] == ["a"]
-    assert plan.skipped[0].skip_reason.startswith("parallel.tp: expected 1 (only dp")
-    assert plan.skipped[0].skip_reason.endswith("rule: tp_is_not_built")
+    assert plan.skipped[0].skip_reason.startswith("graph: expected attn or full_iteration (no")
+    assert plan.skipped[0].skip_reason.endswith("rule: scopes_are_not_built")
 
 
 def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
