@@ -8,7 +8,7 @@ from tests.dist.moe_graph_programs import (
     STEPS,
     capture_dropless,
     replays_equal_eager,
-    stages_before_dispatch,
+    stages_in_graphs,
 )
 from tests.dist.moe_layouts import Layout
 from tests.dist.rank_pool import RankPool
@@ -48,12 +48,34 @@ def test_dropless_is_refused_by_name(warm_ranks: RankPool) -> None:
     assert all("dispatch.py" in text for text in said), said
 
 
+DELIVERIES = [
+    Delivery(),
+    Delivery(dispatcher="all_gather"),
+    Delivery(capacity_factor=1.0),
+    Delivery(dispatcher="all_gather", capacity_factor=0.5, drop="probs"),
+]
+
+
 @pytest.mark.parametrize(
-    "delivery",
-    [Delivery(), Delivery(dispatcher="all_gather"), Delivery(capacity_factor=1.0)],
-    ids=["dropless", "gathered", "padded"],
+    "layout",
+    [Layout(ep=2, etp=2), Layout(ep=2, tp=2, sp=True), Layout(etp=2, tp=2)],
+    ids=lambda layout: layout.name,
 )
-def test_router_and_preprocess_are_captured_alone(warm_ranks: RankPool, delivery: Delivery) -> None:
-    """Up to dispatch every shape is static, also dropless: graph inputs are tensors alone."""
-    agreed = warm_ranks.run(stages_before_dispatch, Layout(ep=2, etp=2), delivery, world_size=4)
-    assert agreed == [STEPS] * 4
+def test_stages_are_captured_apart(warm_ranks: RankPool, layout: Layout) -> None:
+    """Stages as two graphs each, forward and backward: only tensors cross, with the bits of eager.
+
+    Gradients too: that of the router comes back through the weights that crossed. Up to dispatch
+    every shape is static, also dropless; with a capacity the whole layer's are.
+    """
+    cases = [
+        (delivery, dtype, scope)
+        for delivery in DELIVERIES
+        for dtype, scope in (
+            (torch.float32, "moe_router"),
+            (torch.bfloat16, "moe_preprocess"),
+            (torch.float32, "moe"),
+        )
+        if delivery.capacity_factor is not None or scope != "moe"
+    ]
+    by_rank = warm_ranks.run(stages_in_graphs, layout, cases, world_size=layout.world_size)
+    assert by_rank == [[STEPS] * len(cases)] * layout.world_size
