@@ -53,7 +53,8 @@ class Part:
     def num_counted(self) -> torch.Tensor:
         """How many of this rank's tokens count: float64 scalar."""
         if self.counted is None:
-            return torch.tensor(float(self.targets.numel()), dtype=torch.float64)
+            number, device = float(self.targets.numel()), self.targets.device
+            return torch.full((), number, dtype=torch.float64, device=device)
         return self.counted.sum(dtype=torch.float64)
 
     def valid(self, tp: Axis, *, sequence_parallel: bool) -> torch.Tensor | None:

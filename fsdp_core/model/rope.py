@@ -1,5 +1,8 @@
 """Rotary position embedding (Su et al., 2021), halves convention: pairs are (i, i + d/2)."""
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 from torch import nn
 
@@ -8,8 +11,10 @@ def rope_tables(
     seq: int, head_dim: int, theta: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine tables, float32 [seq, head_dim / 2]."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.outer(torch.arange(seq, dtype=torch.float64), theta**-exponent)
+    # On the CPU, whatever the default device: every device then has the same bits.
+    wide: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    exponent = torch.arange(0, head_dim, 2, **wide) / head_dim
+    angles = torch.outer(torch.arange(seq, **wide), theta**-exponent)
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
@@ -26,7 +31,9 @@ class RopeTable(nn.Module):
 
     A layer looks its tokens' positions up inside of what a graph captures. The graph then reads
     this table, which is always there, and the positions, which are an input of it: nothing that is
-    made in one forward pass and gone by the next.
+    made in one forward pass and gone by the next. It stays where it is, in float32, through casts
+    of the model; only another device makes it anew, out of the formula: one that comes from meta
+    has no values to copy.
 
     Args:
         num_positions: positions 0 to num_positions - 1 may be looked up.
@@ -47,9 +54,18 @@ class RopeTable(nn.Module):
             raise ValueError(
                 f"Expected a position or more and an even width, got {num_positions} and {width}."
             )
-        cos, sin = rope_tables(num_positions, width, theta, device or torch.device("cpu"))
+        self._formula = num_positions, width, theta
+        cos, sin = rope_tables(*self._formula, device or torch.device("cpu"))
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  (torch's signature)
+        """For `Module.to` and its kin: only the device may change."""
+        del recurse
+        device = fn(self.cos[:1]).device
+        if device != self.cos.device:
+            self.cos, self.sin = rope_tables(*self._formula, device)
+        return self
 
     def forward(self, x_BTND: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Rotate [B, T, N, D]; a position past the table is the error that torch makes of it."""
