@@ -8,6 +8,12 @@
 | swapped etp | two ranks of an etp group each take the other's slice | experts |
 | aux loss twice | the balancing loss is attached with twice its scale | router |
 | one stream for tp | dropout draws the same on tp ranks that hold different tokens | see test |
+| half the gradients | FSDP divides by twice the ranks that have tokens | head, the first made |
+| swapped halves | a context rank has its late chunk where its early one should be | attention |
+| swapped heads | values go to the heads of other keys | attention |
+| one prediction | one that counts is left out of a rank's loss | loss |
+| one position | one token of one rank turns by the position before its own | attention |
+| one boundary | attention takes the first two packed documents for one | attention |
 """
 
 import contextlib
@@ -16,11 +22,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_core.fsdp import FSDPModule
-from fsdp_core.model import decoder, microbatch, norm
+from fsdp_core.model import decoder, gqa, microbatch, mla, norm, packing, sdpa, sharding
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
+from fsdp_core.model.rope import RopeTable
+from fsdp_core.parallel import context
 from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.context import ContextPlan, Spans
+from tests.dist import parity_batches
 
 
 def axes_of(axes: Axes, fault: str) -> Axes:
@@ -59,23 +70,70 @@ def _keep(module: Any, names: Any, axis: Any) -> None:
     del module, names, axis
 
 
-_PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "norm not summed": (norm, "reduce_replicated_of", _keep),
-    "plain chunks": (microbatch, "split", _plain_split),
-    "one stream for tp": (decoder.Residual, "of", _same_stream),
+def _half(axes: Axes) -> int:
+    return 2 * microbatch.num_averaged(axes)
+
+
+def _late_first(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
+    part = _split(whole, dim, size, rank)
+    return torch.cat(part.chunk(2, dim)[::-1], dim) if rank == 1 else part
+
+
+def _other_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+    return _attention(q, k, v.flip(2), **how)
+
+
+def _one_left_out(documents: Any, capacity: Any) -> packing.PackedBatch:
+    batch = _pack(documents, capacity)
+    batch.loss_mask[int(batch.loss_mask.argmax())] = 0.0
+    return batch
+
+
+def _one_turned(table: RopeTable, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        positions = positions.clone()
+        positions[int(positions.argmax())] -= 1
+    return _turn(table, x, positions)
+
+
+def _joined(spans: Spans) -> Spans:
+    assert spans.offsets is not None
+    offsets = spans.offsets.clone()
+    offsets[1] = 0
+    return dataclasses.replace(spans, offsets=offsets)
+
+
+def _one_boundary_less(batch: packing.PackedBatch, *at: Any, **how: Any) -> ContextPlan:
+    plan = _plan(batch, *at, **how)
+    joined = {name: _joined(getattr(plan, name)) for name in ("spans", "half_spans")}
+    return dataclasses.replace(plan, **joined)
+
+
+_split, _pack, _turn = context.split, packing.pack, RopeTable.forward
+_attention, _plan = sdpa.causal_attention, packing.PackedBatch.plan
+
+_PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
+    "norm not summed": ((norm, "reduce_replicated_of", _keep),),
+    "plain chunks": ((microbatch, "split", _plain_split),),
+    "one stream for tp": ((decoder.Residual, "of", _same_stream),),
+    "half the gradients": ((sharding, "num_averaged", _half),),
+    "swapped halves": ((microbatch, "split", _late_first),),
+    "swapped heads": tuple((m, "causal_attention", _other_values) for m in (gqa, mla)),
+    "one prediction": ((parity_batches, "pack", _one_left_out),),
+    "one position": ((RopeTable, "forward", _one_turned),),
+    "one boundary": ((packing.PackedBatch, "plan", _one_boundary_less),),
 }
 
 
 @contextlib.contextmanager
 def planted(fault: str) -> Iterator[None]:
-    """Run with a fault that is a function put in another's place."""
-    if fault not in _PATCHES:
-        yield
-        return
-    owner, name, wrong = _PATCHES[fault]
-    right = owner.__dict__[name]
-    setattr(owner, name, wrong)
+    """Run with a fault that is functions put in others' places."""
+    patches = _PATCHES.get(fault, ())
+    right = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
+    for owner, name, wrong in patches:
+        setattr(owner, name, wrong)
     try:
         yield
     finally:
-        setattr(owner, name, right)
+        for owner, name, was in right:
+            setattr(owner, name, was)
