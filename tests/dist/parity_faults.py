@@ -105,8 +105,7 @@ def _joined(spans: Spans) -> Spans:
 
 def _one_boundary_less(batch: packing.PackedBatch, *at: Any, **how: Any) -> ContextPlan:
     plan = _plan(batch, *at, **how)
-    joined = {name: _joined(getattr(plan, name)) for name in ("spans", "half_spans")}
-    return dataclasses.replace(plan, **joined)
+    return dataclasses.replace(plan, spans=_joined(plan.spans), half_spans=_joined(plan.half_spans))
 
 
 _split, _pack, _turn = context.split, packing.pack, RopeTable.forward
