@@ -27,13 +27,13 @@ class Router(nn.Module):
     sequence, and its gradient is summed over tp in the backward pass. What rows of tokens that are
     not valid hold, be it NaN, reaches nothing.
 
-    Buffers stay float32 (or float64) when the model is cast to less, in which a bias would lose
-    small steps, and start anew when the model leaves the meta device:
+    Buffers keep their dtypes when the model is cast to less than float32, in which a bias would
+    lose small steps, and start anew when the model leaves the meta device:
         expert_bias: float32 [E], if the rule has one; part of the state dict.
         slots_per_expert: int64 [E], slots of this rank since the last `update_bias`, counted once a
             microbatch that went backward.
-        loss_scale: what the main loss is multiplied by before backward; the losses' gradients are
-            multiplied by it when the backward pass reaches the router.
+        loss_scale: float64, what the main loss is multiplied by before backward; the losses'
+            gradients are multiplied by it when the backward pass reaches the router.
         balance_loss, z_loss: float32, values of the last forward pass over the global batch.
 
     Attributes:
@@ -56,7 +56,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias)
         counts = torch.zeros(rule.num_experts, dtype=torch.int64)
         self.register_buffer("slots_per_expert", counts, persistent=False)
-        self.register_buffer("loss_scale", torch.ones(()), persistent=False)
+        self.register_buffer("loss_scale", torch.ones((), dtype=torch.float64), persistent=False)
         self.register_buffer("balance_loss", torch.zeros(()), persistent=False)
         self.register_buffer("z_loss", torch.zeros(()), persistent=False)
 
@@ -69,7 +69,7 @@ class Router(nn.Module):
             if old.is_meta and not new.is_meta:
                 self._buffers[name] = torch.full_like(new, float(name == "loss_scale"))
             elif new.is_floating_point() and new.itemsize < torch.float32.itemsize:
-                self._buffers[name] = old.to(new.device, torch.float32)
+                self._buffers[name] = old.to(new.device)
         return self
 
     def forward(self, x_SH: torch.Tensor, valid_S: torch.Tensor | None = None) -> Routing:
