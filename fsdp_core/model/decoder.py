@@ -15,26 +15,21 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.config import ModelConfig
 from fsdp_core.model.backend import Backend
-from fsdp_core.model.gqa import GqaShape, GroupedQueryAttention
 from fsdp_core.model.microbatch import Part
-from fsdp_core.model.mla import LatentAttention, MlaShape
 from fsdp_core.model.moe.axes import MoeAxes
 from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.preprocess import Delivery
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.moe.routing import RouterRule
-from fsdp_core.model.moe.shared import SharedExperts
-from fsdp_core.model.norm import make_norm
 from fsdp_core.model.rope import RopeTable
-from fsdp_core.parallel.axes import Axes, Axis
+from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.pipeline_split import split_layers
 from fsdp_core.parallel.rng import RandomStream, RandomStreams
-from fsdp_core.parallel.tensor import ColumnLinear, RowLinear, enter
+from fsdp_core.parallel.tensor import ColumnLinear
 from fsdp_core.parallel.vocab import VocabEmbedding, vocab_cross_entropy
 
 
@@ -74,28 +69,10 @@ class AttentionBranch(nn.Module):
         return self.residual.add(x_BTH, out, training=self.training)
 
 
-class Mlp(nn.Module):
-    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer, 2020), its width cut over tp."""
-
-    def __init__(self, hidden: int, ffn: int, tp: Axis, *, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
-        self.gate = ColumnLinear(hidden, ffn, tp, sequence_parallel=sequence_parallel)
-        self.up = ColumnLinear(hidden, ffn, tp, sequence_parallel=sequence_parallel)
-        self.down = RowLinear(ffn, hidden, tp, sequence_parallel=sequence_parallel)
-
-    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        whole = enter(x_BTH, self.tp, sequence_parallel=self.sequence_parallel)
-        inner = F.silu(self.gate(whole, entered=True)) * self.up(whole, entered=True)
-        result: torch.Tensor = self.down(inner)
-        return result
-
-
 class MlpBranch(nn.Module):
     """x + dropout(mlp(norm(x))): graph scope `mlp`."""
 
-    def __init__(self, norm: nn.Module, mlp: Mlp, residual: Residual) -> None:
+    def __init__(self, norm: nn.Module, mlp: nn.Module, residual: Residual) -> None:
         super().__init__()
         self.norm, self.mlp, self.residual = norm, mlp, residual
 
@@ -140,45 +117,19 @@ class LayerMaker:
     def __init__(
         self, config: ModelConfig, axes: Axes, backend: Backend, streams: RandomStreams
     ) -> None:
-        self._config, self._axes, self._backend = config, axes, backend
-        self._cut = {"sequence_parallel": axes.sequence_parallel}
-        self._residual = Residual.of(config.dropout, streams, **self._cut)
+        self._config, self._axes = config, axes
+        self._residual = Residual.of(
+            config.dropout, streams, sequence_parallel=axes.sequence_parallel
+        )
         self.rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
-
-    def norm(self) -> nn.Module:
-        """A norm of the residual stream."""
-        config, axes = self._config, self._axes
-        return make_norm(
-            self._backend, config.hidden, config.norm_eps, axes.tp,
-            sees_part=axes.sequence_parallel,
-        )  # fmt: skip
+        self.parts = backend.parts(config, axes, self.rope)
 
     def layer(self, number: int) -> Layer:
         """The layer of that global number."""
-        attn = AttentionBranch(self.norm(), self._attention(), self._residual)
-        make = self._moe_branch if self._config.has_experts(number) else self._mlp_branch
-        return Layer(attn, make())
-
-    def _attention(self) -> nn.Module:
-        config, tp = self._config, self._axes.tp
-        if config.attention == "mla":
-            latent = MlaShape(
-                hidden=config.hidden, heads=config.heads, q_lora_rank=config.q_lora_rank,
-                kv_lora_rank=config.kv_lora_rank, nope_dim=config.qk_nope_head_dim,
-                rope_dim=config.qk_rope_head_dim, v_dim=config.v_head_dim,
-                norm_eps=config.norm_eps,
-            )  # fmt: skip
-            return LatentAttention(latent, self.rope, tp, backend=self._backend, **self._cut)
-        grouped = GqaShape(
-            hidden=config.hidden, heads=config.heads, kv_heads=config.kv_heads,
-            head_dim=config.head_dim, norm_eps=config.norm_eps if config.qk_norm else None,
-        )  # fmt: skip
-        return GroupedQueryAttention(grouped, self.rope, tp, backend=self._backend, **self._cut)
-
-    def _mlp_branch(self) -> MlpBranch:
-        config = self._config
-        mlp = Mlp(config.hidden, config.ffn, self._axes.tp, **self._cut)
-        return MlpBranch(self.norm(), mlp, self._residual)
+        attn = AttentionBranch(*self.parts.attention(), self._residual)
+        if self._config.has_experts(number):
+            return Layer(attn, self._moe_branch())
+        return Layer(attn, MlpBranch(*self.parts.mlp(), self._residual))
 
     def _moe_branch(self) -> MoeBranch:
         config, axes = self._config, MoeAxes.of(self._axes)
@@ -190,13 +141,11 @@ class LayerMaker:
         delivery = Delivery(
             dispatcher=config.dispatcher, capacity_factor=config.capacity_factor, drop=config.drop
         )
-        shared = None
-        if config.shared_expert_ffn:
-            shared = SharedExperts(config.hidden, config.shared_expert_ffn, axes.tp, **self._cut)
         moe = MoeLayer(
-            config.hidden, config.expert_ffn, rule, axes, delivery=delivery, shared=shared
-        )
-        return MoeBranch(self.norm(), moe, self._residual, axes)
+            config.hidden, config.expert_ffn, rule, axes, delivery=delivery,
+            shared=self.parts.shared_experts(), experts=self.parts.experts(),
+        )  # fmt: skip
+        return MoeBranch(self.parts.norm(), moe, self._residual, axes)
 
 
 class DecoderStage(nn.Module):
@@ -230,11 +179,12 @@ class DecoderStage(nn.Module):
         numbers = range(config.layers) if layers is None else layers
         cut = {"sequence_parallel": axes.sequence_parallel}
         self.rope = make.rope
+        self._around = backend.around(axes)
         self.embedding = (
             VocabEmbedding(config.vocab_size, config.hidden, axes.tp, **cut) if is_first else None
         )
         self.layers = nn.ModuleDict({str(number): make.layer(number) for number in numbers})
-        self.norm = make.norm() if is_last else None
+        self.norm = make.parts.norm() if is_last else None
         self.head = (
             ColumnLinear(config.hidden, config.vocab_size, axes.tp, **cut) if is_last else None
         )
@@ -248,8 +198,9 @@ class DecoderStage(nn.Module):
         del microbatch
         if self.embedding is not None:
             x = self.embedding(x)
-        for layer in self.numbered_layers.values():
-            x = layer(x, part)
+        with self._around():
+            for layer in self.numbered_layers.values():
+                x = layer(x, part)
         if self.head is None or self.norm is None:
             return x
         logits = self.head(self.norm(x))

@@ -40,6 +40,8 @@ class Part:
         counted: bool [B, T], the tokens whose loss counts; None: all.
         weight: what the sum of this rank's token losses is multiplied by, see the module.
         way: how attention brings keys together, "ring" or "gather".
+        packed: of packed sequences the logical and the padded offsets of the whole pack, int32
+            [slots + 1], before it is cut over cp; None where rows are one sequence each.
     """
 
     plan: ContextPlan
@@ -48,6 +50,7 @@ class Part:
     counted: torch.Tensor | None
     weight: Weight
     way: str = "ring"
+    packed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def num_counted(self) -> torch.Tensor:
@@ -102,7 +105,9 @@ def packed_part(batch: PackedBatch, cp: Axis, weight: Weight, way: str = "ring")
     plan = batch.plan(cp.size, cp.rank, prefixes=way == "gather")
     mine = batch.part(plan)
     counted = mine.loss_mask[None] > 0
-    return LocalTokens(mine.tokens[None], Part(plan, cp, mine.targets[None], counted, weight, way))
+    offsets = (batch.offsets, batch.padded_offsets)
+    part = Part(plan, cp, mine.targets[None], counted, weight, way, offsets)
+    return LocalTokens(mine.tokens[None], part)
 
 
 def loss_weight(num_counted: torch.Tensor, num_microbatches: int, axes: Axes) -> torch.Tensor:

@@ -25,7 +25,8 @@ class Stretch:
     """A stretch of a parameter that is a rank's part of a global tensor.
 
     Attributes:
-        name: of the global tensor; in a module's table relative to that module.
+        name: of the global tensor; in a module's table relative to that module, "../norm.weight"
+            for one of the module around it.
         cuts: of the global tensor.
         dim, start, length: the stretch; a length of None: all of the parameter.
     """
@@ -115,4 +116,6 @@ def join_stretches(stretches: Stretches, parts: list[torch.Tensor]) -> torch.Ten
 
 
 def _join(prefix: str, name: str) -> str:
+    while name.startswith("../"):
+        prefix, name = prefix.rpartition(".")[0], name.removeprefix("../")
     return f"{prefix}.{name}" if prefix else name

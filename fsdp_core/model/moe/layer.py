@@ -22,7 +22,6 @@ from fsdp_core.model.moe.experts import Experts
 from fsdp_core.model.moe.preprocess import Delivery, Plan, Preprocess
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.moe.routing import RouterRule
-from fsdp_core.model.moe.shared import SharedExperts
 
 
 class Routed(NamedTuple):
@@ -46,6 +45,7 @@ class MoeLayer(nn.Module):
         ffn: feed-forward width of one expert.
         path: how experts multiply, see `experts`.
         shared: shared experts, if the model has some.
+        experts: what computes rows of experts, in place of `experts.Experts`.
 
     Raises:
         ValueError: sizes that the axes do not divide.
@@ -60,13 +60,15 @@ class MoeLayer(nn.Module):
         *,
         delivery: Delivery,
         path: str = "auto",
-        shared: SharedExperts | None = None,
+        shared: nn.Module | None = None,
+        experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.router = Router(hidden, rule, axes)
         self.preprocess = Preprocess(rule.num_experts, delivery, axes)
         self.dispatch = Dispatch(delivery, axes)
-        self.experts = Experts(rule.num_experts, hidden, ffn, axes, path)
+        made = experts or Experts(rule.num_experts, hidden, ffn, axes, path)
+        self.experts: nn.Module = made
         self.combine = Combine(delivery, axes)
         self.shared = shared
 
