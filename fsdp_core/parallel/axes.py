@@ -7,6 +7,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,10 @@ class Axis:
     size: int
     rank: int
     group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Itself: a copy of a module talks to the same ranks over the same group."""
+        return self
 
 
 @dataclass(frozen=True)

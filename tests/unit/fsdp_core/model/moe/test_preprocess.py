@@ -13,7 +13,15 @@ EXPERTS, TOKENS, CHOICES = 4, 5, 2
 
 @pytest.mark.parametrize(
     ("factor", "slots", "experts", "capacity"),
-    [(None, 10, 4, None), (1.0, 10, 4, 3), (1.0, 8, 4, 2), (1.25, 8, 4, 3), (0.01, 8, 4, 1)],
+    [
+        (None, 10, 4, None),
+        (1.0, 10, 4, 3),
+        (1.0, 8, 4, 2),
+        (1.25, 8, 4, 3),
+        (0.01, 8, 4, 1),
+        (1.1, 100, 10, 11),
+        (0.07, 100, 1, 7),
+    ],
 )
 def test_capacity_is_rounded_up(
     factor: float | None, slots: int, experts: int, capacity: int | None
