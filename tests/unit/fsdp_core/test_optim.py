@@ -1,6 +1,5 @@
 """AdamW: torch's own bits, in place, and empty pieces left out."""
 
-import pytest
 import torch
 
 from fsdp_core.config import OptimConfig
