@@ -86,6 +86,11 @@ class Layout:
     backend: str = "torch"
     device: str = "cpu"
 
+    @property
+    def arithmetic(self) -> str:
+        """Which bound its tensors have: see `parity_rounding.bounds`."""
+        return "bf16 fused" if (self.device, self.dtype) == ("cuda", "bf16") else self.dtype
+
 
 # ---- weights
 

@@ -1,104 +1,190 @@
 """The table of parity: every layout of the matrix, every model, every precision.
 
-    python -m tests.dist.parity_table [--dtype fp64 fp32 bf16] [--model ...] [--layout ...]
+    python -m tests.dist.parity_table [--ranks 8] [--dtype fp64 fp32 bf16] [--model ...]
+    python -m tests.dist.parity_table --ranks 4 --device cuda --backend te --dtype bf16 fp8
 
-prints the worst error of any activation, loss or gradient in units of its bound, and what of; exit
-code 1 if any is past it.
+prints, of each comparison, the worst error of any activation, loss or gradient in units of its
+bound and what of, and the first tensor that is past its bound; exit code 1 if any is. `--out`
+writes the same to FOLDER/parity.md and FOLDER/parity.csv.
 """
 
 import argparse
+import csv
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from fsdp_core.config import ConfigError, ParallelConfig, TrainConfig
-from tests.dist.parity_check import VARIANTS, compare, packs_of, problem_of
-from tests.dist.parity_programs import DTYPES, Layout
+from tests.dist.parity_check import Comparison, judge, prepare, reference
+from tests.dist.parity_layouts import ALL, BY_RANKS, MODELS, Cell, cells
+from tests.dist.parity_programs import DTYPES, run_cases
 from tests.dist.rank_pool import RankError, RankPool
 
-MODELS = ("dense_tiny", "moe_tiny", "mla_moe_tiny", *VARIANTS)
-SP: dict[str, Any] = {"sequence_parallel": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "DP8": {"dp": 8},
-    "HSDP 2x4": {"dp": 4, "dp_outer": 2},
-    "DP4xTP2": {"dp": 4, "tp": 2},
-    "DP4xTP2 SP": {"dp": 4, "tp": 2} | SP,
-    "DP2xEP2xETP2": {"dp": 8, "ep": 2, "etp": 2},
-    "DP2xEP2xETP2 of TP2": {"dp": 4, "tp": 2, "ep": 2, "etp": 2},
-    "DP2xEP2xETP2 of TP2 SP": {"dp": 4, "tp": 2, "ep": 2, "etp": 2} | SP,
-    "DP2xCP2xTP2": {"dp": 2, "cp": 2, "tp": 2},
-    "DP2xCP2xTP2 ETP2": {"dp": 2, "cp": 2, "tp": 2, "etp": 2},
-    "DP2xCP2xTP2 SP": {"dp": 2, "cp": 2, "tp": 2} | SP,
-    "CP4": {"cp": 4},
-    "CP4 gather": {"cp": 4, "way": "gather"},
-    "CP4 packed": {"cp": 4, "packed": True},
-    "EP4": {"dp": 4, "ep": 4},
-    "EP4 CP2 packed": {"dp": 2, "cp": 2, "ep": 4, "packed": True},
-    "EP8": {"dp": 8, "ep": 8},
-    "TP2xPP2": {"tp": 2, "pp": 2},
-    "TP2xPP2 SP": {"tp": 2, "pp": 2} | SP,
-    "DP2xPP2xTP2": {"dp": 2, "pp": 2, "tp": 2},
-    "DP2xPP2xTP2 SP": {"dp": 2, "pp": 2, "tp": 2} | SP,
-    "EP2xPP2xTP2 SP": {"dp": 2, "pp": 2, "tp": 2, "ep": 2} | SP,
-    "CP2xPP2xTP2 packed SP": {"cp": 2, "pp": 2, "tp": 2, "packed": True} | SP,
-    "DP2xPP2 interleaved": {"dp": 2, "pp": 2, "pp_chunks": 2},
-    "dynamic CP 1/2/4/8": {"dp": 8, "dynamic_cp": (1, 2, 4, 8)},
-    "dynamic CP 1/2/4 TP2 SP": {"dp": 4, "tp": 2, "dynamic_cp": (1, 2, 4)} | SP,
-    "dynamic CP 1/2/4/8 EP8": {"dp": 8, "dynamic_cp": (1, 2, 4, 8), "ep": 8},
-}
+TINY = ("dense_tiny", "moe_tiny", "mla_moe_tiny")
+DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("cpu", "torch"): {
+        "ranks": 8, "dtype": ["fp64", "fp32", "bf16"], "model": (*TINY, "qwen_tiny"),
+    },
+    ("cuda", "torch"): {"ranks": 4, "dtype": ["bf16", "fp32"], "model": TINY},
+    # Widths that TransformerEngine's kernels take.
+    ("cuda", "te"): {
+        "ranks": 4, "dtype": ["bf16", "fp8"], "model": ("dense_tiny", "moe_tiny", "mla_moe_even"),
+    },
+}  # fmt: skip
+WIDTHS = (13, 25, 5, 9, 45)
 
 
-def layout_of(name: str, dtype: str) -> tuple[Layout, tuple[int, ...]]:
-    """A layout of the matrix, and which ranks share its packs."""
-    degrees = dict(LAYOUTS[name])
-    packed, way = degrees.pop("packed", False), degrees.pop("way", "ring")
-    parallel = ParallelConfig(**degrees)
-    return Layout(parallel, dtype, way), packs_of(parallel, packed=packed)
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; `error` where there was nothing to compare."""
+
+    model: str
+    layout: str
+    dtype: str
+    units: float
+    worst: str
+    first_wrong: str
+    seconds: float
+    backend: str
+    device: str
+    error: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a tensor is past its bound, or there is none."""
+        return not self.units <= 1
 
 
-def refusal(preset: str, name: str) -> ConfigError | None:
-    """Why a model has no such layout."""
-    layout, sizes = layout_of(name, "fp64")
-    problem = problem_of(preset, sizes)
+def run_cells(chosen: list[Cell], pool: RankPool) -> list[Row]:
+    """Cells of one layout, on ranks that have its process groups; alone where one of them failed.
+
+    Ranks are replaced afterwards: they keep threads of groups that they have left, and one process
+    that splits a second default group crashes in NCCL (torch 2.11).
+    """
+    began = time.perf_counter()
+    cases = [(cell.problem, cell.layout, reference(cell.problem)[1]) for cell in chosen]
     try:
-        TrainConfig(
-            model=problem.model, parallel=layout.parallel, microbatches=problem.batch.number
-        )
-    except ConfigError as error:
-        return error
-    return None
+        found = pool.run(run_cases, cases, world_size=chosen[0].layout.parallel.world_size)
+    except RankError as error:
+        if len(chosen) > 1:
+            return [row for cell in chosen for row in run_cells([cell], pool)]
+        return [_row(chosen[0], error, time.perf_counter() - began)]
+    finally:
+        pool.stop()
+    seconds = (time.perf_counter() - began) / len(chosen)
+    rows = []
+    for number, cell in enumerate(chosen):
+        outcomes = [of_rank[number] for of_rank in found]
+        result: Comparison | ValueError
+        try:
+            result = judge(cell.problem, cell.layout, outcomes)
+        except ValueError as error:
+            result = error
+        rows.append(_row(cell, result, seconds))
+    return rows
 
 
-def cells(models: list[str], names: list[str]) -> Iterator[tuple[str, str]]:
-    """Models and layouts that go together."""
-    yield from ((m, n) for m in models for n in names if refusal(m, n) is None)
+def _row(cell: Cell, result: Comparison | Exception, seconds: float) -> Row:
+    layout = cell.layout
+    if isinstance(result, Comparison):
+        (units, worst), error = result.worst, ""
+        first = result.first_wrong[0] if result.first_wrong else ""
+    else:
+        units, worst = float("inf"), ""
+        error = first = str(result).strip().splitlines()[-1]
+    return Row(
+        cell.model, cell.name, layout.dtype, units, worst, first, seconds, layout.backend,
+        layout.device, error,
+    )  # fmt: skip
+
+
+def _line(model: str, layout: str, dtype: str, units: str, worst: str, first: str) -> str:
+    columns = zip((model, layout, dtype, units, worst), WIDTHS, strict=True)
+    return " ".join([*(text.ljust(width) for text, width in columns), first]).rstrip() + "\n"
+
+
+def _show(row: Row) -> str:
+    first = f"FIRST WRONG: {row.first_wrong}" if row.is_wrong else ""
+    return _line(row.model, row.layout, row.dtype, f"{row.units:9.2e}", row.worst, first)
+
+
+def write_report(rows: list[Row], folder: Path, title: str) -> None:
+    """`parity.md` and `parity.csv`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [field.name for field in fields(Row)]
+    with Path(folder, "parity.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows(astuple(row) for row in rows)
+    head = "| model | layout | dtype | worst error, units of its bound | of | first wrong |"
+    lines = [f"# {title}", "", head, "| --- " * 6 + "|"]
+    lines += [
+        f"| {r.model} | {r.layout} | {r.dtype} | {r.units:.2e} | {r.worst} | {r.first_wrong} |"
+        for r in rows
+    ]
+    Path(folder, "parity.md").write_text("\n".join(lines) + "\n")
+
+
+def table(groups: Iterable[list[Cell]], pool: RankPool) -> list[Row]:
+    """Run and print all cells."""
+    sys.stdout.write(_line("model", "layout", "dtype", "    units", "worst tensor", ""))
+    rows = []
+    for chosen in groups:
+        for row in run_cells(chosen, pool):
+            sys.stdout.write(_show(row))
+            rows.append(row)
+        sys.stdout.flush()
+    return rows
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; what is left out depends on the device and the backend."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, choices=sorted(BY_RANKS))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", choices=["torch", "te"], default="torch")
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES))
+    parser.add_argument("--model", nargs="+", choices=MODELS)
+    parser.add_argument("--layout", nargs="+", choices=list(ALL))
+    parser.add_argument("--out", type=Path, metavar="FOLDER")
+    chosen = parser.parse_args(arguments)
+    if (chosen.device, chosen.backend) not in DEFAULTS:
+        parser.error("--backend te needs --device cuda")
+    if chosen.backend == "torch" and "fp8" in (chosen.dtype or ()):
+        parser.error("--dtype fp8 needs --backend te")
+    for key, value in DEFAULTS[chosen.device, chosen.backend].items():
+        setattr(chosen, key, getattr(chosen, key) or value)
+    chosen.layout = chosen.layout or list(BY_RANKS[chosen.ranks])
+    return chosen
 
 
 def main(arguments: list[str]) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    chosen = parser.parse_args(arguments)
-    failed = False
-    pool = RankPool(8, timeout_s=300.0)
+    chosen = parse(arguments)
+    began = time.perf_counter()
+    groups = list(cells(
+        chosen.model, chosen.layout, chosen.dtype, backend=chosen.backend, device=chosen.device
+    ))  # fmt: skip
+    # The pool first: what it has its fork server import serves the processes of `prepare`, too.
+    pool = RankPool(8, timeout_s=300.0, device=chosen.device, one_world=chosen.device == "cuda")
     try:
-        sys.stdout.write(f"{'model':13s} {'layout':25s} {'dtype':5s} {'units':>9s}  worst tensor\n")
-        for model, name in cells(chosen.model, chosen.layout):
-            for dtype in chosen.dtype:
-                layout, sizes = layout_of(name, dtype)
-                try:
-                    units, what = compare(problem_of(model, sizes), layout, pool).worst
-                except (RankError, ValueError) as error:
-                    units, what = float("inf"), str(error).strip().splitlines()[-1]
-                failed |= units > 1
-                sys.stdout.write(f"{model:13s} {name:25s} {dtype:5s} {units:9.2e}  {what}\n")
-                sys.stdout.flush()
-                pool.stop()  # a rank keeps threads of the process groups that it has left
+        prepare([(cell.problem, cell.layout.arithmetic) for group in groups for cell in group])
+        rows = table(groups, pool)
     finally:
         pool.close()
-    return int(failed)
+    wrong = sum(row.is_wrong for row in rows)
+    title = (
+        f"{len(rows)} comparisons with one process, {wrong} wrong, on {chosen.device}, backend "
+        f"{chosen.backend}, in {time.perf_counter() - began:.0f} s"
+    )
+    sys.stdout.write(f"{title}\n")
+    if chosen.out:
+        write_report(rows, chosen.out, title)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

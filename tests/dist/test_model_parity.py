@@ -11,8 +11,8 @@ from fsdp_core.config import ParallelConfig
 from fsdp_core.model.weights import init_weights
 from tests.dist.parity_check import compare, packs_of, problem_of, reference
 from tests.dist.parity_features import run_clipped, run_masks, run_weights
+from tests.dist.parity_layouts import layout_of
 from tests.dist.parity_programs import Layout, one_thread, run_case, whole_model
-from tests.dist.parity_table import layout_of
 from tests.dist.parity_watch import Outcome, join
 from tests.dist.rank_pool import RankError, RankPool
 
