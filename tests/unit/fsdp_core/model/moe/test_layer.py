@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.model.moe.axes import MoeAxes
@@ -73,6 +74,37 @@ def test_drop_and_pad_never_reads_the_host(alone: MoeAxes, dispatcher: str) -> N
         made(tokens(), valid).sum().backward()
         made.router.update_bias(0.1)
     assert not reads.seen
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that run, in the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(("path", "factor"), [("grouped", None), ("batched", 1.0)])
+def test_operators_do_not_count_experts(
+    alone: MoeAxes, dispatcher: str, path: str, factor: float | None
+) -> None:
+    """With 64 experts, most of them empty, a step is as many operators as with 8."""
+    numbers = []
+    for experts in (8, 64):
+        rule = RouterRule(num_experts=experts, top_k=2, aux_coeff=0.1)
+        delivery = Delivery(dispatcher=dispatcher, capacity_factor=factor)
+        made = MoeLayer(HIDDEN, FFN - 4, rule, alone, delivery=delivery, path=path)
+        for parameter in made.parameters():
+            parameter.data.normal_(generator=torch.Generator().manual_seed(8))
+        with Operators() as seen:
+            made(tokens().float()).sum().backward()
+        numbers.append(seen.number)
+    assert numbers[0] == numbers[1]
 
 
 def test_stages_make_the_layer(alone: MoeAxes) -> None:
