@@ -140,17 +140,17 @@ class _Rounder:
 
 
 @contextlib.contextmanager
-def eighth_linears(seed: int, wide_features: int) -> Iterator[None]:
+def eighth_linears(seed: int, wide_features: tuple[int, ...]) -> Iterator[None]:
     """Linear layers on bfloat16 have eight-bit inputs, but those of `wide_features` outputs.
 
-    These are the head's, which no recipe narrows, as it does not narrow the router's, whose inputs
-    are float32.
+    These are the head's and the rotated keys' (`wk_rope`), which no backend narrows, as it does not
+    narrow the router's, whose inputs are float32.
     """
     right: Callable[..., torch.Tensor] = F.linear
     rounder = _Rounder(torch.Generator().manual_seed(seed))
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        if x.dtype != HALF or not x.numel() or weight.shape[0] == wide_features:
+        if x.dtype != HALF or not x.numel() or weight.shape[0] in wide_features:
             return right(x, weight, bias)
         found: torch.Tensor = _EighthLinear.apply(x, weight, rounder)
         return found

@@ -255,7 +255,8 @@ def take_step(
     parallel, config, batch = layout.parallel, problem.model, problem.batch
     axes = parity_faults.axes_of(place.axes, layout.fault)
     device, dtype = place.device.torch_device, DTYPES[layout.dtype]
-    backend = make_backend(layout.backend)
+    # Each tensor scaled by its own largest: one step has no history that a scale could come from.
+    backend = make_backend(layout.backend, fp8="current" if layout.dtype == "fp8" else "none")
     streams = streams_of(axes, device)
     stages = make_stages(config, axes, backend, streams, chunks=parallel.pp_chunks)
     load_global(stages, global_weights(problem))
@@ -272,22 +273,10 @@ def take_step(
     rows, time = shares[0].numbers.shape
     spec = TensorSpec((rows, time // (tp.size if tp else 1), config.hidden), dtype)
     pipeline = Pipeline(stages, axes.pp, spec, device)
-    with eighths(layout):
-        pipeline.forward_backward([
-            Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares
-        ])  # fmt: skip
+    pipeline.forward_backward([
+        Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares
+    ])  # fmt: skip
     return stages, axes, watch
-
-
-def eighths(layout: Layout) -> AbstractContextManager[Any]:
-    """Products of eight-bit numbers, each tensor scaled by its own largest, where asked for."""
-    if layout.dtype != "fp8":
-        return contextlib.nullcontext()
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
-
-    found: AbstractContextManager[Any] = te.autocast(enabled=True, recipe=Float8CurrentScaling())
-    return found
 
 
 def sharding_of(layout: Layout, dtype: torch.dtype) -> Sharding:

@@ -42,6 +42,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from fsdp_core.config import ModelConfig
 from tests.dist import parity_kernels
 from tests.dist.parity_bounds import WIDE, unit_roundoff
 from tests.dist.parity_programs import DTYPES, Problem, Routes, run_whole
@@ -108,7 +109,7 @@ def bounds(problem: Problem, arithmetic: str, exact: Found, routes: Routes) -> d
     samples = NARROW_SAMPLES if narrow else SAMPLES
     powers, along = dict.fromkeys(exact, 0.0), {key: list[float]() for key in exact}
     for sample in range(samples):
-        around = _rounded_at_random(arithmetic, sample, problem.model.vocab_size)
+        around = _rounded_at_random(arithmetic, sample, problem.model)
         found, _ = run_whole(problem, DTYPES[arithmetic.split()[0]], routes, around)
         for key, tensor in found.items():
             error = tensor - exact[key]
@@ -128,12 +129,13 @@ def _most(errors: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def _rounded_at_random(arithmetic: str, sample: int, vocab_size: int) -> Iterator[None]:
+def _rounded_at_random(arithmetic: str, sample: int, model: ModelConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if arithmetic in ("bf16 fused", "fp8"):
             stack.enter_context(parity_kernels.half_attention())
         if arithmetic == "fp8":
-            stack.enter_context(parity_kernels.eighth_linears(sample, vocab_size))
+            wide = (model.vocab_size, model.qk_rope_head_dim)
+            stack.enter_context(parity_kernels.eighth_linears(sample, wide))
         stack.enter_context(RandomRounding(sample))
         yield
 

@@ -8,7 +8,7 @@ from tests.dist.rank_pool import RankPool
 DEVICE = "cuda"
 
 FAULTS = [
-    ("experts divided by edp", "moe_tiny", "EP2xETP2 of DP2xTP2 SP", "layers.0.mlp.moe.experts"),
+    ("experts divided by edp", "moe_tiny", "EP2xETP2 of DP2xTP2 SP", "layers.1.mlp.moe.experts"),
     ("plain chunks", "dense_tiny", "CP4", "layers.0.attn forward"),
     ("swapped etp", "mla_moe_tiny", "EP2xETP2 of DP4", "layers.1.mlp.moe.experts"),
     ("aux loss twice", "mla_moe_tiny", "EP4", "layers.1.mlp.moe.router.weight"),
