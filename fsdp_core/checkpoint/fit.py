@@ -11,16 +11,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp_core.checkpoint.pieces import (
-    Cuts,
     Piece,
-    cuts_of,
+    Stretched,
+    global_names,
+    global_parts,
     has_pieces,
     is_here,
     plain_name,
-    whole_shape,
+    stretches_of,
 )
-from fsdp_core.checkpoint.state import SINGLE_STATES, Modules, OptimizerView, decode, model_state
-from fsdp_core.parallel.cuts import Cut
+from fsdp_core.checkpoint.state import (
+    SINGLE_STATES,
+    Modules,
+    OptimizerView,
+    decode,
+    model_state,
+    saved_state,
+)
 
 _HOW_NOT_WHAT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of a parameter group that stay as the optimizer was built: they change no formula."""
@@ -39,7 +46,7 @@ class Fit:
         self._per_rank = set(document["per_rank"])
         self._stored: dict[str, Any] = {}
         self._parameters: set[str] = set()
-        self._cuts: Cuts = {}
+        self._stretched: Stretched = {}
         self._apply: list[Callable[[], Any]] = []
         self.targets: dict[str, Any] = {}
         self.extra: Any = None
@@ -58,12 +65,12 @@ class Fit:
             are_stages: the model may be a part of the one that was saved; see `check_complete`.
 
         Returns:
-            Names of this rank's parameters and buffers.
+            Global names of this rank's parameters and buffers.
 
         Raises:
             ValueError: names, shapes, dtypes or the optimizer's type differ.
         """
-        self._stored, self._cuts = metadata.state_dict_metadata, cuts_of(modules)
+        self._stored, self._stretched = metadata.state_dict_metadata, stretches_of(modules)
         names = self._choose_model(modules, are_stages=are_stages)
         if optimizer is not None:
             self._choose_optimizer(OptimizerView(optimizer, modules))
@@ -75,23 +82,11 @@ class Fit:
         for step in self._apply:
             step()
 
-    def _make(
-        self,
-        entry: dict[str, Any],
-        like: torch.Tensor | None = None,
-        cuts: tuple[Cut, ...] = (),
-    ) -> torch.Tensor:
-        """Enter a target: `like` itself if it is of the stored shape and dtype, else new memory.
-
-        Where there are `cuts`, `like` is what they leave of the stored tensor, of its dtype.
-        """
+    def _make(self, entry: dict[str, Any], like: torch.Tensor | None = None) -> torch.Tensor:
+        """Enter a target: `like` itself if it is of the stored shape and dtype, else new memory."""
         key = entry["$tensor"]
         if key in self._per_rank:
             key = self._key_of_rank(key)
-        if cuts:
-            assert like is not None
-            self.targets[key] = Piece.of(like, cuts)
-            return like
         stored = self._stored[key]
         dtype, size = stored.properties.dtype, stored.size
         if like is None or (like.dtype, like.shape) != (dtype, size):
@@ -113,34 +108,42 @@ class Fit:
         return key
 
     def _choose_model(self, modules: Modules, *, are_stages: bool) -> set[str]:
-        tree, state = self._document["model"], model_state(modules)
-        saved = tree.keys() & state.keys() if are_stages else tree.keys()
-        _check_names("parameters and buffers", state.keys(), saved)
-        self._parameters = {f"model.{n}" for n, v in state.items() if isinstance(v, nn.Parameter)}
-        for name, value in state.items():
+        tree, state, parts = self._document["model"], model_state(modules), saved_state(modules)
+        saved = tree.keys() & parts.keys() if are_stages else tree.keys()
+        _check_names("parameters and buffers", parts.keys(), saved)
+        self._parameters = {
+            f"model.{each}"
+            for name, value in state.items()
+            if isinstance(value, nn.Parameter)
+            for each in global_names(name, self._stretched)
+        }
+        for name, value in parts.items():
             if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
                 self._check_tensor(name, value, tree[name])
-        found = {name: self._decoded(name, value, tree[name]) for name, value in state.items()}
+        found = {name: self._decoded(name, value, tree) for name, value in state.items()}
         for module in modules:
             loaded = {raw: found[plain_name(raw)] for raw in module.state_dict()}
             self._apply.append(partial(module.load_state_dict, loaded))
-        return set(state)
+        return set(parts)
 
-    def _decoded(self, name: str, value: Any, tree: Any) -> Any:
-        make = partial(self._make, like=_memory(value, tree), cuts=self._cuts.get(name, ()))
-        return decode(tree, make)
+    def _decoded(self, name: str, value: Any, tree: dict[str, Any]) -> Any:
+        if name not in self._stretched:
+            make = partial(self._make, like=_memory(value, tree[name]))
+            return decode(tree[name], make)
+        for each, piece in global_parts(name, value, self._stretched).items():
+            self._make(tree[each], piece)
+        return value.detach()
 
     def _check_tensor(self, name: str, value: torch.Tensor, entry: Any) -> None:
         stored = self._stored[entry["$tensor"]]
-        expected = value.dtype, whole_shape(value.shape, self._cuts.get(name, ()))
-        got = stored.properties.dtype, stored.size
+        expected, got = (value.dtype, value.shape), (stored.properties.dtype, stored.size)
         if value.is_meta:
             raise ValueError(f"Expected {name} in memory, got a meta tensor: call to_empty first.")
         if expected != got:
             raise ValueError(f"Expected {name} of {_text(expected)}, got {_text(got)}.")
 
     def _choose_optimizer(self, view: OptimizerView) -> None:
-        parameters = model_state(view.modules)
+        parameters = saved_state(view.modules)
         saved = self._document["optimizer"]
         if saved is None:
             raise ValueError("Expected an optimizer's state, got a checkpoint saved without.")
@@ -152,7 +155,8 @@ class Fit:
             )
         groups = []
         for number, (group, stored) in enumerate(zip(view.groups, saved["groups"], strict=True)):
-            names = [view.names[i] for i in group["params"]]
+            own = [view.names[i] for i in group["params"]]
+            names = [each for name in own for each in global_names(name, self._stretched)]
             # Who builds an optimizer may leave out what has no rows on this rank.
             mine = [n for n in stored["params"] if n in parameters]
             needed = [n for n in mine if n in names or is_here(parameters[n])]
@@ -161,36 +165,55 @@ class Fit:
             kept = {k: v for k, v in group.items() if k in _HOW_NOT_WHAT}
             groups.append(group | values | kept)
         state: dict[int, Any] = {}
-        for index, name in enumerate(view.names):
+        for index in range(len(view.names)):
             if not is_here(view.parameters[index]):
                 # What an optimizer keeps of parameters without rows here is nobody's: it stays.
                 state |= {i: view.state[i] for i in (index,) if i in view.state}
-            elif name in saved["state"]:
-                state[index] = self._choose_states(view, index, saved["state"][name])
+            elif states := self._choose_states(view, index, saved["state"]):
+                state[index] = states
         self._apply.append(partial(view.load, {"state": state, "param_groups": groups}))
 
-    def _choose_states(self, view: OptimizerView, index: int, tree: Any) -> dict[str, Any]:
+    def _choose_states(self, view: OptimizerView, index: int, saved: Any) -> dict[str, Any]:
+        """The states of a parameter, of all tensors that it is made of; none if none were saved."""
         name, parameter, now = view.names[index], view.parameters[index], view.state.get(index, {})
-        if now:
-            _check_names(f"states of {name}", now.keys(), tree.keys())
-        was_cut, cuts = self._document["model"][name]["pieces"], self._cuts.get(name, ())
-        shape = whole_shape(parameter.shape, cuts)
+        parts = global_parts(name, parameter, self._stretched)
+        made: dict[str, Any] = {}
+        for each, part in parts.items():
+            if each not in saved or not is_here(part):
+                continue
+            if before := now or made:
+                _check_names(f"states of {each}", before.keys(), saved[each].keys())
+            for key, tree in saved[each].items():
+                make = partial(self._make_state, (each, key), parameter, part)
+                like = made.get(key, now.get(key))
+                made[key] = decode(tree, partial(make, like))
+        return made
 
-        def make(key: str, entry: dict[str, Any]) -> torch.Tensor:
-            stored, like = self._stored[entry["$tensor"]], now.get(key)
-            alike = not was_cut and stored.size == shape and key not in SINGLE_STATES
-            if not (entry["pieces"] or alike):
-                return self._make(entry, None if has_pieces(like) else like)
-            if stored.size != shape:
-                raise ValueError(
-                    f"Expected {key} of {name} of {tuple(shape)}, got {tuple(stored.size)}."
-                )
-            dtype = stored.properties.dtype
-            if has_pieces(like) != has_pieces(parameter) or getattr(like, "dtype", None) != dtype:
-                like = torch.empty_like(parameter.detach(), dtype=dtype)
-            return self._make(entry, like, cuts)
+    def _make_state(
+        self, what: tuple[str, str], parameter: Any, part: Any, like: Any, entry: dict[str, Any]
+    ) -> torch.Tensor:
+        """Enter a target for a state.
 
-        return {key: decode(part, partial(make, key)) for key, part in tree.items()}
+        Args:
+            what: global name, and key of the state.
+            part: the parameter, or the piece of a global tensor that is looked at.
+            like: the state of the parameter as it is; None if there is none.
+        """
+        name, key = what
+        stored, was_cut = self._stored[entry["$tensor"]], self._document["model"][name]["pieces"]
+        alike = not was_cut and stored.size == part.shape and key not in SINGLE_STATES
+        if not (entry["pieces"] or alike):
+            return self._make(entry, None if has_pieces(like) else like)
+        if stored.size != part.shape:
+            raise ValueError(
+                f"Expected {key} of {name} of {tuple(part.shape)}, got {tuple(stored.size)}."
+            )
+        dtype = stored.properties.dtype
+        if has_pieces(like) != has_pieces(parameter) or getattr(like, "dtype", None) != dtype:
+            like = torch.empty_like(parameter.detach(), dtype=dtype)
+        assert isinstance(like, torch.Tensor)
+        self._make(entry, Piece.of(like, part.stretch) if isinstance(part, Piece) else like)
+        return like
 
 
 def check_complete(saved: Iterable[str], ranks: Sequence[set[str]]) -> None:

@@ -5,10 +5,12 @@
     piece           offsets (6, 0), sizes (2, 6), of shape (8, 6)
 
 So a checkpoint holds the tensor of the model that is not cut, under its name, and any other layout
-finds its own piece in it.
+finds its own piece in it. A parameter that a library makes of several tensors, as of gate and up,
+is stored as these: side by side on each rank, they are not in the order of any other layout.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +19,13 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fsdp_core.fsdp.row_sharded import RowSharded
-from fsdp_core.parallel.cuts import Cut, named_cuts
+from fsdp_core.parallel.global_names import Stretch, Stretches, named_stretches
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Parts of a name that torch.compile and checkpoint_wrapper put in."""
 
-Cuts = Mapping[str, tuple[Cut, ...]]
-"""By the name of a parameter; one that is not in it is not cut."""
+Stretched = Mapping[str, Stretches]
+"""By the name of a parameter; one that is not in it is itself a global tensor."""
 
 
 def plain_name(name: str) -> str:
@@ -31,22 +33,29 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def cuts_of(modules: Iterable[nn.Module]) -> Cuts:
-    """The cuts of all parameters that are cut, by plain name."""
+def stretches_of(modules: Iterable[nn.Module]) -> Stretched:
+    """What every parameter that is cut, or called otherwise, is made of, by its plain name."""
     return {
-        plain_name(name): cuts
+        plain_name(name): tuple(replace(each, name=plain_name(each.name)) for each in stretches)
         for module in modules
-        for name, cuts in named_cuts(module).items()
-        if cuts
+        for name, stretches in named_stretches(module).items()
+        if stretches != (Stretch(name),)
     }
 
 
-def whole_shape(shape: torch.Size, cuts: tuple[Cut, ...]) -> torch.Size:
-    """The shape of the global tensor of which `cuts` leave `shape`."""
-    sizes = list(shape)
-    for cut in cuts:
-        sizes[cut.dim] *= cut.axis_size
-    return torch.Size(sizes)
+def global_parts(name: str, value: Any, stretched: Stretched) -> dict[str, Any]:
+    """A parameter, or a state of its shape, by the names of the global tensors that it is of.
+
+    One that is not cut is returned as it is.
+    """
+    if name not in stretched:
+        return {name: value}
+    return {each.name: Piece.of(value, each) for each in stretched[name]}
+
+
+def global_names(name: str, stretched: Stretched) -> list[str]:
+    """The names of `global_parts`."""
+    return [each.name for each in stretched[name]] if name in stretched else [name]
 
 
 class Piece(torch.Tensor):
@@ -55,20 +64,25 @@ class Piece(torch.Tensor):
     Of the global shape, and without operators. Build it with `of`.
 
     Attributes:
-        part: what the cuts leave, [rows, ...] or its rows on this rank.
-        cuts: at least one.
+        part: the parameter that holds it, [rows, ...] or its rows on this rank.
+        stretch: which stretch of the parameter, and how the global tensor is cut.
     """
 
     part: torch.Tensor
-    cuts: tuple[Cut, ...]
+    stretch: Stretch
 
     @classmethod
-    def of(cls, part: torch.Tensor, cuts: tuple[Cut, ...]) -> "Piece":
-        """The piece that `part` is; no copy."""
+    def of(cls, part: torch.Tensor, stretch: Stretch) -> "Piece":
+        """The piece that a stretch of `part` is; no copy."""
+        sizes = list(part.shape)
+        if stretch.length is not None:
+            sizes[stretch.dim] = stretch.length
+        for cut in stretch.cuts:
+            sizes[cut.dim] *= cut.axis_size
         self: Piece = torch.Tensor._make_wrapper_subclass(
-            cls, whole_shape(part.shape, cuts), dtype=part.dtype, device=part.device
+            cls, tuple(sizes), dtype=part.dtype, device=part.device
         )
-        self.part, self.cuts = part.detach(), cuts
+        self.part, self.stretch = part.detach(), stretch
         return self
 
     @classmethod
@@ -79,27 +93,39 @@ class Piece(torch.Tensor):
         raise NotImplementedError(f"Expected nothing to compute with a Piece, got {func}.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Piece({self.part!r}, {self.cuts})"
+        return f"Piece({self.part!r}, {self.stretch})"
 
     @property
     def local(self) -> torch.Tensor:
         """What this rank has: the very memory."""
-        return self.part.to_local() if isinstance(self.part, RowSharded) else self.part
+        return self._rows()[1]
+
+    def _rows(self) -> tuple[int, torch.Tensor]:
+        """The first row of the stretch that this rank has, and all of those that it has."""
+        part, stretch, first = self.part, self.stretch, 0
+        local = part
+        if isinstance(part, RowSharded):
+            local, first = part.to_local(), part.row_spec.row_start
+        if stretch.length is None:
+            return first, local
+        if stretch.dim:
+            return first, local.narrow(stretch.dim, stretch.start, stretch.length)
+        low = max(first, stretch.start)
+        high = max(low, min(first + local.shape[0], stretch.start + stretch.length))
+        inside = min(low - first, local.shape[0])
+        return low - stretch.start, local.narrow(0, inside, high - low)
 
     def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
         """Where it lies in the global tensor, if this rank has any of it."""
-        sizes, offsets = list(self.size()), [0] * self.part.dim()
-        for cut in self.cuts:
+        first, local = self._rows()
+        if not local.numel():
+            return []
+        offsets, sizes = [0] * local.dim(), list(self.shape)
+        for cut in self.stretch.cuts:
             sizes[cut.dim] //= cut.axis_size
             offsets[cut.dim] += cut.index * sizes[cut.dim]
-        if not isinstance(self.part, RowSharded):
-            return [metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
-        return [
-            metadata.ChunkStorageMetadata(
-                torch.Size(a + b for a, b in zip(offsets, rows.offsets, strict=True)), rows.sizes
-            )
-            for rows in self.part.__create_chunk_list__()
-        ]
+        offsets[0] += first
+        return [metadata.ChunkStorageMetadata(torch.Size(offsets), local.shape)]
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         about = metadata.TensorProperties.create_from_tensor(self.local)
@@ -129,7 +155,7 @@ def is_here(tensor: Any) -> bool:
 def on_cpu(tensor: Any) -> Any:
     """A copy; of pieces as pieces."""
     if isinstance(tensor, Piece):
-        return Piece.of(on_cpu(tensor.part), tensor.cuts)
+        return Piece.of(on_cpu(tensor.part), tensor.stretch)
     if isinstance(tensor, RowSharded):
         return RowSharded.make(_copy(tensor.to_local()), tensor.row_spec)
     return _copy(tensor)

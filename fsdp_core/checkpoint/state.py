@@ -30,7 +30,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_core.checkpoint.pieces import Cuts, Piece, cuts_of, has_pieces, is_here, plain_name
+from fsdp_core.checkpoint.pieces import (
+    Piece,
+    Stretched,
+    global_names,
+    global_parts,
+    has_pieces,
+    is_here,
+    plain_name,
+    stretches_of,
+)
 from fsdp_core.fsdp.fsdp_module import FSDPModule
 
 Modules = Sequence[nn.Module]
@@ -122,16 +131,18 @@ def model_state(modules: Modules) -> dict[str, Any]:
 
 
 def saved_state(modules: Modules) -> dict[str, Any]:
-    """`model_state`, with parameters that are cut as pieces of the global ones."""
-    cuts = cuts_of(modules)
-    return {
-        name: as_piece(value, cuts.get(name, ())) for name, value in model_state(modules).items()
-    }
+    """`model_state` by global names, with parameters that are cut as pieces of the global ones.
 
-
-def as_piece(value: Any, cuts: tuple[Any, ...]) -> Any:
-    """A tensor that is cut as a piece of the global one, any other as it is."""
-    return Piece.of(value, cuts) if cuts else value
+    Raises:
+        ValueError: two parameters are of one global tensor.
+    """
+    stretched, found = stretches_of(modules), dict[str, Any]()
+    for name, value in model_state(modules).items():
+        parts = global_parts(name, value, stretched)
+        if twice := found.keys() & parts.keys():
+            raise ValueError(f"Expected one parameter of the global {min(twice)}, got two.")
+        found |= parts
+    return found
 
 
 def _parameter_names(modules: Modules) -> dict[int, str]:
@@ -177,34 +188,42 @@ class OptimizerView:
 
     def value(self) -> dict[str, Any]:
         """What a checkpoint holds of it, as far as this rank knows."""
+        stretched = stretches_of(self.modules)
         groups = []
         for group in self.groups:
-            names = [self.names[index] for index in group["params"]]
+            own = [self.names[index] for index in group["params"]]
+            names = [each for name in own for each in global_names(name, stretched)]
             plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             groups.append({"params": names, "values": plain})
-        cuts = cuts_of(self.modules)
-        here = {i: s for i, s in self.state.items() if is_here(self.parameters[i])}
-        state = {
-            self.names[index]: self._pieces(index, states, cuts) for index, states in here.items()
-        }
+        state: dict[str, Any] = {}
+        for index, states in self.state.items():
+            if is_here(self.parameters[index]):
+                state |= self._pieces(index, states, stretched)
         return {"type": type(self.optimizer).__name__, "groups": groups, "state": state}
 
-    def _pieces(self, index: int, states: dict[str, Any], cuts: Cuts) -> dict[str, Any]:
-        """States of one parameter; those of its shape are cut as it is."""
+    def _pieces(
+        self, index: int, states: dict[str, Any], stretched: Stretched
+    ) -> dict[str, dict[str, Any]]:
+        """States of one parameter by global names; those of its shape are cut as it is."""
         name, parameter = self.names[index], self.parameters[index]
-        own = cuts.get(name, ())
-        found = dict(states)
-        for key, value in states.items() if own else ():
-            if not isinstance(value, torch.Tensor) or key in SINGLE_STATES:
-                continue
-            if value.shape == parameter.shape:
-                found[key] = as_piece(value, own)
-            elif value.dim():
+        parts = global_parts(name, parameter, stretched)
+        if name not in stretched:
+            return {name: states}
+        found: dict[str, dict[str, Any]] = {each: {} for each in parts if is_here(parts[each])}
+        for key, value in states.items():
+            is_single = not isinstance(value, torch.Tensor) or key in SINGLE_STATES
+            if is_single or (value.shape != parameter.shape and not value.dim()):
+                cut = dict.fromkeys(found, value)
+            elif value.shape == parameter.shape:
+                cut = global_parts(name, value, stretched)
+            else:
                 raise ValueError(
-                    f"Expected states of {name}, which is cut over "
-                    f"{', '.join(cut.axis for cut in own)}, of its shape {tuple(parameter.shape)}, "
-                    f"got {key} of {tuple(value.shape)}: no other layout could take it."
+                    f"Expected states of {name}, which is cut over ranks or made of several "
+                    f"tensors, of its shape {tuple(parameter.shape)}, got {key} of "
+                    f"{tuple(value.shape)}: no other layout could take it."
                 )
+            for each, own in found.items():
+                own[key] = cut[each]
         return found
 
     def load(self, state_dict: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from fsdp_core.config import ParallelConfig
 from tests.dist import layout_checkpoint_programs as programs
+from tests.dist import stretch_checkpoint_programs as stretched
 from tests.dist.parity_programs import Layout
 from tests.dist.rank_pool import RankError, RankPool
 
@@ -91,3 +92,16 @@ def test_other_sizes_are_refused(warm_ranks: RankPool, saved: Saved) -> None:
     sources = [saved["DP2xTP2xPP2 SP"]]
     with pytest.raises(RankError, match=r"ValueError: .*with layers\.2\."):
         warm_ranks.run(programs.load_each, sources, programs.problem(2), None, world_size=1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parameters_of_several_tensors(warm_ranks: RankPool, tmp_path: Path, dim: int) -> None:
+    """Gate and up in one parameter are stored apart, and loaded so, whatever cuts them."""
+    folders = [str(tmp_path / name) for name in ("tp 2", "tp 1", "apart")]
+    warm_ranks.run(stretched.save_fused, folders[0], 2, dim, world_size=4)
+    warm_ranks.run(stretched.save_fused, folders[1], 1, dim, world_size=3)
+    warm_ranks.run(stretched.save_apart, folders[2], world_size=1)
+    assert warm_ranks.run(stretched.load_apart, folders, world_size=1) == [[]]
+    assert warm_ranks.run(stretched.load_fused, folders, 2, dim, world_size=4) == [[]] * 4
+    assert warm_ranks.run(stretched.load_fused, folders, 4, dim, world_size=4) == [[]] * 4
+    assert warm_ranks.run(stretched.load_fused, folders, 1, dim, world_size=3) == [[]] * 3
