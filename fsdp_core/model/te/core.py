@@ -57,7 +57,7 @@ class Core(nn.Module):
         )
         if cp.size > 1:
             self._ranks = dist.get_process_group_ranks(cp.group)
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def why_ours(self, part: Part, dtype: torch.dtype) -> str | None:
         """Why TransformerEngine cannot attend for this microbatch; None where it does."""
