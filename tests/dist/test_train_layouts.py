@@ -68,13 +68,18 @@ def test_graphs_have_the_bits_of_eager(name: str, warm_ranks: RankPool) -> None:
 
 def test_ranks_agree_on_what_they_share(warm_ranks: RankPool) -> None:
     """Loss and norm are of the whole step; losses are of a rank's tokens, tp and pp alike."""
-    run = Run({"dp": 2, "tp": 2, "pp": 2})
+    run = Run({"dp": 2, "tp": 2, "pp": 2}, "dense_tiny_dropout")
     ranks = [each[0] for each in warm_ranks.run(train_all, [run], world_size=8)]
     assert len({rank.floats[-1][-2:] for rank in ranks}) == 1
     losses = [rank.floats[-1][:-2] for rank in ranks]
     # Coordinates are (pp, dp, tp), tp fastest.
     assert losses == [losses[0], losses[0], losses[2], losses[2]] * 2
     assert losses[0] != losses[2]
+    # What tp ranks hold alike loses the same elements; data and layers of other ranks lose others.
+    drawn = [rank.rng[-1]["equal over tp"] for rank in ranks]
+    assert drawn == [drawn[0], drawn[0], drawn[2], drawn[2], drawn[4], drawn[4], drawn[6], drawn[6]]
+    assert len(set(drawn)) == 4
+    assert len({rank.rng[-1]["cpu"] for rank in ranks}) == 8
     # Every parameter is digested, on the stages that have it.
     names = [set(rank.names["weights"]) for rank in ranks]
     first, last = names[0] | names[2], names[4] | names[6]

@@ -76,20 +76,25 @@ class Seen:
 
     floats: list[tuple[int, ...]]
     digests: list[dict[str, tuple[int, ...]]]
-    rng: list[str]
+    rng: list[dict[str, str]]
     names: dict[str, list[str]]
     captured: int
     replays: int
     unnamed: int
 
 
-def bits(trainer: Trainer, step: int) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], str]:
+def bits(
+    trainer: Trainer, step: int
+) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], dict[str, str]]:
     """One step: losses, loss and norm; digests; random states."""
     outputs = trainer.step(step)
     floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
     digests = {group: tuple(rows.flatten().tolist()) for group, rows in outputs.digests.items()}
-    states = b"".join(state.numpy().tobytes() for state in trainer.rng_states().values())
-    return tuple(floats.view(torch.int32).tolist()), digests, hashlib.sha256(states).hexdigest()
+    rng = {
+        name: hashlib.sha256(state.numpy().tobytes()).hexdigest()
+        for name, state in trainer.rng_states().items()
+    }
+    return tuple(floats.view(torch.int32).tolist()), digests, rng
 
 
 def train(run: Run, axes: Axes) -> Seen:

@@ -1,5 +1,6 @@
 """The trainer on one rank: what plain torch would train, and who is named."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ from harness.records import DIGEST_GROUPS
 STEPS = 5
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
 
+# Losses of the router so large that what they are multiplied by shows in the gradient's norm.
+EXPERTS = replace(
+    MODEL, experts=4, top_k=2, expert_ffn=8, normalise_top_k=True, aux_loss=1.0, z_loss=1.0
+)
+
 
 @pytest.fixture(autouse=True)
 def as_before() -> Any:
@@ -47,17 +53,18 @@ def config(**options: Any) -> TrainConfig:
     return TrainConfig(**(values | options))
 
 
-def plain_model(axes: Axes, seed: int) -> DecoderStage:
+def plain_model(axes: Axes, seed: int, config: ModelConfig = MODEL) -> DecoderStage:
     """The decoder that nobody has wrapped."""
     streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
-    model = DecoderStage(MODEL, axes, TorchBackend(), streams)
-    init_weights([model], seed, layers=MODEL.layers, init_std=MODEL.init_std)
+    model = DecoderStage(config, axes, TorchBackend(), streams)
+    init_weights([model], seed, layers=config.layers, init_std=config.init_std)
     return model
 
 
 def plain_training(axes: Axes, chosen: TrainConfig) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, by plain modules and torch's own optimizer."""
-    model = plain_model(axes, chosen.seed)
+    model = plain_model(axes, chosen.seed, chosen.model)
+    model.set_loss_scale(1 / 2)
     optim = chosen.optim
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
@@ -85,11 +92,15 @@ def plain_training(axes: Axes, chosen: TrainConfig) -> list[tuple[float, float]]
     return seen
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_plain_torch_does(axes: Axes, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "model"), [*((s, MODEL) for s in STRATEGIES), ("optim_grads_params", EXPERTS)]
+)
+def test_trains_as_plain_torch_does(axes: Axes, strategy: str, model: ModelConfig) -> None:
     """Losses and norms of five clipped steps follow a loop that shares no optimizer with ours."""
     chosen = config(
-        optim=OptimConfig(lr=1e-2, clip_grad_norm=0.5), fsdp=FsdpConfig(strategy=strategy)
+        model=model,
+        optim=OptimConfig(lr=1e-2, clip_grad_norm=0.5),
+        fsdp=FsdpConfig(strategy=strategy),
     )
     trainer = Trainer(chosen, axes, Device("cpu"))
     expected = plain_training(axes, chosen)
