@@ -6,7 +6,7 @@
 
 A model that is not cut is one stage, both first and last. x is [B, T, H], or [B, T / tp, H] under
 sequence parallel. Parameters have the names of the whole model, so layers keep their global numbers
-(`layers.7.attn.wq.weight` on any stage), and no two stages have one name in common.
+(`layers.7.attn.attention.wq.weight` on any stage), and no two stages have one name in common.
 
 B batch, T local tokens, H hidden, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Global weights: the same for every layout, drawn, cut, gathered and loaded by name.
 
-    global name   that of the parameter in the model that is not cut, `layers.7.attn.wq.weight`;
+    global name   that of the parameter in the model that is not cut, `layers.7.mlp.norm.weight`;
                   what a library makes of it is translated (`parallel.global_names`)
     draw          each global tensor from a generator of its own, seeded by (seed, global name)
     experts       [E, out, in]: each of the E matrices from its own, so a rank draws its own alone
