@@ -16,6 +16,7 @@ values and the rule's name; the scenario decoder adds the file and the line.
 """
 
 from fsdp_core.config.built import NOT_BUILT, not_built, refuse_not_built
+from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
 from fsdp_core.config.model import (
     ATTENTIONS,
     DISPATCHERS,
@@ -49,8 +50,9 @@ from fsdp_core.config.sharding import DTYPES, POOLS, STRATEGIES, FsdpConfig
 
 __all__ = [
     "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DENSE_DEGREES", "DISPATCHERS", "DROPS",
-    "DTYPES", "EAGER", "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT",
-    "PARALLEL_RULES", "POOLS", "RULES", "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES",
+    "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES", "GRAPH_RULES", "LAYOUT_RULES",
+    "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "PARALLEL_RULES", "POOLS", "RULES", "RUN_RULES",
+    "SCOPES", "SCORES", "STRATEGIES",
     "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
     "ParallelConfig", "Rule", "TrainConfig", "broken", "divisors", "model_from_preset", "not_built",
     "refuse_not_built", "to_plain",
@@ -61,6 +63,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "parallel": PARALLEL_RULES,
     "layout": LAYOUT_RULES,
     "graph": GRAPH_RULES,
+    "fp8": EIGHT_BITS_RULES,
     "run": RUN_RULES,
     "not built": NOT_BUILT,
 }

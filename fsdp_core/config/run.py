@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
 from fsdp_core.config.model import ModelConfig
 from fsdp_core.config.parallel import LAYOUT_RULES, ParallelConfig
 from fsdp_core.config.rule import (
@@ -72,6 +73,7 @@ class TrainConfig:
     graph: tuple[str, ...] = ()
     backend: str = "torch"
     dtype: str = "bf16"
+    fp8: str = "none"
     steps: int = 20
     microbatches: int = 1
     micro_batch_size: int = 1
@@ -89,8 +91,10 @@ class TrainConfig:
         at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
         one_of("backend", self.backend, BACKENDS)
         one_of("dtype", self.dtype, DTYPES)
+        one_of("fp8", self.fp8, EIGHT_BITS)
         obey(LAYOUT_RULES, self)
         obey(GRAPH_RULES, self)
+        obey(EIGHT_BITS_RULES, self)
         obey(RUN_RULES, self)
 
     def to_dict(self) -> dict[str, Any]:

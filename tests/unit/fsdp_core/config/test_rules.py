@@ -133,6 +133,11 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
                                         {"graph": ("attn",),
                                          "fsdp": {"persistent_on_miss": False}},
                                         {"graph": ("full_iteration",)}),
+    "fp8_needs_te": ("fp8", {"fp8": "current"}, {"backend": "te"}),
+    "fp8_takes_widths": ("fp8", {"fp8": "block", "backend": "te", "model": {"ffn": 168}},
+                         {"model": {"ffn": 176}}),
+    "fp8_takes_tokens": ("fp8", {"fp8": "delayed", "backend": "te", "model": {"seq": 24}},
+                         {"model": {"seq": 48}}),
     "text_fits_vocabulary": ("model.vocab_size",
                              {"model": {"vocab_size": 255}, "data": {"kind": "text"}},
                              {"model": {"vocab_size": 256}}),
@@ -143,6 +148,7 @@ NOT_BUILT_EXAMPLES: dict[str, tuple[str, Values]] = {
         ("parallel.pp", {"graph": ("attn",), "parallel": {"pp": 2}}),
     "attn_of_dynamic_cp_is_not_built":
         ("parallel.dynamic_cp", {"graph": ("attn",), "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
+    "fp8_is_not_built": ("fp8", {"fp8": "current", "backend": "te"}),
 }  # fmt: skip
 KINDS: dict[str, Any] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,

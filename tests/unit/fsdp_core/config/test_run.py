@@ -66,6 +66,7 @@ REFUSALS: list[Refusal] = [
     *integers(TrainConfig, "graph_warmup_steps", 1),
     *words(TrainConfig, "backend", config.BACKENDS),
     *words(TrainConfig, "dtype", config.DTYPES),
+    *words(TrainConfig, "fp8", config.EIGHT_BITS),
     (
         TrainConfig,
         {"graph": ("atn",)},
