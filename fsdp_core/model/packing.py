@@ -21,7 +21,7 @@ adds to the loss, and no other token looks at them.
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -45,15 +45,18 @@ class Capacity:
         slots: for sequences; one is kept for the tail.
         multiple: that each sequence is padded to. See `padding_multiple`.
         tail: what the tail belongs to.
+        longest: tokens of the longest sequence that the model has positions for; None: any. A
+            position past the end of a table is an error that a GPU does not survive.
 
     Raises:
-        ValueError: not a whole number of multiples, or no slot for a sequence.
+        ValueError: not a whole number of multiples, no slot for a sequence, or no tokens in it.
     """
 
     tokens: int
     slots: int
     multiple: int
     tail: Tail = Tail.EMPTY
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if self.multiple < 1 or self.tokens < 1 or self.tokens % self.multiple:
@@ -65,6 +68,8 @@ class Capacity:
             raise ValueError(
                 f"Expected at least 2 slots, one of which is kept for the tail, got {self.slots}."
             )
+        if self.longest is not None and self.longest < 1:
+            raise ValueError(f"Expected longest to be None or at least 1, got {self.longest}.")
 
     @property
     def max_sequences(self) -> int:
@@ -116,6 +121,7 @@ class PackedBatch:
         loss_mask: float32 [T], 1 where a prediction counts.
         offsets: int32 [S + 1], first valid token of each slot, padding not counted.
         padded_offsets: int32 [S + 1], first token of each slot, padding counted; the last is T.
+        multiple: that each of these is a multiple of.
     """
 
     tokens: torch.Tensor
@@ -123,6 +129,12 @@ class PackedBatch:
     loss_mask: torch.Tensor
     offsets: torch.Tensor
     padded_offsets: torch.Tensor
+    multiple: int
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
     @property
     def max_len(self) -> int:
@@ -131,22 +143,26 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The batch on a device."""
-        return PackedBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
+        return replace(self, **{name: t.to(device) for name, t in self._tensors.items()})  # type: ignore[arg-type]
 
     def copy_from(self, other: "PackedBatch") -> None:
         """Take over the contents of another batch of the same capacity; tensors stay the same.
 
         Raises:
-            ValueError: another capacity.
+            ValueError: another capacity, or one padded for fewer context ranks.
         """
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if mine.shape != theirs.shape:
+        if other.multiple % self.multiple:
+            raise ValueError(
+                f"Expected sequences padded to a multiple of {self.multiple}, got {other.multiple}."
+            )
+        theirs = other._tensors
+        for name, mine in self._tensors.items():
+            if mine.shape != theirs[name].shape:
                 raise ValueError(
-                    f"Expected {field.name} of {tuple(mine.shape)}, got {tuple(theirs.shape)}."
+                    f"Expected {name} of {tuple(mine.shape)}, got {tuple(theirs[name].shape)}."
                 )
-        for field in fields(self):
-            getattr(self, field.name).copy_(getattr(other, field.name))
+        for name, mine in self._tensors.items():
+            mine.copy_(theirs[name])
 
     def plan(self, size: int, rank: int, *, prefixes: bool = False) -> ContextPlan:
         """What attention needs to know of the part of context rank `rank` of `size`.
@@ -154,8 +170,13 @@ class PackedBatch:
         Operators only, which a graph can hold.
 
         Raises:
-            ValueError: the capacity cannot be cut evenly.
+            ValueError: the capacity, or each sequence in it, cannot be cut evenly.
         """
+        if size > 1 and self.multiple % (2 * size):
+            raise ValueError(
+                f"Expected sequences padded to a multiple of {2 * size} (2 * cp {size}), got "
+                f"{self.multiple}: pack them for that context size."
+            )
         lengths = self.offsets[1:] - self.offsets[:-1]
         return packed_plan(
             lengths, self.padded_offsets, self.max_len, size, rank, prefixes=prefixes
@@ -184,7 +205,7 @@ def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
     """Put sequences into one row of tokens, in order.
 
     Raises:
-        ValueError: more sequences or more tokens than fit.
+        ValueError: more sequences or more tokens than fit, or a sequence that is too long.
     """
     if len(documents) > capacity.max_sequences:
         raise ValueError(
@@ -194,6 +215,11 @@ def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
         )
     lengths = [len(document.tokens) for document in documents]
     padded = [capacity.padded(length) for length in lengths]
+    if capacity.longest is not None and max(lengths, default=0) > capacity.longest:
+        raise ValueError(
+            f"Expected sequences of at most {capacity.longest} tokens, as many as the model has "
+            f"positions for, got one of {max(lengths)}: cut it into several documents."
+        )
     if sum(padded) > capacity.tokens:
         raise ValueError(
             f"Expected at most {capacity.tokens} tokens in a pack, got {sum(padded)}: lengths "
@@ -210,6 +236,7 @@ def pack(documents: Sequence[Document], capacity: Capacity) -> PackedBatch:
         loss_mask=torch.zeros(capacity.tokens, dtype=torch.float32),
         offsets=_offsets(lengths, sum(lengths), capacity.slots),
         padded_offsets=_offsets(padded, capacity.tokens, capacity.slots),
+        multiple=capacity.multiple,
     )
     start = 0
     for document, taken in zip(documents, padded, strict=True):

@@ -123,6 +123,7 @@ class PackInputs:
                 multiple=padding_multiple(
                     size, axes.tp.size, sequence_parallel=axes.sequence_parallel
                 ),
+                longest=config.model.seq,
             )
             for size in sizes
         }

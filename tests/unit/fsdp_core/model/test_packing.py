@@ -234,6 +234,45 @@ def test_moved_batches_keep_their_contents() -> None:
     assert torch.equal(moved.padded_offsets, batch.padded_offsets)
 
 
+@pytest.mark.parametrize(("size", "multiple"), [(4, 4), (2, 2), (2, 6), (8, 8)])
+def test_packs_are_cut_as_they_were_padded(size: int, multiple: int) -> None:
+    """A pack for fewer context ranks is refused: its sequences would begin inside of a chunk."""
+    batch = pack([document(3)], Capacity(tokens=48, slots=3, multiple=multiple))
+    match = rf"multiple of {2 * size} \(2 \* cp {size}\), got {multiple}: pack them for that"
+    with pytest.raises(ValueError, match=match):
+        batch.plan(size, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_packs_for_more_ranks_may_be_cut_over_fewer(size: int) -> None:
+    """What is padded for 4 context ranks is right for 2 and for 1, and every token is somewhere."""
+    batch = pack([document(3), document(9)], Capacity(tokens=48, slots=3, multiple=8))
+    rows = torch.cat([batch.plan(size, rank).rows for rank in range(size)])
+    assert rows.sort().values.tolist() == list(range(48))
+
+
+def test_contents_padded_for_fewer_ranks_are_not_copied() -> None:
+    """A graph for 4 context ranks does not take a pack for 2, but one for 8."""
+    static, few, many = (
+        pack([document(3)], Capacity(tokens=48, slots=3, multiple=n)) for n in (8, 4, 16)
+    )
+    with pytest.raises(ValueError, match="padded to a multiple of 8, got 4"):
+        static.copy_from(few)
+    static.copy_from(many)
+    assert torch.equal(static.padded_offsets, many.padded_offsets)
+
+
+def test_sequences_without_positions_are_refused() -> None:
+    """A sequence of as many tokens as there are positions fits, one more does not."""
+    capacity = Capacity(tokens=48, slots=4, multiple=4, longest=9)
+    pack([document(9), document(1)], capacity)
+    match = "at most 9 tokens, as many as the model has positions for, got one of 10"
+    with pytest.raises(ValueError, match=match):
+        pack([document(1), document(10)], capacity)
+    with pytest.raises(ValueError, match="longest to be None or at least 1, got 0"):
+        Capacity(tokens=48, slots=4, multiple=4, longest=0)
+
+
 def test_losses_that_do_not_count_may_be_anything() -> None:
     """NaN and infinity under the mask change neither sum nor number, nor any gradient."""
     losses = torch.tensor([1.0, math.nan, 2.5, math.inf], requires_grad=True)
