@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.config import ParallelConfig, model_from_preset
+from fsdp_core.config import SCOPES, ParallelConfig, model_from_preset
 from fsdp_core.layouts import legal_layouts
 from harness.errors import ScenarioError
 from harness.matrix import expand
 from harness.records import CaseSpec
 from harness.schema import Overrides, load_scenario
-
-ALL_SCOPES: list[Any] = [
-    "eager", ["attn"], ["mlp"], ["moe_router"], ["moe_router", "moe_preprocess"], ["moe"],
-    ["layer"], ["full_iteration"],
-]  # fmt: skip
 
 
 def write(folder: Path, **sections: Any) -> Path:
@@ -159,25 +154,63 @@ def test_a_bad_model_is_reported_where_it_is_written(tmp_path: Path) -> None:
         cases(tmp_path, base={"steps": 4, "model": {"heads": 3}})
 
 
-def test_sixty_four_ranks_and_all_scopes_list_at_once_without_torch(tmp_path: Path) -> None:
-    """A laptop lists 4,675 layouts times 7 scopes, and torch is not imported for it."""
-    path = write(
-        tmp_path,
-        base={"steps": 4, "model": {"preset": "moonlight_16b_a3b", "capacity_factor": 1.25}},
-        axes={"parallel": {"legal_layouts": 64}, "graph": ALL_SCOPES},
-    )
+NIGHTLY = Path(__file__).parents[3] / "scenarios" / "nightly"
+ABOUT: dict[str, tuple[str, set[str]]] = {
+    # file: (model, scopes that none of its layouts can have)
+    "layouts_dense": ("qwen3_8b", {"moe_router", "moe_preprocess", "moe"}),
+    "layouts_dense_llama3": ("llama3_8b", {"moe_router", "moe_preprocess", "moe"}),
+    "layouts_dynamic_cp": ("moonlight_16b_a3b", {"full_iteration"}),
+    "layouts_mla_moe": ("moonlight_16b_a3b", set()),
+    "layouts_moe": ("qwen3_30b_a3b", {"mlp"}),
+    "layouts_moe_dropless": ("qwen3_30b_a3b", {"mlp", "moe", "layer", "full_iteration"}),
+}
+
+
+def test_sixty_four_ranks_and_all_scopes_list_at_once_without_torch() -> None:
+    """A laptop lists the nightly files, 95,284 cases of 64 ranks, and torch is not imported."""
     code = (
         "import sys, time\n"
         "from harness.cli import main\n"
-        "began = time.process_time(); code = main(['list', sys.argv[1]])\n"
+        "began = time.process_time(); code = main(['list', '--count', *sys.argv[1:]])\n"
         "print(code, time.process_time() - began, 'torch' in sys.modules)"
     )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "-c", code, str(path)]
+    paths = [str(NIGHTLY / f"{name}.yaml") for name in ABOUT]
+    command = [sys.executable, "-c", code, *paths]
     said = subprocess.check_output(command, text=True, env=environment).splitlines()
     exit_code, seconds, torch = said[-1].split()
     assert (exit_code, torch) == ("0", "False")
-    assert said[0] == f"{path}: 32725 cases"
-    assert len(said) == 32_725 + 2
-    assert "  tp4_ep4_pp16_sequence_parallel-moe_router+moe_preprocess" in said
-    assert float(seconds) < 4  # 2 on a machine that has nothing else to do
+    numbers = [1525, 1525, 8142, 37_400, 31_128, 15_564]
+    assert said[:-2] == [f"{p}: {n} cases" for p, n in zip(paths, numbers, strict=True)]
+    assert said[-2].startswith(f"{sum(numbers)} cases in 6 files, ")
+    assert float(seconds) < 16  # 8 on a machine that has nothing else to do
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_nightly_files_have_every_layout_and_scope(name: str) -> None:
+    """A nightly file is all legal layouts of its model times each scope that the model can have."""
+    (path,) = NIGHTLY.glob(f"{name}.yaml")
+    option = Overrides(
+        axes=("parallel={legal_layouts: 8, dp_outer: 1, cp: 1, dynamic_cp: [1, 2]}",)
+    )
+    option = option if "dynamic" in name else Overrides(axes=("parallel={legal_layouts: 8}",))
+    found = expand(load_scenario(path, overrides=option), "cpu")
+    preset, impossible = ABOUT[name]
+    model = found[0].candidate.config["model"]
+    assert model["preset"] == preset
+    scopes = {scope for case in found for scope in case.candidate.config["graph"]}
+    assert scopes == set(SCOPES) - impossible
+    if not dynamic:
+        own = model_from_preset(preset)
+        assert dict.fromkeys(layouts(found)) == dict.fromkeys(legal_layouts(8, own))
+
+
+def test_all_nightly_files_of_layouts_are_known() -> None:
+    """A new file of 64 ranks is counted too; small ones, which are run, are small."""
+    small = {path.stem for path in NIGHTLY.glob("layouts_of_*.yaml")}
+    assert {path.stem for path in NIGHTLY.glob("layouts_*.yaml")} == small | ABOUT.keys()
+    assert small == {"layouts_of_4_moe", "layouts_of_8_dense", "layouts_of_8_mla_moe"}
+    for name in small:
+        cases = expand(load_scenario(NIGHTLY / f"{name}.yaml"), "cpu")
+        assert {case.candidate.world_size for case in cases} <= {4, 8}
+        assert len(cases) < 200
