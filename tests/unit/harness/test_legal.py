@@ -190,10 +190,8 @@ def test_sixty_four_ranks_and_all_scopes_list_at_once_without_torch() -> None:
 def test_nightly_files_have_every_layout_and_scope(name: str) -> None:
     """A nightly file is all legal layouts of its model times each scope that the model can have."""
     (path,) = NIGHTLY.glob(f"{name}.yaml")
-    option = Overrides(
-        axes=("parallel={legal_layouts: 8, dp_outer: 1, cp: 1, dynamic_cp: [1, 2]}",)
-    )
-    option = option if "dynamic" in name else Overrides(axes=("parallel={legal_layouts: 8}",))
+    dynamic = ", cp: 1, dynamic_cp: [1, 2]" if "dynamic" in name else ""
+    option = Overrides(axes=(f"parallel={{legal_layouts: 8{dynamic}}}",))
     found = expand(load_scenario(path, overrides=option), "cpu")
     preset, impossible = ABOUT[name]
     model = found[0].candidate.config["model"]
