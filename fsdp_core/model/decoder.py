@@ -197,7 +197,7 @@ class DecoderStage(nn.Module):
         """
         del microbatch
         if self.embedding is not None:
-            x = self.embedding(x)
+            x = self._without_padding(self.embedding(x), part)
         with self._around():
             for layer in self.numbered_layers.values():
                 x = layer(x, part)
@@ -209,6 +209,15 @@ class DecoderStage(nn.Module):
         if isinstance(weight, torch.Tensor):
             weight = weight.to(losses.dtype)
         return losses.sum() * weight
+
+    def _without_padding(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+        """Zeros in rows of padding, which then stay zero through every layer.
+
+        Whatever they held would be multiplied by gradients of zero, and NaN times zero is NaN.
+        """
+        axes = self.axes
+        valid = part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
+        return x if valid is None else x.masked_fill(~valid[..., None], 0.0)
 
     @property
     def numbered_layers(self) -> dict[str, Layer]:
