@@ -33,6 +33,7 @@ class Travelled:
             number + 1), over the choices that came back.
         x_grad, weight_grad: of the sum of `sums[:, 0]`.
         rows_shape: shape of the rows at the experts.
+        dropped: slots that this rank counted as dropped.
     """
 
     arrived: list[list[int]]
@@ -41,6 +42,7 @@ class Travelled:
     x_grad: torch.Tensor
     weight_grad: torch.Tensor
     rows_shape: tuple[int, ...]
+    dropped: int
 
 
 def travel(layout: Layout, trips: list[Trip]) -> list[Travelled]:
@@ -54,7 +56,8 @@ def _travel(layout: Layout, axes: MoeAxes, trip: Trip) -> Travelled:
     # Two columns: the number, and one for the expert to write to.
     x = torch.stack([mine + 1.0, torch.zeros(len(mine))], 1).double().requires_grad_()
     weights = trip.weights[mine].double().requires_grad_()
-    plan = Preprocess(NUM_EXPERTS, trip.delivery, axes)(trip.experts[mine], weights)
+    preprocess = Preprocess(NUM_EXPERTS, trip.delivery, axes)
+    plan = preprocess(trip.experts[mine], weights)
     rows, groups = Dispatch(trip.delivery, axes)(x, plan)
     num_local = axes.local_experts(NUM_EXPERTS)
     first = axes.ep.rank * num_local
@@ -78,6 +81,7 @@ def _travel(layout: Layout, axes: MoeAxes, trip: Trip) -> Travelled:
         x.grad[:, 0],
         weights.grad,
         tuple(rows.shape),
+        int(preprocess.dropped),
     )
 
 

@@ -59,17 +59,21 @@ def weights_of(experts: torch.Tensor) -> torch.Tensor:
 def check(layout: Layout, trip: Trip, kept: torch.Tensor, found: list[Travelled]) -> None:
     """Arrivals at each expert, sums, and gradients, exactly."""
     sources = layout.sources()
+    # A count for each etp group, which is one source, whichever rank of ep counts it.
+    counted = sum(seen.dropped for seen in found[:: layout.etp])
+    due = [(trip.experts[n] < NUM_EXPERTS) & ~kept[n] for source in sources for n in source]
+    assert counted == sum(int(lost.sum()) for lost in due)
     for rank, seen in enumerate(found):
         row = rank // layout.etp // layout.ep
         for number, tokens in enumerate(seen.arrived):
             expert = seen.first_expert + number
-            due = [
+            arrivals = [
                 n
                 for source in sources[row * layout.ep : (row + 1) * layout.ep]
                 for n in source
                 if bool(((trip.experts[n] == expert) & kept[n]).any())
             ]
-            assert tokens == due, (rank, expert)
+            assert tokens == arrivals, (rank, expert)
         mine = layout.tokens(rank).flatten()
         weights = trip.weights[mine].double() * kept[mine]
         ids = mine + 1.0

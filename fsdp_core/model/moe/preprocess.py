@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.places import assign_places
+from fsdp_core.model.moe.places import Places, assign_places
 from fsdp_core.parallel.collectives import all_gather, all_to_all
 
 DISPATCHERS = ("all_to_all", "all_gather")
@@ -92,12 +92,21 @@ class Plan(NamedTuple):
 
 
 class Preprocess(nn.Module):
-    """Experts of this rank's slots -> `Plan`. Talks to the ranks of ep and etp; no gradient."""
+    """Experts of this rank's slots -> `Plan`. Talks to the ranks of ep and etp; no gradient.
+
+    Buffers:
+        dropped: int64 scalar, slots that the last forward pass dropped for want of capacity: of
+            this rank's tokens (all_to_all) or to its experts (all_gather). Ranks of an etp group
+            have the same; the sum over ep is that of the group's tokens under both dispatchers.
+    """
+
+    dropped: torch.Tensor
 
     def __init__(self, num_experts: int, delivery: Delivery, axes: MoeAxes) -> None:
         super().__init__()
         self.num_experts, self.delivery, self._axes = num_experts, delivery, axes
         self.num_local = axes.local_experts(num_experts)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
     def forward(self, experts_SK: torch.Tensor, probs_SK: torch.Tensor) -> Plan:
@@ -113,7 +122,7 @@ class Preprocess(nn.Module):
         capacity = delivery.capacity(experts_DK.numel(), self.num_experts)
         if delivery.gathers:
             return self._plan_gathered(experts_DK, priority_DK, capacity)
-        places = assign_places(experts_DK, self.num_experts, capacity, priority_DK)
+        places = self._assign(experts_DK, self.num_experts, capacity, priority_DK)
         sent = places.counts.view(axes.ep.size, self.num_local)
         received = all_to_all(sent, axes.ep) if capacity is None else sent[:0]
         return Plan(places.slot_of_place, places.place_of_slot, sent, received)
@@ -129,7 +138,20 @@ class Preprocess(nn.Module):
         source = torch.arange(ep.size, device=local.device).view(-1, 1, 1)
         mine = (local >= 0) & (local < num_local)
         buckets = torch.where(mine, local * ep.size + source, num_local * ep.size).flatten(0, 1)
-        places = assign_places(buckets, num_local * ep.size, capacity, priority)
+        places = self._assign(buckets, num_local * ep.size, capacity, priority)
         received = places.counts.view(num_local, ep.size).t()
         received = received.contiguous()
         return Plan(places.slot_of_place, places.place_of_slot, received[:0], received)
+
+    def _assign(
+        self,
+        buckets: torch.Tensor,
+        num_buckets: int,
+        capacity: int | None,
+        priority: torch.Tensor | None,
+    ) -> Places:
+        places = assign_places(buckets, num_buckets, capacity, priority)
+        if capacity is not None:
+            # In place, where a graph finds it.
+            self.dropped.copy_((places.counts - capacity).clamp(min=0).sum())
+        return places

@@ -1,5 +1,6 @@
 """What a router decides by: its settings, and the choice of experts from scores."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,11 +56,11 @@ class RouterRule:
             raise ValueError(f"Expected top_k in 1..{self.num_experts}, got {self.top_k}.")
         if self.scores not in SCORES:
             raise ValueError(f"Expected scores in {SCORES}, got {self.scores!r}.")
-        if not self.scale > 0:
-            raise ValueError(f"Expected scale > 0, got {self.scale}.")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"Expected a finite scale > 0, got {self.scale}.")
         for name in ("aux_coeff", "z_coeff"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Expected {name} >= 0, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"Expected a finite {name} >= 0, got {getattr(self, name)}.")
 
     @property
     def watches_load(self) -> bool:

@@ -1,5 +1,7 @@
 """The layer in one process: stages, host reads, and what it refuses."""
 
+import copy
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from fsdp_core.model.moe.layer import MoeLayer
 from fsdp_core.model.moe.preprocess import Delivery
 from fsdp_core.model.moe.routing import RouterRule
 from fsdp_core.model.moe.shared import SharedExperts
+from fsdp_core.parallel.cuts import cut_of
 
 EXPERTS, HIDDEN, FFN = 4, 8, 12
 READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
@@ -181,6 +184,22 @@ def test_recomputation_changes_nothing(alone: MoeAxes, factor: float | None) -> 
         grads.append(found)
     for one, other in zip(*grads, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_copy_is_a_layer_of_its_own(alone: MoeAxes) -> None:
+    """Process groups, which nothing can copy, are shared; weights, cuts and buffers are not."""
+    group: Any = threading.Lock()
+    axes = replace(
+        alone, ep=replace(alone.ep, group=group), etp=replace(alone.etp, group=group),
+        tp=replace(alone.tp, group=group), tokens=(replace(alone.tokens[0], group=group),),
+    )  # fmt: skip
+    made = layer(axes, Delivery(), expert_bias=True)
+    copied, x = copy.deepcopy(made), tokens()
+    assert torch.equal(made(x), copied(x))
+    for mine, other in zip(made.parameters(), copied.parameters(), strict=True):
+        assert cut_of(mine) == cut_of(other)
+        mine.data.zero_()
+        assert other.any()
 
 
 def test_sizes_that_do_not_divide_are_refused(alone: MoeAxes) -> None:
