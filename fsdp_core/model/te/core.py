@@ -7,6 +7,7 @@
 | another cp than the layout's (dynamic cp) | ours | its modules hold one context group |
 | cp and float32 | ours | none of its kernels with cp takes float32 |
 | MLA with cp, or packed | ours | few of its kernels take values of another width |
+| packed and long, deterministic | ours | its backward would want over 100 GiB |
 
 Its context parallelism wants each sequence in 2 * cp chunks, rank r with chunks r and
 2 * cp - 1 - r (`attn_forward_func_with_cp`, "DualChunkSwap"), which is `parallel.context`'s order.
@@ -30,6 +31,8 @@ from fsdp_core.parallel.context import ContextPlan
 
 _WAYS = {"ring": "p2p", "gather": "all_gather"}
 _NARROW = (torch.bfloat16, torch.float16)
+_MOST_SCORES = 1 << 30
+"""Of packed sequences with deterministic kernels on Hopper (its utils.py, "Determinism")."""
 
 
 class Core(nn.Module):
@@ -46,7 +49,7 @@ class Core(nn.Module):
         self, te: Any, heads: int, kv_heads: int, widths: tuple[int, int], cp: Axis
     ) -> None:
         super().__init__()
-        self._cp, self._is_even = cp, widths[0] == widths[1]
+        self._cp, self._is_even, self._heads = cp, widths[0] == widths[1], heads
         self.attention = te.DotProductAttention(
             heads,
             widths[0] if self._is_even else widths,
@@ -68,8 +71,16 @@ class Core(nn.Module):
             return f"context parallelism in {dtype}: TransformerEngine has it in 16 bits only"
         if not self._is_even and (size > 1 or part.packed is not None):
             return "values of another width than keys, with context parallelism or packed"
-        if part.packed is not None and dtype not in _NARROW:
+        return None if part.packed is None else self._why_not_packed(part, dtype)
+
+    def _why_not_packed(self, part: Part, dtype: torch.dtype) -> str | None:
+        assert part.packed is not None
+        if dtype not in _NARROW:
             return f"packed sequences in {dtype}: TransformerEngine has them in 16 bits only"
+        slots, longest = part.packed[0].shape[0] - 1, part.plan.rows.shape[0] * part.plan.size
+        is_large = slots * self._heads * longest**2 >= _MOST_SCORES
+        if is_large and getattr(self.attention, "deterministic", False):
+            return "packed sequences of this length with deterministic kernels: no room"
         return None
 
     def forward(

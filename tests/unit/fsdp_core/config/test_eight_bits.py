@@ -115,5 +115,5 @@ def test_uneven_tokens_are_named(seq: int, parallel: dict[str, Any], said: str) 
         run(dataclasses.replace(EVEN, seq=seq), parallel=parallel)
     assert said in str(caught.value)
     assert caught.value.rule == "fp8_takes_tokens"
-    options = {"micro_batch_size": 4}
+    options: dict[str, Any] = {"micro_batch_size": 4}
     assert run(dataclasses.replace(EVEN, seq=seq), parallel=parallel, **options).fp8 == "current"
