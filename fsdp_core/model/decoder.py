@@ -194,8 +194,12 @@ class DecoderStage(nn.Module):
 
         Args:
             microbatch: slot of the microbatch, for graphs, which are kept by slot.
+
+        Raises:
+            ValueError: rows of more tokens than there are positions.
         """
         del microbatch
+        self._check_length(part)
         if self.embedding is not None:
             x = self._without_padding(self.embedding(x), part)
         with self._around():
@@ -209,6 +213,17 @@ class DecoderStage(nn.Module):
         if isinstance(weight, torch.Tensor):
             weight = weight.to(losses.dtype)
         return losses.sum() * weight
+
+    def _check_length(self, part: Part) -> None:
+        """Before a GPU looks past the end of a table, which it does not survive."""
+        plan, most = part.plan, self.config.seq
+        length = plan.rows.shape[0] * plan.size
+        # Of packed rows the sequences are checked where they are packed: `Capacity.longest`.
+        if plan.spans.offsets is None and length > most:
+            raise ValueError(
+                f"Expected sequences of at most {most} tokens, as many as the model has positions "
+                f"for (seq), got {length}."
+            )
 
     def _without_padding(self, x: torch.Tensor, part: Part) -> torch.Tensor:
         """Zeros in rows of padding, which then stay zero through every layer.

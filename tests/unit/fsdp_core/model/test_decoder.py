@@ -207,3 +207,14 @@ def test_rope_refuses_positions_past_its_table() -> None:
     table = RopeTable(4, 8, 10_000.0)
     with pytest.raises(IndexError):
         table(torch.ones(1, 1, 1, 8), torch.tensor([4]))
+
+
+def test_sequences_without_positions_are_refused() -> None:
+    """As many tokens as `seq` are taken, two more are refused before anything is computed."""
+    config = model_from_preset("dense_tiny", {"seq": 8})
+    model = build(config)
+    ids = torch.zeros(1, 11, dtype=torch.int64)
+    loss_of(model, ids[:, :9])
+    match = r"at most 8 tokens, as many as the model has positions for \(seq\), got 10"
+    with pytest.raises(ValueError, match=match):
+        loss_of(model, ids)
