@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,6 +22,7 @@ from fsdp_core.parallel.cuts import (
 )
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["tp", "ep", "etp"]), unique=True, max_size=3),
     st.lists(st.integers(0, 2), min_size=3, max_size=3),
