@@ -29,7 +29,8 @@ CAPTURED = {
     "dense DP2xTP2 SP": (
         Run({"dp": 2, "tp": 2} | SP, "dense_tiny_dropout", dtype="bf16"), (FULL, ATTN)),
     "dense CP2": (Run({"cp": 2}, dtype="bf16"), (FULL, ATTN)),
-    "dense TP2xPP2": (Run({"tp": 2, "pp": 2}, microbatches=3, fsdp=UNPOOLED), (FULL,)),
+    "dense TP2xPP2": (
+        Run({"tp": 2, "pp": 2}, "dense_tiny_dropout", microbatches=3, fsdp=UNPOOLED), (FULL,)),
     "dense PP2 interleaved": (
         Run({"pp": 2, "pp_chunks": 2}, "dense_tiny_dropout", {"layers": 4}, dtype="bf16"), (FULL,)),
     "experts EP2": (Run({"dp": 2, "ep": 2}, "moe_tiny", CAPACITY, fsdp=UNPOOLED), (FULL,)),
