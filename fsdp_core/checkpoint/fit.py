@@ -1,7 +1,7 @@
 """Where the tensors of a checkpoint go: into which memory of a model and an optimizer."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,13 @@ class Fit:
     def _choose_model(self, modules: Modules, *, are_stages: bool) -> set[str]:
         tree, state, parts = self._document["model"], model_state(modules), saved_state(modules)
         saved = tree.keys() & parts.keys() if are_stages else tree.keys()
-        _check_names("parameters and buffers", parts.keys(), saved)
+        _check_names("parameters and buffers", _needed(parts, tree), _needed(saved, parts))
+        if fresh := sorted(parts.keys() - tree.keys()):
+            warnings.warn(
+                f"The checkpoint is of other modules and has no {_some(fresh)}: these stay as they "
+                "are.",
+                stacklevel=2,
+            )
         self._parameters = {
             f"model.{each}"
             for name, value in state.items()
@@ -118,9 +124,16 @@ class Fit:
             for each in global_names(name, self._stretched)
         }
         for name, value in parts.items():
-            if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            if (
+                name not in fresh
+                and isinstance(value, torch.Tensor)
+                and not name.endswith(_EXTRA_STATE_KEY_SUFFIX)
+            ):
                 self._check_tensor(name, value, tree[name])
-        found = {name: self._decoded(name, value, tree) for name, value in state.items()}
+        found = {
+            name: value if name in fresh else self._decoded(name, value, tree)
+            for name, value in state.items()
+        }
         for module in modules:
             loaded = {raw: found[plain_name(raw)] for raw in module.state_dict()}
             self._apply.append(partial(module.load_state_dict, loaded))
@@ -216,13 +229,21 @@ class Fit:
         return like
 
 
-def check_complete(saved: Iterable[str], ranks: Sequence[set[str]]) -> None:
+def check_complete(saved: Collection[str], ranks: Sequence[set[str]]) -> None:
     """Compare the names in a checkpoint with those of all ranks together.
 
     Raises:
         ValueError: no rank has what the checkpoint holds.
     """
-    _check_names("parameters and buffers over all stages", set().union(*ranks), saved)
+    found = set().union(*ranks)
+    _check_names(
+        "parameters and buffers over all stages", _needed(found, saved), _needed(saved, found)
+    )
+
+
+def _needed(names: Iterable[str], others: Container[str]) -> list[str]:
+    """Without what modules of one library alone keep, such as scales of eight-bit numbers."""
+    return [n for n in names if n in others or not n.endswith(_EXTRA_STATE_KEY_SUFFIX)]
 
 
 def _memory(value: Any, tree: Any) -> torch.Tensor | None:

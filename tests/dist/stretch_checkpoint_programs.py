@@ -1,5 +1,6 @@
 """Checkpoints of a layer whose gate and up lie in one parameter, as libraries have it."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -123,3 +124,38 @@ def load_apart(folders: list[str]) -> list[str]:
             assert found.pop("step") == 1
             wrong += [k for k, t in found.items() if not torch.equal(t, whole(name, k))]
     return wrong
+
+
+class Scaled(nn.Linear):
+    """Keeps a scale that is no parameter, as layers of eight-bit numbers do."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        """The scale."""
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        """Take a scale over."""
+        self.scale = state["scale"]
+
+
+def change_library(folder: str) -> tuple[list[str], float, list[str]]:
+    """Layers with scales and without load each other's checkpoints: what is wrong, what is said."""
+    scaled, plain = Scaled(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    scaled.scale = 3.0
+    checkpoint.save(folder, 1, scaled)
+    checkpoint.save(folder, 2, plain)
+    wanted = [layer.weight.detach().clone() for layer in (scaled, plain)]
+    wrong, said = [], []
+    for target, step in ((plain, 1), (scaled, 2), (scaled, 1)):
+        scaled.scale = 5.0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint.load(folder, target, step=step)
+        said += [str(each.message) for each in caught if "other modules" in str(each.message)]
+        if not torch.equal(target.weight, wanted[step - 1]):
+            wrong.append(f"step {step}")
+        if step == 2 and scaled.scale != 5.0:
+            wrong.append("scale")
+    return wrong, scaled.scale, said

@@ -105,3 +105,11 @@ def test_parameters_of_several_tensors(warm_ranks: RankPool, tmp_path: Path, dim
     assert warm_ranks.run(stretched.load_fused, folders, 2, dim, world_size=4) == [[]] * 4
     assert warm_ranks.run(stretched.load_fused, folders, 4, dim, world_size=4) == [[]] * 4
     assert warm_ranks.run(stretched.load_fused, folders, 1, dim, world_size=3) == [[]] * 3
+
+
+def test_states_that_one_library_alone_has(warm_ranks: RankPool, tmp_path: Path) -> None:
+    """Layers without scales take none; layers that find none keep theirs, and say so once."""
+    ((wrong, scale, said),) = warm_ranks.run(stretched.change_library, str(tmp_path), world_size=1)
+    assert (wrong, scale) == ([], 3.0)
+    assert len(said) == 1
+    assert "has no _extra_state: these stay as they are" in said[0]
