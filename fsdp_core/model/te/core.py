@@ -18,6 +18,7 @@ Nothing is dropped in attention: dropout of the model is that of branches, which
 tracker of its states to agree with ours.
 """
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,12 @@ _WAYS = {"ring": "p2p", "gather": "all_gather"}
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_SCORES = 1 << 30
 """Of packed sequences with deterministic kernels on Hopper (its utils.py, "Determinism")."""
+
+
+@functools.cache
+def _second_stream() -> Any:
+    """What context parallelism computes every other step on: one, as torch has only 32 in all."""
+    return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
 class Core(nn.Module):
@@ -60,7 +67,7 @@ class Core(nn.Module):
         )
         if cp.size > 1:
             self._ranks = dist.get_process_group_ranks(cp.group)
-            self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+            self._stream = _second_stream()
 
     def why_ours(self, part: Part, dtype: torch.dtype) -> str | None:
         """Why TransformerEngine cannot attend for this microbatch; None where it does."""
