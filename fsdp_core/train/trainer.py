@@ -23,6 +23,7 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.ledger import Resolver
+from fsdp_core.layouts import AXES, axis_size
 from fsdp_core.model.backend import make_backend
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.moe.router import Router
@@ -50,10 +51,12 @@ class Trainer:
 
     Raises:
         ConfigError: the configuration asks for what is not built yet.
+        ValueError: axes of another layout.
     """
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
         refuse_not_built(config)
+        _require_same(config, axes)
         self.config, self.axes, self.device = config, axes, device
         self.stream = device.new_stream()
         self.counts = GraphCounts()
@@ -267,6 +270,13 @@ class Trainer:
             graphs.reset()
         self._attention_graphs = []
         self.device.synchronize()
+
+
+def _require_same(config: TrainConfig, axes: Axes) -> None:
+    for name in AXES:
+        expected, got = axis_size(config.parallel, name), getattr(axes, name).size
+        if got != expected:
+            raise ValueError(f"Expected axes with {name}={expected}, as configured, got {got}.")
 
 
 def main_grad(group: ParamGroup) -> torch.Tensor:

@@ -186,3 +186,11 @@ def test_what_is_not_built_is_not_trained_as_something_else(
     with pytest.raises(ConfigError, match="built so far") as caught:
         Trainer(config(**options), axes, Device("cpu"))
     assert caught.value.key == key
+
+
+def test_axes_of_another_layout_are_refused(axes: Axes) -> None:
+    """Stages cut for one layout are not trained as another."""
+    with pytest.raises(ValueError, match="Expected axes with cp=2, as configured, got 1"):
+        Trainer(
+            config(model=replace(MODEL, seq=8), parallel=ParallelConfig(cp=2)), axes, Device("cpu")
+        )
