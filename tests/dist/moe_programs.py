@@ -70,7 +70,7 @@ def build_layer(case: Case, axes: MoeAxes) -> MoeLayer:
         HIDDEN, FFN, case.task.rule, axes, delivery=case.delivery, path=case.path, shared=shared
     )
     if case.fault == "down slices swapped":
-        down = layer.experts.down.weight
+        down = layer.get_parameter("experts.down.weight")
         ep, etp = cut_of(down)
         set_cuts(down, ep, replace(etp, index=etp.axis_size - 1 - etp.index))
     load(layer, case.task, case.dtype)
