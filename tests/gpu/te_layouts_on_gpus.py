@@ -292,7 +292,9 @@ def compare_fp8(
         for name, grad in wide.items()
     }
     worst = max(errors, key=lambda name: errors[name])
+    both = [torch.cat([g.flatten().double() for g in grads.values()]) for grads in (narrow, wide)]
     return {
+        "all": float((both[0] - both[1]).norm() / both[1].norm()),
         "worst": (worst, errors[worst]),
         "same": [name for name, error in errors.items() if "layers" in name and not error],
         "differing": _differing_scales(stages, place.axes) if fp8 == "delayed" else 0,

@@ -72,8 +72,9 @@ def test_fp8_gradients_are_near(
     for found in gpu_ranks.run(
         programs.compare_fp8, fp8, problem, parallel, routes or None, world_size=4
     ):
-        # Rounding to e5m2 and e4m3 errs by up to 1/8 and 1/16 of a number; a missing or doubled
-        # sum by the whole.
-        assert found["worst"][1] < 0.4, found["worst"]
+        # Rounding to e5m2 and e4m3 errs by up to 1/8 and 1/16 of a number, more where gradients
+        # cancel; a missing or doubled sum by half or the whole of a tensor.
+        assert found["all"] < 0.3, found
+        assert found["worst"][1] < 0.7, found["worst"]
         assert found["same"] == [], "computed in bf16"
         assert found["differing"] == 0, "scales of the ranks that hold one tensor"
