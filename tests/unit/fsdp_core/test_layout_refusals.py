@@ -1,6 +1,6 @@
 """Layouts of random models: listed exactly when accepted, and refused for a reason that holds."""
 
-import itertools
+import collections
 import math
 from dataclasses import fields
 from typing import Any
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.config import (
+    DEGREES,
     DENSE_DEGREES,
     LAYOUT_RULES,
     PARALLEL_RULES,
@@ -29,34 +30,51 @@ def of(*numbers: int) -> st.SearchStrategy[int]:
     return st.sampled_from(numbers)
 
 
+EVEN: Fields = {
+    "heads": 12, "kv_heads": 12, "head_dim": 8, "ffn": 24, "vocab_size": 24, "seq": 48,
+    "layers": 12,
+}  # fmt: skip
+EVEN_EXPERTS: Fields = {"experts": 12, "top_k": 2, "expert_ffn": 12, "shared_expert_ffn": 12}
+ODD: dict[str, tuple[int, ...]] = {
+    "heads": (8,), "kv_heads": (1, 2, 3), "ffn": (27, 16), "vocab_size": (27, 16),
+    "seq": (8, 12, 18, 27), "layers": (1, 2, 3), "experts": (4, 9), "expert_ffn": (8, 9),
+    "shared_expert_ffn": (0, 8, 9), "first_dense_layers": (1,),
+}  # fmt: skip
+"""What may be otherwise than in a model that every degree divides."""
+
+
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
-    """Models whose sizes divide by some degrees and not by others."""
-    kv_heads = draw(of(1, 2, 3, 4))
-    sizes: Fields = {
-        "heads": kv_heads * draw(of(1, 2)), "kv_heads": kv_heads, "head_dim": 8,
-        "ffn": draw(of(16, 24, 18)), "vocab_size": draw(of(16, 24, 18)),
-        "seq": draw(of(8, 16, 12, 24, 48)), "layers": draw(of(1, 2, 3, 4)),
-    }  # fmt: skip
-    if draw(st.booleans()):
-        sizes |= {
-            "experts": draw(of(4, 6, 8)), "top_k": 2, "expert_ffn": draw(of(8, 12)),
-            "shared_expert_ffn": draw(of(0, 8, 9)),
-            "first_dense_layers": draw(st.integers(0, sizes["layers"] - 1)),
-        }  # fmt: skip
+    """Models that every degree divides, but for one or two sizes."""
+    sizes = EVEN | (EVEN_EXPERTS if draw(of(0, 1, 1, 1)) else {})
+    names = [name for name in ODD if name in sizes or "experts" in sizes] + ["seq"] * 3
+    for name in draw(
+        st.lists(st.sampled_from(names), min_size=draw(of(0, 1)), max_size=2, unique=True)
+    ):
+        sizes = sizes | {name: draw(of(*ODD[name]))}
+    if sizes["heads"] % sizes["kv_heads"]:
+        sizes = sizes | {"kv_heads": sizes["heads"]}
+    if sizes.get("first_dense_layers", 0) >= sizes["layers"]:
+        sizes = sizes | {"layers": 2}
     return ModelConfig(**sizes)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Fields:
-    """Fields of layouts, most of which are illegal for most models."""
-    found: Fields = {name: draw(of(1, 1, 1, 2, 2, 3, 4)) for name in (*DENSE_DEGREES, "ep", "etp")}
-    found["sequence_parallel"] = draw(st.booleans()) and (found["tp"] > 1 or draw(st.booleans()))
-    found["pp_chunks"] = draw(of(1, 1, 1, 2))
-    sizes = draw(st.lists(of(1, 2, 3, 4), max_size=3, unique=True))
+    """Fields of layouts, of which a few are other than one."""
+    found: Fields = dict.fromkeys((*DEGREES, "pp_chunks"), 1)
+    for name in draw(
+        st.lists(st.sampled_from((*DEGREES, "tp", "cp")), min_size=1, max_size=4, unique=True)
+    ):
+        found[name] = draw(of(2, 3, 4))
+    if draw(of(0, 1, 1)):  # room for experts
+        found["dp"] *= found["ep"] * found["etp"]
+    if found["pp"] > 1 or draw(of(*[0] * 9, 1)):
+        found["pp_chunks"] = draw(of(1, 2))
+    chance = (0, 1) if found["tp"] > 1 else (0,) * 19 + (1,)
+    found["sequence_parallel"] = bool(draw(of(*chance)))
+    sizes = draw(st.lists(of(1, 2, 3, 4), max_size=2, unique=True)) if draw(of(0, 1)) else []
     found["dynamic_cp"] = tuple(sorted(sizes) if draw(of(0, 1, 1)) else sizes)
-    if draw(st.booleans()):
-        found["dynamic_cp"] = ()
     return found
 
 
@@ -94,8 +112,8 @@ def is_sound(model: ModelConfig, layout: Fields, microbatches: int) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=200)
-@given(models(), layouts(), of(1, 2, 4, 6))
+@settings(deadline=None, max_examples=500)
+@given(models(), layouts(), of(1, 2, 3, 6))
 def test_accepted_is_what_comes_out_even(
     model: ModelConfig, layout: Fields, microbatches: int
 ) -> None:
@@ -105,7 +123,7 @@ def test_accepted_is_what_comes_out_even(
 
 
 @settings(deadline=None, max_examples=150)
-@given(models(), layouts(), of(1, 2, 4, 6))
+@given(models(), layouts(), of(1, 2, 3, 6))
 def test_listed_exactly_when_accepted(
     model: ModelConfig, layout: Fields, microbatches: int
 ) -> None:
@@ -118,7 +136,7 @@ def test_listed_exactly_when_accepted(
 
 
 @settings(deadline=None, max_examples=200)
-@given(models(), layouts(), of(1, 2, 4, 6))
+@given(models(), layouts(), of(1, 2, 3, 6))
 def test_a_refusal_tells_the_truth(model: ModelConfig, layout: Fields, microbatches: int) -> None:
     """It names a rule, the key with the value that was given, and values that keep the rule."""
     error = attempt(model, layout, microbatches)
@@ -137,14 +155,16 @@ def test_a_refusal_tells_the_truth(model: ModelConfig, layout: Fields, microbatc
         assert again is None or again.rule != error.rule or again.key != error.key
 
 
-def test_both_answers_are_common() -> None:
-    """What the tests above draw from holds legal and illegal layouts of every kind of model."""
-    dense = ModelConfig(kv_heads=2, heads=4, layers=4)
-    experts = ModelConfig(kv_heads=2, heads=4, layers=4, experts=4, top_k=2, expert_ffn=8)
-    base: Fields = dict.fromkeys((*DENSE_DEGREES, "ep", "etp", "pp_chunks"), 1)
-    answers = {model: [0, 0] for model in (dense, experts)}
-    for model, values in itertools.product(answers, itertools.product((1, 2, 3), repeat=5)):
-        layout = base | dict(zip(("dp", "tp", "cp", "ep", "pp"), values, strict=True))
-        layout |= {"sequence_parallel": values[1] > 1, "dynamic_cp": ()}
-        answers[model][attempt(model, layout, 2) is None] += 1
-    assert all(min(counts) > 10 for counts in answers.values()), answers
+def test_both_answers_and_most_rules_are_common() -> None:
+    """What the tests above draw from holds legal layouts, and breaks nearly every rule."""
+    seen = collections.Counter[str]()
+
+    @settings(deadline=None, max_examples=300, derandomize=True, database=None)
+    @given(models(), layouts(), of(1, 2, 3, 6))
+    def count(model: ModelConfig, layout: Fields, microbatches: int) -> None:
+        error = attempt(model, layout, microbatches)
+        seen[error.rule if error else "legal"] += 1
+
+    count()
+    assert seen["legal"] > 60
+    assert len(RULES - seen.keys()) <= 4, RULES - seen.keys()
