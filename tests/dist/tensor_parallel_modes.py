@@ -282,7 +282,8 @@ def sharded_and_averaged(sequence_parallel: bool) -> list[str]:
             dist.all_reduce(p.grad, group=dp.group)
             rows = p.grad.div_(dp.size)
             mine = cast("Any", q.grad)
-            if mine is not None and not same_bits(mine.to_local(), _rows_of(rows, q, root, name)):
+            due_rows = cast("Any", q).row_spec.own_rows(rows)
+            if mine is not None and not same_bits(mine.to_local(), due_rows):
                 wrong.append(f"gradient of {name} in step {step}")
         descend(plain)
         with torch.no_grad():
@@ -290,15 +291,3 @@ def sharded_and_averaged(sequence_parallel: bool) -> list[str]:
                 if q.grad is not None:
                     q.sub_(q.grad, alpha=LR)
     return wrong
-
-
-def _rows_of(
-    whole: torch.Tensor, parameter: nn.Parameter, root: FSDPModule, name: str
-) -> torch.Tensor:
-    """This rank's rows of a whole gradient."""
-    for group in root.fsdp_groups:
-        for index, sharded in enumerate(group.sharded):
-            if sharded is parameter:
-                piece = group.layout.local_piece(index, group.nest.shard_index)
-                return whole[piece.row_start : piece.row_stop]
-    raise AssertionError(f"Expected {name} in a group.")
