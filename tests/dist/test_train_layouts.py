@@ -27,7 +27,8 @@ UNPOOLED: dict[str, Any] = {"pool": "dynamic"}
 # A gradient buffer that a pool keeps has no name; with the dynamic pool there is none.
 CAPTURED = {
     "dense DP2xTP2 SP": (
-        Run({"dp": 2, "tp": 2} | SP, "dense_tiny_dropout", dtype="bf16"), (FULL, ATTN)),
+        Run({"dp": 2, "tp": 2} | SP, "dense_tiny_dropout", dtype="bf16"), (FULL,)),
+    "dense TP2": (Run({"tp": 2}, "dense_tiny_dropout"), (ATTN,)),
     "dense CP2": (Run({"cp": 2}, dtype="bf16"), (FULL, ATTN)),
     "dense TP2xPP2": (
         Run({"tp": 2, "pp": 2}, "dense_tiny_dropout", microbatches=3, fsdp=UNPOOLED), (FULL,)),
