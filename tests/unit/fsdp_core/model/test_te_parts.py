@@ -5,12 +5,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fsdp_core.config import model_from_preset
 from fsdp_core.model.backend import TorchBackend, make_backend
+from fsdp_core.model.rope import RopeTable
 from fsdp_core.model.te import experts
 from fsdp_core.model.te.order import by_rank, by_sequence
 from fsdp_core.model.te.precision import amax_group
 from fsdp_core.parallel.axes import Axis
 from tests.dist.parity_programs import single_axes
+from tests.dist.te_stand_in import StandIn
 
 TP = Axis("tp", 2, 0, cast("Any", None))
 
@@ -84,6 +87,27 @@ def test_a_matrix_that_is_not_used_has_a_zero_gradient() -> None:
     weight = torch.randn(3, 2, 4, requires_grad=True)
     experts.matrices(weight)[1].sum().backward()
     assert cast("Any", weight.grad).sum((1, 2)).tolist() == [0.0, 8.0, 0.0]
+
+
+def test_operators_take_the_weights_of_now() -> None:
+    """A fuser that was made without gradients, in evaluation, still trains; as the layers do."""
+    config = model_from_preset("moe_tiny", {})
+    grads = []
+    for fused in (True, False):
+        backend = StandIn(fused_experts=fused)
+        rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
+        made = backend.parts(config, single_axes(), rope).experts()
+        torch.manual_seed(2)
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        rows = torch.randn(config.experts, 3, config.hidden)
+        with torch.no_grad():
+            made(rows, None)
+        made(rows, None).square().sum().backward()
+        grads.append([parameter.grad for parameter in made.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
 
 
 def test_fp8_needs_te() -> None:
