@@ -47,7 +47,7 @@ ODD: dict[str, tuple[int, ...]] = {
 def models(draw: st.DrawFn) -> ModelConfig:
     """Models that every degree divides, but for one or two sizes."""
     sizes = EVEN | (EVEN_EXPERTS if draw(of(0, 1, 1, 1)) else {})
-    names = [name for name in ODD if name in sizes or "experts" in sizes] + ["seq"] * 3
+    names = [name for name in ODD if name in sizes or "experts" in sizes] + ["seq", "layers"] * 3
     for name in draw(
         st.lists(st.sampled_from(names), min_size=draw(of(0, 1)), max_size=2, unique=True)
     ):
@@ -64,7 +64,7 @@ def layouts(draw: st.DrawFn) -> Fields:
     """Fields of layouts, of which a few are other than one."""
     found: Fields = dict.fromkeys((*DEGREES, "pp_chunks"), 1)
     for name in draw(
-        st.lists(st.sampled_from((*DEGREES, "tp", "cp")), min_size=1, max_size=4, unique=True)
+        st.lists(st.sampled_from((*DEGREES, "tp", "cp", "pp")), min_size=1, max_size=4, unique=True)
     ):
         found[name] = draw(of(2, 3, 4))
     if draw(of(0, 1, 1)):  # room for experts
