@@ -4,7 +4,7 @@
 #   make test    the tests
 #   make lint    ruff, mypy, import layers, spelling
 #   make bench   the benchmarks that need no GPU
-#   make parity  every layout against one process, in units of rounding: out/parity (4 min a dtype)
+#   make parity  every layout against one process, in units of rounding: out/parity (20 minutes)
 #   make nightly parity, all legal layouts counted, the nightly scenarios of small worlds (hours)
 #   make venv    only the environment that `make demo` uses
 #
