@@ -32,19 +32,12 @@ def _attn_with_one_cp(run: TrainConfig) -> ConfigError | None:
     return ConfigError("parallel.dynamic_cp", expected=expected, got=run.parallel.dynamic_cp)
 
 
-def _fp8(run: TrainConfig) -> ConfigError | None:
-    if run.fp8 == "none":
-        return None
-    return ConfigError("fp8", expected="none (not built so far)", got=run.fp8, legal=("none",))
-
-
 NOT_BUILT: tuple[Rule[TrainConfig], ...] = (
     Rule("scopes_are_not_built", "Most graph scopes are not built so far.", _scopes),
     Rule("attn_in_pipelines_is_not_built", "Scope attn under pp is not built so far.",
          _attn_without_pipeline),
     Rule("attn_of_dynamic_cp_is_not_built", "Scope attn with dynamic cp is not built so far.",
          _attn_with_one_cp),
-    Rule("fp8_is_not_built", "fp8 is not built so far.", _fp8),
 )  # fmt: skip
 
 

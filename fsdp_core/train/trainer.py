@@ -61,7 +61,7 @@ class Trainer:
         self.stream = device.new_stream()
         self.counts = GraphCounts()
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
-        backend = make_backend(config.backend)
+        backend = make_backend(config.backend, fp8=config.fp8)
         make_deterministic(config.seed)
         with device.on(self.stream):
             self.streams = make_streams(config, axes, device)

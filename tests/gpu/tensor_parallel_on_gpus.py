@@ -130,17 +130,17 @@ def replay_and_eager(sequence_parallel: bool) -> list[bool]:
     """Steps eagerly and as replays of one captured step: for each, whether every bit agrees."""
     make_deterministic(0)
     axis, found = whole_axis(), []
-    statics = [t.to(gpu()) for t in batch(0)]
+    fixed = [t.to(gpu()) for t in batch(0)]
     with torch.cuda.stream(torch.cuda.Stream()):
-        train(net_on_gpu(axis, sequence_parallel)[0], *statics)  # communicators begin when used
+        train(net_on_gpu(axis, sequence_parallel)[0], *fixed)  # communicators begin when used
         for graphed in (False, True):
             model, streams = net_on_gpu(axis, sequence_parallel)
             torch.cuda.manual_seed(1)
             torch.cuda.synchronize()
-            run, end = runner(functools.partial(train, model, *statics), streams, graphed)
+            run, end = runner(functools.partial(train, model, *fixed), streams, graphed)
             steps = []
             for step in range(STEPS):
-                for static, value in zip(statics, batch(step), strict=True):
+                for static, value in zip(fixed, batch(step), strict=True):
                     static.copy_(value)
                 steps.append(tensors_of(model, streams, run()))
             found.append(steps)

@@ -149,7 +149,6 @@ NOT_BUILT_EXAMPLES: dict[str, tuple[str, Values]] = {
         ("parallel.pp", {"graph": ("attn",), "parallel": {"pp": 2}}),
     "attn_of_dynamic_cp_is_not_built":
         ("parallel.dynamic_cp", {"graph": ("attn",), "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
-    "fp8_is_not_built": ("fp8", {"fp8": "current", "backend": "te"}),
 }  # fmt: skip
 KINDS: dict[str, Any] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,

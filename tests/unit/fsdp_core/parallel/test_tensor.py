@@ -127,7 +127,7 @@ def test_a_foreign_module_runs_with_stand_ins() -> None:
 def test_what_is_no_parameter_cannot_be_reduced() -> None:
     """Names are of the module's own parameters, and a module is given once."""
     norm = Foreign(4, bias=False)
-    for name in ("wight", "bias"):
+    for name in ("scale", "bias"):
         with pytest.raises(ValueError, match=f"Expected a parameter of Foreign, got {name!r}"):
             reduce_replicated_of(norm, ["weight", name], FOUR)
     reduce_replicated_of(norm, ["weight"], FOUR)
