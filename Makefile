@@ -4,17 +4,22 @@
 #   make test    the tests
 #   make lint    ruff, mypy, import layers, spelling
 #   make bench   the benchmarks that need no GPU
+#   make parity  every layout against one process, in units of rounding: out/parity (20 minutes)
+#   make nightly parity, all legal layouts counted, the nightly scenarios of small worlds (hours)
 #   make venv    only the environment that `make demo` uses
 #
 # PYTHON   the interpreter to build on (its torch is used, if it has one)
 # VENV     the environment's folder
-# DEVICE   cpu, cuda or auto, for `make demo`
+# DEVICE   cpu, cuda or auto, for `make demo` and `make nightly`
+# PARITY_ARGS   of tests.dist.parity_table: `--device cuda --backend te`, `--dtype fp64`, ...
 
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= auto
 SCENARIO ?= scenarios/smoke/fsdp_cudagraph_alignment.yaml
 PYTEST_ARGS ?=
+PARITY_ARGS ?=
+NIGHTLY := $(wildcard scenarios/nightly/layouts_of_*.yaml scenarios/nightly/fsdp_*.yaml)
 
 BIN := $(VENV)/bin
 # A tool that the environment inherits from PYTHON has its program beside PYTHON.
@@ -24,7 +29,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-.PHONY: demo test lint bench venv clean
+.PHONY: demo test lint bench parity nightly venv clean
 
 demo: $(VENV)/.ready
 	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
@@ -44,6 +49,18 @@ bench: $(VENV)/.ready-test
 	$(BIN)/python -m benchmarks.digest --device cpu
 	$(BIN)/python -m benchmarks.digest --device cpu --corruptions 100000
 	$(BIN)/python -m benchmarks.lanes
+
+parity: $(VENV)/.ready-test
+	$(BIN)/python -m tests.dist.parity_table --out out/parity $(PARITY_ARGS)
+
+# Everything is run, whatever comes before it says; make fails in the end if any did.
+nightly: $(VENV)/.ready-test
+	$(BIN)/harness list --count scenarios/nightly
+	failed=0; \
+	$(BIN)/python -m tests.dist.parity_table --out out/parity $(PARITY_ARGS) || failed=1; \
+	for scenario in $(NIGHTLY); do \
+	  $(BIN)/harness run "$$scenario" --device $(DEVICE) || failed=1; \
+	done; exit $$failed
 
 venv: $(VENV)/.ready
 

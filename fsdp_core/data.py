@@ -5,11 +5,13 @@ what a re-run, a resumed run and a bisection need. Two sources:
 
     synthetic   arithmetic sequences modulo the vocabulary, one token in eight replaced by a hash
     text        byte-level tokens of real files, cut at hashed offsets
+
+Out of either come rows of one length (`Batches`) or documents of many lengths (`PackedDocuments`).
 """
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ import torch
 from fsdp_core.config import DataConfig
 
 _GOLDEN = 0x9E3779B97F4A7C15
+MAX_DOCUMENTS = 8
+"""Of a pack."""
 
 
 def mix(*values: int) -> int:
@@ -117,6 +121,53 @@ class Batches:
             for m in range(self.microbatches)
         ]
         return torch.from_numpy(np.array(rows))
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Documents for packs that are cut over a number of ranks which changes by microbatch.
+
+    A microbatch has a size: how many ranks share a pack of `tokens_per_rank` tokens a rank. One of
+    its documents is too long for the next smaller size, where there are such documents.
+
+    Attributes:
+        sizes: that a microbatch may have, ascending.
+        multiples: what a document's length is padded to, by size.
+        seq: no document is longer.
+    """
+
+    source: SyntheticTokens | TextTokens
+    seed: int
+    sizes: Sequence[int]
+    tokens_per_rank: int
+    multiples: Mapping[int, int]
+    seq: int
+
+    def size(self, step: int, microbatch: int) -> int:
+        """The size of a microbatch, the same on every rank."""
+        return self.sizes[mix(self.seed, step, microbatch, 1) % len(self.sizes)]
+
+    def pack(self, step: int, microbatch: int, number: int) -> list[npt.NDArray[np.int64]]:
+        """Tokens of every document of the pack of that number, each with the one after its last."""
+        lengths = self._lengths(step, microbatch, number)
+        return [
+            self.source.window(mix(self.seed, step, microbatch, number, 2, i), length + 1)
+            for i, length in enumerate(lengths)
+        ]
+
+    def _lengths(self, step: int, microbatch: int, number: int) -> list[int]:
+        size = self.size(step, microbatch)
+        left, multiple = self.tokens_per_rank * size, self.multiples[size]
+        smaller = max((s for s in self.sizes if s < size), default=0)
+        longest = min(left, self.seq)
+        shortest = min(self.tokens_per_rank * smaller + 1, longest)
+        lengths: list[int] = []
+        while left >= multiple and len(lengths) < MAX_DOCUMENTS:
+            low, high = (1, min(left, self.seq)) if lengths else (shortest, longest)
+            key = mix(self.seed, step, microbatch, number, 3, len(lengths))
+            lengths.append(low + key % (high - low + 1))
+            left -= -(-lengths[-1] // multiple) * multiple
+        return lengths
 
 
 def token_source(config: DataConfig, vocab_size: int) -> SyntheticTokens | TextTokens:

@@ -1,15 +1,22 @@
-"""Named mesh of ranks: one axis a parallel degree, size 1 included where it is used.
+"""Process groups and meshes of a layout over the ranks of the default process group.
 
-Degree 1 goes through the same code as any other: a mesh of size 1 has a process group of one rank.
+Degree 1 goes through the same code as any other: an axis of size 1 has a process group of one rank.
 """
 
 import datetime
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
+from fsdp_core.layouts import axis_rank, axis_size, dense_sizes, expert_sizes, groups
+from fsdp_core.parallel.axes import Axes, Axis
+
+Partition = tuple[tuple[int, ...], ...]
+_SHARDED_OVER = ("dp", "dp_outer", "edp")
+"""Axes that FSDP, or nobody, communicates along; see `_Groups`."""
 
 
 def init_ranks(
@@ -31,15 +38,132 @@ def init_ranks(
 
 
 def build_mesh(parallel: ParallelConfig, device: Device) -> DeviceMesh:
-    """The mesh of a layout over the ranks of the default process group: (dp_outer,) dp.
+    """The mesh of a layout that has no axes but dp and dp_outer: (dp_outer,) dp.
 
     Raises:
-        ValueError: the degrees do not multiply to the number of ranks.
+        ValueError: other axes, or degrees that do not multiply to the number of ranks.
     """
-    world_size = dist.get_world_size()
-    if parallel.world_size != world_size:
-        raise ValueError(f"Expected {parallel.world_size} ranks for {parallel}, got {world_size}.")
+    _require_world(parallel)
+    if parallel.dp_outer * parallel.dp != parallel.world_size:
+        raise ValueError(f"Expected degrees of dp and dp_outer alone, got {parallel}.")
     if parallel.dp_outer == 1:
         return init_device_mesh(device.kind, (parallel.dp,), mesh_dim_names=("dp",))
     shape = (parallel.dp_outer, parallel.dp)
     return init_device_mesh(device.kind, shape, mesh_dim_names=("dp_outer", "dp"))
+
+
+def build_axes(parallel: ParallelConfig, device: Device) -> Axes:
+    """All axes of a layout, as this rank sees them.
+
+    Collective: every rank of the default group calls it, with the same layout. Call it once a run
+    and hand the result on: groups made again for the same ranks are other groups, and what was
+    captured with the first ones does not work with the second.
+
+    Raises:
+        ValueError: the degrees do not multiply to the number of ranks.
+    """
+    _require_world(parallel)
+    made = _Groups(parallel, device)
+    axes = {
+        name: Axis(
+            name,
+            axis_size(parallel, name),
+            axis_rank(parallel, name, dist.get_rank()),
+            made.group(name),
+        )
+        for name in ("tp", "cp", "pp", "dp", "dp_outer", "ep", "etp", "edp")
+    }
+    return Axes(
+        **axes,
+        dense_mesh=_dense_mesh(parallel, device, made),
+        expert_mesh=_expert_mesh(parallel, device, made),
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def _require_world(parallel: ParallelConfig) -> None:
+    world_size = dist.get_world_size()
+    if parallel.world_size != world_size:
+        raise ValueError(f"Expected {parallel.world_size} ranks for {parallel}, got {world_size}.")
+
+
+class _Groups:
+    """Makes each process group once; axes that cut the ranks alike share it.
+
+    Only within two families, though: FSDP gathers and reduces on streams of its own, beside what
+    the layers exchange, and one communicator would put both into one queue, or, where a graph holds
+    the layers' part, into two queues that know nothing of each other.
+    """
+
+    def __init__(self, parallel: ParallelConfig, device: Device) -> None:
+        self.parallel, self.device = parallel, device
+        self.made: dict[tuple[bool, Partition], dist.ProcessGroup] = {}
+
+    def group(self, axes: str | tuple[str, ...]) -> dist.ProcessGroup:
+        """This rank's group along `axes`."""
+        partition = groups(self.parallel, axes)
+        for_fsdp = not isinstance(axes, str) or axes in _SHARDED_OVER
+        if len(partition) == self.parallel.world_size:
+            for_fsdp = True  # groups of one: nothing is sent
+        elif len(partition) == 1 and for_fsdp:
+            return _default_group()
+        key = (for_fsdp, partition)
+        if key not in self.made:
+            name = axes if isinstance(axes, str) else "_".join(axes)
+            self.made[key] = _make_group(partition, self.device, name)
+        return self.made[key]
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _make_group(partition: Partition, device: Device, name: str) -> dist.ProcessGroup:
+    """This rank's group of a partition of all ranks; every rank makes all groups in one order."""
+    world = _default_group()
+    # Made without it, a group has torch's own timeout, of many minutes.
+    timeout = world._get_backend(device.torch_device).options._timeout
+    if world.bound_device_id is not None:
+        # Communicators exist, so NCCL splits them, all groups of a partition in one call.
+        ranks = [list(part) for part in partition]
+        mine = dist.split_group(world, ranks, timeout=timeout, group_desc=name)
+    else:
+        me, mine = dist.get_rank(), None
+        for part in partition:
+            made = dist.new_group(list(part), timeout=timeout, group_desc=name)
+            mine = made if me in part else mine
+    assert mine is not None
+    return mine
+
+
+def _dense_mesh(parallel: ParallelConfig, device: Device, made: _Groups) -> DeviceMesh:
+    sizes = dense_sizes(parallel)
+    root = _whole_mesh(
+        device,
+        (sizes.pp, sizes.dp_outer, sizes.dp * sizes.cp, sizes.tp),
+        {"pp": made.group("pp"), "dp_outer": made.group("dp_outer"),
+         "dp_cp": made.group(("dp", "cp")), "tp": made.group("tp")},
+    )  # fmt: skip
+    return root["dp_cp"] if parallel.dp_outer == 1 else root["dp_outer", "dp_cp"]
+
+
+def _expert_mesh(parallel: ParallelConfig, device: Device, made: _Groups) -> DeviceMesh:
+    sizes = expert_sizes(parallel)
+    named = {axis: made.group(axis) for axis in sizes._fields}
+    return _whole_mesh(device, sizes, named)["edp"]
+
+
+def _whole_mesh(
+    device: Device, shape: tuple[int, ...], named: dict[str, dist.ProcessGroup]
+) -> DeviceMesh:
+    """A mesh of all ranks over groups that exist.
+
+    FSDP's meshes are slices of it: what torch derives from a slice, such as its axes as one, it
+    makes for all ranks at once, where a mesh of one stage's ranks alone would make it for those.
+    """
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    return DeviceMesh.from_group(
+        list(named.values()), device.kind, mesh=ranks, mesh_dim_names=tuple(named)
+    )

@@ -1,4 +1,4 @@
-"""AdamW and gradient clipping on shards, with no host synchronisation, so graphs can hold them.
+"""AdamW on shards, with no host synchronisation, so graphs can hold it.
 
 AdamW (Loshchilov and Hutter, 2019) with bias correction; the arithmetic is torch's own fused
 kernel, fed with a step and a learning rate that are tensors on the device.
@@ -7,7 +7,6 @@ kernel, fed with a step and a learning rate that are tensors on the device.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fsdp_core.config import OptimConfig
 
@@ -62,27 +61,3 @@ class AdamW:
                 amsgrad=False,
                 maximize=False,
             )
-
-
-@torch.no_grad()
-def grad_norm(grads: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """Global L2 norm, float32 scalar: local squares summed in float64, then over `groups`.
-
-    Args:
-        grads: this rank's flat shards; padding must be zero.
-        groups: ranks that hold the other shards, one group a mesh axis; none if there are none.
-    """
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-    total = torch.stack(norms).square().sum()
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total.sqrt().float()
-
-
-@torch.no_grad()
-def clip_grads(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale `grads` in place so that their global norm is at most `max_norm` (0: leave them)."""
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(scale)

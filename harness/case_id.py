@@ -7,6 +7,7 @@ editing one part of a scenario renames only the cases that this part makes.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -34,15 +35,40 @@ def label(choice: Choice) -> str:
 
 def token(choice: Choice) -> str:
     """The part of an id that stands for `choice`."""
-    order = list(leaf_types())
-    settings = sorted(choice.settings, key=lambda setting: order.index(setting.leaf))
+    order = _order()
+    settings = sorted(choice.settings, key=lambda setting: order[setting.leaf])
     return "_".join(_safe(_leaf_token(setting.leaf, setting.value)) for setting in settings)
 
 
-def case_id(assignment: Mapping[str, Choice], *, last: str) -> str:
+@functools.cache
+def _order() -> dict[str, int]:
+    return {leaf: place for place, leaf in enumerate(leaf_types())}
+
+
+class Words:
+    """Labels and tokens of choices that live as long as this does, each made once."""
+
+    def __init__(self) -> None:
+        self.labels: dict[int, str] = {}
+        self.tokens: dict[int, str] = {}
+
+    def label(self, choice: Choice) -> str:
+        """As `label`."""
+        if id(choice) not in self.labels:
+            self.labels[id(choice)] = label(choice)
+        return self.labels[id(choice)]
+
+    def token(self, choice: Choice) -> str:
+        """As `token`."""
+        if id(choice) not in self.tokens:
+            self.tokens[id(choice)] = token(choice)
+        return self.tokens[id(choice)]
+
+
+def case_id(assignment: Mapping[str, Choice], words: Words, *, last: str) -> str:
     """The id of the case that gives each key its choice; `last` names the compared axis."""
     names = sorted(assignment, key=lambda name: (name == last, name != "parallel", name))
-    text = "-".join(token(assignment[name]) for name in names)
+    text = "-".join(words.token(assignment[name]) for name in names)
     if len(text) <= MAX_ID_CHARS:
         return text
     return f"{text[: MAX_ID_CHARS - _HASH_CHARS - 1]}-{fingerprint(assignment)}"
@@ -50,8 +76,8 @@ def case_id(assignment: Mapping[str, Choice], *, last: str) -> str:
 
 def unique_ids(assignments: Iterable[Mapping[str, Choice]], *, last: str) -> list[str]:
     """An id for each assignment. Those that read alike all get a hash of what they hold."""
-    held = list(assignments)
-    ids = [case_id(assignment, last=last) for assignment in held]
+    held, words = list(assignments), Words()
+    ids = [case_id(assignment, words, last=last) for assignment in held]
     # Folded: two cases must not share a folder on a file system that ignores case either.
     counts: dict[str, int] = {}
     for name in ids:
@@ -86,6 +112,8 @@ def _leaf_token(leaf: str, value: Value) -> str:
         return _text(value)
     if leaf == "plant":
         return _text(value) if value is not None else "unplanted"
+    if value == ():
+        return f"no_{name}"
     if isinstance(value, bool):
         return name if value else f"no_{name}"
     if isinstance(value, int | float):
@@ -97,7 +125,7 @@ def _text(value: Value) -> str:
     if isinstance(value, PlantSpec):
         return _plant_text(value)
     if isinstance(value, tuple):
-        return "+".join(value) or "eager"
+        return "+".join(map(str, value)) or "eager"
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)

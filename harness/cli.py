@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -157,32 +158,39 @@ def _build_reports(folder: Path) -> dict[str, Path]:
 @click.argument("paths", type=_PATH, nargs=-1)
 @_options(_keyword, _json, _overrides)
 @click.option("--check", is_flag=True, help="Validate every file; say all that is wrong.")
+@click.option("--count", is_flag=True, help="How many cases, not which.")
 def list_cases(
-    *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool,
+    *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool, count: bool,
     sets: tuple[str, ...], axes: tuple[str, ...],
 ) -> int:  # fmt: skip
-    """List the cases of scenario files.
+    """List the cases of scenario files; of several files, their number and the time taken last.
 
     PATHS are files and folders, scenarios/ by default.
     """
+    began = time.perf_counter()
     files = find_scenarios(paths or (Path("scenarios"),))
     overrides = Overrides(sets, axes)
     if check:
         return _check(files, overrides, as_json=as_json)
     found: dict[str, tuple[CaseSpec, ...]] = {}
+    numbers: dict[str, int] = {}
     for file in files:
         scenario = load_scenario(file, overrides=overrides)
         if chosen := select(expand(scenario, "cpu"), keyword):
-            found[str(file)] = chosen
+            numbers[str(file)] = len(chosen)
+            found[str(file)] = () if count else chosen  # tens of thousands a file take memory
     if not found:
         raise NothingSelected("no case is selected")
     if as_json:
         plain = {name: [case.to_json() for case in cases] for name, cases in found.items()}
-        click.echo(json.dumps(plain, allow_nan=False))
+        click.echo(json.dumps(numbers if count else plain, allow_nan=False))
         return ExitCode.PASSED
     console = display.make_console()
     for name, cases in found.items():
-        display.print_cases(console, name, cases)
+        display.print_cases(console, name, cases, number=numbers[name])
+    if len(files) > 1:
+        seconds = time.perf_counter() - began
+        click.echo(f"{sum(numbers.values())} cases in {len(found)} files, {seconds:.1f} s")
     return ExitCode.PASSED
 
 

@@ -58,6 +58,7 @@ class ScenarioError(UsageError):
         expected: what should be there, in words.
         got: what is there, already rendered (see `shown`).
         legal: the legal values, if they can be listed.
+        rule: name of the rule of the configuration that is broken, if it is one.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ScenarioError(UsageError):
         expected: str,
         got: str,
         legal: Iterable[object] = (),
+        rule: str = "",
     ) -> None:
         self.file = file
         self.line = line
@@ -76,10 +78,13 @@ class ScenarioError(UsageError):
         self.expected = expected
         self.got = got
         self.legal = tuple(legal)
+        self.rule = rule
         where = file if line is None else f"{file}:{line}"
         text = f"{where}: {key}: expected {expected}, got {got}"
         if self.legal:
             text += f"; legal values: {', '.join(str(value) for value in self.legal)}"
+        if self.rule:
+            text += f"; rule: {self.rule}"
         super().__init__(text)
 
 

@@ -18,14 +18,17 @@ value and nothing else changed; and the control, which is the reference again. A
 into the legs that it names; the other legs get its counterpart, if the catalogue gives it one.
 """
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.case_id import label, unique_ids
+from fsdp_core.config import TrainConfig
+from harness.case_id import Words, label, unique_ids
 from harness.decode import dotted
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
@@ -50,9 +53,22 @@ def expand(scenario: Scenario, device: Device) -> tuple[CaseSpec, ...]:
     assignments = _include(scenario, _exclude(scenario, _product(scenario)))
     if not assignments:
         raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
-    ids = unique_ids(assignments, last=scenario.compare.axis)
-    maker = _Maker(scenario, device)
-    return tuple(maker.case(name, held) for name, held in zip(ids, assignments, strict=True))
+    with _uncollected():
+        ids = unique_ids(assignments, last=scenario.compare.axis)
+        maker = _Maker(scenario, device)
+        return tuple(maker.case(name, held) for name, held in zip(ids, assignments, strict=True))
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Hold off the garbage collector: tens of thousands of objects are made here, no cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _product(scenario: Scenario) -> list[Assignment]:
@@ -178,7 +194,10 @@ class _Maker:
     device: Device
     legs: dict[tuple[tuple[str, int], ...], Leg] = field(default_factory=dict)
     runs: dict[tuple[int, str, PlantSpec | None], RunSpec] = field(default_factory=dict)
+    configs: dict[TrainConfig, int] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
     seen: dict[tuple[object, ...], str] = field(default_factory=dict)
+    words: Words = field(default_factory=Words)
 
     def case(self, name: str, held: Assignment) -> CaseSpec:
         compare = self.scenario.compare
@@ -189,7 +208,7 @@ class _Maker:
         return CaseSpec(
             id=name,
             scenario=self.scenario.name,
-            labels={key: label(choice) for key, choice in held.items()},
+            labels={key: self.words.label(choice) for key, choice in held.items()},
             reference=self._run(reference, "reference", plants["reference"]),
             control=self._run(reference, "control", plants["control"]),
             candidate=self._run(candidate, "candidate", plants["candidate"]),
@@ -203,7 +222,8 @@ class _Maker:
         if key not in self.legs:
             layers = (choice.settings for choice in held.values())
             settings = overlay(self.scenario.base, *layers)
-            self.legs[key] = build_leg(settings, self.scenario.compare.origin)
+            leg = self.legs[key] = build_leg(settings, self.scenario.compare.origin)
+            self.numbers[id(leg)] = self.configs.setdefault(leg.config, len(self.configs))
         return self.legs[key]
 
     def _run(self, leg: Leg, role: str, plant: PlantSpec | None) -> RunSpec:
@@ -229,7 +249,9 @@ class _Maker:
     ) -> None:
         axis = self.scenario.compare.axis
         where, key = held[axis].origin, dotted("axes", axis)
-        pair = (candidate.config, plants["candidate"], reference.config, plants["reference"])
+        # Equal configurations have one number, which is cheaper to hash again and again.
+        first, second = self.numbers[id(candidate)], self.numbers[id(reference)]
+        pair = (first, plants["candidate"], second, plants["reference"])
         if pair[:2] == pair[2:]:
             raise where.error(
                 key, expected="a value that changes the run", got=f"{label(held[axis])}, "

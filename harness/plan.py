@@ -10,9 +10,9 @@ The estimate of a run, in seconds, on the CPU and on CUDA:
     a step     0.05 of host time        0.02 of host time
                + arithmetic at 5e9/s    + arithmetic at 1e14/s
 
-where arithmetic is 6 x parameters x tokens of all ranks, spread over the cores on the CPU and over
-the ranks on CUDA, and host time on the CPU is multiplied by ranks over cores where that is above 1.
-The whole is what a greedy packing of these runs on the slots would take.
+where arithmetic is 6 x parameters that a token meets x tokens of a step, spread over the cores on
+the CPU and over the ranks on CUDA, and host time on the CPU is multiplied by ranks over cores where
+that is above 1. The whole is what a greedy packing of these runs on the slots would take.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_core.config import TrainConfig, not_built
 from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
 from harness.machine import num_cores, package_version
@@ -159,7 +160,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         return f"data.path {path} is not on this machine"
-    return ""
+    error = not_built(TrainConfig.from_dict(spec.config))
+    return str(error) if error else ""
 
 
 def _lacks_te(spec: RunSpec) -> str:
@@ -174,21 +176,46 @@ def estimate_s(spec: RunSpec, cores: int) -> float:
     """Seconds that a run may take, by the model in the module's docstring."""
     config, world = spec.config, spec.world_size
     fixed, each = _START_S[spec.device]
-    tokens = config["microbatches"] * config["micro_batch_size"] * config["model"]["seq"] * world
-    work = 6.0 * num_parameters(config["model"]) * tokens
+    # Ranks of one replica work on the same tokens.
+    replicas = config["parallel"]["dp_outer"] * config["parallel"]["dp"]
+    sequences = config["microbatches"] * config["micro_batch_size"] * replicas
+    work = 6.0 * num_parameters(config["model"], active=True) * sequences * config["model"]["seq"]
     crowd = max(1.0, world / cores) if spec.device == "cpu" else 1.0
     workers = cores if spec.device == "cpu" else world
     step = _STEP_S[spec.device] * crowd + work / (_FLOPS[spec.device] * workers)
     return float(fixed + each * world + config["steps"] * step)
 
 
-def num_parameters(model: Mapping[str, Any]) -> int:
-    """Parameters of the dense decoder, embedding and head included, norms left out."""
-    hidden, head = model["hidden"], model["hidden"] // model["heads"]
-    attention = hidden * head * (2 * model["heads"] + 2 * model["kv_heads"])
+def num_parameters(model: Mapping[str, Any], *, active: bool = False) -> int:
+    """Parameters of the decoder, embedding and head included, norms and biases left out.
+
+    Args:
+        model: plain `ModelConfig`.
+        active: count of the experts only those that one token goes to.
+    """
+    hidden, experts, dense = model["hidden"], model["experts"], model["first_dense_layers"]
+    used = model["top_k"] if active else experts
+    branch = 3 * hidden * model["ffn"]
+    routed = hidden * (experts + 3 * (used * model["expert_ffn"] + model["shared_expert_ffn"]))
+    dense = dense if experts else model["layers"]
     return int(
-        model["layers"] * (attention + 3 * hidden * model["ffn"]) + 2 * model["vocab_size"] * hidden
+        model["layers"] * _attention_parameters(model)
+        + dense * branch
+        + (model["layers"] - dense) * routed
+        + 2 * model["vocab_size"] * hidden
     )
+
+
+def _attention_parameters(model: Mapping[str, Any]) -> int:
+    hidden, heads, head = model["hidden"], model["heads"], model["head_dim"]
+    if model["attention"] == "gqa":
+        return int(hidden * head * 2 * (heads + model["kv_heads"]))
+    latent, rope, value = model["kv_lora_rank"], model["qk_rope_head_dim"], model["v_head_dim"]
+    query = hidden * heads * head
+    if model["q_lora_rank"] is not None:
+        query = model["q_lora_rank"] * (hidden + heads * head)
+    keys = hidden * (latent + rope) + latent * heads * (model["qk_nope_head_dim"] + value)
+    return int(query + keys + heads * value * hidden)
 
 
 def _makespan_s(runs: Iterable[PlannedRun], slots: int, jobs: int | None) -> float:

@@ -176,8 +176,8 @@ class StepRecord(Json):
     """One step of one rank.
 
     Attributes:
-        loss: mean over the rank's microbatches, float32.
-        microbatch_losses: each microbatch's own loss.
+        loss: mean over all tokens of the step, of all ranks, float32.
+        microbatch_losses: of the rank's own tokens, float32.
         grad_norm: global gradient norm before clipping.
         digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
         nonfinite: per group, names of tensors that hold a NaN or an infinity.

@@ -13,12 +13,13 @@
 `harness.matrix` states what exclude and include mean. Every refusal is a `ScenarioError`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from harness.decode import dotted, refuse, take_list, take_mapping, take_str
+from harness.legal import is_listed, listed_layouts
 from harness.sections import (
     Launch,
     decode_checks,
@@ -27,7 +28,7 @@ from harness.sections import (
     decode_why,
     split_option,
 )
-from harness.settings import Setting, decode_settings
+from harness.settings import Setting, decode_settings, overlay
 from harness.yaml_source import Node, Origin, parse_bytes, read_bytes
 
 SECTIONS = (
@@ -121,8 +122,9 @@ def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Sc
     origin = Origin(str(path), 1)
     root = parse_bytes(source, origin)
     sections = take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
-    axes = _decode_axes(sections["axes"], overrides.axes)
-    base = _decode_base(sections.get("base"), overrides.sets, axes)
+    base = _decode_base(sections.get("base"), overrides.sets)
+    axes = _decode_axes(sections["axes"], overrides.axes, base)
+    _refuse_set_axes(base, axes)
     compare = _decode_compare(sections["compare"], axes)
     return Scenario(
         name=decode_name(sections["name"]),
@@ -140,9 +142,7 @@ def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Sc
     )
 
 
-def _decode_base(
-    node: Node | None, sets: Iterable[str], axes: tuple[Axis, ...]
-) -> tuple[Setting, ...]:
+def _decode_base(node: Node | None, sets: Iterable[str]) -> tuple[Setting, ...]:
     written: list[Setting] = []
     seen: dict[str, Setting] = {}
     entries = take_mapping(node, "base") if node is not None else {}
@@ -161,26 +161,27 @@ def _decode_base(
         key, value, origin = split_option("--set", option)
         if key.partition(".")[0] == "launch":
             continue
-        written += _decode_set(key, value, origin, axes)
+        written += decode_settings(key, value, origin, "")
     return tuple(written)
 
 
-def _decode_set(
-    key: str, value: Node, origin: Origin, axes: tuple[Axis, ...]
-) -> tuple[Setting, ...]:
-    settings = decode_settings(key, value, origin, "")
-    for axis in axes:
-        on_axis = {leaf for choice in axis.choices for leaf in choice.leaves}
-        if taken := [s.leaf for s in settings if s.leaf in on_axis]:
-            raise origin.error(
+def _refuse_set_axes(base: tuple[Setting, ...], axes: tuple[Axis, ...]) -> None:
+    """An option that sets what an axis sets would change nothing."""
+    owners = {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
+    for setting in base:
+        option, _, key = setting.origin.file.partition(" ")
+        if option == "--set" and setting.origin.line is None and setting.leaf in owners:
+            owner = owners[setting.leaf]
+            raise setting.origin.error(
                 key,
-                expected=f"a key that no axis sets (say --axis {axis.name}=[...])",
-                got=f"{taken[0]}, a value of the axis {axis.name}",
+                expected=f"a key that no axis sets (say --axis {owner}=[...])",
+                got=f"{setting.leaf}, a value of the axis {owner}",
             )
-    return settings
 
 
-def _decode_axes(node: Node, overrides: Iterable[str]) -> tuple[Axis, ...]:
+def _decode_axes(
+    node: Node, overrides: Iterable[str], base: tuple[Setting, ...]
+) -> tuple[Axis, ...]:
     entries = dict(take_mapping(node, "axes"))
     origins = dict(node.keys)
     for option in overrides:
@@ -188,7 +189,7 @@ def _decode_axes(node: Node, overrides: Iterable[str]) -> tuple[Axis, ...]:
         entries[name], origins[name] = value, origin
     if not entries:
         raise refuse(node, "axes", "at least one axis", got="an empty mapping")
-    axes = tuple(_decode_axis(name, entries[name], origins[name]) for name in entries)
+    axes = tuple(_decode_axis(name, entries[name], origins[name], base) for name in entries)
     owners: dict[str, str] = {}
     for axis in axes:
         for leaf in dict.fromkeys(leaf for choice in axis.choices for leaf in choice.leaves):
@@ -199,11 +200,30 @@ def _decode_axes(node: Node, overrides: Iterable[str]) -> tuple[Axis, ...]:
                     got=f"{leaf}, which the axis {owners[leaf]} sets too",
                 )
             owners[leaf] = axis.name
+    _refuse_model_beside_listed(entries, axes, owners)
     return axes
 
 
-def _decode_axis(name: str, node: Node, origin: Origin) -> Axis:
+def _refuse_model_beside_listed(
+    entries: Mapping[str, Node], axes: tuple[Axis, ...], owners: Mapping[str, str]
+) -> None:
+    """Which layouts are legal depends on the model, so there can be but one."""
+    listed = any(is_listed(name, node) for name, node in entries.items())
+    for axis in axes:
+        if listed and any(owners[leaf] == axis.name for leaf in owners if leaf[:6] == "model."):
+            raise axis.origin.error(
+                dotted("axes", axis.name),
+                expected="the model in base, as the axis parallel lists layouts that are legal "
+                "for it",
+                got="an axis of models",
+            )
+
+
+def _decode_axis(name: str, node: Node, origin: Origin, base: tuple[Setting, ...]) -> Axis:
     key = dotted("axes", name)
+    if is_listed(name, node):
+        layouts = listed_layouts(node, key, overlay(base), origin)
+        return Axis(name, tuple(Choice(layout, node.origin) for layout in layouts), origin)
     choices: list[Choice] = []
     seen: dict[tuple[Any, ...], Origin] = {}
     for value in take_list(node, key, f"values of {name}"):

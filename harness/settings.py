@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core import config as training
-from fsdp_core.config import ConfigError, TrainConfig
+from fsdp_core.config import ConfigError, TrainConfig, to_plain
 from harness.decode import (
     dotted,
     refuse,
@@ -37,7 +37,7 @@ from harness.yaml_source import Node, Origin
 
 LAST_RANK = -1
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
-Value = str | int | float | bool | tuple[str, ...] | PlantSpec | None
+Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...] | PlantSpec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
         value = getattr(config, name)
         plain[name] = dict(_plain_part(value)) if name in parts() else value
     plain["graph"] = list(config.graph)
+    plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
     return plain
 
 
@@ -114,7 +115,7 @@ def decode_settings(key: str, node: Node, written: Origin, where: str) -> tuple[
         else:
             legal = legal_keys()
         raise unknown_key(key, written, where, legal)
-    return (Setting(key, _decode_leaf(key, node, full), node.origin),)
+    return (Setting(key, decode_leaf(key, node, full), node.origin),)
 
 
 def _decode_part(part: str, node: Node, full: str) -> tuple[Setting, ...]:
@@ -126,18 +127,25 @@ def _decode_part(part: str, node: Node, full: str) -> tuple[Setting, ...]:
     if not entries:
         raise refuse(node, full, "at least one key", got="an empty mapping", legal=fields)
     return tuple(
-        Setting(f"{part}.{name}", _decode_leaf(f"{part}.{name}", entry, f"{full}.{name}"),
+        Setting(f"{part}.{name}", decode_leaf(f"{part}.{name}", entry, f"{full}.{name}"),
                 entry.origin)
         for name, entry in entries.items()
     )  # fmt: skip
 
 
-def _decode_leaf(leaf: str, node: Node, full: str) -> Value:
+def decode_leaf(leaf: str, node: Node, full: str) -> Value:
+    """The value of one leaf; `full` is its key in messages.
+
+    Raises:
+        ScenarioError: a value of the wrong type.
+    """
     if leaf == "graph":
         return _decode_graph(node, full)
     if leaf == "plant":
         return decode_plant(node, full)
     kind = leaf_types()[leaf]
+    if kind == tuple[int, ...]:
+        return tuple(take_int(entry, full) for entry in take_list(node, full, "sizes"))
     if isinstance(kind, types.UnionType):
         if node.value is None:
             return None
@@ -220,12 +228,16 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
     except ConfigError as error:
         setting = _culprit(error.key, settings)
         raise (setting.origin if setting else fallback).error(
-            error.key, expected=error.expected, got=shown(error.got), legal=error.legal
+            error.key,
+            expected=error.expected,
+            got=shown(error.got),
+            legal=error.legal,
+            rule=error.rule,
         ) from None
     world_size = config.parallel.world_size
     stated = settings.get("world_size")
     if stated is not None and stated.value != world_size:
-        degrees = dataclasses.asdict(config.parallel)
+        degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
         raise stated.origin.error(
             "world_size",
@@ -240,13 +252,24 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
     return Leg(config, value)
 
 
+def build_model(settings: Mapping[str, Setting], fallback: Origin) -> training.ModelConfig:
+    """The model that `settings` describe, whatever else they say.
+
+    Raises:
+        ScenarioError: as `build_leg`.
+    """
+    ours = {leaf: setting for leaf, setting in settings.items() if leaf.startswith("model.")}
+    return build_leg(ours, fallback).config.model
+
+
 def _build_config(settings: Mapping[str, Setting]) -> TrainConfig:
     values: dict[str, Any] = {}
-    nested: dict[str, dict[str, Any]] = {}
+    # Parts that nobody sets are shared too: they are checked once.
+    nested: dict[str, dict[str, Any]] = {part: {} for part in parts()}
     for leaf, setting in settings.items():
         part, _, name = leaf.partition(".")
         if name:
-            nested.setdefault(part, {})[name] = setting.value
+            nested[part][name] = setting.value
         elif leaf not in ("world_size", "plant"):
             values[leaf] = setting.value
     for part, given in nested.items():
@@ -263,14 +286,13 @@ def _build_part(part: str, given: tuple[tuple[str, Value], ...]) -> Any:
             return training.model_from_preset(fields.pop("preset", default), fields)
         return parts()[part](**fields)
     except ConfigError as error:
-        raise ConfigError(
-            f"{part}.{error.key}", expected=error.expected, got=error.got, legal=error.legal
-        ) from None
+        raise error.within(part) from None
 
 
 @functools.lru_cache(maxsize=4096)
 def _plain_part(part: Any) -> dict[str, Any]:
-    return dataclasses.asdict(part)
+    plain: dict[str, Any] = to_plain(part)
+    return plain
 
 
 def _culprit(key: str, settings: Mapping[str, Setting]) -> Setting | None:

@@ -45,12 +45,13 @@ class Origin:
     line: int | None = None
 
     def error(
-        self, key: str, *, expected: str, got: str, legal: tuple[object, ...] = ()
+        self, key: str, *, expected: str, got: str, legal: tuple[object, ...] = (), rule: str = ""
     ) -> ScenarioError:
         """The error to raise for `key` at this place."""
         return ScenarioError(
-            file=self.file, line=self.line, key=key, expected=expected, got=got, legal=legal
-        )
+            file=self.file, line=self.line, key=key, expected=expected, got=got, legal=legal,
+            rule=rule,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,16 @@ numbers. What is loaded may have another number of ranks, another strategy, othe
 tensors are called by parameter names and hold true row offsets. `torch.distributed.checkpoint.load`
 reads the folders too, under `model.<name>` and `optimizer.state.<name>.<key>`.
 
+Modules of another library have the same names (`parallel.global_names`), and beside them states of
+their own, such as scales of eight-bit numbers: who has none takes none, and who finds none keeps
+what it has and warns.
+
 `files` says why a crash harms no complete checkpoint, `state` what is stored.
+
+Pipeline stages are given as a list. What modules say is cut over an axis, tensor or expert
+parallel, is stored as the tensor of the model that is not cut: any product of layouts, or one
+process, loads what any other has saved. Copies of a piece that ranks share are compared, so a save
+of ranks that have drifted apart fails.
 
 Ranks talk over a gloo group of their own, made by the first call, so that an asynchronous save and
 training do not meet. Saves of one process follow each other; another process that saves into the
@@ -21,7 +30,7 @@ import contextlib
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,24 +52,31 @@ from fsdp_core.checkpoint.files import (
     find_step,
     read_document,
 )
-from fsdp_core.checkpoint.fit import Fit
+from fsdp_core.checkpoint.fit import Fit, check_complete
+from fsdp_core.checkpoint.pieces import local_pieces, on_cpu
 from fsdp_core.checkpoint.state import (
+    Modules,
     OptimizerView,
     RankState,
+    check_equal,
+    checksum,
     describe,
     fsdp_groups,
+    held_twice,
     merge,
-    model_state,
     rename_differing,
+    saved_state,
 )
 from fsdp_core.fsdp.fsdp_module import FSDPModule
-from fsdp_core.fsdp.row_sharded import RowSharded
 
 __all__ = ["CheckpointError", "Loaded", "PendingSave", "latest", "load", "save", "save_async"]
 
 _own_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
 _own_groups = weakref.WeakKeyDictionary()
 _unsettled: "list[PendingSave]" = []
+
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the stages that this rank has of one, in a list."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ def latest(folder: str | Path) -> int | None:
 def save(
     folder: str | Path,
     step: int,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
     *,
@@ -99,7 +115,8 @@ def save(
     Args:
         folder: shared by all ranks.
         step: not saved before.
-        model: with FSDP units or without; units may be gathered.
+        model: with FSDP units or without; units may be gathered. A list: stages, whose names are
+            those of the whole model, so that ranks have other names.
         optimizer: over the model's parameters.
         extra: JSON values, tuples and tensors; the same on all ranks.
         keep: complete checkpoints that stay, this one among them; the lowest steps go first, once
@@ -109,7 +126,7 @@ def save(
 
     Raises:
         ValueError: an argument out of range; the step exists; something that cannot be stored;
-            another process saves into the folder.
+            another process saves into the folder; copies of one piece differ between ranks.
         CheckpointError: a rank failed or died. Complete checkpoints are as before.
     """
     job = _Save(folder, step, keep, group)
@@ -149,7 +166,7 @@ class PendingSave:
 def save_async(
     folder: str | Path,
     step: int,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
     *,
@@ -168,7 +185,7 @@ def save_async(
     try:
         tensors = job.prepare(model, optimizer, extra)
         with job.ranks.errors():
-            future = dcp.async_save(_on_cpu(tensors), **job.options)
+            future = dcp.async_save({k: on_cpu(t) for k, t in tensors.items()}, **job.options)
     except BaseException:
         job.writer.release()
         raise
@@ -181,7 +198,7 @@ def save_async(
 
 def load(
     folder: str | Path,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
@@ -200,7 +217,7 @@ def load(
             model half loaded if it was while reading.
     """
     ranks = _Ranks(f"Loading from {folder}", group)
-    wrapper = ranks.wrapper
+    wrapper, modules = ranks.wrapper, _modules(model)
     checked: list[dict[str, Any]] = []
 
     def check() -> None:
@@ -213,18 +230,32 @@ def load(
         ranks.doing = f"Loading {path}"
         wrapper.all_gather("check", check)
         fit = Fit(checked[0], wrapper.get_rank(), wrapper.get_world_size())
-        for module in model.modules():
+        for module in (m for stage in modules for m in stage.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
         reader = dcp.FileSystemReader(path)
-        wrapper.all_gather("fit", lambda: fit.choose(reader.read_metadata(), model, optimizer))
+        found = wrapper.all_gather(
+            "fit",
+            lambda: fit.choose(
+                reader.read_metadata(), modules, optimizer, are_stages=_are_stages(model)
+            ),
+        )
+        check_complete(checked[0]["model"], found)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         dcp.load(fit.targets, storage_reader=reader, planner=planner, **ranks.options)
         wrapper.all_gather("apply", fit.apply)
     with torch.no_grad():
-        for parameters in fsdp_groups(model):
+        for parameters in fsdp_groups(modules):
             parameters.main_weight_changed()
     return Loaded(checked[0]["step"], fit.extra, path)
+
+
+def _are_stages(model: Model) -> bool:
+    return not isinstance(model, nn.Module)
+
+
+def _modules(model: Model) -> Modules:
+    return [model] if isinstance(model, nn.Module) else list(model)
 
 
 class _Ranks:
@@ -311,39 +342,40 @@ class _Save:
             self.ranks.leave(error)
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-    ) -> dict[str, torch.Tensor]:
+        self, model: Model, optimizer: torch.optim.Optimizer | None, extra: Any
+    ) -> dict[str, Any]:
         """Tensors to store, of this rank; the folder is ready for them."""
-        tensors: dict[str, torch.Tensor] = {}
-        wrapper = self.ranks.wrapper
+        tensors: dict[str, Any] = {}
+        wrapper, modules = self.ranks.wrapper, _modules(model)
+        is_alone = wrapper.get_world_size() == 1
 
         def local() -> RankState:
-            view = None if optimizer is None else OptimizerView(optimizer, model).value()
-            value = {"model": model_state(model), "optimizer": view, "extra": extra or {}}
-            is_alone = wrapper.get_world_size() == 1
+            view = None if optimizer is None else OptimizerView(optimizer, modules).value()
+            value = {"model": saved_state(modules), "optimizer": view, "extra": extra or {}}
             return describe(value | {"step": self.step}, tensors, is_alone=is_alone)
 
+        document: dict[str, Any] = {}  # on the coordinator
+
         def common(ranks: list[RankState]) -> dict[str, int]:
-            tree, differing = merge(ranks)
-            per_rank = list(differing)
-            self.writer.begin(tree | {"world_size": len(ranks), "per_rank": per_rank})
+            tree, differing = merge(ranks, are_stages=_are_stages(model))
+            document.update(tree, world_size=len(ranks), per_rank=list(differing))
             return differing
 
         with self.ranks.errors():
             differing = wrapper.all_reduce("describe", local, common)
+            if not is_alone:
+                self._compare_copies(tensors)
+            wrapper.broadcast("begin", lambda: self.writer.begin(document))
         rename_differing(tensors, differing, wrapper.get_rank())
         return tensors
 
+    def _compare_copies(self, tensors: dict[str, Any]) -> None:
+        """Compare the bits of pieces that several ranks have; others are not even read."""
+        wrapper, mine = self.ranks.wrapper, dict(local_pieces(tensors))
+        shared = wrapper.all_reduce("pieces", lambda: list(mine), held_twice)
 
-def _on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies, of pieces as pieces."""
-    return {
-        key: RowSharded.make(_copy(tensor.to_local()), tensor.row_spec)
-        if isinstance(tensor, RowSharded)
-        else _copy(tensor)
-        for key, tensor in tensors.items()
-    }
+        def sums() -> dict[str, int]:
+            return {name: checksum(t) for name, t in mine.items() if name in shared}
 
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+        if shared:
+            wrapper.all_reduce("copies", sums, check_equal)

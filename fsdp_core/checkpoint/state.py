@@ -13,29 +13,45 @@ nor strategies nor the order of an optimizer's parameters are in it.
     tuple            {"$tuple": [...]}
     dict             itself if its keys are words, else {"$items": [[key, value], ...]}
 
+A model is a list of modules: one, or the stages that a rank has of a pipeline, whose names are
+those of the whole model. Ranks then have other names, and the tree those of all.
+
 A plain tensor that is not the same on all ranks, as BatchNorm's statistics, is stored for each rank
-under `rank<r>.<name>`, and once without.
+under `rank<r>.<name>`, and once without. Pieces that several ranks have must be the same on all.
 """
 
 import json
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_core.checkpoint.pieces import (
+    Piece,
+    Stretched,
+    global_names,
+    global_parts,
+    has_pieces,
+    is_here,
+    plain_name,
+    stretches_of,
+)
 from fsdp_core.fsdp.fsdp_module import FSDPModule
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""Parts of a name that torch.compile and checkpoint_wrapper put in."""
+Modules = Sequence[nn.Module]
+"""A model: one module, or stages."""
+SINGLE_STATES = {"step", "eta", "mu", "mu_product"}
+"""States of torch's optimizers that are one number even beside a 0-d parameter."""
 
 
 # --- trees ------------------------------------------------------------------------------------
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     """`value` as JSON; its tensors go into `tensors`, named by their path.
 
     Raises:
@@ -47,7 +63,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             raise ValueError(f"Expected one tensor of the name {path}, got two.")
         if value.is_meta:
             raise ValueError(f"Expected {path} in memory, got a meta tensor.")
-        tensors[path] = value.detach()
+        tensors[path] = value if isinstance(value, Piece) else value.detach()
         return {"$tensor": path, "pieces": has_pieces(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -80,49 +96,65 @@ def decode(tree: Any, make: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     return {key: decode(part, make) for key, part in tree.items()}
 
 
-def has_pieces(tensor: Any) -> bool:
-    """Whether a tensor tells DCP which pieces of it this rank has."""
-    return hasattr(tensor, "__create_chunk_list__")
-
-
-def is_here(tensor: Any) -> bool:
-    """Whether this rank has any of a tensor: optimizers keep no state of what has no rows here."""
-    return not has_pieces(tensor) or bool(tensor.__create_chunk_list__())
-
-
 # --- what there is ----------------------------------------------------------------------------
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def fsdp_groups(model: nn.Module) -> list[Any]:
+def fsdp_groups(modules: Modules) -> list[Any]:
     """Parameter groups of all units in a model, each once."""
-    units = {m._fsdp_unit: None for m in model.modules() if isinstance(m, FSDPModule)}
+    found = (m for module in modules for m in module.modules())
+    units = {m._fsdp_unit: None for m in found if isinstance(m, FSDPModule)}
     return [group for unit in units for group in unit.groups]
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state_dict, of parameters at rest even where units are gathered."""
+def model_state(modules: Modules) -> dict[str, Any]:
+    """The model's state_dict, of parameters at rest even where units are gathered.
+
+    Raises:
+        ValueError: two of its tensors have one name.
+    """
     at_rest = {
         id(gathered): parameter
-        for group in fsdp_groups(model)
+        for group in fsdp_groups(modules)
         for gathered, parameter in zip(group.unsharded, group.sharded, strict=True)
     }
-    state = model.state_dict(keep_vars=True)
-    found = {plain_name(key): at_rest.get(id(value), value) for key, value in state.items()}
-    if len(found) < len(state):
-        raise ValueError("Expected names that differ without wrappers' parts, got two the same.")
+    found: dict[str, Any] = {}
+    for module in modules:
+        for key, value in module.state_dict(keep_vars=True).items():
+            name = plain_name(key)
+            if name in found:
+                raise ValueError(
+                    f"Expected names that differ, over all stages and without wrappers' parts, got "
+                    f"{name} twice."
+                )
+            found[name] = at_rest.get(id(value), value)
     return found
 
 
-def _parameter_names(model: nn.Module) -> dict[int, str]:
+def saved_state(modules: Modules) -> dict[str, Any]:
+    """`model_state` by global names, with parameters that are cut as pieces of the global ones.
+
+    Raises:
+        ValueError: two parameters are of one global tensor.
+    """
+    stretched, found = stretches_of(modules), dict[str, Any]()
+    for name, value in model_state(modules).items():
+        parts = global_parts(name, value, stretched)
+        if twice := found.keys() & parts.keys():
+            raise ValueError(f"Expected one parameter of the global {min(twice)}, got two.")
+        found |= parts
+    return found
+
+
+def _parameter_names(modules: Modules) -> dict[int, str]:
     """First name of each parameter at rest, by identity."""
-    state = model_state(model)
-    names = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {id(state[name]): name for name in reversed(names) if name in state}
+    state = model_state(modules)
+    found: dict[int, str] = {}
+    for module in modules:
+        for raw, _ in module.named_parameters(remove_duplicate=False):
+            name = plain_name(raw)
+            if name in state:
+                found.setdefault(id(state[name]), name)
+    return found
 
 
 @dataclass
@@ -134,14 +166,14 @@ class OptimizerView:
     """
 
     optimizer: torch.optim.Optimizer
-    model: nn.Module
+    modules: Modules
     parameters: list[Any] = field(init=False)
     names: list[str] = field(init=False)
     state: dict[int, dict[str, Any]] = field(init=False)
     groups: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        known = _parameter_names(self.model)
+        known = _parameter_names(self.modules)
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         if not all(id(p) in known for p in self.parameters):
             raise ValueError(
@@ -156,14 +188,43 @@ class OptimizerView:
 
     def value(self) -> dict[str, Any]:
         """What a checkpoint holds of it, as far as this rank knows."""
+        stretched = stretches_of(self.modules)
         groups = []
         for group in self.groups:
-            names = [self.names[index] for index in group["params"]]
+            own = [self.names[index] for index in group["params"]]
+            names = [each for name in own for each in global_names(name, stretched)]
             plain = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             groups.append({"params": names, "values": plain})
-        here = {i: s for i, s in self.state.items() if is_here(self.parameters[i])}
-        state = {self.names[index]: states for index, states in here.items()}
+        state: dict[str, Any] = {}
+        for index, states in self.state.items():
+            if is_here(self.parameters[index]):
+                state |= self._pieces(index, states, stretched)
         return {"type": type(self.optimizer).__name__, "groups": groups, "state": state}
+
+    def _pieces(
+        self, index: int, states: dict[str, Any], stretched: Stretched
+    ) -> dict[str, dict[str, Any]]:
+        """States of one parameter by global names; those of its shape are cut as it is."""
+        name, parameter = self.names[index], self.parameters[index]
+        parts = global_parts(name, parameter, stretched)
+        if name not in stretched:
+            return {name: states}
+        found: dict[str, dict[str, Any]] = {each: {} for each in parts if is_here(parts[each])}
+        for key, value in states.items():
+            is_single = not isinstance(value, torch.Tensor) or key in SINGLE_STATES
+            if is_single or (value.shape != parameter.shape and not value.dim()):
+                cut = dict.fromkeys(found, value)
+            elif value.shape == parameter.shape:
+                cut = global_parts(name, value, stretched)
+            else:
+                raise ValueError(
+                    f"Expected states of {name}, which is cut over ranks or made of several "
+                    f"tensors, of its shape {tuple(parameter.shape)}, got {key} of "
+                    f"{tuple(value.shape)}: no other layout could take it."
+                )
+            for each, own in found.items():
+                own[key] = cut[each]
+        return found
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer a state of this layout, without change of dtype or of memory."""
@@ -196,28 +257,39 @@ class RankState:
     sums: dict[str, int]
 
 
-def describe(
-    value: dict[str, Any], tensors: dict[str, torch.Tensor], *, is_alone: bool
-) -> RankState:
+def describe(value: dict[str, Any], tensors: dict[str, Any], *, is_alone: bool) -> RankState:
     """`value` as a tree; fills `tensors`. A rank that is alone needs no checksums."""
     tree = {key: encode(part, key, tensors) for key, part in value.items()}
     plain = {} if is_alone else {k: t for k, t in tensors.items() if not has_pieces(t)}
-    return RankState(tree, {key: _sum(tensor) for key, tensor in plain.items()})
+    return RankState(tree, {key: checksum(tensor) for key, tensor in plain.items()})
 
 
-def _sum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """Of dtype, shape and bytes."""
     shape = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     flat: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(flat, zlib.crc32(shape))
 
 
-def merge(ranks: list[RankState]) -> tuple[dict[str, Any], dict[str, int]]:
+def merge(
+    ranks: list[RankState], *, are_stages: bool = False
+) -> tuple[dict[str, Any], dict[str, int]]:
     """One tree of all ranks, and the plain tensors that differ, each with its first rank.
+
+    Args:
+        are_stages: ranks may have other parts of the model.
 
     Raises:
         ValueError: ranks differ in anything but that some have no rows of a parameter.
     """
     first = ranks[0].tree
+    if are_stages:
+        model: dict[str, Any] = {}
+        for number, rank in enumerate(ranks):
+            for name, entry in rank.tree["model"].items():
+                _check_same(name, number, model.setdefault(name, entry), entry)
+        ranks = [RankState(rank.tree | {"model": model}, rank.sums) for rank in ranks]
+        first = ranks[0].tree
     for number, rank in enumerate(ranks[1:], start=1):
         for part in first.keys() | rank.tree.keys():
             if part != "optimizer" or not (first[part] and rank.tree[part]):
@@ -265,3 +337,26 @@ def rename_differing(
         tensors[f"rank{rank}.{key}"] = tensors[key]
         if rank != differing[key]:
             del tensors[key]
+
+
+def check_equal(ranks: list[dict[str, int]]) -> None:
+    """Compare checksums of pieces that several ranks have.
+
+    Raises:
+        ValueError: they differ; names the first.
+    """
+    owners: dict[str, tuple[int, int]] = {}
+    for number, rank in enumerate(ranks):
+        for key, value in rank.items():
+            owner, expected = owners.setdefault(key, (number, value))
+            if value != expected:
+                raise ValueError(
+                    f"Expected the same {key} on all ranks that have it, got other bits on rank "
+                    f"{number} than on rank {owner}: copies have drifted apart."
+                )
+
+
+def held_twice(ranks: list[list[str]]) -> set[str]:
+    """Names of pieces that more than one rank has."""
+    counts = Counter(name for rank in ranks for name in set(rank))
+    return {name for name, count in counts.items() if count > 1}

@@ -38,16 +38,21 @@ class Graph(Protocol):
 
 
 class GraphMaker:
-    """Makes graphs for one device; CUDA graphs of one maker share a private memory pool."""
+    """Makes graphs for one device; CUDA graphs of one maker share a private memory pool.
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    Args:
+        generators: that captured work draws from, beside the device's default one. On the CPU there
+            are none: streams of random numbers take turns with the default generator there.
+    """
+
+    def __init__(self, device: Device, generators: Sequence[torch.Generator] = ()) -> None:
+        self.device, self._generators = device, tuple(generators)
         self._memory_pool = torch.cuda.graph_pool_handle() if device.is_cuda else None
 
     def new(self) -> Graph:
         """An empty graph."""
         if self.device.is_cuda:
-            return CudaGraph(self.device, self._memory_pool)
+            return CudaGraph(self.device, self._memory_pool, self._generators)
         return HostGraph(self.device)
 
 
@@ -96,7 +101,7 @@ class CapturedModule:
 
     Args:
         sample: like the inputs to come; its values are not used.
-        constants: further arguments, the same tensors at each call.
+        constants: further arguments, the same at each call; tensors in them stay where they are.
         parameters: those that get a gradient, in the order in which autograd gets them.
         resolve: names every tensor that the graphs may use; None leaves the ledger out.
     """
@@ -106,7 +111,7 @@ class CapturedModule:
         maker: GraphMaker,
         module: nn.Module,
         sample: torch.Tensor,
-        constants: Sequence[torch.Tensor],
+        constants: Sequence[Any],
         parameters: Sequence[nn.Parameter],
         *,
         resolve: Resolver | None,

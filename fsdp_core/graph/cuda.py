@@ -4,7 +4,7 @@ Capture mode is `thread_local`, because NCCL's watchdog thread may query events 
 A `Recorder` runs beside the capture, only to list the external storages for the address ledger.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +16,19 @@ T = TypeVar("T")
 
 
 class CudaGraph:
-    """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model."""
+    """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model.
 
-    def __init__(self, device: Device, memory_pool: Any) -> None:
+    Args:
+        generators: that the graph draws from beside the default one.
+    """
+
+    def __init__(
+        self, device: Device, memory_pool: Any, generators: Sequence[torch.Generator] = ()
+    ) -> None:
         self._device = device
         self._memory_pool = memory_pool
         self._graph = torch.cuda.CUDAGraph()
+        self._generators = tuple(generators)
         self._captured = False
         self.recording = Recording()
 
@@ -33,6 +40,9 @@ class CudaGraph:
         """
         recorder = Recorder(keep_operations=False)
         states = self._device.rng_states()
+        own_states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            self._graph.register_generator_state(generator)
         stream = torch.cuda.current_stream(self._device.torch_device)
         try:
             with (
@@ -52,6 +62,8 @@ class CudaGraph:
             raise CaptureRefused(f"cannot capture: {error}") from error
         finally:
             self._device.set_rng_states(states)
+            for generator, state in zip(self._generators, own_states, strict=True):
+                generator.set_state(state)
         self.recording = recorder.recording
         self.recording.operations = []
         self._captured = True

@@ -1,12 +1,25 @@
-"""The single place that chooses between torch and TransformerEngine modules."""
+"""The single place that chooses between torch and TransformerEngine."""
 
+import contextlib
 import ctypes
 import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
+
+from fsdp_core.config import ModelConfig
+from fsdp_core.parallel.axes import Axes
+
+if TYPE_CHECKING:
+    from fsdp_core.model.parts import Parts
+    from fsdp_core.model.rope import RopeTable
+
+Around = Callable[[], AbstractContextManager[Any]]
+"""Makes the context of one forward pass."""
 
 
 class Backend(Protocol):
@@ -18,13 +31,19 @@ class Backend(Protocol):
     def norm(self, hidden: int, eps: float) -> nn.Module:
         """RMSNorm over the last dim (Zhang and Sennrich, 2019)."""
 
+    def parts(self, config: ModelConfig, axes: Axes, rope: "RopeTable") -> "Parts":
+        """What makes the parts of a decoder's layers on a layout."""
+
+    def around(self, axes: Axes) -> Around:
+        """What a stage's layers compute in. All ranks call it together."""
+
 
 class BackendMissing(RuntimeError):
     """The chosen backend is not installed on this machine."""
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight, the statistics in float32 whatever the input's dtype."""
+    """x / rms(x) * weight, the statistics in float32 (float64 for float64)."""
 
     def __init__(self, hidden: int, eps: float) -> None:
         super().__init__()
@@ -33,13 +52,20 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> [..., hidden] in the input's dtype."""
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight
 
 
 class TorchBackend:
-    """Plain torch: runs everywhere."""
+    """Plain torch: runs everywhere.
+
+    Args:
+        fused_experts: gate, up and down of experts as one autograd function.
+    """
+
+    def __init__(self, *, fused_experts: bool = False) -> None:
+        self._fused_experts = fused_experts
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         """`nn.Linear` without bias."""
@@ -49,11 +75,31 @@ class TorchBackend:
         """`RmsNorm`."""
         return RmsNorm(hidden, eps)
 
+    def parts(self, config: ModelConfig, axes: Axes, rope: "RopeTable") -> "Parts":
+        """Those of `parts.TorchParts`."""
+        from fsdp_core.model.parts import TorchParts
+
+        return TorchParts(config, axes, rope, self, fused_experts=self._fused_experts)
+
+    def around(self, axes: Axes) -> Around:
+        """Nothing."""
+        del axes
+        return contextlib.nullcontext
+
 
 class TransformerEngineBackend:
-    """TransformerEngine's Linear and RMSNorm; only on Linux with CUDA."""
+    """TransformerEngine's modules; only on Linux with CUDA.
 
-    def __init__(self) -> None:
+    Args:
+        fp8: none, delayed, current or block: see `te.precision`.
+        fused_experts: experts by its operators over both layers, not layer by layer.
+
+    Raises:
+        BackendMissing: TransformerEngine or CUDA is absent.
+        ValueError: an unknown `fp8`.
+    """
+
+    def __init__(self, *, fp8: str = "none", fused_experts: bool = True) -> None:
         if importlib.util.find_spec("transformer_engine") is None:
             raise BackendMissing(
                 "backend: te needs the package transformer-engine, which is not installed here; "
@@ -66,7 +112,12 @@ class TransformerEngineBackend:
         _prefer_cudnn_of_torch()
         import transformer_engine.pytorch as te
 
-        self._te = te
+        self._te: Any = te
+        self._fp8, self._fused_experts = fp8, fused_experts
+        if fp8 != "none":
+            from fsdp_core.model.te.precision import recipe_of
+
+            recipe_of(fp8)
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         """`te.Linear` without bias, parameters in float32 as FSDP's main weights are."""
@@ -76,6 +127,20 @@ class TransformerEngineBackend:
     def norm(self, hidden: int, eps: float) -> nn.Module:
         """`te.RMSNorm`."""
         return cast("nn.Module", self._te.RMSNorm(hidden, eps=eps))
+
+    def parts(self, config: ModelConfig, axes: Axes, rope: "RopeTable") -> "Parts":
+        """Those of `te.parts.TeParts`."""
+        from fsdp_core.model.te.parts import TeParts
+
+        return TeParts(
+            self._te, config, axes, rope, self, fp8=self._fp8, fused_experts=self._fused_experts
+        )
+
+    def around(self, axes: Axes) -> Around:
+        """fp8, if it was asked for."""
+        from fsdp_core.model.te.precision import autocast
+
+        return autocast(self._te, self._fp8, axes)
 
 
 def _prefer_cudnn_of_torch() -> None:
@@ -92,10 +157,20 @@ def _prefer_cudnn_of_torch() -> None:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def make_backend(name: str) -> Backend:
+def make_backend(name: str, *, fp8: str = "none", fused_experts: bool | None = None) -> Backend:
     """The backend called `name`.
+
+    Args:
+        fp8: none, delayed, current or block; of `te` only.
+        fused_experts: compute an expert's layers at once; None: where the backend has a kernel of
+            its own for it, which is `te`.
 
     Raises:
         BackendMissing: `te` where TransformerEngine or CUDA is absent.
+        ValueError: fp8 of another backend than `te`, or an unknown one.
     """
-    return TransformerEngineBackend() if name == "te" else TorchBackend()
+    if name == "te":
+        return TransformerEngineBackend(fp8=fp8, fused_experts=fused_experts is not False)
+    if fp8 != "none":
+        raise ValueError(f"Expected backend te for fp8, got backend {name} and fp8 {fp8}.")
+    return TorchBackend(fused_experts=fused_experts is True)

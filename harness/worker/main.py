@@ -22,7 +22,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.mesh import build_mesh, init_ranks
+from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.model.backend import BackendMissing
 from fsdp_core.train import Trainer
 from harness.records import (
@@ -76,9 +76,9 @@ class _Session:
         device = Device(self.spec.device, self.rank if self.spec.device == "cuda" else 0)
         store = dist.TCPStore("127.0.0.1", store_port)
         init_ranks(device, store, self.rank, self.spec.world_size, self.spec.timeout_s)
-        mesh = build_mesh(config.parallel, device)
+        axes = build_axes(config.parallel, device)
         with device.counting_memory():
-            trainer = Trainer(config, mesh, device)
+            trainer = Trainer(config, axes, device)
             try:
                 self._train(trainer)
             finally:

@@ -60,14 +60,14 @@ class Observer:
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         """Names per digest group, in digest order."""
         names = {group: tuple(named) for group, (named, _) in self._trainer.digested.items()}
-        return names | {"rng": ("cpu", "cuda") if self._trainer.device.is_cuda else ("cpu",)}
+        return names | {"rng": tuple(self._trainer.rng_states())}
 
     def observe(self, step: int) -> None:
         """Take the outputs of `step`; writes records when the ring is full."""
         trainer = self._trainer
         with trainer.device.on(trainer.stream):
             self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
-        states = trainer.device.rng_states()
+        states = trainer.rng_states().values()
         rng = "".join(_blake(state.numpy().tobytes()) for state in states)
         device = trainer.device
         self._pending.append((step, rng, device.live_bytes(), device.peak_bytes()))

@@ -173,12 +173,13 @@ class Plant:
             ValueError: no such parameter, or its storage has no memory between steps.
         """
         assert self._plant is not None
-        name = self._plant.tensor or "layers.0.attn.wq.weight"
         held = {
             name: parameter
             for group in trainer.groups
             for name, parameter in zip(group.names, group.unsharded, strict=True)
         }
+        # The first that every graph scope reads: attention's, of this rank's first layer.
+        name = self._plant.tensor or next(name for name in held if ".attn.attention." in name)
         if name not in held:
             raise ValueError(
                 f"plant.tensor: expected a parameter, got {name!r}; legal values: {', '.join(held)}"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_name, settings
 
-TORCH_FREE = ("fsdp_core.config",)
+TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts")  # with all that is in them
 PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package that loads torch
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine"}  # used where they are installed, never required
@@ -23,7 +23,8 @@ def all_imports() -> list[Import]:
 def may_use_torch(module: str) -> bool:
     """The engine but its pure parts, and the worker."""
     inside = module.startswith(("fsdp_core.", "harness.worker."))
-    return inside and module not in (*TORCH_FREE, *PURE)
+    free = any(module == name or module.startswith(f"{name}.") for name in TORCH_FREE)
+    return inside and not free and module not in PURE
 
 
 def layered_packages() -> dict[str, set[str]]:

@@ -8,7 +8,7 @@ torch. For each call the ranks join a fresh group of exactly `world_size` (gloo,
 a rank), so a test sees its own world and nobody else's. The function travels as module and name:
 it is a plain function at the top of an importable module; arguments and results are pickled. After
 a failure, a hang or a death every rank is replaced, so one test's wreck is not the next one's
-start.
+start; so it is once a rank has gathered many threads.
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -30,6 +30,8 @@ from typing import Any
 
 START_TIMEOUT_S = 120.0
 GRACE_S = 1.0  # for the other ranks to answer, once one has failed
+MOST_THREADS = 100
+"""Of a rank: gloo keeps threads of every group that was left, and hundreds of them are slow."""
 STACKS_SIGNAL = signal.SIGUSR1
 
 
@@ -64,6 +66,7 @@ class _Answer:
     kind: str = ""
     text: str = ""
     at: float = 0.0
+    num_threads: int = 0
 
 
 @dataclass
@@ -206,6 +209,8 @@ class RankPool:
         if silent:
             text = f"no answer within {limit_s} s from ranks {silent}\n{self._stacks(silent)}"
             raise RankError(silent[0], "hang", text)
+        if max(answer.num_threads for answer in answers.values()) > MOST_THREADS:
+            self.stop()
         return [answers[rank].value for rank in range(world_size)]
 
     def _receive(self, number: int) -> _Answer:
@@ -250,6 +255,7 @@ def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) ->
         except EOFError:
             return
         answer = _answer(number, message)
+        answer = replace(answer, num_threads=_num_threads())
         try:
             data = pickle.dumps(answer)
         except Exception:  # noqa: BLE001  (whatever a result's own pickling raises)
@@ -287,6 +293,12 @@ def _answer(number: int, message: bytes) -> _Answer:
         answer = _failure()
     dist.destroy_process_group()
     return answer
+
+
+def _num_threads() -> int:
+    """Threads of this process, those of libraries included; 0 where the system has no /proc."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _failure() -> _Answer:

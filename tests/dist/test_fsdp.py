@@ -17,7 +17,11 @@ from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_core.fsdp.row_sharded import RowSharded
 from fsdp_core.mesh import build_mesh
 from fsdp_core.model.backend import TorchBackend
-from fsdp_core.model.transformer import Decoder
+from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.microbatch import dense_part
+from fsdp_core.model.weights import init_weights
+from fsdp_core.parallel.rng import RandomStreams
+from tests.dist.parity_programs import single_axes
 from tests.dist.rank_pool import RankPool
 
 CONFIG = ModelConfig(vocab_size=37, hidden=24, layers=2, heads=3, kv_heads=3, ffn=40, seq=8)
@@ -28,11 +32,22 @@ Pieces = list[tuple[str, int, Any]]
 """(name, first row, values) of one rank's rows."""
 
 
+class Decoder(DecoderStage):
+    """The whole model, from tokens and targets to the loss."""
+
+    def forward(  # type: ignore[override]
+        self, tokens: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        local = dense_part(tokens, targets, self.axes.cp)
+        return super().forward(local.tokens, local.part)
+
+
 def decoder() -> Decoder:
     """The model, the same bits everywhere."""
-    model = Decoder(CONFIG, TorchBackend())
-    model.init_weights(3)
-    model.set_rope(torch.device("cpu"))
+    axes = single_axes()
+    streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
+    model = Decoder(CONFIG, axes, TorchBackend(), streams)
+    init_weights([model], 3, layers=CONFIG.layers, init_std=CONFIG.init_std)
     return model
 
 
@@ -56,7 +71,7 @@ def shard_all(
     """The decoder with its blocks and root as units over all ranks."""
     mesh = mesh or mesh_for(strategy)
     model = decoder()
-    for block in model.layers:
+    for block in model.numbered_layers.values():
         fully_shard(block, mesh=mesh, strategy=strategy, **options)
     fully_shard(model, mesh=mesh, strategy=strategy, reshard_after_forward=False, **options)
     return model, cast("FSDPModule", model)

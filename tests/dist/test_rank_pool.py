@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.rank_pool import RankError, RankPool
+from tests.dist.rank_pool import MOST_THREADS, RankError, RankPool
 
 
 @pytest.fixture
@@ -162,3 +162,17 @@ def test_ranks_of_one_world() -> None:
         assert not set(pool.run(own_pid, world_size=2)) & {*first, *alone}
     finally:
         pool.close()
+
+
+def keep_threads(number: int) -> int:
+    """Leave threads behind."""
+    for _ in range(number):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_ranks_with_many_threads_are_replaced(pool: RankPool) -> None:
+    """What libraries leave in a rank does not pile up; the results of that call still come."""
+    first = pool.run(keep_threads, MOST_THREADS // 2, world_size=2)
+    assert pool.run(keep_threads, MOST_THREADS, world_size=2) == first
+    assert not set(pool.run(own_pid, world_size=2)) & set(first)

@@ -21,7 +21,7 @@ from fsdp_core.config import (
 from fsdp_core.device import Device
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.mesh import build_mesh
+from fsdp_core.mesh import build_axes
 from fsdp_core.train import Trainer
 from tests.dist.rank_pool import RankPool
 
@@ -98,7 +98,8 @@ def observe(trainer: Trainer, step: int) -> tuple[Any, ...]:
     outputs = trainer.step(step)
     floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
     digests = tuple(tuple(rows.flatten().tolist()) for rows in outputs.digests.values())
-    rng = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    states = b"".join(state.numpy().tobytes() for state in trainer.rng_states().values())
+    rng = hashlib.sha256(states).hexdigest()
     return tuple(floats.view(torch.int32).tolist()), digests, rng
 
 
@@ -106,7 +107,7 @@ def train(cell: Cell, graph: tuple[str, ...]) -> tuple[list[tuple[Any, ...]], in
     """All steps of one run: what was observed, graphs captured, replays, unnamed externals."""
     device = Device("cpu")
     chosen = config(cell, graph, dist.get_world_size())
-    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
+    trainer = Trainer(chosen, build_axes(chosen.parallel, device), device)
     seen = [observe(trainer, step) for step in range(STEPS)]
     counts = trainer.counts
     trainer.close()
@@ -230,7 +231,7 @@ def losses_of(cell: Cell) -> list[float]:
     """Mean losses of an eager run with another learning rate for longer."""
     device = Device("cpu")
     chosen = config(cell, (), dist.get_world_size())
-    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
+    trainer = Trainer(chosen, build_axes(chosen.parallel, device), device)
     return [trainer.step(step).loss.item() for step in range(40)]
 
 
@@ -245,11 +246,12 @@ def move_a_parameter(graph: tuple[str, ...], ledger: bool) -> str:
     device = Device("cpu")
     plain = config(Cell(SHARDED, "double", "fp32", 0.0), graph, dist.get_world_size()).to_dict()
     chosen = TrainConfig.from_dict(plain | {"ledger": ledger})
-    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
+    trainer = Trainer(chosen, build_axes(chosen.parallel, device), device)
     for step in range(4):
         trainer.step(step)
     block = next(group for group in trainer.groups if group.name == "layers.0")
-    storage = block.unsharded[block.names.index("layers.0.attn.wq.weight")].untyped_storage()
+    index = block.names.index("layers.0.attn.attention.wq.weight")
+    storage = block.unsharded[index].untyped_storage()
     nbytes = storage.nbytes()
     # Growing allocates before it frees: the one way to move a storage for certain.
     device.resize_storage(storage, 2 * nbytes)
@@ -268,7 +270,7 @@ def test_moved_parameter_is_stale(warm_ranks: RankPool, graph: tuple[str, ...]) 
     """A gathered parameter that moved is named by the ledger; without it the replay still stops."""
     for text in warm_ranks.run(move_a_parameter, graph, True, world_size=2):
         assert text.startswith("StaleAddress: stale_address: layers.0.")
-        assert "layers.0.attn.wq.weight" in text
+        assert "layers.0.attn.attention.wq.weight" in text
     for text in warm_ranks.run(move_a_parameter, graph, False, world_size=2):
         assert "illegal memory access" in text
 
@@ -277,8 +279,10 @@ def capture_data_dependent_code() -> str:
     """A trainer whose model reads data in Python cannot be captured."""
     device = Device("cpu")
     chosen = config(Cell(SHARDED, "double", "fp32", 0.0), ("full_iteration",), 1)
-    trainer = Trainer(chosen, build_mesh(chosen.parallel, device), device)
-    trainer.model.norm.register_forward_hook(lambda module, args, out: out * out.mean().item())
+    trainer = Trainer(chosen, build_axes(chosen.parallel, device), device)
+    norm = trainer.stages[0].norm
+    assert norm is not None
+    norm.register_forward_hook(lambda module, args, out: out * out.mean().item())
     trainer.step(0)
     trainer.step(1)
     try:

@@ -17,7 +17,8 @@ from fsdp_core.checkpoint import load, save
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, Overlap, fully_shard
-from fsdp_core.mesh import build_mesh
+from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.axes import Axes
 from fsdp_core.train import Trainer
 
 MIB = 2**20
@@ -31,9 +32,9 @@ def device_here() -> Device:
 # --- graphs -----------------------------------------------------------------------------------
 
 
-def train(config: TrainConfig, mesh: DeviceMesh) -> list[str]:
+def train(config: TrainConfig, axes: Axes) -> list[str]:
     """Loss bits of each step, and of some the digests of weights and moments."""
-    trainer = Trainer(config, mesh, device_here())
+    trainer = Trainer(config, axes, device_here())
     found = []
     for step in range(config.steps):
         outputs = trainer.step(step)
@@ -53,9 +54,9 @@ def graphs_and_eager(configs: list[TrainConfig]) -> dict[str, Any]:
     And how many different losses there were, since a run that does not train agrees with anything.
     """
     found: dict[str, Any] = {}
-    mesh = build_mesh(configs[0].parallel, device_here())  # one: each has communicators of its own
+    axes = build_axes(configs[0].parallel, device_here())  # once: each has its own communicators
     for config in configs:
-        eager, graphed = train(replace(config, graph=()), mesh), train(config, mesh)
+        eager, graphed = train(replace(config, graph=()), axes), train(config, axes)
         at = [n for n, (a, b) in enumerate(zip(eager, graphed, strict=True)) if a != b]
         key = f"{config.fsdp.outer_strategy} {config.fsdp.strategy} {config.fsdp.pool} "
         key += f"{config.dtype} {config.fsdp.reduce_dtype}"

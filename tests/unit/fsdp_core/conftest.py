@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_mesh, init_ranks
+from fsdp_core.mesh import build_axes, build_mesh, init_ranks
+from fsdp_core.parallel.axes import Axes
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +19,9 @@ def mesh() -> Iterator[DeviceMesh]:
     init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
     yield build_mesh(ParallelConfig(), device)
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def axes(mesh: DeviceMesh) -> Axes:
+    """All axes of this process alone."""
+    return build_axes(ParallelConfig(), Device("cpu"))

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_core.config import DataConfig
-from fsdp_core.data import Batches, SyntheticTokens, TextTokens, corpus_files, mix, token_source
+from fsdp_core.data import (
+    MAX_DOCUMENTS,
+    Batches,
+    PackedDocuments,
+    SyntheticTokens,
+    TextTokens,
+    corpus_files,
+    mix,
+    token_source,
+)
 
 
 def batches(seed: int = 7, rank: int = 0, vocab_size: int = 256, micro: int = 3) -> Batches:
@@ -165,3 +174,39 @@ def test_token_source_by_kind(corpus: Path) -> None:
     chosen = token_source(DataConfig(kind="text", path=str(corpus)), 256)
     assert isinstance(chosen, TextTokens)
     assert chosen.corpus.startswith(b"first")
+
+
+def documents(seed: int = 3, sizes: tuple[int, ...] = (1, 2, 8)) -> PackedDocuments:
+    """Packs of 16 tokens a rank."""
+    multiples = {size: 2 * size for size in sizes}
+    return PackedDocuments(SyntheticTokens(64), seed, sizes, 16, multiples, 100)
+
+
+def test_documents_fit_their_pack_and_need_its_size() -> None:
+    """Padded documents fit, none is past `seq`, and the first is too long for a smaller size."""
+    source, seen = documents(), set()
+    for step in range(40):
+        size = source.size(step, 0)
+        smaller = {1: 0, 2: 1, 8: 2}[size]
+        for number in range(8 // size):
+            lengths = [len(ids) - 1 for ids in source.pack(step, 0, number)]
+            assert 16 * smaller < lengths[0]
+            assert max(lengths) <= 100
+            assert len(lengths) <= MAX_DOCUMENTS
+            padded = [-(-length // (2 * size)) * 2 * size for length in lengths]
+            assert sum(padded) <= 16 * size
+            seen.add((size, len(lengths)))
+    assert {size for size, _ in seen} == {1, 2, 8}
+    assert max(number for _, number in seen) > 2
+
+
+def test_every_coordinate_of_a_pack_matters() -> None:
+    """The same pack again is the same; another seed, step, microbatch or pack is another."""
+    packs = [
+        documents(seed, sizes=(1,)).pack(step, microbatch, number)
+        for seed, step, microbatch, number in
+        [(1, 2, 3, 4), (1, 2, 3, 4), (0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)]
+    ]  # fmt: skip
+    texts = [[ids.tolist() for ids in pack] for pack in packs]
+    assert texts[0] == texts[1]
+    assert all(texts[0] != other for other in texts[2:])

@@ -1,29 +1,40 @@
 """The trainer on one rank: what plain torch would train, and who is named."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core.config import (
     STRATEGIES,
+    ConfigError,
     DataConfig,
     FsdpConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     TrainConfig,
 )
 from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 from fsdp_core.model.backend import TorchBackend
-from fsdp_core.model.transformer import Decoder
+from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.microbatch import dense_part
+from fsdp_core.model.weights import init_weights
+from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train import Trainer
 from harness.records import DIGEST_GROUPS
 
 STEPS = 5
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
+
+# Losses of the router so large that what they are multiplied by shows in the gradient's norm.
+EXPERTS = replace(
+    MODEL, experts=4, top_k=2, expert_ffn=8, normalise_top_k=True, aux_loss=1.0, z_loss=1.0
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +53,18 @@ def config(**options: Any) -> TrainConfig:
     return TrainConfig(**(values | options))
 
 
-def plain_training(chosen: TrainConfig) -> list[tuple[float, float]]:
+def plain_model(axes: Axes, seed: int, config: ModelConfig = MODEL) -> DecoderStage:
+    """The decoder that nobody has wrapped."""
+    streams = RandomStreams(0, (axes.tp,), torch.device("cpu"))
+    model = DecoderStage(config, axes, TorchBackend(), streams)
+    init_weights([model], seed, layers=config.layers, init_std=config.init_std)
+    return model
+
+
+def plain_training(axes: Axes, chosen: TrainConfig) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, by plain modules and torch's own optimizer."""
-    model = Decoder(MODEL, TorchBackend())
-    model.init_weights(chosen.seed)
-    model.set_rope(torch.device("cpu"))
+    model = plain_model(axes, chosen.seed, chosen.model)
+    model.set_loss_scale(1 / 2)
     optim = chosen.optim
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
@@ -64,7 +82,8 @@ def plain_training(chosen: TrainConfig) -> list[tuple[float, float]]:
         optimizer.zero_grad()
         losses = []
         for tokens in batches.tokens(step):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            local = dense_part(tokens[:, :-1], tokens[:, 1:], axes.cp)
+            loss = model(local.tokens, local.part)
             (loss / 2).backward()
             losses.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(parameters, optim.clip_grad_norm)
@@ -73,14 +92,18 @@ def plain_training(chosen: TrainConfig) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_plain_torch_does(mesh: DeviceMesh, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "model"), [*((s, MODEL) for s in STRATEGIES), ("optim_grads_params", EXPERTS)]
+)
+def test_trains_as_plain_torch_does(axes: Axes, strategy: str, model: ModelConfig) -> None:
     """Losses and norms of five clipped steps follow a loop that shares no optimizer with ours."""
     chosen = config(
-        optim=OptimConfig(lr=1e-2, clip_grad_norm=0.5), fsdp=FsdpConfig(strategy=strategy)
+        model=model,
+        optim=OptimConfig(lr=1e-2, clip_grad_norm=0.5),
+        fsdp=FsdpConfig(strategy=strategy),
     )
-    trainer = Trainer(chosen, mesh, Device("cpu"))
-    expected = plain_training(chosen)
+    trainer = Trainer(chosen, axes, Device("cpu"))
+    expected = plain_training(axes, chosen)
     for step, (loss, norm) in enumerate(expected):
         outputs = trainer.step(step)
         # Same gradients to the bit; AdamW and clipping round in another order: a few float32 ulps
@@ -91,9 +114,9 @@ def test_trains_as_plain_torch_does(mesh: DeviceMesh, strategy: str) -> None:
     assert expected[0][1] > 0.5, "the clipping must clip"
 
 
-def test_digests_are_those_of_the_named_tensors(mesh: DeviceMesh) -> None:
+def test_digests_are_those_of_the_named_tensors(axes: Axes) -> None:
     """After a step each group's rows are its tensors' digests, and records know every group."""
-    trainer = Trainer(config(optim=OptimConfig(clip_grad_norm=0.0)), mesh, Device("cpu"))
+    trainer = Trainer(config(optim=OptimConfig(clip_grad_norm=0.0)), axes, Device("cpu"))
     outputs = trainer.step(0)
     assert {*outputs.digests, "rng"} == set(DIGEST_GROUPS)
     for group, (names, tensors) in trainer.digested.items():
@@ -103,42 +126,42 @@ def test_digests_are_those_of_the_named_tensors(mesh: DeviceMesh) -> None:
         assert len(set(names)) == len(names) == len(tensors)
 
 
-def test_wrapping_leaves_the_initial_bits(mesh: DeviceMesh) -> None:
+def test_wrapping_leaves_the_initial_bits(axes: Axes) -> None:
     """The trainer's first weights are the decoder's own, whatever FSDP does with them."""
-    model = Decoder(MODEL, TorchBackend())
-    model.init_weights(1234)
-    plain = dict(model.named_parameters())
-    trainer = Trainer(config(), mesh, Device("cpu"))
+    plain = dict(plain_model(axes, 1234).named_parameters())
+    trainer = Trainer(config(), axes, Device("cpu"))
     names, tensors = trainer.digested["weights"]
     assert set(names) == set(plain)
     for name, tensor in zip(names, tensors, strict=True):
         assert torch.equal(tensor, plain[name]), name
 
 
-def test_a_parameter_without_gradient_is_refused(mesh: DeviceMesh) -> None:
+def test_a_parameter_without_gradient_is_refused(axes: Axes) -> None:
     """A kept gradient of the step before must not update a parameter that got none in this one."""
-    trainer = Trainer(config(), mesh, Device("cpu"))
+    trainer = Trainer(config(), axes, Device("cpu"))
     trainer.step(0)
-    trainer.model.norm.register_forward_hook(lambda module, args, out: args[0])
+    norm = trainer.stages[0].norm
+    assert norm is not None
+    norm.register_forward_hook(lambda module, args, out: args[0])
     with pytest.raises(RuntimeError, match=r"Expected a gradient of norm\.weight, got none"):
         trainer.step(1)
 
 
-def test_every_long_lived_tensor_has_a_name(mesh: DeviceMesh) -> None:
+def test_every_long_lived_tensor_has_a_name(axes: Axes) -> None:
     """A captured iteration uses no storage that the trainer cannot name, but pooled gradients."""
     chosen = config(graph=("full_iteration",), fsdp=FsdpConfig(pool="dynamic"))
-    trainer = Trainer(chosen, mesh, Device("cpu"))
+    trainer = Trainer(chosen, axes, Device("cpu"))
     for step in range(STEPS):
         trainer.step(step)
     assert trainer.counts.unnamed_externals == 0
-    assert {"tokens", "lr", "step_count", "loss", "rope_cos"} <= set(trainer.counts.external_names)
+    assert {"tokens", "lr", "step_count", "loss", "rope.cos"} <= set(trainer.counts.external_names)
     trainer.close()
 
 
 @pytest.mark.parametrize("graph", [("attn",), ("full_iteration",)])
-def test_close_leaves_an_eager_trainer(mesh: DeviceMesh, graph: tuple[str, ...]) -> None:
+def test_close_leaves_an_eager_trainer(axes: Axes, graph: tuple[str, ...]) -> None:
     """After `close` no graph is left, and closing twice is harmless."""
-    trainer = Trainer(config(graph=graph), mesh, Device("cpu"))
+    trainer = Trainer(config(graph=graph), axes, Device("cpu"))
     for step in range(4):
         trainer.step(step)
     replays = trainer.counts.replays
@@ -147,3 +170,27 @@ def test_close_leaves_an_eager_trainer(mesh: DeviceMesh, graph: tuple[str, ...])
     trainer.close()
     trainer.step(4)
     assert trainer.counts.replays == replays
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"graph": ("mlp",)}, "graph"),
+        ({"graph": ("attn",), "parallel": ParallelConfig(pp=2)}, "parallel.pp"),
+    ],
+)
+def test_what_is_not_built_is_not_trained_as_something_else(
+    axes: Axes, options: dict[str, Any], key: str
+) -> None:
+    """A configuration that the trainer would silently make less of is refused first thing."""
+    with pytest.raises(ConfigError, match="built so far") as caught:
+        Trainer(config(**options), axes, Device("cpu"))
+    assert caught.value.key == key
+
+
+def test_axes_of_another_layout_are_refused(axes: Axes) -> None:
+    """Stages cut for one layout are not trained as another."""
+    with pytest.raises(ValueError, match="Expected axes with cp=2, as configured, got 1"):
+        Trainer(
+            config(model=replace(MODEL, seq=8), parallel=ParallelConfig(cp=2)), axes, Device("cpu")
+        )

@@ -1,6 +1,7 @@
 """Contracts of harness.cli and harness.launch, with an engine that writes records itself."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,6 +230,23 @@ def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[st
     (tmp := Path("none")).mkdir()
     assert main(["list", "--check", str(tmp)]) == 5
     assert main(["list", "small.yaml", "-k", "zzz"]) == 5
+
+
+def test_list_counts_several_files(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several files `list` ends with their total; `--count` leaves out the cases."""
+    Path("second.yaml").write_text(SCENARIO)
+    assert main(["list", "small.yaml", "second.yaml"]) == 0
+    whole = capsys.readouterr().out.splitlines()
+    assert main(["list", "--count", "small.yaml", "second.yaml"]) == 0
+    counted = capsys.readouterr().out.splitlines()
+    assert counted[:-1] == ["small.yaml: 4 cases", "second.yaml: 4 cases"]
+    assert [line for line in whole if not line.startswith("  ")][:-1] == counted[:-1]
+    assert len(whole) == len(counted) + 8
+    for lines in (whole, counted):
+        assert re.fullmatch(r"8 cases in 2 files, \d+\.\d s", lines[-1])
+    assert main(["list", "--count", "small.yaml"]) == 0
+    assert capsys.readouterr().out == "small.yaml: 4 cases\n"
+    assert run_json(capsys, "list", "--count", "small.yaml") == (0, {"small.yaml": 4})
 
 
 def test_list_json(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,10 +41,10 @@ EXPECTED: dict[str, str] = {
     "exclude_reference_only": "@:8: exclude: expected an entry that removes a case, got graph: eager, which matches none (the reference leg is no case)",  # noqa: E501
     "exclude_unknown_axis": "@:8: exclude.grph: expected a known key, got 'grph' (did you mean graph?); legal values: parallel, graph",  # noqa: E501
     "exclude_unknown_value": "@:8: exclude.parallel: expected a value of the axis parallel, got the mapping {'dp': 16}",  # noqa: E501
-    "graph_bare_scope": "@:4: axes.graph: expected eager or a list of scopes, got 'attn' (scopes go in a list: [attn]); legal values: eager, attn, full_iteration",  # noqa: E501
-    "graph_empty_list": "@:4: axes.graph: expected eager or a list of scopes, got an empty list (say eager); legal values: eager, attn, full_iteration",  # noqa: E501
-    "graph_unknown_scope": "@:4: axes.graph: expected one of the legal values, got 'atn' (did you mean attn?); legal values: attn, full_iteration",  # noqa: E501
-    "heads_do_not_divide": "@:3: model.heads: expected a divisor of hidden=64, got 3",
+    "graph_bare_scope": "@:4: axes.graph: expected eager or a list of scopes, got 'attn' (scopes go in a list: [attn]); legal values: eager, attn, mlp, moe_router, moe_preprocess, moe, layer, full_iteration",  # noqa: E501
+    "graph_empty_list": "@:4: axes.graph: expected eager or a list of scopes, got an empty list (say eager); legal values: eager, attn, mlp, moe_router, moe_preprocess, moe, layer, full_iteration",  # noqa: E501
+    "graph_unknown_scope": "@:4: axes.graph: expected one of the legal values, got 'atn' (did you mean attn?); legal values: attn, mlp, moe_router, moe_preprocess, moe, layer, full_iteration",  # noqa: E501
+    "heads_do_not_divide": "@:3: model.heads: expected a divisor of hidden=64, got 3; rule: heads_divide_hidden",  # noqa: E501
     "include_adds_nothing": "@:8: include: expected an entry that extends or adds a case, got parallel: dp2, graph: attn, a case that the axes already give",  # noqa: E501
     "include_not_a_case": "@:8: include.graph: expected a value to compare with the reference, since no case fits to be extended, got nothing",  # noqa: E501
     "key_list": "@:3: base: expected a string key, got a list or mapping",
@@ -70,7 +70,7 @@ EXPECTED: dict[str, str] = {
     "plant_takes_no_tensor": "@:3: base.plant.tensor: expected what the fault hang takes, got a key that it does not take; legal values: fault, step, rank, legs",  # noqa: E501
     "plant_unknown": "@:3: base.plant.fault: expected one of the legal values, got 'ulpp' (did you mean ulp?); legal values: ",  # noqa: E501
     "plant_without_step": "@:3: base.plant.step: expected what the fault ulp takes, got nothing; legal values: fault, step, rank, tensor, legs",  # noqa: E501
-    "pool_not_stable": "@:5: fsdp.pool: expected stable buffers for the partial graph scope attn, got 'dynamic'; legal values: double, traced",  # noqa: E501
+    "pool_not_stable": "@:5: fsdp.pool: expected stable buffers for the partial graph scope attn, got 'dynamic'; legal values: double, traced; rule: partial_scopes_need_stable_pool",  # noqa: E501
     "python_tag": "@:1: syntax: expected a value without a tag, got the tag '!!python/object/apply:os.system'",  # noqa: E501
     "recursive_anchor": "@:1: base.model: expected an anchor defined above, got *b",
     "reshard_string": "@:3: base.fsdp.reshard_after_forward: expected a bool, got 'yes'; legal values: true, false",  # noqa: E501
@@ -86,7 +86,7 @@ EXPECTED: dict[str, str] = {
     "too_deep": "@:3: base: expected at most 20 levels, got deeper nesting",
     "too_many_combinations": "@:5: axes: expected at most 50,000 combinations, got seed 39 x steps 39 x microbatches 39 x graph 2 = 118,638",  # noqa: E501
     "top_is_list": "@:1: file: expected a mapping, got the list [{'name': 'x'}]; legal values: name, why, base, axes, exclude, include, compare, checks, launch",  # noqa: E501
-    "tp_not_built": "@:4: parallel.tp: expected 1 (only dp and dp_outer are built so far), got 2; legal values: 1",  # noqa: E501
+    "tp_does_not_divide": "@:4: parallel.tp: expected a divisor of kv_heads=2, got 4; legal values: 1, 2; rule: tp_divides_kv_heads",  # noqa: E501
     "two_documents": "@:8: file: expected one YAML document, got a second one",
     "unclosed": "@:3: syntax: expected valid YAML, got an error: did not find expected ',' or ']'",
     "unknown_anchor": "@:1: name: expected an anchor defined above, got *nobody",
@@ -97,17 +97,29 @@ EXPECTED: dict[str, str] = {
     "why_empty": "@:2: why: expected a sentence that says what is at stake, got an empty string",
     "world_size_product": "@:3: world_size: expected 4, the product of the degrees (dp=4), got 8",
     "base_setting_twice": "@:3: base.fsdp.pool: expected each setting once, got it again (first on line 3)",  # noqa: E501
-    "default_broken_by_neighbour": "@:3: model.heads: expected a divisor of hidden=30, got 4",
+    "default_broken_by_neighbour": "@:3: model.heads: expected a divisor of hidden=30, got 4; rule: heads_divide_hidden",  # noqa: E501
     "alias_as_key": "@:3: base.A sentence.: expected a known key, got 'A sentence.'; legal values: ",  # noqa: E501
     "alias_list_as_key": "@:3: base: expected a string key, got *g",
     "include_sets_axis_by_leaf": "@:8: include.parallel.dp: expected the axis' own name, parallel, got parallel.dp under another name",  # noqa: E501
     "include_setting_twice": "@:8: include.fsdp.pool: expected each setting once, got fsdp.pool, which fsdp sets too",  # noqa: E501
     "include_empty": "@:8: include: expected at least one key, got an empty mapping",
     "exclude_scalar": "@:8: exclude: expected a list of mappings, got 'dp2'",
-    "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: True",  # noqa: E501
+    "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: True; rule: partial_scopes_need_persistence",  # noqa: E501
     "loss_null": "@:6: checks.loss: expected an empty mapping, {}, got nothing",
     "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes, got an empty mapping; legal values: max_ratio, max_bytes",  # noqa: E501
     "plant_legs_twice": "@:3: base.plant.legs: expected each leg once, got the list ['candidate', 'candidate']",  # noqa: E501
+    "ep_without_experts": "@:4: parallel.ep: expected 1, as the model has no experts, got 2; legal values: 1; rule: expert_axes_need_experts",  # noqa: E501
+    "sequence_parallel_without_tp": "@:4: parallel.sequence_parallel: expected false, as tp is 1, got true; legal values: False; rule: sequence_parallel_needs_tp",  # noqa: E501
+    "dynamic_cp_scalar": "@:4: axes.parallel.dynamic_cp: expected a list of sizes, got 4",
+    "dynamic_cp_not_a_divisor": "@:4: parallel.dynamic_cp: expected powers of two that divide dp * cp = 4, got (2, 8); legal values: 1, 2, 4; rule: dynamic_cp_fits",  # noqa: E501
+    "legal_layouts_zero": "@:4: axes.parallel.legal_layouts: expected an integer >= 1, got 0",
+    "legal_layouts_huge": "@:4: axes.parallel.legal_layouts: expected an integer from 1 to 1,048,576, got 100000000",  # noqa: E501
+    "legal_layouts_none": "@:4: axes.parallel: expected a legal layout of 8 ranks, got none for the model dense_tiny",  # noqa: E501
+    "legal_layouts_unknown_key": "@:4: axes.parallel.tpp: expected a known key, got 'tpp' (did you mean tp?); legal values: legal_layouts, dp, dp_outer, tp, cp, ep, etp, pp, sequence_parallel, pp_chunks, dynamic_cp",  # noqa: E501
+    "legal_layouts_word": "@:4: axes.parallel.tp: expected an integer, got 'two'",
+    "legal_layouts_and_degree": "@:3: base.parallel.tp: expected no degree, as axes.parallel lists whole layouts, got 2",  # noqa: E501
+    "legal_layouts_of_models": "@:4: axes.model: expected the model in base, as the axis parallel lists layouts that are legal for it, got an axis of models",  # noqa: E501
+    "scopes_of_experts": "@:4: graph: expected no scope moe_router, as the model has no experts, got ['moe_router']; rule: scopes_need_experts",  # noqa: E501
     "why_too_long": "@:2: why: expected at most 1000 characters, got 'word word word word word word word word word word word word word word word wor\u2026 (2001 characters)",  # noqa: E501
 }
 """File to line; a line that ends in `legal values: ` goes on with names that may grow."""

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.config import ModelConfig, TrainConfig
+from fsdp_core.config import (
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    model_from_preset,
+    to_plain,
+)
 from harness import plan as planning
 from harness.errors import UsageError
 from harness.machine import num_cores
@@ -131,6 +137,58 @@ def test_parameters_are_counted_by_the_shapes() -> None:
     model = TrainConfig().to_dict()["model"]
     attention = 64 * 64 + 2 * (64 * 32) + 64 * 64
     assert num_parameters(model) == 2 * (attention + 3 * 64 * 160) + 2 * 256 * 64
+
+
+@pytest.mark.parametrize(
+    ("preset", "norms_and_biases", "published"),
+    [
+        ("llama3_8b", 65 * 4096, 8_030_261_248),
+        ("qwen3_8b", 73 * 4096 + 36 * 2 * 128, 8_190_735_360),
+        ("qwen3_30b_a3b", 97 * 2048 + 48 * 2 * 128, 30_532_122_624),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(
+    preset: str, norms_and_biases: int, published: int
+) -> None:
+    """The shapes of a public model give exactly the parameters that its checkpoint has."""
+    model = to_plain(model_from_preset(preset))
+    assert num_parameters(model) + norms_and_biases == published
+
+
+def test_active_parameters_are_those_that_a_token_meets() -> None:
+    """Moonlight has 15.29B parameters beside its embeddings, of which a token meets 2.24B."""
+    model = to_plain(model_from_preset("moonlight_16b_a3b"))
+    embeddings = 2 * model["vocab_size"] * model["hidden"]
+    counts = [num_parameters(model, active=active) - embeddings for active in (False, True)]
+    assert [round(count / 1e7) for count in counts] == [1529, 224]
+
+
+def test_a_latent_of_queries_counts() -> None:
+    """With q_lora_rank queries are two small matrices in place of a large one."""
+    model = to_plain(model_from_preset("mla_moe_tiny"))
+    direct = num_parameters(model | {"q_lora_rank": None})
+    assert direct - num_parameters(model) == 2 * (64 * 4 * 24 - 24 * (64 + 4 * 24))
+
+
+def test_ranks_of_one_replica_share_their_tokens() -> None:
+    """Eight ranks that share one batch have an eighth of the arithmetic of eight with their own."""
+    alone = ParallelConfig(dp=8), ParallelConfig(pp=2, cp=2, tp=2)
+    big = model_from_preset("dense_small", {"seq": 4096})
+    each = [
+        estimate_s(run(8, config=TrainConfig(model=big, parallel=p, steps=1).to_dict()), 8)
+        for p in alone
+    ]
+    fixed = estimate_s(run(8, config=TrainConfig(steps=1).to_dict()), 8)
+    assert (each[0] - fixed) / (each[1] - fixed) == pytest.approx(8, rel=0.01)
+
+
+def test_what_is_not_built_is_skipped_with_its_rule() -> None:
+    """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
+    config = TrainConfig(graph=("mlp",)).to_dict()
+    plan = make_plan([case("a", 2, config=config), case("b", 2)], slots=4)
+    assert [c.id for c in plan.skipped] == ["a"]
+    assert plan.skipped[0].skip_reason.startswith("graph: expected attn or full_iteration (no")
+    assert plan.skipped[0].skip_reason.endswith("rule: scopes_are_not_built")
 
 
 def test_resume_plans_what_is_left_and_keeps_reasons() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_core.config import MODEL_PRESETS, TrainConfig
+from fsdp_core.config import MODEL_PRESETS, ParallelConfig, TrainConfig
 from harness import settings
 from harness.errors import ScenarioError
 from harness.records import PlantSpec
@@ -93,6 +93,10 @@ def test_every_leaf_has_a_decoder_that_refuses_a_list_of_lists(leaf: str, tmp_pa
         ("{data: {kind: text, path: /a}}", "data.path", "/a"),
         ("{data.path: null}", "data.path", None),
         ("{fsdp: {reshard_after_forward: no}}", "fsdp.reshard_after_forward", False),
+        ("{parallel: {dp: 4, dynamic_cp: [1, 2]}}", "parallel.dynamic_cp", (1, 2)),
+        ("{model.q_lora_rank: 8}", "model.q_lora_rank", 8),
+        ("{model.q_lora_rank: null}", "model.q_lora_rank", None),
+        ("{model.capacity_factor: 1}", "model.capacity_factor", 1.0),
         ("{graph: eager}", "graph", ()),
         ("{plant: none}", "plant", None),
         ("{plant: ~}", "plant", None),
@@ -284,8 +288,9 @@ def test_a_world_size_that_fits_is_accepted(product: str, dp: int, tmp_path: Pat
 
 def test_the_fast_plain_form_equals_to_dict() -> None:
     """`plain_config` is `to_dict`, only faster, and hands out nothing that is shared."""
-    config = TrainConfig(graph=("attn",))
+    config = TrainConfig(graph=("attn",), parallel=ParallelConfig(dp=2, dynamic_cp=(1, 2)))
     plain = settings.plain_config(config)
     assert plain == config.to_dict()
     plain["model"]["hidden"] = 0
+    plain["parallel"]["dynamic_cp"].append(4)
     assert settings.plain_config(config) == config.to_dict()

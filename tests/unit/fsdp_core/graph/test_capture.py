@@ -11,14 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_core.config import ModelConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import CapturedFunction, CapturedModule, GraphMaker
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.model.attention import AttentionBranch
-from fsdp_core.model.backend import TorchBackend
-from fsdp_core.model.rope import rope_tables
+from fsdp_core.model.rope import apply_rope, rope_tables
 
 DEVICE = Device("cpu")
 TIME = 12
@@ -36,16 +33,33 @@ class Branch(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(x) * scale.to(x.dtype))), self.dropout)
 
 
+class CausalAttention(nn.Module):
+    """Attention of four heads with RoPE from constant tables, dropout and a residual."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)) for part in self.qkv(x).chunk(3, -1))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        out = self.out(mixed.transpose(1, 2).flatten(2))
+        return x + F.dropout(out, self.dropout, self.training)
+
+
 def branch(dropout: float) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """The small branch and its constant."""
     return Branch(dropout), (torch.full((24,), 0.7),)
 
 
 def attention(dropout: float) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The model's attention branch and its RoPE tables."""
-    config = ModelConfig(hidden=16, heads=4, kv_heads=2, dropout=dropout)
-    tables = rope_tables(TIME, config.head_dim, 1e4, torch.device("cpu"))
-    return AttentionBranch(config, TorchBackend()), tables
+    """The attention branch and its RoPE tables."""
+    model = CausalAttention(dropout)
+    return model, rope_tables(TIME, 4, 1e4, torch.device("cpu"))
 
 
 Make = Callable[[float], tuple[nn.Module, tuple[torch.Tensor, ...]]]

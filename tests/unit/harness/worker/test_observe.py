@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fsdp_core.config import ParallelConfig, TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex
-from fsdp_core.mesh import build_mesh, init_ranks
+from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 from harness.records import EventRecord, FloatBits, RunSpec, StepRecord, parse_record
 from harness.worker.observe import Observer, RecordFile
@@ -25,7 +25,7 @@ def make_trainer(spec: RunSpec) -> Trainer:
     """A trainer of one rank in a group of its own."""
     device = Device("cpu")
     init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
-    return Trainer(TrainConfig.from_dict(spec.config), build_mesh(ParallelConfig(), device), device)
+    return Trainer(TrainConfig.from_dict(spec.config), build_axes(ParallelConfig(), device), device)
 
 
 def read(path: Path) -> list[StepRecord]:
@@ -53,9 +53,10 @@ def test_records_hold_the_tensors_bits(spec: Spec, tmp_path: Path) -> None:
                 "microbatch_losses": [bits(v) for v in outputs.losses],
                 "grad_norm": bits(outputs.grad_norm),
                 "digests": {g: digest_hex(r.clone())[0] for g, r in outputs.digests.items()},
-                "rng": hashlib.blake2b(
-                    torch.get_rng_state().numpy().tobytes(), digest_size=16
-                ).hexdigest(),
+                "rng": "".join(
+                    hashlib.blake2b(state.numpy().tobytes(), digest_size=16).hexdigest()
+                    for state in (torch.get_rng_state(), *trainer.streams.get_states().values())
+                ),
             }
         )
         observer.observe(step)
@@ -73,7 +74,7 @@ def test_records_hold_the_tensors_bits(spec: Spec, tmp_path: Path) -> None:
     assert len({record.loss.bits for record in records}) == 4
     # Digests are 32 characters a tensor, in the order of the names.
     names = observer.tensor_names
-    assert names["rng"] == ("cpu",)
+    assert names["rng"] == ("cpu", "equal over tp")
     assert names["grads"] == names["weights"]
     for group, found in names.items():
         assert len(records[0].digests[group]) == 32 * len(found)
@@ -158,7 +159,7 @@ def test_memory_is_live_and_peak(spec: Spec, tmp_path: Path) -> None:
     init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
     with device.counting_memory():
         config = TrainConfig.from_dict(chosen.config)
-        trainer = Trainer(config, build_mesh(ParallelConfig(), device), device)
+        trainer = Trainer(config, build_axes(ParallelConfig(), device), device)
         observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
         for step in range(3):
             trainer.step(step)

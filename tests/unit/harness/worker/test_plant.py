@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.mesh import build_mesh, init_ranks
+from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 from harness.faults.catalogue import CATALOGUE
 from harness.records import (
@@ -69,8 +69,8 @@ def differing(records: list[Record], clean: list[Record], group: str) -> dict[in
     ("fault", "tensor", "graph"),
     [
         ("ulp", "", ()),
-        ("ulp", "layers.1.mlp.down.weight", ("full_iteration",)),
-        ("nan", "layers.1.mlp.down.weight", ()),
+        ("ulp", "layers.1.mlp.mlp.down.weight", ("full_iteration",)),
+        ("nan", "layers.1.mlp.mlp.down.weight", ()),
         ("negative_zero", "", ()),
         ("positive_zero", "norm.weight", ()),
     ],
@@ -102,7 +102,7 @@ def trainer(spec: Spec) -> Iterator[Trainer]:
     device = Device("cpu")
     init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
     config = TrainConfig.from_dict(spec(graph=("attn",)).config)
-    trainer = Trainer(config, build_mesh(ParallelConfig(), device), device)
+    trainer = Trainer(config, build_axes(ParallelConfig(), device), device)
     for step in range(STEP):
         trainer.step(step)
     yield trainer
@@ -128,7 +128,7 @@ def test_weight_faults_touch_one_element(
     trainer: Trainer, spec: Spec, tmp_path: Path, fault: str, change: Callable[[int], int]
 ) -> None:
     """Exactly one element of exactly one main weight changes, by exactly the bits it should."""
-    name = "layers.1.attn.wo.weight"
+    name = "layers.1.attn.attention.wo.weight"
     plant = plant_of(fault, tmp_path / "r", spec, tensor=name, on=1)
     names, tensors = trainer.digested["weights"]
     before = [tensor.clone() for tensor in tensors]
@@ -265,11 +265,11 @@ def test_hoard(rank: Any, spec: Spec) -> None:
     ("graph", "tensor", "strategy"),
     [
         (("attn",), "", "optim_grads_params"),
-        (("attn",), "layers.1.attn.wo.weight", "no_shard"),
-        (("full_iteration",), "layers.1.attn.wo.weight", "optim_grads_params"),
+        (("attn",), "layers.1.attn.attention.wo.weight", "no_shard"),
+        (("full_iteration",), "layers.1.attn.attention.wo.weight", "optim_grads_params"),
         (("full_iteration",), "", "no_shard"),
         (("attn",), "", "optim"),
-        (("full_iteration",), "layers.1.attn.wo.weight", "optim_grads"),
+        (("full_iteration",), "layers.1.attn.attention.wo.weight", "optim_grads"),
     ],
 )
 def test_stale_parameter(
@@ -281,7 +281,7 @@ def test_stale_parameter(
     error = records[-1]
     assert isinstance(error, ErrorRecord)
     assert (rank.code, error.what, error.step) == (1, "stale_address", STEP)
-    assert (tensor or "layers.0.attn.wq.weight") in error.message
+    assert (tensor or "layers.0.attn.attention.wq.weight") in error.message
 
 
 def test_stale_parameter_leaves_an_eager_run_intact(rank: Any, spec: Spec) -> None:
@@ -297,7 +297,7 @@ def test_stale_parameter_moves_every_time(trainer: Trainer, spec: Spec, tmp_path
     """However often it is planted, the address changes and the contents do not."""
     plant = plant_of("stale_parameter", tmp_path / "r", spec, on=1)
     group = next(group for group in trainer.groups if group.name == "layers.0")
-    parameter = group.unsharded[group.names.index("layers.0.attn.wq.weight")]
+    parameter = group.unsharded[group.names.index("layers.0.attn.attention.wq.weight")]
     for _ in range(10):
         address, values = parameter.data_ptr(), parameter.detach().clone()
         plant.before_step(trainer, STEP)
@@ -313,7 +313,7 @@ def test_plants_that_cannot_act_say_so(rank: Any, spec: Spec) -> None:
         assert isinstance(error, ErrorRecord)
         assert "plant.tensor: expected a parameter" in error.message
         assert "'layers.9.w'; legal values: " in error.message
-        assert "layers.0.attn.wq.weight" in error.message
+        assert "layers.0.attn.attention.wq.weight" in error.message
     records = rank.run(
         spec(
             PlantSpec(fault="stale_parameter", step=STEP),

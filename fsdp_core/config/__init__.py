@@ -1,0 +1,69 @@
+"""Frozen, self-validating configuration of one training run.
+
+Standard library only, so that a laptop without torch can validate a 4,096-GPU layout. A rule that
+fails raises `ConfigError`, which carries the key, what was expected, what was got, the legal
+values and the rule's name; the scenario decoder adds the file and the line.
+
+    TrainConfig
+      model     ModelConfig     shapes of the decoder, a preset with overrides
+      parallel  ParallelConfig  degrees of the mesh axes
+      fsdp      FsdpConfig      sharding strategy, pool, precision of the reduction
+      optim     OptimConfig     AdamW and gradient clipping
+      data      DataConfig      where tokens come from
+      graph     tuple of scopes, empty means eager
+
+`RULES` has every rule by what it is about, for documents and for people who ask why.
+"""
+
+from fsdp_core.config.built import NOT_BUILT, not_built, refuse_not_built
+from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
+from fsdp_core.config.model import (
+    ATTENTIONS,
+    DISPATCHERS,
+    DROPS,
+    MODEL_PRESETS,
+    MODEL_RULES,
+    SCORES,
+    ModelConfig,
+    model_from_preset,
+)
+from fsdp_core.config.parallel import (
+    DEGREES,
+    DENSE_DEGREES,
+    LAYOUT_RULES,
+    PARALLEL_RULES,
+    Layout,
+    ParallelConfig,
+)
+from fsdp_core.config.rule import ConfigError, Rule, broken, divisors
+from fsdp_core.config.run import (
+    BACKENDS,
+    DATA_KINDS,
+    RUN_RULES,
+    DataConfig,
+    OptimConfig,
+    TrainConfig,
+    to_plain,
+)
+from fsdp_core.config.scopes import EAGER, GRAPH_RULES, SCOPES
+from fsdp_core.config.sharding import DTYPES, POOLS, STRATEGIES, FsdpConfig
+
+__all__ = [
+    "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DENSE_DEGREES", "DISPATCHERS", "DROPS",
+    "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES", "GRAPH_RULES", "LAYOUT_RULES",
+    "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "PARALLEL_RULES", "POOLS", "RULES", "RUN_RULES",
+    "SCOPES", "SCORES", "STRATEGIES",
+    "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
+    "ParallelConfig", "Rule", "TrainConfig", "broken", "divisors", "model_from_preset", "not_built",
+    "refuse_not_built", "to_plain",
+]  # fmt: skip
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "model": MODEL_RULES,
+    "parallel": PARALLEL_RULES,
+    "layout": LAYOUT_RULES,
+    "graph": GRAPH_RULES,
+    "fp8": EIGHT_BITS_RULES,
+    "run": RUN_RULES,
+    "not built": NOT_BUILT,
+}

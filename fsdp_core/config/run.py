@@ -1,0 +1,156 @@
+"""One training run: all parts together, and what joins them."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
+from fsdp_core.config.model import ModelConfig
+from fsdp_core.config.parallel import LAYOUT_RULES, ParallelConfig
+from fsdp_core.config.rule import (
+    ConfigError,
+    Rule,
+    at_least,
+    fraction,
+    obey,
+    one_of,
+)
+from fsdp_core.config.scopes import GRAPH_RULES
+from fsdp_core.config.sharding import DTYPES, FsdpConfig
+
+BACKENDS = ("torch", "te")
+DATA_KINDS = ("synthetic", "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with decoupled weight decay on matrices; `clip_grad_norm` 0 means no clipping."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "weight_decay", "clip_grad_norm"):
+            if not getattr(self, key) >= 0:
+                raise ConfigError(key, expected="a number >= 0", got=getattr(self, key))
+        if not self.eps > 0:
+            raise ConfigError("eps", expected="a number > 0", got=self.eps)
+        fraction("beta1", self.beta1, below=1.0)
+        fraction("beta2", self.beta2, below=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Token source: `synthetic` (hash of position) or `text` (bytes of files).
+
+    `path` names a file or a folder of the text corpus; without it the corpus is the sorted `.py`
+    sources of the running Python's standard library.
+    """
+
+    kind: str = "synthetic"
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, DATA_KINDS)
+        if self.path is not None and self.kind != "text":
+            raise ConfigError("path", expected="no path unless kind is text", got=self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides the bits of one training run, but the device it runs on."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    graph: tuple[str, ...] = ()
+    backend: str = "torch"
+    dtype: str = "bf16"
+    fp8: str = "none"
+    steps: int = 20
+    microbatches: int = 1
+    micro_batch_size: int = 1
+    seed: int = 1234
+    flush_every: int = 1
+    graph_warmup_steps: int = 2
+    ledger: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "microbatches", "micro_batch_size", "flush_every"):
+            at_least(key, getattr(self, key), 1)
+        at_least("seed", self.seed, 0)
+        if self.seed >= 2**64:
+            raise ConfigError("seed", expected="an integer < 2**64", got=self.seed)
+        at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
+        one_of("backend", self.backend, BACKENDS)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("fp8", self.fp8, EIGHT_BITS)
+        obey(LAYOUT_RULES, self)
+        obey(GRAPH_RULES, self)
+        obey(EIGHT_BITS_RULES, self)
+        obey(RUN_RULES, self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as JSON-ready plain values; `from_dict` is its inverse."""
+        return {f.name: to_plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "TrainConfig":
+        """Rebuild a configuration from `to_dict`'s output.
+
+        Raises:
+            ConfigError: unknown or missing key, or a rule broken.
+        """
+        parts: dict[str, type[Any]] = {
+            "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig,
+            "optim": OptimConfig, "data": DataConfig,
+        }  # fmt: skip
+        values = {key: _from_plain(value) for key, value in plain.items()}
+        names = tuple(f.name for f in dataclasses.fields(cls))
+        for key in values:
+            if key not in names:
+                raise ConfigError(key, expected="a key of the run", got=key, legal=names)
+        for key, part in parts.items():
+            if key in values:
+                known = tuple(f.name for f in dataclasses.fields(part))
+                for name in values[key]:
+                    if name not in known:
+                        raise ConfigError(
+                            f"{key}.{name}", expected=f"a key of {key}", got=name, legal=known
+                        )
+                values[key] = part(**values[key])
+        return cls(**values)
+
+
+def to_plain(value: Any) -> Any:
+    """A configuration, or one value of it, as JSON would give it back: tuples are lists."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _from_plain(inner) for key, inner in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _text_fits_vocabulary(run: TrainConfig) -> ConfigError | None:
+    if run.data.kind != "text" or run.model.vocab_size >= 256:
+        return None
+    return ConfigError(
+        "model.vocab_size", expected=">= 256 for byte-level text", got=run.model.vocab_size
+    )
+
+
+RUN_RULES: tuple[Rule[TrainConfig], ...] = (
+    Rule("text_fits_vocabulary", "Text is read byte by byte: 256 tokens.", _text_fits_vocabulary),
+)

@@ -1,0 +1,202 @@
+"""Graph scopes: what of a step is captured, and which combinations can be.
+
+    attn              a layer's attention branch
+    mlp               a layer's dense feed-forward branch
+    moe_router        of an expert layer: norm, router, shared experts
+    moe_preprocess    after moe_router: what the dispatcher works out before tokens travel
+    moe               a whole expert branch
+    layer             a whole layer
+    full_iteration    all microbatches forward and backward
+
+All but the last are partial: FSDP gathers and reduces around them, so what it gathers must not
+move. Where experts take as many tokens as are sent (dropless), shapes depend on the data, and
+nothing that runs the experts can be captured.
+"""
+
+from typing import Protocol
+
+from fsdp_core.config.model import ModelConfig
+from fsdp_core.config.parallel import ParallelConfig
+from fsdp_core.config.rule import ConfigError, Rule
+from fsdp_core.config.sharding import FsdpConfig
+
+SCOPES = (
+    "attn", "mlp", "moe_router", "moe_preprocess", "moe", "layer", "full_iteration",
+)  # fmt: skip
+EAGER = "eager"
+_EXPERT_SCOPES = ("moe_router", "moe_preprocess", "moe")
+_RUNS_EXPERTS = ("moe", "layer", "full_iteration")
+
+
+class Graphed(Protocol):
+    """What the rules of scopes look at: `TrainConfig` is one."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shapes."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Degrees."""
+
+    @property
+    def fsdp(self) -> FsdpConfig:
+        """Sharding and buffers."""
+
+    @property
+    def graph(self) -> tuple[str, ...]:
+        """Scopes; empty means eager."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+
+    @property
+    def graph_warmup_steps(self) -> int:
+        """Steps before the capture."""
+
+
+def _error(run: Graphed, expected: str, legal: tuple[object, ...] = ()) -> ConfigError:
+    return ConfigError("graph", expected=expected, got=list(run.graph), legal=legal)
+
+
+def _scopes_are_known(run: Graphed) -> ConfigError | None:
+    for scope in run.graph:
+        if scope not in SCOPES:
+            legal = (EAGER, *SCOPES)
+            return ConfigError("graph", expected="graph scopes", got=scope, legal=legal)
+    return None
+
+
+def _scopes_differ(run: Graphed) -> ConfigError | None:
+    if len(set(run.graph)) == len(run.graph):
+        return None
+    return _error(run, "each scope once")
+
+
+def _full_iteration_stands_alone(run: Graphed) -> ConfigError | None:
+    if "full_iteration" not in run.graph or len(run.graph) == 1:
+        return None
+    return _error(run, "full_iteration alone, it holds every other")
+
+
+def _layer_stands_alone(run: Graphed) -> ConfigError | None:
+    if "layer" not in run.graph or len(run.graph) == 1:
+        return None
+    return _error(run, "layer alone, it holds its branches")
+
+
+def _moe_holds_its_stages(run: Graphed) -> ConfigError | None:
+    if "moe" not in run.graph or not {"moe_router", "moe_preprocess"} & set(run.graph):
+        return None
+    return _error(run, "moe without moe_router and moe_preprocess, it holds both")
+
+
+def _preprocess_follows_router(run: Graphed) -> ConfigError | None:
+    if "moe_preprocess" not in run.graph or "moe_router" in run.graph:
+        return None
+    return _error(run, "moe_router beside moe_preprocess, which goes on with its outputs")
+
+
+def _scopes_need_experts(run: Graphed) -> ConfigError | None:
+    scopes = [scope for scope in run.graph if scope in _EXPERT_SCOPES]
+    if run.model.experts or not scopes:
+        return None
+    return _error(run, f"no scope {scopes[0]}, as the model has no experts")
+
+
+def _mlp_needs_dense_ffn(run: Graphed) -> ConfigError | None:
+    if run.model.has_dense_ffn or "mlp" not in run.graph:
+        return None
+    return _error(run, "no scope mlp, as every layer has experts")
+
+
+def _captured_experts_have_capacity(run: Graphed) -> ConfigError | None:
+    scopes = [scope for scope in run.graph if scope in _RUNS_EXPERTS]
+    if not run.model.experts or run.model.capacity_factor is not None or not scopes:
+        return None
+    return ConfigError(
+        "model.capacity_factor",
+        expected=f"a number > 0 (drop and pad), as the scope {scopes[0]} runs experts",
+        got=None,
+    )
+
+
+def _full_iteration_has_one_cp(run: Graphed) -> ConfigError | None:
+    if "full_iteration" not in run.graph or not run.parallel.dynamic_cp:
+        return None
+    return ConfigError(
+        "parallel.dynamic_cp",
+        expected="no sizes, as the scope full_iteration fixes those of all microbatches",
+        got=run.parallel.dynamic_cp,
+    )
+
+
+def _graphs_are_replayed(run: Graphed) -> ConfigError | None:
+    if not run.graph or run.steps > run.graph_warmup_steps:
+        return None
+    return ConfigError(
+        "steps",
+        expected=f"more than graph_warmup_steps={run.graph_warmup_steps}, or no graph is "
+        "ever replayed",
+        got=run.steps,
+    )
+
+
+def _gathers_into_stable_buffers(run: Graphed) -> bool:
+    """Whether parameters are gathered around a partial scope, to where the graph reads them."""
+    partial = any(scope != "full_iteration" for scope in run.graph)
+    return partial and "optim_grads_params" in (run.fsdp.strategy, run.fsdp.outer_strategy)
+
+
+def _partial_scopes_need_stable_pool(run: Graphed) -> ConfigError | None:
+    if run.fsdp.pool != "dynamic" or not _gathers_into_stable_buffers(run):
+        return None
+    return ConfigError(
+        "fsdp.pool",
+        expected="stable buffers for the partial graph scope " + "+".join(run.graph),
+        got="dynamic",
+        legal=("double", "traced"),
+    )
+
+
+def _partial_scopes_need_persistence(run: Graphed) -> ConfigError | None:
+    if run.fsdp.persistent_on_miss or not _gathers_into_stable_buffers(run):
+        return None
+    return ConfigError(
+        "fsdp.persistent_on_miss",
+        expected="true for the partial graph scope " + "+".join(run.graph),
+        got=False,
+        legal=(True,),
+    )
+
+
+GRAPH_RULES: tuple[Rule[Graphed], ...] = (
+    Rule("scopes_are_known", "A graph scope is one of the names above.", _scopes_are_known),
+    Rule("scopes_differ", "No scope is named twice.", _scopes_differ),
+    Rule("full_iteration_stands_alone", "full_iteration holds every other scope.",
+         _full_iteration_stands_alone),
+    Rule("layer_stands_alone", "layer holds a layer's branches.", _layer_stands_alone),
+    Rule("moe_holds_its_stages", "moe holds moe_router and moe_preprocess.",
+         _moe_holds_its_stages),
+    Rule("preprocess_follows_router", "moe_preprocess goes on where moe_router ends.",
+         _preprocess_follows_router),
+    Rule("scopes_need_experts", "Scopes of experts need a model with experts.",
+         _scopes_need_experts),
+    Rule("mlp_needs_dense_ffn", "Scope mlp needs a layer with a dense feed-forward.",
+         _mlp_needs_dense_ffn),
+    Rule("captured_experts_have_capacity",
+         "Dropless experts have shapes that depend on the data: what runs them is drop and pad.",
+         _captured_experts_have_capacity),
+    Rule("full_iteration_has_one_cp",
+         "Dynamic cp chooses a size a microbatch, a graph of all microbatches has one.",
+         _full_iteration_has_one_cp),
+    Rule("graphs_are_replayed", "A graph that is never replayed proves nothing.",
+         _graphs_are_replayed),
+    Rule("partial_scopes_need_stable_pool",
+         "Partial scopes read gathered parameters where they were captured: no dynamic pool.",
+         _partial_scopes_need_stable_pool),
+    Rule("partial_scopes_need_persistence",
+         "A buffer that the pool did not plan must stay where it is, too.",
+         _partial_scopes_need_persistence),
+)  # fmt: skip

@@ -1,0 +1,279 @@
+"""The decoder on any layout, in pipeline stages: embedding, layers, final norm, head, loss.
+
+    first stage   tokens [B, T]   -> embedding -> layers -> x
+    inner stages  x               -> layers -> x
+    last stage    x               -> layers -> norm -> head -> scalar loss
+
+A model that is not cut is one stage, both first and last. x is [B, T, H], or [B, T / tp, H] under
+sequence parallel. Parameters have the names of the whole model, so layers keep their global numbers
+(`layers.7.attn.attention.wq.weight` on any stage), and no two stages have one name in common.
+
+B batch, T local tokens, H hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from fsdp_core.config import ModelConfig
+from fsdp_core.model.backend import Backend
+from fsdp_core.model.microbatch import Part
+from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.layer import MoeLayer
+from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.router import Router
+from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.rope import RopeTable
+from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.pipeline_split import split_layers
+from fsdp_core.parallel.rng import RandomStream, RandomStreams
+from fsdp_core.parallel.tensor import ColumnLinear
+from fsdp_core.parallel.vocab import VocabEmbedding, vocab_cross_entropy
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Dropout of what a branch adds to the residual stream.
+
+    Attributes:
+        p: probability.
+        stream: of random numbers. Ranks of tp draw the same where they hold the same activations,
+            and their own under sequence parallel, where each holds other tokens.
+    """
+
+    p: float
+    stream: RandomStream
+
+    @classmethod
+    def of(cls, p: float, streams: RandomStreams, *, sequence_parallel: bool) -> "Residual":
+        """That of a layout."""
+        return cls(p, streams.equal_over(*(() if sequence_parallel else ("tp",))))
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, *, training: bool) -> torch.Tensor:
+        """x + dropout(out)."""
+        return x + self.stream.dropout(out, self.p, training=training)
+
+
+class AttentionBranch(nn.Module):
+    """x + dropout(attention(norm(x))): graph scope `attn`."""
+
+    def __init__(self, norm: nn.Module, attention: nn.Module, residual: Residual) -> None:
+        super().__init__()
+        self.norm, self.attention, self.residual = norm, attention, residual
+
+    def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        out = self.attention(self.norm(x_BTH), part)
+        return self.residual.add(x_BTH, out, training=self.training)
+
+
+class MlpBranch(nn.Module):
+    """x + dropout(mlp(norm(x))): graph scope `mlp`."""
+
+    def __init__(self, norm: nn.Module, mlp: nn.Module, residual: Residual) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.residual = norm, mlp, residual
+
+    def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
+        """[B, T, H] -> [B, T, H]; `part` is for branches of experts."""
+        del part
+        out = self.mlp(self.norm(x_BTH))
+        return self.residual.add(x_BTH, out, training=self.training)
+
+
+class MoeBranch(nn.Module):
+    """x + dropout(moe(norm(x))); padding goes to no routed expert: graph scope `moe`."""
+
+    def __init__(self, norm: nn.Module, moe: MoeLayer, residual: Residual, axes: MoeAxes) -> None:
+        super().__init__()
+        self.norm, self.moe, self.residual, self._axes = norm, moe, residual, axes
+
+    def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        axes = self._axes
+        valid = part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
+        out = self.moe(self.norm(x_BTH), valid)
+        return self.residual.add(x_BTH, out, training=self.training)
+
+
+class Layer(nn.Module):
+    """Attention branch, then a dense or an expert branch. The FSDP unit."""
+
+    def __init__(self, attn: AttentionBranch, mlp: MlpBranch | MoeBranch) -> None:
+        super().__init__()
+        self.attn, self.mlp = attn, mlp
+
+    def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        result: torch.Tensor = self.mlp(self.attn(x_BTH, part), part)
+        return result
+
+
+class LayerMaker:
+    """Makes layers by number, with what all layers of a rank share."""
+
+    def __init__(
+        self, config: ModelConfig, axes: Axes, backend: Backend, streams: RandomStreams
+    ) -> None:
+        self._config, self._axes = config, axes
+        self._residual = Residual.of(
+            config.dropout, streams, sequence_parallel=axes.sequence_parallel
+        )
+        self.rope = RopeTable(config.seq, config.rope_dim, config.rope_theta)
+        self.parts = backend.parts(config, axes, self.rope)
+
+    def layer(self, number: int) -> Layer:
+        """The layer of that global number."""
+        attn = AttentionBranch(*self.parts.attention(), self._residual)
+        if self._config.has_experts(number):
+            return Layer(attn, self._moe_branch())
+        return Layer(attn, MlpBranch(*self.parts.mlp(), self._residual))
+
+    def _moe_branch(self) -> MoeBranch:
+        config, axes = self._config, MoeAxes.of(self._axes)
+        rule = RouterRule(
+            num_experts=config.experts, top_k=config.top_k, scores=config.score,
+            normalised=config.normalise_top_k, scale=config.route_scale,
+            aux_coeff=config.aux_loss, z_coeff=config.z_loss, expert_bias=config.expert_bias,
+        )  # fmt: skip
+        delivery = Delivery(
+            dispatcher=config.dispatcher, capacity_factor=config.capacity_factor, drop=config.drop
+        )
+        moe = MoeLayer(
+            config.hidden, config.expert_ffn, rule, axes, delivery=delivery,
+            shared=self.parts.shared_experts(), experts=self.parts.experts(),
+        )  # fmt: skip
+        return MoeBranch(self.parts.norm(), moe, self._residual, axes)
+
+
+class DecoderStage(nn.Module):
+    """Some layers of the decoder, the embedding if it is first, the head and loss if it is last.
+
+    Weights are NaN, or whatever torch left there, until `weights.init_weights` or
+    `weights.load_global` gives them values.
+
+    Args:
+        layers: global numbers of its layers; None: all.
+        streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
+
+    Raises:
+        ValueError: sizes that the axes do not divide.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        axes: Axes,
+        backend: Backend,
+        streams: RandomStreams,
+        *,
+        layers: range | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config, self.axes = config, axes
+        make = LayerMaker(config, axes, backend, streams)
+        numbers = range(config.layers) if layers is None else layers
+        cut = {"sequence_parallel": axes.sequence_parallel}
+        self.rope = make.rope
+        self._around = backend.around(axes)
+        self.embedding = (
+            VocabEmbedding(config.vocab_size, config.hidden, axes.tp, **cut) if is_first else None
+        )
+        self.layers = nn.ModuleDict({str(number): make.layer(number) for number in numbers})
+        self.norm = make.parts.norm() if is_last else None
+        self.head = (
+            ColumnLinear(config.hidden, config.vocab_size, axes.tp, **cut) if is_last else None
+        )
+
+    def forward(self, x: torch.Tensor, part: Part, *, microbatch: int = 0) -> torch.Tensor:
+        """Tokens int64 [B, T], or x, to x, or to this rank's loss: float32 (float64) scalar.
+
+        Args:
+            microbatch: slot of the microbatch, for graphs, which are kept by slot.
+
+        Raises:
+            ValueError: rows of more tokens than there are positions.
+        """
+        del microbatch
+        self._check_length(part)
+        if self.embedding is not None:
+            x = self._without_padding(self.embedding(x), part)
+        with self._around():
+            for layer in self.numbered_layers.values():
+                x = layer(x, part)
+        if self.head is None or self.norm is None:
+            return x
+        logits = self.head(self.norm(x))
+        losses = vocab_cross_entropy(logits, part.targets, self.axes.tp, loss_mask=part.counted)
+        weight = part.weight
+        if isinstance(weight, torch.Tensor):
+            weight = weight.to(losses.dtype)
+        return losses.sum() * weight
+
+    def _check_length(self, part: Part) -> None:
+        """Before a GPU looks past the end of a table, which it does not survive."""
+        plan, most = part.plan, self.config.seq
+        length = plan.rows.shape[0] * plan.size
+        # Of packed rows the sequences are checked where they are packed: `Capacity.longest`.
+        if plan.spans.offsets is None and length > most:
+            raise ValueError(
+                f"Expected sequences of at most {most} tokens, as many as the model has positions "
+                f"for (seq), got {length}."
+            )
+
+    def _without_padding(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+        """Zeros in rows of padding, which then stay zero through every layer.
+
+        Whatever they held would be multiplied by gradients of zero, and NaN times zero is NaN.
+        """
+        axes = self.axes
+        valid = part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
+        return x if valid is None else x.masked_fill(~valid[..., None], 0.0)
+
+    @property
+    def numbered_layers(self) -> dict[str, Layer]:
+        """This stage's layers by their global numbers."""
+        return {number: cast("Layer", layer) for number, layer in self.layers.items()}
+
+    @property
+    def routers(self) -> dict[str, Router]:
+        """Routers of this stage's layers by the name of the layer's experts."""
+        return {
+            f"layers.{number}.mlp.moe": layer.mlp.moe.router
+            for number, layer in self.numbered_layers.items()
+            if isinstance(layer.mlp, MoeBranch)
+        }
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Tell routers what the loss of a microbatch is multiplied by: 1 / microbatches."""
+        for router in self.routers.values():
+            router.loss_scale.fill_(scale)
+
+
+def make_stages(
+    config: ModelConfig,
+    axes: Axes,
+    backend: Backend,
+    streams: RandomStreams,
+    *,
+    chunks: int = 1,
+) -> list[DecoderStage]:
+    """This pipeline rank's stages in order: stages rank, rank + pp, ...
+
+    Raises:
+        ValueError: fewer layers than stages, or sizes that the axes do not divide.
+    """
+    pp = axes.pp
+    ranges = split_layers(config.layers, pp.size, chunks)[pp.rank]
+    return [
+        DecoderStage(
+            config, axes, backend, streams, layers=numbers,
+            is_first=pp.rank == 0 and chunk == 0,
+            is_last=pp.rank == pp.size - 1 and chunk == chunks - 1,
+        )
+        for chunk, numbers in enumerate(ranges)
+    ]  # fmt: skip

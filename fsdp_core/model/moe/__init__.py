@@ -1,0 +1,1 @@
+"""Mixture of experts in stages: route, plan, dispatch, compute, combine."""

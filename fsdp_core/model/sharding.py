@@ -1,0 +1,159 @@
+"""FSDP over a stage of the decoder, and the norm of gradients that are cut in several ways.
+
+    parameters       unit                     mesh                           gradients divided by
+    experts          `Experts` of each layer  expert_mesh: edp               R
+    rest of a layer  `Layer`                  dense_mesh: (dp_outer,) dp cp  R
+    all others       the stage                dense_mesh                     R
+
+R = dp_outer * dp * cp is the number of ranks with tokens of their own (`microbatch` says what the
+loss is multiplied by). It is the size of the dense mesh but not of the expert mesh: an expert's
+gradient on one rank is a sum over the tokens that all ranks of its ep and etp groups sent to it, so
+the sum over edp holds the tokens of all R ranks.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_core.config import FsdpConfig
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp_core.fsdp.pool import Pool
+from fsdp_core.model.decoder import DecoderStage, MoeBranch
+from fsdp_core.model.microbatch import num_averaged
+from fsdp_core.parallel.axes import Axes, Axis
+from fsdp_core.parallel.collectives import all_reduce
+from fsdp_core.parallel.cuts import named_cuts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How stages are sharded.
+
+    Attributes:
+        fsdp: strategy, and whether layers are released between forward and backward.
+        policy: dtypes. Forward inputs must not be cast: positions and masks stay as they are.
+        pool: of gathered buffers.
+        keep_grads: see `fully_shard`.
+
+    Raises:
+        ValueError: a policy that casts forward inputs.
+    """
+
+    fsdp: FsdpConfig
+    policy: MixedPrecisionPolicy
+    pool: Pool | str = "dynamic"
+    keep_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy.cast_forward_inputs:
+            raise ValueError("Expected a policy with cast_forward_inputs=False, got True.")
+
+
+def shard_stage(stage: DecoderStage, axes: Axes, how: Sharding) -> None:
+    """Make a stage an FSDP root: experts, layers and the stage itself become units."""
+    dense, fsdp = axes.dense_mesh, how.fsdp
+    strategy = (fsdp.outer_strategy, fsdp.strategy) if dense.ndim == 2 else fsdp.strategy
+    shard = functools.partial(
+        fully_shard, mp_policy=how.policy, pool=how.pool, keep_grads=how.keep_grads
+    )
+    for layer in stage.numbered_layers.values():
+        mlp = layer.mlp
+        reshard = fsdp.reshard_after_forward
+        if isinstance(mlp, MoeBranch):
+            shard(
+                mlp.moe.experts, mesh=axes.expert_mesh, strategy=fsdp.strategy,
+                reshard_after_forward=reshard,
+            )  # fmt: skip
+        shard(layer, mesh=dense, strategy=strategy, reshard_after_forward=reshard)
+    # The root's own parameters are needed first and last, so it stays gathered in between.
+    shard(stage, mesh=dense, strategy=strategy, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(num_averaged(axes)))
+
+
+# ---- the norm of all gradients
+
+
+def clip_grads(
+    stages: Iterable[nn.Module], axes: Axes, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale all gradients so that their total norm over the whole model is at most `max_norm`.
+
+    Each element of the global gradient counts once: FSDP's clipping sums over the ranks of each
+    mesh; what is cut over tp is summed over tp, what is cut over ep and etp is summed over these,
+    what is replicated over tp is the same on each of its ranks and not summed; then come the
+    stages of the pipeline. A collective over all ranks.
+
+    Args:
+        max_norm: 0 scales nothing and only returns the norm.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    kinds = _by_kind(stages)
+    parameters = [parameter for kind in kinds.values() for parameter in kind]
+    device = parameters[0].device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for names, across in _KINDS.items():
+        # Infinite: only the norm is asked for. A kind that no parameter is of has norm 0.
+        norm = clip_grad_norm_(kinds[names], torch.inf, norm_type) if kinds[names] else total * 0
+        power = _to_power(norm.to(device, torch.float64), norm_type)
+        for name in across:
+            power = _sum(power, getattr(axes, name), norm_type)
+        total = torch.maximum(total, power) if norm_type == torch.inf else total + power
+    total = _sum(total, axes.pp, norm_type)
+    norm = total if norm_type == torch.inf else total ** (1.0 / norm_type)
+    if max_norm > 0:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        _scale(parameters, factor)
+    return norm if parameters[0].dtype == torch.float64 else norm.float()
+
+
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "replicated": (), "cut over tp": ("tp",), "experts": ("ep", "etp")
+}  # fmt: skip
+
+
+def _by_kind(stages: Iterable[nn.Module]) -> dict[str, list[torch.Tensor]]:
+    kinds: dict[str, list[torch.Tensor]] = {kind: [] for kind in _KINDS}
+    for stage in stages:
+        cuts = named_cuts(stage)
+        for name, parameter in stage.named_parameters():
+            axes = {cut.axis for cut in cuts[name]}
+            if not axes:
+                kind = "replicated"
+            elif axes == {"tp"}:
+                kind = "cut over tp"
+            elif axes == {"ep", "etp"}:
+                kind = "experts"
+            else:
+                raise ValueError(f"Expected cuts over tp, or over ep and etp, got {name}: {axes}.")
+            kinds[kind].append(parameter)
+    return kinds
+
+
+def _to_power(norm: torch.Tensor, order: float) -> torch.Tensor:
+    return norm if order == torch.inf else norm**order
+
+
+def _sum(power: torch.Tensor, axis: Axis, order: float) -> torch.Tensor:
+    """Over the ranks of an axis; the largest for the norm of order infinity."""
+    if axis.size == 1:
+        return power
+    if order != torch.inf:
+        return all_reduce(power, axis)
+    row = torch.zeros(axis.size, dtype=power.dtype, device=power.device)
+    row[axis.rank] = power
+    return all_reduce(row, axis).amax()
+
+
+def _scale(parameters: list[torch.Tensor], factor: torch.Tensor) -> None:
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            local.mul_(factor.to(local.dtype))

@@ -1,0 +1,226 @@
+"""Experts by TransformerEngine's grouped products: gate_up and down, called or fused.
+
+    weight [L, out, in]   one parameter, as torch's experts have it
+      --matrices--> L views [out, in], which TransformerEngine takes for its L parameters
+      <--backward-- its kernels write all L gradients into one allocation: taken as it is
+
+TransformerEngine's own modules have a parameter an expert. One parameter keeps the names, the cuts
+and FSDP's rows those of the torch experts, and costs no copy: the gradient of the L views is the
+allocation that they are views of, where a plain `unbind` would stack them anew.
+
+Kernels want rows in multiples (of 16 for fp8), and none of them takes no rows at all, so each
+expert's rows are padded with zeros, whose outputs are cut away again. A rank without any row
+computes one padded expert: it then takes part in whatever collectives fp8 has.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.dispatch import Groups
+from fsdp_core.model.moe.experts import GroupedLinear
+from fsdp_core.model.moe.fused import FusedExperts, name_gate_up
+
+
+def matrices(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The matrices [out, in] of [L, out, in]; their gradients are joined without a copy, if so."""
+    result: tuple[torch.Tensor, ...] = _Matrices.apply(weight)
+    return result
+
+
+class _Matrices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del ctx
+        return tuple(weight[i] for i in range(weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return joined(grads)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one shape as one, [L, ...]: their memory, if it is in a row, else a copy."""
+    first, numel = parts[0], parts[0].numel()
+    follow = all(
+        part.is_contiguous()
+        and part.dtype == first.dtype
+        and part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.storage_offset() == first.storage_offset() + index * numel
+        for index, part in enumerate(parts)
+    )
+    if not follow:
+        return torch.stack(tuple(parts))
+    shape = (len(parts), *first.shape)
+    return first.as_strided(shape, (numel, *first.stride()), first.storage_offset())
+
+
+def pad_groups(
+    rows: torch.Tensor, counts: Sequence[int], multiple: int
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Rows by expert, each expert's filled with zeros to a multiple; and how many each has then.
+
+    At least one multiple in all.
+    """
+    padded = [-(-count // multiple) * multiple for count in counts]
+    if not sum(padded):
+        padded[0] = multiple
+    if tuple(padded) == tuple(counts):
+        return rows, tuple(counts)
+    parts = rows.split(tuple(counts))
+    filled = [
+        F.pad(part, (0, 0, 0, more - part.shape[0]))
+        for part, more in zip(parts, padded, strict=True)
+    ]
+    return torch.cat(filled), tuple(padded)
+
+
+def unpad_groups(rows: torch.Tensor, counts: Sequence[int], padded: Sequence[int]) -> torch.Tensor:
+    """The inverse of `pad_groups`."""
+    if tuple(counts) == tuple(padded):
+        return rows
+    parts = zip(rows.split(tuple(padded)), counts, strict=True)
+    return torch.cat([part[:count] for part, count in parts])
+
+
+class _Flat:
+    """Rows [n, H], or [L, n, H], as one row after another in padded groups; and back."""
+
+    def __init__(self, rows: torch.Tensor, groups: Groups | None, multiple: int) -> None:
+        self._leading = rows.shape[:-1]
+        counts = (rows.shape[1],) * rows.shape[0] if groups is None else groups.counts
+        self._counts = counts
+        self.rows, self.sizes = pad_groups(rows.flatten(0, -2), counts, multiple)
+
+    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the padded groups in the shape that came in."""
+        return unpad_groups(rows, self._counts, self.sizes).unflatten(0, self._leading)
+
+
+class GroupedTeLinear(GroupedLinear):
+    """`te.GroupedLinear` over one parameter [L, out, in]; arguments as `GroupedLinear`'s.
+
+    Args:
+        te: the module `transformer_engine.pytorch`.
+        multiple: of rows that each expert's are padded to.
+    """
+
+    def __init__(
+        self,
+        te: Any,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        axes: MoeAxes,
+        *,
+        cut_dim: int,
+        multiple: int,
+    ) -> None:
+        super().__init__(num_experts, in_features, out_features, axes, cut_dim=cut_dim)
+        local, outputs, inputs = self.weight.shape
+        self._multiple = multiple
+        # Shapes are those of this rank: with tp_size, current scaling would be refused.
+        self.engine = _without_parameters(
+            te.GroupedLinear(
+                local, inputs, outputs, bias=False, params_dtype=torch.float32, device="meta"
+            )
+        )
+
+    def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
+        """[n, in] or [L, n, in] -> the same with `out`."""
+        flat = _Flat(rows, groups, self._multiple)
+        with lend(self.engine, matrices(self.weight)):
+            out = self.engine(flat.rows, list(flat.sizes))
+        return flat.restore(out)
+
+
+class lend:  # noqa: N801  (used as a function)
+    """While it lasts, tensors stand where a module's parameters weight0, weight1, ... were."""
+
+    def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        self._module = module
+        self._tensors = {f"weight{i}": tensor for i, tensor in enumerate(tensors)}
+
+    def __enter__(self) -> None:
+        self._module._parameters.update(self._tensors)  # type: ignore[arg-type]
+
+    def __exit__(self, *error: object) -> None:
+        self._module._parameters.update(dict.fromkeys(self._tensors))
+
+
+def _without_parameters(module: nn.Module) -> nn.Module:
+    """A module that was made on the meta device, ready for `lend`."""
+    module._parameters.update(dict.fromkeys(module._parameters))
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in vars(module).items():
+        # What stands for an absent bias is a tensor without elements, which kernels look at.
+        if isinstance(value, torch.Tensor):
+            setattr(module, name, torch.empty(0, dtype=value.dtype, device=where))
+    return module
+
+
+class OpsKernel:
+    """`te.ops.Sequential` of grouped linear, scaled SwiGLU, grouped linear: `moe.fused.Kernel`.
+
+    The operators have no parameters of their own: at each call they are given views of the layers'
+    weights, also in their list of inputs, which TransformerEngine 2.20 makes once. The views stay
+    until the next call, for the backward pass asks the operators for them. Scales are one: tokens'
+    weights are applied where outputs are combined. Not a module, so nothing of it is in the model.
+    """
+
+    def __init__(self, te: Any, sizes: tuple[int, int, int], multiple: int) -> None:
+        local, hidden, width = sizes
+        make = te.ops.GroupedLinear
+        options = {"bias": False, "device": "meta", "dtype": torch.float32}
+        self._first = _without_parameters(make(local, hidden, 2 * width, **options))
+        self._last = _without_parameters(make(local, width, hidden, **options))
+        self._all = te.ops.Sequential(self._first, te.ops.ScaledSwiGLU(), self._last)
+        self._multiple = multiple
+
+    def __call__(
+        self, gate_up: nn.Module, down: nn.Module, rows: torch.Tensor, groups: Groups | None
+    ) -> torch.Tensor:
+        """Rows by expert, [n, H] or [L, n, H], and back."""
+        flat = _Flat(rows, groups, self._multiple)
+        first, last = matrices(gate_up.weight), matrices(down.weight)  # type: ignore[arg-type]
+        for operator, tensors in ((self._first, first), (self._last, last)):
+            named = {f"weight{i}": tensor for i, tensor in enumerate(tensors)}
+            operator._parameters.update(named)  # type: ignore[arg-type]
+        self._set_inputs(first, last)
+        sizes = torch.tensor(flat.sizes, dtype=torch.int64, device=rows.device)
+        scales = torch.ones(flat.rows.shape[0], dtype=rows.dtype, device=rows.device)
+        return flat.restore(self._all(flat.rows, sizes, scales, sizes))
+
+    def _set_inputs(self, first: Sequence[torch.Tensor], last: Sequence[torch.Tensor]) -> None:
+        """What the fuser passes to autograd, which it lists when it is made."""
+        groups = self._all._module_groups
+        if groups is None:
+            return  # made at the first call, from what the operators hold by then
+        (fuser,) = groups
+        fuser._basic_op_params = [list(first), [], list(last)]
+        fuser._flat_basic_op_params = [*first, *last]
+
+
+def make_experts(
+    te: Any, num_experts: int, sizes: tuple[int, int], axes: MoeAxes, *, multiple: int, fused: bool
+) -> FusedExperts:
+    """Experts of TransformerEngine: hidden and feed-forward widths `sizes`.
+
+    Args:
+        te: the module `transformer_engine.pytorch`.
+        fused: by its operators over both layers, else layer by layer.
+    """
+    hidden, ffn = sizes
+    options: dict[str, Any] = {"multiple": multiple}
+    gate_up = GroupedTeLinear(te, num_experts, hidden, 2 * ffn, axes, cut_dim=1, **options)
+    down = GroupedTeLinear(te, num_experts, ffn, hidden, axes, cut_dim=2, **options)
+    local, _, width = down.weight.shape
+    kernel = OpsKernel(te, (local, hidden, width), multiple) if fused else None
+    experts = FusedExperts(gate_up, down, kernel)
+    name_gate_up(experts, gate_up)
+    return experts

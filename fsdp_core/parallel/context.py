@@ -1,0 +1,348 @@
+"""Which tokens a context-parallel rank has, as index arithmetic.
+
+A causal query late in a sequence sees more keys than an early one. So each sequence is cut into
+2 * size equal chunks, and a rank takes one from either end; every rank then has the same work
+(zigzag order, as in Llama 3 and in ring attention with load balance).
+
+    size 4        | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |       chunks of a sequence
+    rank            0   1   2   3   3   2   1   0
+    on rank 1     | 1 | 6 |                               early half, late half
+
+Packed sequences lie one after another in a row of tokens, each cut on its own: a rank has the early
+and the late half of the first sequence, then those of the second, and so on. All sizes are fixed by
+the row's capacity, and where sequences begin is data: so is everything here that depends on it, and
+a graph that holds these operators follows new offsets without the host looking at them.
+
+A `ContextPlan` is what attention asks about a rank's tokens. B batch, T local tokens, S sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+def chunks_of(size: int, rank: int) -> tuple[int, int]:
+    """The early and the late chunk, of 2 * size, that `rank` has."""
+    return rank, 2 * size - 1 - rank
+
+
+def owner_of(size: int, chunk: int) -> int:
+    """The rank that has `chunk`."""
+    return min(chunk, 2 * size - 1 - chunk)
+
+
+def chunk_length(length: int, size: int) -> int:
+    """Tokens of one of 2 * size chunks of a sequence of `length` tokens.
+
+    Raises:
+        ValueError: the sequence cannot be cut evenly.
+    """
+    if length < 1 or length % (2 * size):
+        raise ValueError(
+            f"Expected a sequence length that is a multiple of {2 * size} (2 * cp {size}), "
+            f"got {length}."
+        )
+    return length // (2 * size)
+
+
+def split(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
+    """The part of one sequence along `dim` that `rank` has; a size of 1 has it whole.
+
+    Raises:
+        ValueError: the sequence cannot be cut evenly.
+    """
+    if size == 1:
+        return whole
+    chunk = chunk_length(whole.shape[dim], size)
+    return torch.cat([whole.narrow(dim, c * chunk, chunk) for c in chunks_of(size, rank)], dim)
+
+
+def join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """The inverse of `split`: all ranks' parts, in order of rank, to the whole sequence."""
+    if len(parts) == 1:
+        return parts[0]
+    halves = [part.chunk(2, dim) for part in parts]
+    early = [half[0] for half in halves]
+    late = [half[1] for half in reversed(halves)]
+    return torch.cat(early + late, dim)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the sequences lie in a row of tokens.
+
+    Attributes:
+        offsets: int32 [S + 1], first token of each sequence and the end of the last; None where
+            every row of the batch is one sequence.
+        max_len: no sequence is longer, a constant.
+    """
+
+    offsets: torch.Tensor | None
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A choice of m rows out of n, along dim 1 of tensors [B, n, ...].
+
+    Attributes:
+        index: int64 [m], the rows chosen.
+        inverse: int64 [n], the place of each row among the chosen ones, m where it is not chosen.
+    """
+
+    index: torch.Tensor
+    inverse: torch.Tensor
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """[B, n, ...] -> [B, m, ...]."""
+        return whole.index_select(1, self.index)
+
+    def spread(self, part: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """[B, m, ...] -> [B, n, ...], `fill` in rows that were not chosen.
+
+        A gather, not a scatter: no order of additions to depend on.
+        """
+        absent = part.new_full((part.shape[0], 1, *part.shape[2:]), fill)
+        return torch.cat((part, absent), 1).index_select(1, self.inverse)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries that look at keys: some rows of each (None means all), and where sequences lie.
+
+    With `causal` the last query of a sequence sees all of its keys, the one before it all but the
+    last, and so on; without, every query sees every key of its sequence.
+    """
+
+    queries: Rows | None
+    keys: Rows | None
+    query_spans: Spans
+    key_spans: Spans
+    causal: bool
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """A rank's tokens, as attention needs to know them. Made by `dense_plan` or `packed_plan`.
+
+    Attributes:
+        size, rank: of the context axis that the plan is for.
+        rows: int64 [T], place of each local token in the whole row of tokens.
+        positions: int64 [T], place of each token in its sequence; 0 for padding.
+        valid: bool [T], whether a token is no padding; None where all are.
+        spans: where sequences lie in the local tokens.
+        half_spans: where they lie in the early, or the late, halves alone.
+        halves: the local tokens of the early and of the late chunks; None for size 1.
+        prefixes: for either half, the keys up to its chunk's end among the gathered tokens of all
+            ranks, rank after rank, and where sequences lie in them; None unless asked for.
+    """
+
+    size: int
+    rank: int
+    rows: torch.Tensor
+    positions: torch.Tensor
+    valid: torch.Tensor | None
+    spans: Spans
+    half_spans: Spans
+    halves: tuple[Rows, Rows] | None
+    prefixes: tuple[tuple[Rows, Spans], tuple[Rows, Spans]] | None
+
+    def ring_block(self, source: int) -> Block:
+        """What this rank's queries see of the keys of rank `source`.
+
+        Of an earlier rank's keys the early half, which lies before all queries here; of a later
+        rank's keys both halves, but only from the late half of the queries.
+        """
+        if source == self.rank:
+            return Block(None, None, self.spans, self.spans, causal=True)
+        assert self.halves is not None
+        early, late = self.halves
+        if source < self.rank:
+            return Block(None, early, self.spans, self.half_spans, causal=False)
+        return Block(late, None, self.half_spans, self.spans, causal=False)
+
+    def gather_blocks(self) -> tuple[Block, ...]:
+        """What this rank's queries see of the keys of all ranks: a block for either half.
+
+        Raises:
+            ValueError: the plan was made without `prefixes`.
+        """
+        if self.size == 1:
+            return (self.ring_block(self.rank),)
+        if self.prefixes is None or self.halves is None:
+            raise ValueError("Expected a plan made with prefixes=True, got one without.")
+        return tuple(
+            Block(half, keys, self.half_spans, spans, causal=True)
+            for half, (keys, spans) in zip(self.halves, self.prefixes, strict=True)
+        )
+
+    def blank(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] with zeros in the rows of padding, whatever was in them."""
+        if self.valid is None:
+            return x
+        kept = self.valid.view(1, -1, *(1,) * (x.dim() - 2))
+        return torch.where(kept, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Sequences of a whole row of tokens, each cut into 2 * size chunks. All int64.
+
+    Attributes:
+        starts: [S + 1], first token of each sequence in the whole row, and the row's length.
+        sequence: [T], the sequence of each of a rank's tokens.
+        chunk: [T], length of a chunk of that sequence.
+        within: [T], place in the early or the late chunk.
+        late: bool [T], in the late chunk.
+    """
+
+    size: int
+    total: int
+    starts: torch.Tensor
+    sequence: torch.Tensor
+    chunk: torch.Tensor
+    within: torch.Tensor
+    late: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, total: int, size: int) -> "_Cut":
+        """The cut of a row of `total` tokens; the same for every rank of the axis."""
+        mine = starts // size
+        sequence, inside = _place(mine, total // size)
+        chunk = _lengths(starts)[sequence] // (2 * size)
+        late = inside >= chunk
+        return cls(size, total, starts, sequence, chunk, inside - late * chunk, late)
+
+    def spans(self, num_chunks: int) -> Spans:
+        """Where sequences lie if each has its first `num_chunks` chunks only."""
+        offsets = self.starts // (2 * self.size) * num_chunks
+        return Spans(offsets.to(torch.int32), self.total // (2 * self.size) * num_chunks)
+
+    def halves(self) -> tuple[Rows, Rows]:
+        """A rank's tokens of early and of late chunks."""
+        num = self.total // (2 * self.size)
+        starts = self.starts // (2 * self.size)
+        sequence, within = _place(starts, num)
+        early = starts[sequence] * 2 + within
+        place = starts[self.sequence] + self.within
+        return (
+            Rows(early, torch.where(self.late, num, place)),
+            Rows(early + _lengths(starts)[sequence], torch.where(self.late, place, num)),
+        )
+
+    def prefix(self, num_chunks: int) -> Rows:
+        """First `num_chunks` chunks of each sequence, among the tokens of rank 0, rank 1, ..."""
+        size, local = self.size, self.total // self.size
+        starts = self.starts // (2 * size)
+        num = self.total // (2 * size) * num_chunks
+        sequence, inside = _place(starts * num_chunks, num)
+        length = _lengths(starts)[sequence]
+        chunk = inside // length
+        late = chunk >= size
+        owner = torch.where(late, 2 * size - 1 - chunk, chunk)
+        index = owner * local + starts[sequence] * 2 + inside % length + late * length
+        ranks = torch.arange(size, device=self.starts.device)[:, None]
+        held = torch.where(self.late, 2 * size - 1 - ranks, ranks)
+        place = starts[self.sequence] * num_chunks + held * self.chunk + self.within
+        return Rows(index, torch.where(held < num_chunks, place, num).flatten())
+
+
+def _lengths(starts: torch.Tensor) -> torch.Tensor:
+    return starts[1:] - starts[:-1]
+
+
+def _place(starts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence of each of `num` tokens and the place in it; sequences may be empty."""
+    token = torch.arange(num, device=starts.device)
+    sequence = torch.searchsorted(starts[1:], token, right=True)
+    return sequence, token - starts[sequence]
+
+
+def dense_plan(
+    length: int, size: int, rank: int, device: torch.device, *, prefixes: bool = False
+) -> ContextPlan:
+    """The plan of a batch whose rows are one sequence of `length` tokens each.
+
+    Raises:
+        ValueError: the sequence cannot be cut evenly.
+    """
+    if size == 1:
+        rows = torch.arange(length, device=device)
+        spans = Spans(None, length)
+        return ContextPlan(1, 0, rows, rows, None, spans, spans, None, None)
+    chunk = chunk_length(length, size)
+    cut = _Cut.of(torch.arange(2, device=device) * length, length, size)
+    rows = _rows(cut, rank)
+    return ContextPlan(
+        size=size,
+        rank=rank,
+        rows=rows,
+        positions=rows,
+        valid=None,
+        spans=Spans(None, 2 * chunk),
+        half_spans=Spans(None, chunk),
+        halves=cut.halves(),
+        prefixes=_prefixes(cut, rank, packed=False) if prefixes else None,
+    )
+
+
+def packed_plan(
+    lengths: torch.Tensor,
+    padded_offsets: torch.Tensor,
+    total: int,
+    size: int,
+    rank: int,
+    *,
+    prefixes: bool = False,
+) -> ContextPlan:
+    """The plan of one row of packed sequences.
+
+    Operators only: nothing is read on the host, so a graph can hold it and follow new offsets.
+
+    Args:
+        lengths: int [S], valid tokens of each sequence; the rest of its tokens is padding.
+        padded_offsets: int [S + 1], first token of each sequence, padding counted, multiples of
+            2 * size. Tokens from the last offset to `total` are padding of no sequence.
+        total: tokens of the whole row, over all ranks.
+
+    Raises:
+        ValueError: the row cannot be cut evenly.
+    """
+    chunk_length(total, size)
+    # A sequence for what lies behind the last offset: no token is without one.
+    end = padded_offsets.new_full((1,), total)
+    cut = _Cut.of(torch.cat((padded_offsets, end)).to(torch.int64), total, size)
+    rows = _rows(cut, rank)
+    inside = rows - cut.starts[cut.sequence]
+    num_valid = torch.cat((lengths, lengths.new_zeros(1))).to(torch.int64)
+    valid = inside < num_valid[cut.sequence]
+    return ContextPlan(
+        size=size,
+        rank=rank,
+        rows=rows,
+        positions=torch.where(valid, inside, 0),
+        valid=valid,
+        spans=cut.spans(2),
+        half_spans=cut.spans(1),
+        halves=cut.halves() if size > 1 else None,
+        prefixes=_prefixes(cut, rank, packed=True) if prefixes and size > 1 else None,
+    )
+
+
+def _rows(cut: _Cut, rank: int) -> torch.Tensor:
+    """Place in the whole row of each of a rank's tokens."""
+    early, late = chunks_of(cut.size, rank)
+    chunk = torch.where(cut.late, late, early)
+    return cut.starts[cut.sequence] + chunk * cut.chunk + cut.within
+
+
+def _prefixes(
+    cut: _Cut, rank: int, *, packed: bool
+) -> tuple[tuple[Rows, Spans], tuple[Rows, Spans]]:
+    def prefix(chunk: int) -> tuple[Rows, Spans]:
+        spans = cut.spans(chunk + 1)
+        return cut.prefix(chunk + 1), spans if packed else Spans(None, spans.max_len)
+
+    early, late = chunks_of(cut.size, rank)
+    return prefix(early), prefix(late)

@@ -1,0 +1,16 @@
+"""One rank's training: stages, FSDP, pipeline, optimizer and graphs put together.
+
+    build      stages of the decoder on a device, sharded
+    inputs     what a rank has of every microbatch, in static tensors
+    outputs    what a step shows: losses, norm, digests
+    scopes     captures of parts of a layer
+    trainer    the step
+
+`Trainer` runs any legal layout of any model; what it does not build yet is in `config.built`.
+"""
+
+from fsdp_core.train.outputs import StepOutputs
+from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.trainer import Trainer
+
+__all__ = ["GraphCounts", "StepOutputs", "Trainer"]

@@ -1,0 +1,58 @@
+"""A rank's stages of the decoder, from a configuration: made, initialised, moved and sharded."""
+
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy
+from fsdp_core.fsdp.pool import make_pool
+from fsdp_core.model.backend import Backend
+from fsdp_core.model.decoder import DecoderStage, make_stages
+from fsdp_core.model.sharding import Sharding, shard_stage
+from fsdp_core.model.weights import init_weights
+from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.rng import RandomStreams
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def make_streams(config: TrainConfig, axes: Axes, device: Device) -> RandomStreams:
+    """What dropout draws from: ranks agree or differ by where they stand on the dense axes."""
+    dense = (axes.pp, axes.dp_outer, axes.dp, axes.cp, axes.tp)
+    return RandomStreams(config.seed, dense, device.torch_device)
+
+
+def build_stages(
+    config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams, device: Device
+) -> list[DecoderStage]:
+    """This rank's stages on `device`, FSDP roots; weights depend on the seed and names alone."""
+    stages = make_stages(config.model, axes, backend, streams, chunks=config.parallel.pp_chunks)
+    model = config.model
+    init_weights(stages, config.seed, layers=model.layers, init_std=model.init_std)
+    for stage in stages:
+        stage.to(device.torch_device)
+        stage.set_loss_scale(1.0 / config.microbatches)
+        shard_stage(stage, axes, _sharding(config, device))
+    return stages
+
+
+def _sharding(config: TrainConfig, device: Device) -> Sharding:
+    """How a stage is sharded, with a pool of its own: a pool follows the order of one root."""
+    fsdp = config.fsdp
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPES[config.dtype],
+        reduce_dtype=TORCH_DTYPES[fsdp.reduce_dtype],
+        # The model casts for itself; its RoPE tables are float32 on purpose.
+        cast_forward_inputs=False,
+    )
+    pool = make_pool(fsdp.pool, device, persistent_on_miss=fsdp.persistent_on_miss)
+    return Sharding(fsdp=fsdp, policy=policy, pool=pool, keep_grads=True)
+
+
+def roots(stages: Iterable[DecoderStage]) -> Iterator[FSDPModule]:
+    """The stages as what `fully_shard` made of them."""
+    for stage in stages:
+        yield cast("FSDPModule", stage)

@@ -1,0 +1,286 @@
+"""The training step of one rank, eager or graphed, on any layout.
+
+    step(i)   fill the static inputs -> iteration, eager or replayed -> static outputs
+    iteration zero gradients; forward and backward of all microbatches through the pipeline; digest
+              of gradients; gradient norm, clipping, AdamW, experts' biases, cast to model weights;
+              digest of weights and moments
+
+Inputs and outputs are static tensors in every mode, so eager and graphed runs differ in nothing but
+who issues the work. Scope `full_iteration` captures the whole iteration, optimizer and all
+collectives included; scope `attn` captures each layer's attention branch, forward and backward.
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.config import TrainConfig, refuse_not_built
+from fsdp_core.data import mix
+from fsdp_core.determinism import make_deterministic, seed_all
+from fsdp_core.device import Device
+from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.ledger import Resolver
+from fsdp_core.layouts import AXES, axis_size
+from fsdp_core.model.backend import make_backend
+from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.moe.router import Router
+from fsdp_core.model.sharding import clip_grads
+from fsdp_core.optim import AdamW
+from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.pipeline import Pipeline, PipelineOptions
+from fsdp_core.parallel.stage_transfer import TensorSpec
+from fsdp_core.train.build import TORCH_DTYPES, build_stages, make_streams, roots
+from fsdp_core.train.inputs import RowInputs, make_inputs
+from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
+from fsdp_core.train.scopes import AttentionGraphs, GraphCounts
+
+
+class Trainer:
+    """Runs steps of one rank, inside a process group; `close` before that is destroyed.
+
+    Args:
+        axes: of `config.parallel`, from `mesh.build_axes`.
+
+    Attributes:
+        stages: this rank's stages of the decoder.
+        streams: what dropout draws from.
+        outputs: of the last step.
+
+    Raises:
+        ConfigError: the configuration asks for what is not built yet.
+        ValueError: axes of another layout.
+    """
+
+    def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
+        refuse_not_built(config)
+        _require_same(config, axes)
+        self.config, self.axes, self.device = config, axes, device
+        self.stream = device.new_stream()
+        self.counts = GraphCounts()
+        # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
+        backend = make_backend(config.backend, fp8=config.fp8)
+        make_deterministic(config.seed)
+        with device.on(self.stream):
+            self.streams = make_streams(config, axes, device)
+            self.stages = build_stages(config, axes, backend, self.streams, device)
+            self._roots = list(roots(self.stages))
+            self.optimizer = AdamW(self._named_states(), config.optim)
+            self._inputs = make_inputs(config, axes, device)
+            self._digests = Digests(self.optimizer, list(self._expert_biases()))
+            self.outputs = self._empty_outputs()
+            self._pipeline = self._make_pipeline()
+        seed_all(mix(config.seed, dist.get_rank()))
+        self._maker = GraphMaker(device, self.streams.generators)
+        self._iteration_graph: CapturedFunction | None = None
+        self._attention_graphs: list[AttentionGraphs] = []
+
+    @property
+    def data_checksum(self) -> str:
+        """Of the token source."""
+        return self._inputs.checksum
+
+    @property
+    def digested(self) -> dict[str, Named]:
+        """Names and tensors of each group that is digested."""
+        return self._digests.digested
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The parameter groups of all FSDP units, each stage's root's first."""
+        return [group for root in self._roots for group in root.fsdp_groups]
+
+    def rng_states(self) -> dict[str, torch.Tensor]:
+        """Copies of every random state of this rank, on the host: generators, then streams."""
+        states = dict(zip(("cpu", "cuda"), self.device.rng_states(), strict=False))
+        # On CUDA, too, the host holds a generator's state.
+        return states | {
+            stream.name.partition(" at ")[0]: stream.get_state() for stream in self.streams.streams
+        }
+
+    # ---- a step
+
+    def step(self, index: int) -> StepOutputs:
+        """Run step `index`; the outputs are valid, in stream order, until the next call.
+
+        Raises:
+            CaptureRefused: the graph scope of the configuration cannot be captured.
+            StaleAddress: a graph was about to run over memory that moved.
+        """
+        with self.device.on(self.stream):
+            self._inputs.fill(index)
+            if self.config.graph and index == self.config.graph_warmup_steps:
+                self._capture()
+            if self._iteration_graph is not None:
+                self._iteration_graph()
+                self.counts.replays += 1
+            else:
+                self._iteration()
+        return self.outputs
+
+    def _iteration(self) -> None:
+        config, outputs = self.config, self.outputs
+        for root in self._roots:
+            root.zero_main_grads()
+        losses = self._pipeline.forward_backward(
+            self._inputs.microbatches(), broadcast_loss=self.axes.pp.size > 1
+        )
+        assert losses is not None
+        outputs.losses.copy_(losses)
+        outputs.loss.copy_(mean_loss(losses, self.axes))
+        self._require_grads()
+        self._digests.update("grads", outputs)
+        outputs.grad_norm.copy_(clip_grads(self.stages, self.axes, config.optim.clip_grad_norm))
+        self.optimizer.step()
+        for _, router in self._biased_routers():
+            router.update_bias(config.model.expert_bias_rate)
+        with torch.no_grad():
+            for root in self._roots:
+                root.refresh_model_weights()
+        self._digests.update("weights", outputs)
+        self._digests.update("optim", outputs)
+
+    def _require_grads(self) -> None:
+        """A parameter that got no gradient would be updated by that of the step before."""
+        for group in self.groups:
+            for name, parameter in zip(group.names, group.sharded, strict=True):
+                if parameter.grad is None and group.holds_rows(parameter):
+                    raise RuntimeError(f"Expected a gradient of {name}, got none in this step.")
+
+    def redigest_state(self) -> None:
+        """Digest weights and moments again, eagerly: for what changed them after the step."""
+        with self.device.on(self.stream):
+            self._digests.update("weights", self.outputs)
+            self._digests.update("optim", self.outputs)
+
+    # ---- parts
+
+    def _named_states(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, main weight and main gradient of this rank's rows of every parameter."""
+        return [
+            (name, group.local_rows(group.main_weight, i), group.local_rows(main_grad(group), i))
+            for group in self.groups
+            for i, name in enumerate(group.names)
+        ]
+
+    def _biased_routers(self) -> Iterator[tuple[str, Router]]:
+        for stage in self.stages:
+            for name, router in stage.routers.items():
+                if router.expert_bias is not None:
+                    yield f"{name}.router", router
+
+    def _expert_biases(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, router in self._biased_routers():
+            assert router.expert_bias is not None
+            yield f"{name}.expert_bias", router.expert_bias
+
+    def _empty_outputs(self) -> StepOutputs:
+        device = self.device.torch_device
+        return StepOutputs(
+            losses=torch.zeros(self.config.microbatches, device=device),
+            loss=torch.zeros((), device=device),
+            grad_norm=torch.zeros((), device=device),
+            digests=self._digests.empty(device),
+        )
+
+    @property
+    def _activation(self) -> TensorSpec:
+        """What goes from layer to layer."""
+        (rows, tokens), axes = self._inputs.shape, self.axes
+        tokens //= axes.tp.size if axes.sequence_parallel else 1
+        shape = (rows, tokens, self.config.model.hidden)
+        return TensorSpec(shape, TORCH_DTYPES[self.config.dtype])
+
+    def _make_pipeline(self) -> Pipeline:
+        # Gradients are reduced after each microbatch: kept whole until the last one they would
+        # take the memory that sharding them saves.
+        options = PipelineOptions(gradient_sync="every")
+        device = self.device.torch_device
+        return Pipeline(self.stages, self.axes.pp, self._activation, device, options=options)
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Every long-lived tensor that a graph may use, by name, as it is now."""
+        found = dict(self._inputs.named_tensors())
+        for number, root in enumerate(self._roots):
+            chunk = f" of chunk {number}" if number else ""
+            for group in root.fsdp_groups:
+                found.update(zip(group.names, (p.data for p in group.unsharded), strict=True))
+                if group.model_weight is not None:
+                    found[f"{group.name} model_weight{chunk}"] = group.model_weight
+            buffers = self.stages[number].named_buffers()
+            found |= {f"{name}{chunk}": buffer for name, buffer in buffers}
+        for name, weight, grad in self._named_states():
+            found[f"{name} main_weight"] = weight
+            if grad.numel():
+                found[f"{name} main_grad"] = grad
+        optimizer = self.optimizer
+        for name, first, second in zip(
+            optimizer.names, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True
+        ):
+            found[f"{name} exp_avg"], found[f"{name} exp_avg_sq"] = first, second
+        found |= {"step_count": optimizer.step_count, "lr": optimizer.lr}
+        for stream in self.streams.streams:
+            if stream.state is not None:
+                found[f"random state {stream.name}"] = stream.state
+        found |= dict(self.outputs.named_tensors())
+        return found | dict(self._digests.scratch())
+
+    # ---- graphs
+
+    def _resolver(self) -> Resolver | None:
+        return self.named_tensors if self.config.ledger else None
+
+    def _capture(self) -> None:
+        self._quiesce()
+        if self.config.graph == ("full_iteration",):
+            graph = CapturedFunction(self._maker, self._iteration, self._resolver())
+            self._iteration_graph, self.counts.captured = graph, 1
+            self.counts.enter([graph.ledger] if graph.ledger else [])
+        else:
+            for stage in self.stages:
+                self._capture_attention(stage)
+        for root in self._roots:
+            root.fsdp_schedule.pool.freeze()
+        self._quiesce()
+
+    def _quiesce(self) -> None:
+        for root in self._roots:
+            root.fsdp_schedule.quiesce()
+
+    def _capture_attention(self, stage: DecoderStage) -> None:
+        inputs, spec = cast("RowInputs", self._inputs), self._activation
+        sample = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device.torch_device)
+        graphs = AttentionGraphs(
+            stage, self._maker, sample.requires_grad_(), inputs.part, self.streams,
+            self._resolver(), self.counts,
+        )  # fmt: skip
+        self.counts.captured += graphs.captured
+        self.counts.enter(graphs.ledgers)
+        self._attention_graphs.append(graphs)
+
+    def close(self) -> None:
+        """Drop the graphs, then wait; a process group must not be destroyed before this."""
+        self.device.synchronize()
+        if self._iteration_graph is not None:
+            self._iteration_graph.reset()
+            self._iteration_graph = None
+        for graphs in self._attention_graphs:
+            graphs.reset()
+        self._attention_graphs = []
+        self.device.synchronize()
+
+
+def _require_same(config: TrainConfig, axes: Axes) -> None:
+    for name in AXES:
+        expected, got = axis_size(config.parallel, name), getattr(axes, name).size
+        if got != expected:
+            raise ValueError(f"Expected axes with {name}={expected}, as configured, got {got}.")
+
+
+def main_grad(group: ParamGroup) -> torch.Tensor:
+    """The kept gradient buffer of a group."""
+    kept = group.gradients.main_grad
+    assert kept is not None
+    return kept

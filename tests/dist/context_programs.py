@@ -1,0 +1,282 @@
+"""Programs of context-parallel attention for warm ranks: each rank's errors in units of the bound.
+
+Every rank makes the same whole sequences, takes its part, and compares its rows with the textbook
+formula over each sequence alone (`attention_bounds`).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.model.packing import Capacity, Document, PackedBatch, Tail, pack, padding_multiple
+from fsdp_core.model.sdpa import causal_attention
+from fsdp_core.parallel import gather_attention, ring
+from fsdp_core.parallel.attention_block import Pair, unpack_tensors
+from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.context import ContextPlan, dense_plan
+from tests.dist.attention_bounds import RESULTS, attention_with_bounds
+from tests.dist.parity_bounds import Bounded
+
+CPU = torch.device("cpu")
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k, v and the gradient of the output."""
+Errors = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of queries and of keys, widths of queries and keys, and of values."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+
+
+SHAPES = {
+    "mha": Shape(2, 2, 8, 8),
+    "gqa": Shape(4, 2, 8, 8),
+    "mqa": Shape(3, 1, 6, 6),
+    "mla": Shape(2, 2, 12, 8),
+    "wide_values": Shape(4, 2, 4, 6),
+}
+BATCH, LENGTH = 2, 48
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def world_axis() -> Axis:
+    """A context axis over all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return Axis("cp", dist.get_world_size(), dist.get_rank(), group)
+
+
+def draw(shape: Shape, batch: int, length: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Whole inputs, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (
+        (shape.heads, shape.width), (shape.kv_heads, shape.width),
+        (shape.kv_heads, shape.value_width), (shape.heads, shape.value_width),
+    )  # fmt: skip
+    q, k, v, grad = (
+        torch.randn(batch, length, *size, generator=generator, dtype=torch.float64).to(dtype)
+        for size in sizes
+    )
+    return q, k, v, grad
+
+
+def zigzag(length: int, axis: Axis) -> list[int]:
+    """The rows of this rank, counted out: an early and a late chunk of 2 * size."""
+    if axis.size == 1:
+        return list(range(length))
+    chunk = length // (2 * axis.size)
+    early, late = axis.rank * chunk, (2 * axis.size - 1 - axis.rank) * chunk
+    return [*range(early, early + chunk), *range(late, late + chunk)]
+
+
+def plain_order(length: int, axis: Axis) -> list[int]:
+    """The rows of this rank if parts were cut in plain order: what must not be."""
+    part = length // axis.size
+    return list(range(axis.rank * part, (axis.rank + 1) * part))
+
+
+def run_attention(
+    inputs: Inputs, way: str, plan: ContextPlan, axis: Axis, scale: float | None = None
+) -> dict[str, torch.Tensor]:
+    """Attention and its gradients, of this rank's inputs."""
+    q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
+    out = causal_attention(q, k, v, plan=plan, axis=axis, way=way, scale=scale)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs[3])
+    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def compare(
+    got: dict[str, torch.Tensor], expected: dict[str, Bounded], mine: list[int], rows: list[int]
+) -> Errors:
+    """Worst error of `mine`, rows of [T, ...] results, against `rows` of a sequence's reference."""
+    return {
+        name: Bounded(expected[name].exact[rows], expected[name].bound[rows]).units(got[name][mine])
+        for name in RESULTS
+    }
+
+
+def largest(errors: list[Errors]) -> Errors:
+    """The worst of each result."""
+    return {name: max(e[name] for e in errors) for name in RESULTS}
+
+
+def dense_errors(
+    way: str, shape: Shape, dtype: torch.dtype, order: Callable[[int, Axis], list[int]] = zigzag
+) -> Errors:
+    """Worst errors of a batch of whole sequences."""
+    axis = world_axis()
+    inputs = draw(shape, BATCH, LENGTH, dtype)
+    rows = order(LENGTH, axis)
+    plan = dense_plan(LENGTH, axis.size, axis.rank, CPU, prefixes=way == "gather")
+    q, k, v, grad = (t[:, rows] for t in inputs)
+    got = run_attention((q, k, v, grad), way, plan, axis)
+    found = []
+    for b in range(BATCH):
+        q, k, v, grad = (t[b].double() for t in inputs)
+        expected = attention_with_bounds(
+            q, k, v, grad, scale=shape.width**-0.5, joins=2 * axis.size, dtype=dtype
+        )
+        one = {name: t[b] for name, t in got.items()}
+        found.append(compare(one, expected, list(range(len(rows))), rows))
+    return largest(found)
+
+
+def all_dense_errors() -> dict[tuple[str, str, str], Errors]:
+    """Worst errors of every way, shape and dtype."""
+    return {
+        (way, name, dtype): dense_errors(way, shape, DTYPES[dtype])
+        for way in ("ring", "gather")
+        for name, shape in SHAPES.items()
+        for dtype in DTYPES
+    }
+
+
+# --- planted faults ---------------------------------------------------------------------------
+
+
+def merge_without_weight(one: Pair, other: Pair) -> Pair:
+    """Joins blocks as if what is joined later were normalised already."""
+    total = torch.logaddexp(one[1], other[1])
+    return one[0] * torch.exp(one[1] - total)[..., None] + other[0], total
+
+
+def swapped_step(axis: Axis, step: int) -> int:
+    """Takes keys to come from the other neighbour."""
+    return (axis.rank + step) % axis.size
+
+
+def swapped_halves(plan: ContextPlan) -> tuple[object, ...]:
+    """The early half looks at what the late one should see, and the other way round."""
+    early, late = ContextPlan_gather_blocks(plan)
+    return (
+        type(early)(late.queries, early.keys, early.query_spans, early.key_spans, causal=True),
+        type(late)(early.queries, late.keys, late.query_spans, late.key_spans, causal=True),
+    )
+
+
+ContextPlan_gather_blocks = ContextPlan.gather_blocks
+
+
+def own_share(dk: torch.Tensor, dv: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
+    """This rank's rows of its own gradients, those of the other ranks forgotten."""
+    return [t.unflatten(1, (axis.size, -1))[:, axis.rank] for t in (dk, dv)]
+
+
+class LostHome:
+    """A hop that brings back what was sent: gradients do not get home."""
+
+    def __init__(self, sent: torch.Tensor, axis: Axis) -> None:
+        self._sent = sent
+
+    def wait(self) -> torch.Tensor:
+        """What was sent."""
+        return self._sent
+
+
+@contextlib.contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """A fault in the code that this rank runs."""
+    patches: dict[str, contextlib.AbstractContextManager[Any]] = {
+        "merge weight": mock.patch.object(ring, "merge", merge_without_weight),
+        "swapped step": mock.patch.object(ring, "source_of", swapped_step),
+        "swapped halves": mock.patch.object(ContextPlan, "gather_blocks", swapped_halves),
+        "own share": mock.patch.object(gather_attention, "scatter_sum", own_share),
+        "no travel": mock.patch.object(ring, "Hop", LostHome),
+        "plain order": contextlib.nullcontext(),
+        "swapped keys and values": mock.patch.object(
+            ring, "unpack_tensors", lambda flat, like: unpack_tensors(flat, like[::-1])[::-1]
+        ),
+    }
+    with patches[fault]:
+        yield
+
+
+def errors_under(fault: str, way: str) -> dict[str, Errors]:
+    """Worst errors with a planted fault, of every dtype."""
+    order = plain_order if fault == "plain order" else zigzag
+    with planted(fault):
+        return {name: dense_errors(way, SHAPES["mla"], dtype, order)
+                for name, dtype in DTYPES.items()}  # fmt: skip
+
+
+# --- packed sequences -------------------------------------------------------------------------
+
+DOCUMENTS = (5, 1, 16, 9, 23)
+SLOTS = 8
+
+
+def packed_batch(lengths: tuple[int, ...], tokens: int, size: int, tail: Tail) -> PackedBatch:
+    """Documents of these lengths; what their tokens are does not matter here."""
+    multiple = padding_multiple(size, 1, sequence_parallel=False)
+    documents = [Document(torch.arange(n) + 1, torch.arange(n) + 2) for n in lengths]
+    return pack(documents, Capacity(tokens=tokens, slots=SLOTS, multiple=multiple, tail=tail))
+
+
+def packed_errors(
+    way: str, lengths: tuple[int, ...], tail_name: str, dtype_name: str, tokens: int
+) -> Errors:
+    """Worst errors over sequences packed together, each against itself alone.
+
+    Rows of padding hold NaN, in inputs and in the gradient of the output; they must come out as
+    zeros. The tokens of a counted tail are noise that no loss looks at.
+    """
+    axis, tail, dtype = world_axis(), Tail(tail_name), DTYPES[dtype_name]
+    shape = SHAPES["mla"]
+    batch = packed_batch(lengths, tokens, axis.size, tail)
+    plan = batch.plan(axis.size, axis.rank, prefixes=way == "gather")
+    whole = draw(shape, 1, tokens, dtype)
+    starts = batch.padded_offsets.tolist()
+    real = {starts[d] + i: (d, i) for d, n in enumerate(lengths) for i in range(n)}
+    padding = [row for row in range(tokens) if row not in real]
+    for tensor in whole[:3] if tail is not Tail.COUNTED else ():
+        tensor[:, padding] = math.nan
+    whole[3][:, padding] = 0.0 if tail is Tail.COUNTED else math.nan
+
+    rows = plan.rows.tolist()
+    q, k, v, grad = (t[:, rows] for t in whole)
+    got = {n: t[0] for n, t in run_attention((q, k, v, grad), way, plan, axis).items()}
+    found = []
+    for d, length in enumerate(lengths):
+        inside = slice(starts[d], starts[d] + length)
+        q, k, v, grad = (t[0, inside].double() for t in whole)
+        expected = attention_with_bounds(
+            q, k, v, grad, scale=shape.width**-0.5, joins=2 * axis.size, dtype=dtype
+        )
+        mine = [i for i, row in enumerate(rows) if row in real and real[row][0] == d]
+        found.append(compare(got, expected, mine, [real[rows[i]][1] for i in mine]))
+    blank = [i for i, row in enumerate(rows) if row not in real]
+    for name in RESULTS:
+        if name != "out" or tail is not Tail.COUNTED:
+            assert not got[name][blank].any(), (name, "padding is not zero")
+    return largest([*found, dict.fromkeys(RESULTS, 0.0)])
+
+
+def all_packed_errors(tokens: int) -> dict[tuple[str, str, str], Errors]:
+    """Worst errors of every way, tail and of two dtypes."""
+    return {
+        (way, tail.value, dtype): packed_errors(way, DOCUMENTS, tail.value, dtype, tokens)
+        for way in ("ring", "gather")
+        for tail in Tail
+        for dtype in ("float64", "bfloat16")
+    }
+
+
+def sparse_packs_errors(tokens: int) -> dict[tuple[str, str, tuple[int, ...]], Errors]:
+    """The same of packs that leave ranks without a valid token, of some sequences or of all."""
+    return {
+        (way, tail.value, lengths): packed_errors(way, lengths, tail.value, "float64", tokens)
+        for way in ("ring", "gather")
+        for tail in Tail
+        for lengths in ((), (1,), (3, 2))
+    }

@@ -1,0 +1,326 @@
+"""Mixtures of experts with many features at once, against a dense map of tokens to experts.
+
+A `Spec` is a layout with a context axis, a router and a delivery; `run_specs` is what a rank does,
+`whole` what one process with all weights computes: every expert on every token, times a map [N, E]
+that is zero where an expert was not chosen or the capacity was full. Nothing of the code under test
+but settings is used. Padding holds NaN on ranks and zeros in the reference.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.layer import MoeLayer
+from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.shared import SharedExperts
+from fsdp_core.parallel.cuts import Cut, cut_of, place, take
+from tests.dist.moe_layouts import axis
+from tests.dist.moe_reference import draw
+
+HIDDEN, FFN, SHARED_FFN, BIAS_RATE = 12, 8, 8, 0.125
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One run.
+
+    Attributes:
+        padding: which tokens are no tokens: "none", "some", "rank" (all of the first dp rank and
+            some others) or "microbatch" (all of the first one and some others).
+        shared: "none", "plain" or "gated".
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sp: bool = False
+    rule: RouterRule
+    delivery: Delivery = field(default_factory=Delivery)
+    padding: str = "none"
+    microbatches: int = 1
+    shared: str = "none"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def num_averaged(self) -> int:
+        """Ranks over which dense gradients are averaged."""
+        return self.dp * self.cp
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Global batch and time of a microbatch."""
+        return 2 * self.dp, 2 * self.cp * self.tp
+
+    def tokens(self, rank: int) -> torch.Tensor:
+        """Numbers of a rank's tokens."""
+        numbers = torch.arange(math.prod(self.shape)).view(self.shape)
+        tp, cp, dp = rank % self.tp, rank // self.tp % self.cp, rank // self.tp // self.cp
+        mine = numbers.chunk(self.dp)[dp].chunk(self.cp, 1)[cp]
+        return mine.chunk(self.tp, 1)[tp] if self.sp else mine
+
+    def sources(self) -> list[list[int]]:
+        """Tokens of each etp group, in its order."""
+        same = self.tp > 1 and not self.sp
+        return [
+            [n for rank in range(first, first + (1 if same else self.etp))
+             for n in self.tokens(rank).flatten().tolist()]
+            for first in range(0, self.world_size, self.etp)
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Data:
+    """Global weights, and x, its cotangent and the mask of each microbatch."""
+
+    weights: Weights
+    x: torch.Tensor
+    cotangent: torch.Tensor
+    valid: torch.Tensor
+    bias: torch.Tensor
+
+
+def data_of(spec: Spec) -> Data:
+    """The same on every rank."""
+    num = spec.rule.num_experts
+    shapes = {
+        "router.weight": (num, HIDDEN),
+        "experts.gate.weight": (num, FFN, HIDDEN),
+        "experts.up.weight": (num, FFN, HIDDEN),
+        "experts.down.weight": (num, HIDDEN, FFN),
+    }
+    if spec.shared != "none":
+        shapes |= {
+            "shared.gate.weight": (SHARED_FFN, HIDDEN),
+            "shared.up.weight": (SHARED_FFN, HIDDEN),
+            "shared.down.weight": (HIDDEN, SHARED_FFN),
+        }
+    if spec.shared == "gated":
+        shapes["shared.share_weight"] = (1, HIDDEN)
+    weights = {n: draw(shape, 300 + i, 0.4) for i, (n, shape) in enumerate(shapes.items())}
+    batch = (spec.microbatches, *spec.shape)
+    valid = torch.ones(batch, dtype=torch.bool)
+    if spec.padding != "none":
+        valid = torch.rand(batch, generator=torch.Generator().manual_seed(77)) > 0.4
+    if spec.padding == "rank":
+        valid[:, :2] = False
+    if spec.padding == "microbatch":
+        valid[0] = False
+    x, cotangent = draw((*batch, HIDDEN), 320), draw((*batch, HIDDEN), 321)
+    return Data(weights, x, cotangent, valid, draw((num,), 322, 0.1))
+
+
+# ---- a rank
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank computed; lists have an entry a microbatch."""
+
+    y: list[torch.Tensor]
+    x_grad: list[torch.Tensor]
+    losses: list[tuple[float, float]]
+    grads: dict[str, tuple[torch.Tensor, tuple[Cut, ...]]]
+    bias: torch.Tensor | None
+
+
+def run_specs(specs: list[Spec]) -> list[Seen]:
+    """Every spec on this rank; specs of one layout share its groups."""
+    known: dict[tuple[int | bool, ...], MoeAxes] = {}
+    found = []
+    for spec in specs:
+        key = (spec.dp, spec.cp, spec.tp, spec.ep, spec.etp, spec.sp)
+        if key not in known:
+            known[key] = _axes(spec)
+        found.append(_run(spec, known[key]))
+    return found
+
+
+def _axes(spec: Spec) -> MoeAxes:
+    dense = init_device_mesh("cpu", (spec.dp, spec.cp, spec.tp), mesh_dim_names=("dp", "cp", "tp"))
+    edp = spec.world_size // spec.ep // spec.etp
+    expert = init_device_mesh("cpu", (edp, spec.ep, spec.etp), mesh_dim_names=("edp", "ep", "etp"))
+    tokens = (axis(dense, "dp"), axis(dense, "cp"), *((axis(dense, "tp"),) if spec.sp else ()))
+    return MoeAxes(
+        ep=axis(expert, "ep"), etp=axis(expert, "etp"), tp=axis(dense, "tp"), tokens=tokens,
+        num_averaged=spec.num_averaged, sequence_parallel=spec.sp,
+    )  # fmt: skip
+
+
+def _run(spec: Spec, axes: MoeAxes) -> Seen:
+    data, mine = data_of(spec), spec.tokens(dist.get_rank())
+    shared = None
+    if spec.shared != "none":
+        shared = SharedExperts(
+            HIDDEN, SHARED_FFN, axes.tp, sequence_parallel=spec.sp, gated=spec.shared == "gated"
+        )
+    layer = MoeLayer(HIDDEN, FFN, spec.rule, axes, delivery=spec.delivery, shared=shared)
+    for name, parameter in layer.double().named_parameters():
+        parameter.data = take(data.weights[name], cut_of(parameter))
+    router = layer.router
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(data.bias)
+    router.loss_scale.fill_(1 / spec.microbatches)
+    ys, grads, losses = [], [], []
+    for number in range(spec.microbatches):
+        valid = data.valid[number].flatten()[mine]
+        x = data.x[number].flatten(0, 1)[mine].masked_fill(~valid[..., None], math.nan)
+        y = layer(x.requires_grad_(), None if spec.padding == "none" else valid)
+        cotangent = data.cotangent[number].flatten(0, 1)[mine] * valid[..., None]
+        y.backward(cotangent * spec.num_averaged / spec.microbatches)
+        assert x.grad is not None
+        ys.append(y.detach())
+        grads.append(x.grad)
+        losses.append((router.balance_loss.item(), router.z_loss.item()))
+    bias = None
+    if router.expert_bias is not None:
+        router.update_bias(BIAS_RATE)
+        bias = router.expert_bias.clone()
+    named = {}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        named[name] = (parameter.grad, cut_of(parameter))
+    return Seen(ys, grads, losses, named, bias)
+
+
+# ---- one process
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What one process computes; `x` is the gradient of all microbatches."""
+
+    y: list[torch.Tensor]
+    x: torch.Tensor
+    losses: list[tuple[float, float]]
+    grads: Weights
+    bias: torch.Tensor
+
+
+def whole(spec: Spec) -> Whole:
+    """Mean over microbatches of sum(y * cotangent) + balance + z, and its gradients."""
+    data, rule = data_of(spec), spec.rule
+    weights = {name: weight.clone().requires_grad_() for name, weight in data.weights.items()}
+    x = data.x.clone().requires_grad_()
+    total, ys, losses = torch.zeros(()).double(), [], []
+    load = torch.zeros(rule.num_experts).double()
+    for number in range(spec.microbatches):
+        valid = data.valid[number].flatten()
+        rows = x[number].flatten(0, 1)[:] * valid[:, None]
+        logits = rows @ weights["router.weight"].t()
+        scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
+        chosen = _chosen(rule, scores.detach(), data.bias, valid)
+        gates = scores * chosen
+        if rule.normalised:
+            gates = gates / (gates.sum(-1, keepdim=True) + ~valid[:, None])
+        gates = gates * rule.scale
+        kept = _kept(spec, chosen, gates.detach())
+        y = _experts(weights, rows, gates * kept) + _shared(spec, weights, rows)
+        num = max(int(valid.sum()), 1)
+        slots = chosen.sum(0).double()
+        load += slots
+        shares = (scores / scores.sum(-1, keepdim=True))[valid].sum(0) / num
+        balance = rule.num_experts * (slots / (rule.top_k * num) * shares).sum()
+        z = logits[valid].exp().sum(-1).log().square().sum() / num
+        balance, z = rule.aux_coeff * balance, rule.z_coeff * z
+        cotangent = data.cotangent[number].flatten(0, 1) * valid[:, None]
+        total = total + ((y * cotangent).sum() + balance + z) / spec.microbatches
+        ys.append(y.detach())
+        losses.append((balance.item(), z.item()))
+    total.backward()
+    assert x.grad is not None
+    grads = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}
+    bias = data.bias + BIAS_RATE * (load.mean() - load).sign()
+    return Whole(ys, x.grad, losses, grads, bias)
+
+
+def _chosen(
+    rule: RouterRule, scores: torch.Tensor, bias: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """bool [N, E]."""
+    ranked = scores + bias if rule.expert_bias else scores
+    edge = ranked.sort(dim=-1).values[:, -rule.top_k, None]
+    assert (ranked == edge)[valid].sum() == valid.sum(), "no ties"
+    return (ranked >= edge) & valid[:, None]
+
+
+def _kept(spec: Spec, chosen: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """bool [N, E]: what the capacity of each source and expert leaves."""
+    factor = spec.delivery.capacity_factor
+    if factor is None:
+        return chosen
+    kept = torch.zeros_like(chosen)
+    for source in spec.sources():
+        limit = math.ceil(len(source) * spec.rule.top_k / spec.rule.num_experts * factor)
+        for expert in range(spec.rule.num_experts):
+            waiting = [n for n in source if chosen[n, expert]]
+            if spec.delivery.drop == "probs":
+                waiting.sort(key=lambda n: -float(gates[n, expert]))
+            kept[waiting[:limit], expert] = True
+    return kept
+
+
+def _experts(weights: Weights, rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    gate = torch.einsum("nh,efh->nef", rows, weights["experts.gate.weight"])
+    up = torch.einsum("nh,efh->nef", rows, weights["experts.up.weight"])
+    down = weights["experts.down.weight"]
+    return torch.einsum("ne,nef,ehf->nh", gates, F.silu(gate) * up, down)
+
+
+def _shared(spec: Spec, weights: Weights, rows: torch.Tensor) -> torch.Tensor:
+    if spec.shared == "none":
+        return torch.zeros_like(rows)
+    mats = [weights[f"shared.{name}.weight"] for name in ("gate", "up", "down")]
+    out = (F.silu(rows @ mats[0].t()) * (rows @ mats[1].t())) @ mats[2].t()
+    if spec.shared == "gated":
+        out = out * (rows @ weights["shared.share_weight"].t()).sigmoid()
+    return out
+
+
+# ---- both
+
+
+def errors(spec: Spec, ranks: list[Seen]) -> dict[str, float]:
+    """The largest difference of every kind of result, relative to the largest element."""
+    due, found = whole(spec), dict[str, float]()
+
+    def compare(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+        error = (got - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
+        found[name] = max(found.get(name, 0.0), float(error.nan_to_num(torch.inf)))
+
+    for rank, seen in enumerate(ranks):
+        mine = spec.tokens(rank).flatten()
+        for number in range(spec.microbatches):
+            compare("y", seen.y[number].flatten(0, 1), due.y[number][mine])
+            grad = due.x[number].flatten(0, 1)[mine]
+            compare("x", seen.x_grad[number].flatten(0, 1) / spec.num_averaged, grad)
+            expected = due.losses[number] if spec.rule.watches_load else (0.0, 0.0)
+            compare("losses", torch.tensor(seen.losses[number]), torch.tensor(expected))
+        if seen.bias is not None:
+            compare("bias", seen.bias, due.bias)
+    for name, expected_grad in due.grads.items():
+        total = torch.zeros_like(expected_grad)
+        for rank, seen in enumerate(ranks):
+            part, cuts = seen.grads[name]
+            dense = not name.startswith("experts.")
+            if dense and not cuts and rank % spec.tp:
+                first = ranks[rank - rank % spec.tp].grads[name][0]
+                assert torch.equal(part, first), f"{name} differs between ranks of tp"
+                continue
+            piece = torch.zeros_like(total)
+            place(part, piece, cuts)
+            total += piece
+        compare(name, total / spec.num_averaged, expected_grad)
+    return found

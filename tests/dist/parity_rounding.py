@@ -1,0 +1,216 @@
+"""How far rounding may take a whole model's tensors: a derived bound of their norms.
+
+Worst-case bounds of a deep network exceed its gradients. The bound here is probabilistic, on the
+model of N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J.
+Sci. Comput. 41 (2019): roundings are independent with mean zero. To first order the error of a
+tensor is e = sum_i c_i d_i over all roundings i, |d_i| <= h_i, h_i half the gap between numbers at
+the rounded value, c_i the tensor's derivative by it.
+
+1. E |e|^2 <= sum_i h_i^2 |c_i|^2 =: s^2, and changing one d_i changes |e| by at most 2 h_i |c_i|,
+   so (McDiarmid, 1989)  P(|e| > (1 + k) s) <= exp(-k^2 / 2):  k = 6 gives 1.5e-8 a tensor.
+2. s is measured, not guessed: the single-process program is run with every result rounded up or
+   down at random, with mean zero (stochastic rounding; D. S. Parker, Monte Carlo Arithmetic, 1997).
+   A result at fraction f between two numbers then errs by d with E d^2 = 4 h^2 f (1 - f), 2/3 h^2
+   on average over f. So s^2 is 3/2 of the mean of |e|^2 over such runs.
+3. A result that its type can hold is not rounded: copies, masks and zeros add nothing, as it is.
+4. Layouts round in places where one process does not: sums are split over ranks. Every product of
+   matrices is computed in `PARTS` parts, each rounded, and so is their sum. Inside a product of
+   length n its own type of accumulation adds sqrt(n) u |A| |B| (theorem 2.4 there, without its
+   constant, which 1 has), drawn with random signs.
+
+5. In bfloat16 and eight bits s is a good part of the tensor, or more than it is, and would let a
+   missing half of it pass. There the error is also looked at along the tensor itself: what a wrong
+   divisor or a missing sum changes most, and what rounding, which has no favourite direction,
+   changes least. That is one number, nearly normal as a sum of many independent roundings. Of
+   `NARROW_SAMPLES` runs it has a mean, which is of second order in the roundings and at most that
+   of a program whose roundings have two thirds of their power, and a spread; what it may be is
+   |mean| + t spread sqrt(3/2 (1 + 1 / runs)), t the quantile of Student's distribution that leaves
+   out as much as k = 6 does in 1: the prediction interval of one more run.
+
+Results in float64 have no wider type to be measured in. Their program is the one in float32, whose
+s is scaled by the ratio of unit roundoffs, and doubled, as the reference itself errs as much.
+"""
+
+import contextlib
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from fsdp_core.config import ModelConfig
+from tests.dist import parity_kernels
+from tests.dist.parity_bounds import WIDE, unit_roundoff
+from tests.dist.parity_programs import DTYPES, Problem, Routes, run_whole
+from tests.dist.parity_watch import Found
+
+SAMPLES, NARROW_SAMPLES = 3, 13
+QUANTILE = 13.32
+"""Of Student's distribution with 12 degrees of freedom: 0.75e-8 are above it."""
+PARTS = 4
+CONFIDENCE = 6.0
+NARROW = (torch.float32, torch.bfloat16)
+MOVES = {
+    "alias", "arange", "cat", "clone", "detach", "empty", "empty_like", "eq", "expand", "fill_",
+    "gather", "index", "index_select", "lift_fresh", "masked_fill", "masked_fill_", "neg",
+    "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "scatter_", "sort", "stack",
+    "where", "zero_", "zeros", "zeros_like", "_unsafe_view", "embedding", "full", "full_like",
+}  # fmt: skip
+"""Operators that put numbers elsewhere and make none."""
+
+
+FLOAT64_SCALE = 2 * unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
+"""From the bound of float32 to that of float64."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """By how much a tensor may be off: the norm of its error, and its error along itself."""
+
+    norm: float
+    along: float = math.inf
+
+    def scaled(self, factor: float) -> "Allowed":
+        """Both times a factor."""
+        return Allowed(factor * self.norm, factor * self.along)
+
+    def units(self, got: torch.Tensor, exact: torch.Tensor) -> float:
+        """The larger of both errors, each in units of what is allowed; infinite for NaN."""
+        error = (got - exact).double()
+        return max(
+            _units(float(error.norm()), self.norm), _units(abs(_along(error, exact)), self.along)
+        )
+
+
+def _along(error: torch.Tensor, exact: torch.Tensor) -> float:
+    norm = float(exact.norm())
+    return float((error * exact).sum()) / norm if norm else 0.0
+
+
+def _units(error: float, bound: float) -> float:
+    if error == 0:
+        return 0.0
+    units = error / bound if bound else math.inf
+    return math.inf if math.isnan(units) else units
+
+
+def bounds(problem: Problem, arithmetic: str, exact: Found, routes: Routes) -> dict[Any, Allowed]:
+    """How far each tensor may be off in an arithmetic, by its key.
+
+    Args:
+        arithmetic: "fp32" or "bf16"; "bf16 fused" with attention in one kernel, as on GPUs; "fp8"
+            that and products of eight-bit numbers.
+    """
+    narrow = arithmetic != "fp32"
+    samples = NARROW_SAMPLES if narrow else SAMPLES
+    powers, along = dict.fromkeys(exact, 0.0), {key: list[float]() for key in exact}
+    for sample in range(samples):
+        around = _rounded_at_random(arithmetic, sample, problem.model)
+        found, _ = run_whole(problem, DTYPES[arithmetic.split()[0]], routes, around)
+        for key, tensor in found.items():
+            error = tensor - exact[key]
+            powers[key] += float(error.square().sum()) / samples
+            along[key].append(_along(error, exact[key]))
+    scale = (1 + CONFIDENCE) * math.sqrt(1.5)
+    return {
+        key: Allowed(scale * math.sqrt(power), _most(along[key]) if narrow else math.inf)
+        for key, power in powers.items()
+    }
+
+
+def _most(errors: list[float]) -> float:
+    """5 of the module, from errors along a tensor in `NARROW_SAMPLES` runs."""
+    mean, spread = statistics.fmean(errors), statistics.stdev(errors)
+    return abs(mean) + QUANTILE * math.sqrt(1.5 * (1 + 1 / len(errors))) * spread
+
+
+@contextlib.contextmanager
+def _rounded_at_random(arithmetic: str, sample: int, model: ModelConfig) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if arithmetic in ("bf16 fused", "fp8"):
+            stack.enter_context(parity_kernels.half_attention())
+        if arithmetic == "fp8":
+            wide = (model.vocab_size, model.qk_rope_head_dim)
+            stack.enter_context(parity_kernels.eighth_linears(sample, wide))
+        stack.enter_context(RandomRounding(sample))
+        yield
+
+
+class RandomRounding(TorchDispatchMode):
+    """Compute every operator in float64 and round its result, at random, to its type."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in MOVES or _is_view(func) or not _floats((args, kwargs)):
+            return func(*args, **kwargs)
+        if name in ("copy_", "_to_copy"):
+            return self._converted(func, args, kwargs)
+        # In float64, on copies, before an in-place operator changes its arguments.
+        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        exact = func(*wide_args, **wide_kwargs)
+        out = func(*args, **kwargs)
+        if name in ("mm", "bmm"):
+            exact = self._product(func, wide_args[0], wide_args[1], out.dtype)
+        flat_out, flat_exact = (list(x) if isinstance(x, (tuple, list)) else [x]
+                                for x in (out, exact))  # fmt: skip
+        for result, value in zip(flat_out, flat_exact, strict=True):
+            if isinstance(result, torch.Tensor) and result.dtype in NARROW:
+                result.copy_(self._rounded(value.double(), result.dtype))
+        return out
+
+    def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        source = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
+        value = source.double() if source.is_floating_point() else None
+        out = func(*args, **kwargs)
+        if value is not None and out.dtype in NARROW:
+            out.copy_(self._rounded(value, out.dtype))
+        return out
+
+    def _product(
+        self, func: Any, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        length = a.shape[-1]
+        parts = PARTS if length % PARTS == 0 else 1
+        total = None
+        for left, right in zip(a.chunk(parts, -1), b.chunk(parts, -2), strict=True):
+            part = self._rounded(func(left, right), dtype)
+            total = part if total is None else self._rounded(total + part, dtype)
+        assert total is not None
+        error = math.sqrt(length) * unit_roundoff(WIDE[dtype]) * func(a.abs(), b.abs())
+        signs = torch.randint(0, 2, error.shape, generator=self._generator) * 2 - 1
+        noisy: torch.Tensor = total + signs * error
+        return noisy
+
+    def _rounded(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Up or down to a number of `dtype`, the nearer the likelier; float64 in and out."""
+        # The bits past the type's last become a carry with the probability that they stand for.
+        dropped = 52 + int(math.log2(torch.finfo(dtype).eps))
+        bits = value.contiguous().view(torch.int64)
+        carry = torch.randint(0, 1 << dropped, bits.shape, generator=self._generator)
+        return (bits + carry).bitwise_and_(-1 << dropped).view(torch.float64)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _floats(tree: Any) -> bool:
+    found = []
+    tree_map_only(torch.Tensor, lambda t: found.append(t.dtype in NARROW), tree)
+    return any(found)
+
+
+def _is_view(func: Any) -> bool:
+    """Whether what it returns is memory of its arguments that it does not write."""
+    returns = func._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)

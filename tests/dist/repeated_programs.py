@@ -1,0 +1,62 @@
+"""A step of a decoder with dropout over pipelines, taken again, or with layers computed twice."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_core.model.backend import TorchBackend
+from fsdp_core.model.decoder import make_stages
+from fsdp_core.model.sharding import shard_stage
+from fsdp_core.model.weights import gather_global_grads, load_global
+from fsdp_core.parallel.pipeline import Microbatch, Pipeline
+from fsdp_core.parallel.stage_transfer import TensorSpec
+from tests.dist.parity_programs import (
+    CPU,
+    Layout,
+    Place,
+    Problem,
+    global_weights,
+    make_shares,
+    sharding_of,
+    streams_of,
+)
+
+Step = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses, and on rank 0 the global gradients."""
+
+
+def take(problem: Problem, layout: Layout, place: Place, *, recomputes: bool) -> Step:
+    """One step from the same weights and random numbers each time."""
+    axes, batch = place.axes, problem.batch
+    streams, chunks = streams_of(axes, CPU), layout.parallel.pp_chunks
+    stages = make_stages(problem.model, axes, TorchBackend(), streams, chunks=chunks)
+    load_global(stages, global_weights(problem))
+    for stage in stages:
+        for layer in stage.numbered_layers.values() if recomputes else ():
+            again: Any = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False,
+                context_fn=streams.checkpoint_contexts,
+            )  # fmt: skip
+            layer.forward = again  # type: ignore[method-assign]
+        shard_stage(stage, axes, sharding_of(layout, torch.float32))
+        stage.set_loss_scale(1 / batch.number)
+    shares = make_shares(problem, layout, place)
+    rows, time = shares[0].numbers.shape
+    cut = axes.tp.size if axes.sequence_parallel else 1
+    spec = TensorSpec((rows, time // cut, problem.model.hidden), torch.float32)
+    losses = Pipeline(stages, axes.pp, spec, CPU).forward_backward(
+        [Microbatch(share.local.tokens, {"part": share.local.part}) for share in shares],
+        broadcast_loss=True,
+    )
+    assert losses is not None
+    grads = gather_global_grads(stages, axes)
+    return losses.tolist(), {} if dist.get_rank() else grads
+
+
+def take_thrice(problem: Problem, layout: Layout) -> list[Step]:
+    """Twice the same, and once with every layer computed again in its backward pass."""
+    place = Place.of(layout)
+    return [take(problem, layout, place, recomputes=again) for again in (False, False, True)]

@@ -1,0 +1,163 @@
+"""The decoder on layouts: activations, losses and gradients of one process, and faults found."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_core.config import ParallelConfig
+from fsdp_core.model.weights import init_weights
+from tests.dist.parity_check import compare, packs_of, problem_of, reference
+from tests.dist.parity_features import run_clipped, run_masks, run_weights
+from tests.dist.parity_layouts import layout_of
+from tests.dist.parity_programs import Layout, one_thread, run_case, whole_model
+from tests.dist.parity_watch import Outcome, join
+from tests.dist.rank_pool import RankError, RankPool
+
+DENSE, MOE, MLA, QWEN = "dense_tiny", "moe_tiny", "mla_moe_tiny", "qwen_tiny"
+COVERING = [
+    (DENSE, "DP8"), (DENSE, "DP2xCP2xTP2 SP"), (DENSE, "CP4 gather"), (DENSE, "TP2xPP2"),
+    (DENSE, "HSDP 2x4"), (MLA, "DP2xEP2xETP2"), (MLA, "DP2xEP2xETP2 of TP2"),
+    (MLA, "DP2xCP2xTP2 ETP2"), (MLA, "EP8"), (MLA, "EP2xPP2xTP2 SP"),
+    (MOE, "dynamic CP 1/2/4/8 EP8"), (QWEN, "DP4xTP2"), (QWEN, "DP2xPP2 interleaved"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _calm() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.mark.parametrize(("model", "name"), COVERING)
+def test_layout_has_the_tensors_of_one_process(model: str, name: str, warm_ranks: RankPool) -> None:
+    """In float64 every activation, loss and gradient is within its bound of one process's."""
+    layout, sizes = layout_of(name, "fp64")
+    assert compare(problem_of(model, sizes), layout, warm_ranks).first_wrong is None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_precisions_stay_within_their_bounds(dtype: str, warm_ranks: RankPool) -> None:
+    """What is summed and kept in narrower types errs as its roundings allow, and no more."""
+    layout, sizes = layout_of("DP2xCP2xTP2 SP", dtype)
+    assert compare(problem_of(DENSE, sizes), layout, warm_ranks).first_wrong is None
+
+
+FAULTS = [
+    ("experts divided by edp", MLA, {"dp": 4, "ep": 2}, "layers.1.mlp.moe.experts"),
+    ("plain chunks", DENSE, {"cp": 4}, "layers.0.attn forward"),
+    ("swapped etp", MLA, {"dp": 4, "ep": 2, "etp": 2}, "layers.1.mlp.moe.experts"),
+    ("aux loss twice", MLA, {"dp": 4, "ep": 2}, "layers.1.mlp.moe.router.weight"),
+]
+
+
+@pytest.mark.parametrize(("fault", "model", "degrees", "first"), FAULTS)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_fault_is_found_by_name(
+    fault: str, model: str, degrees: dict[str, Any], first: str, dtype: str, warm_ranks: RankPool
+) -> None:
+    """A planted fault exceeds the bound tenfold, first in the tensor that it makes wrong."""
+    layout = Layout(ParallelConfig(**degrees), dtype, fault=fault)
+    wrong = compare(problem_of(model, ()), layout, warm_ranks).first_wrong
+    assert wrong is not None
+    assert first in wrong[0]
+    assert wrong[1] > 10
+
+
+def test_norm_that_is_not_summed_over_tp_is_found_by_name(warm_ranks: RankPool) -> None:
+    """Under sequence parallel a norm's weight has a part of its gradient, other on each rank."""
+    layout = Layout(ParallelConfig(tp=2, sequence_parallel=True), fault="norm not summed")
+    problem = problem_of(DENSE, ())
+    with pytest.raises(RankError, match=r"layers\.0\.attn\.norm\.weight.*every rank of tp"):
+        warm_ranks.run(run_case, problem, layout, None, world_size=2)
+
+
+# ---- dropout
+
+
+def mask_faults(outcomes: list[Outcome]) -> list[str]:
+    """Branches that drop the same elements of two tokens, or other ones of a token's copies."""
+    found = []
+    for key in outcomes[0].rows:
+        seen: dict[bytes, int] = {}
+        copies: dict[int, bytes] = {}
+        for outcome in outcomes:
+            if key not in outcome.rows:
+                continue
+            for number, row in zip(
+                outcome.numbers[key].tolist(), outcome.rows[key].bool(), strict=True
+            ):
+                mask = row.numpy().tobytes()
+                is_other = copies.setdefault(number, mask) != mask
+                if is_other or seen.setdefault(mask, number) != number:
+                    found.append(key[2])
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_is_each_tokens_own(sequence_parallel: bool, warm_ranks: RankPool) -> None:
+    """Copies of a token lose the same elements on every rank, other tokens lose others."""
+    problem = problem_of(DENSE, (), (("dropout", 0.5),))
+    parallel = ParallelConfig(cp=2, tp=2, sequence_parallel=sequence_parallel)
+    assert mask_faults(warm_ranks.run(run_masks, problem, Layout(parallel), world_size=4)) == []
+
+
+def test_stream_shared_over_tp_is_found_by_name(warm_ranks: RankPool) -> None:
+    """Under sequence parallel, tp ranks that draw the same drop the same of other tokens."""
+    problem = problem_of(DENSE, (), (("dropout", 0.5),))
+    parallel = ParallelConfig(tp=2, sequence_parallel=True)
+    layout = Layout(parallel, fault="one stream for tp")
+    found = mask_faults(warm_ranks.run(run_masks, problem, layout, world_size=2))
+    assert found[0] == "layers.0.attn"
+
+
+# ---- weights and norms
+
+
+def test_weights_are_the_same_in_every_layout(warm_ranks: RankPool) -> None:
+    """What a layout draws is what one process draws, and carries over to any other layout."""
+    problem = problem_of(MLA, ())
+    layouts = (
+        Layout(ParallelConfig(dp=2, ep=2, etp=2, tp=2, pp=2)),
+        Layout(ParallelConfig(dp=8, ep=8)),
+        Layout(ParallelConfig(dp=2, cp=2, tp=2, etp=2), strategy="no_shard"),
+    )
+    model = whole_model(problem)
+    init_weights([model], problem.seed, layers=problem.model.layers, init_std=problem.init_std)
+    expected = dict(model.named_parameters())
+    for found in itertools.chain(*warm_ranks.run(run_weights, problem, layouts, world_size=8)):
+        assert found.keys() == expected.keys()
+        for name, weight in found.items():
+            assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("norm_type", [2.0, torch.inf])
+def test_clipping_counts_every_element_once(norm_type: float, warm_ranks: RankPool) -> None:
+    """Norm and clipped gradients are those of one process, whatever is cut over which axis."""
+    problem = problem_of(MLA, ())
+    exact, routes = reference(problem)
+    grads = {key[1]: value for key, value in exact.items() if key[0] == "grad"}
+    norms = torch.stack([g.abs().max() if norm_type == torch.inf else g.norm()
+                         for g in grads.values()])  # fmt: skip
+    norm = torch.linalg.vector_norm(norms, norm_type).item()
+    layout = Layout(ParallelConfig(dp=2, pp=2, tp=2, ep=2, sequence_parallel=True))
+    for got, clipped in warm_ranks.run(
+        run_clipped, problem, layout, routes, norm / 3, norm_type, world_size=8
+    ):
+        # FSDP's norms of float64 are float64; 1e-6 is what clipping adds to the norm.
+        assert got == pytest.approx(norm, rel=1e-12)
+        for name, grad in grads.items():
+            expected = grad * (norm / 3 / (norm + 1e-6))
+            assert float((clipped[name] - expected).norm()) <= 1e-12 * float(grad.norm()), name
+
+
+def test_loss_is_that_of_all_ranks(warm_ranks: RankPool) -> None:
+    """Ranks with other numbers of tokens that count still have the mean over all tokens."""
+    parallel = ParallelConfig(dp=2, cp=2)
+    problem = problem_of(DENSE, packs_of(parallel, packed=True))
+    exact, routes = reference(problem)
+    outcomes = warm_ranks.run(run_case, problem, Layout(parallel), routes, world_size=4)
+    losses = join(outcomes, problem.batch, 4)["loss",]
+    assert torch.allclose(losses, exact["loss",], rtol=1e-14, atol=0)

@@ -1,0 +1,49 @@
+"""The matrix of parity on 4 GPUs: which cells, run once, and what a failure says."""
+
+from tests.dist.parity_check import prepare
+from tests.dist.parity_layouts import Cell, cell_of, cells
+from tests.dist.parity_table import DEFAULTS, Row, run_cells
+from tests.dist.rank_pool import RankPool
+
+DEVICE = "cuda"
+
+FAULTS = [
+    ("experts divided by edp", "moe_tiny", "EP2xETP2 of DP2xTP2 SP", "layers.1.mlp.moe.experts"),
+    ("plain chunks", "dense_tiny", "CP4", "layers.0.attn forward"),
+    ("swapped etp", "mla_moe_tiny", "EP2xETP2 of DP4", "layers.1.mlp.moe.experts"),
+    ("aux loss twice", "mla_moe_tiny", "EP4", "layers.1.mlp.moe.router.weight"),
+]
+"""Fault, model, layout, and what the first wrong tensor is called. See `parity_faults`."""
+
+
+def matrix(backend: str, names: list[str], device: str = DEVICE) -> list[list[Cell]]:
+    """Cells of a backend by layout, in the precisions and for the models of the table."""
+    defaults = DEFAULTS[DEVICE, backend]
+    return list(cells(defaults["model"], names, defaults["dtype"], backend=backend, device=device))
+
+
+def measure(backends: list[str], names: list[str]) -> None:
+    """Measure all bounds on as many cores as there are, once."""
+    groups = [group for backend in backends for group in matrix(backend, names)]
+    prepare([(cell.problem, cell.layout.arithmetic) for group in groups for cell in group])
+
+
+def run_layout(backend: str, name: str, pool: RankPool, device: str = DEVICE) -> list[Row]:
+    """All models and precisions on one layout, on fresh ranks."""
+    return [row for group in matrix(backend, [name], device) for row in run_cells(group, pool)]
+
+
+def wrong(rows: list[Row]) -> list[str]:
+    """What is past its bound: model, precision, units and the first wrong tensor."""
+    return [
+        f"{row.model} {row.dtype}: {row.units:.3g} units, first {row.first_wrong}"
+        for row in rows
+        if row.is_wrong
+    ]
+
+
+def run_fault(
+    fault: str, model: str, name: str, dtype: str, pool: RankPool, device: str = DEVICE
+) -> Row:
+    """A cell with a planted fault, torch backend."""
+    return run_cells([cell_of(model, name, dtype, device=device, fault=fault)], pool)[0]

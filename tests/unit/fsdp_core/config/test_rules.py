@@ -1,0 +1,293 @@
+"""Every rule in the tables: an example that breaks it and nothing before it, and the way out."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fsdp_core.config import (
+    MODEL_PRESETS,
+    NOT_BUILT,
+    RULES,
+    ConfigError,
+    DataConfig,
+    FsdpConfig,
+    Layout,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    divisors,
+    model_from_preset,
+    not_built,
+    refuse_not_built,
+)
+
+MLA: dict[str, Any] = {
+    "attention": "mla", "kv_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+MOE: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 32}
+STEPS = {"steps": 2}
+
+Values = dict[str, Any]
+EXAMPLES: dict[str, tuple[str, Values, Values]] = {
+    # rule: (key at fault, values that break it, what to change)
+    "heads_divide_hidden": ("heads", {"model": {"heads": 5, "kv_heads": 5}},
+                            {"model": {"head_dim": 16}}),
+    "rope_turns_pairs": ("qk_rope_head_dim", {"model": MLA | {"qk_rope_head_dim": 3}},
+                         {"model": {"qk_rope_head_dim": 2}}),
+    "kv_heads_divide_heads": ("kv_heads", {"model": {"kv_heads": 3}}, {"model": {"kv_heads": 1}}),
+    "mla_has_widths": ("v_head_dim", {"model": MLA | {"v_head_dim": 0}},
+                       {"model": {"v_head_dim": 1}}),
+    "mla_keys_need_mla": ("kv_lora_rank", {"model": MLA | {"attention": "gqa"}},
+                          {"model": {"attention": "mla"}}),
+    "mla_has_all_kv_heads": ("kv_heads", {"model": MLA | {"kv_heads": 2}},
+                             {"model": {"kv_heads": 4}}),
+    "mla_decides_head_dim": ("head_dim", {"model": MLA | {"head_dim": 16}},
+                             {"model": {"head_dim": 12}}),
+    "qk_norm_needs_gqa": ("qk_norm", {"model": MLA | {"qk_norm": True}},
+                          {"model": {"qk_norm": False}}),
+    "expert_keys_need_experts": ("capacity_factor", {"model": {"capacity_factor": 1.0}},
+                                 {"model": MOE}),
+    "top_k_within_experts": ("top_k", {"model": MOE | {"top_k": 9}}, {"model": {"top_k": 8}}),
+    "experts_have_width": ("expert_ffn", {"model": MOE | {"expert_ffn": 0}},
+                           {"model": {"expert_ffn": 1}}),
+    "some_layer_has_experts": ("first_dense_layers", {"model": MOE | {"first_dense_layers": 2}},
+                               {"model": {"layers": 3}}),
+    "dropping_needs_capacity": ("drop", {"model": MOE | {"drop": "probs"}},
+                                {"model": {"capacity_factor": 1.0}}),
+    "edp_is_whole": ("ep", {"model": MOE, "parallel": {"dp": 2, "ep": 4}}, {"parallel": {"dp": 4}}),
+    "sequence_parallel_needs_tp": ("sequence_parallel", {"parallel": {"sequence_parallel": True}},
+                                   {"parallel": {"tp": 2}}),
+    "chunks_need_stages": ("pp_chunks",
+                           {"model": {"layers": 4}, "microbatches": 2,
+                            "parallel": {"pp_chunks": 2}},
+                           {"parallel": {"pp": 2}}),
+    "dynamic_cp_ascends": ("dynamic_cp", {"parallel": {"dp": 4, "dynamic_cp": (2, 1)}},
+                           {"parallel": {"dynamic_cp": (1, 2)}}),
+    "dynamic_cp_fits": ("dynamic_cp", {"parallel": {"dp": 2, "cp": 2, "dynamic_cp": (1, 8)}},
+                        {"parallel": {"dynamic_cp": (1, 4)}}),
+    "tp_divides_heads": ("parallel.tp",
+                         {"model": {"ffn": 159, "vocab_size": 255}, "parallel": {"tp": 3}},
+                         {"model": {"heads": 3, "kv_heads": 3, "head_dim": 8}}),
+    "tp_divides_kv_heads": ("parallel.tp", {"parallel": {"tp": 4}}, {"model": {"kv_heads": 4}}),
+    "tp_divides_ffn": ("parallel.tp", {"model": {"ffn": 161}, "parallel": {"tp": 2}},
+                       {"model": MOE, "parallel": {"sequence_parallel": True}}),
+    "tp_divides_shared_expert_ffn": ("parallel.tp",
+                                     {"model": MOE | {"shared_expert_ffn": 33},
+                                      "parallel": {"tp": 2, "sequence_parallel": True}},
+                                     {"model": {"shared_expert_ffn": 0}}),
+    "tp_divides_vocab_size": ("parallel.tp",
+                              {"model": {"vocab_size": 257}, "parallel": {"tp": 2}},
+                              {"model": {"vocab_size": 258}}),
+    "sequence_parallel_cuts_seq": ("parallel.tp",
+                                   {"model": {"seq": 33},
+                                    "parallel": {"tp": 2, "sequence_parallel": True}},
+                                   {"parallel": {"sequence_parallel": False}}),
+    "cp_cuts_seq": ("parallel.cp",
+                    {"model": {"seq": 12}, "parallel": {"cp": 2, "tp": 2,
+                                                        "sequence_parallel": True}},
+                    {"parallel": {"sequence_parallel": False}}),
+    "dynamic_cp_cuts_seq": ("parallel.dynamic_cp",
+                            {"model": {"seq": 28}, "parallel": {"dp": 4, "dynamic_cp": (1, 2, 4)}},
+                            {"parallel": {"dynamic_cp": (1, 2)}}),
+    "expert_axes_need_experts": ("parallel.etp", {"parallel": {"dp": 2, "etp": 2}},
+                                 {"model": MOE}),
+    "ep_divides_experts": ("parallel.ep", {"model": MOE, "parallel": {"dp": 3, "ep": 3}},
+                           {"model": {"experts": 9}}),
+    "etp_divides_expert_ffn": ("parallel.etp", {"model": MOE, "parallel": {"dp": 3, "etp": 3}},
+                               {"model": {"expert_ffn": 33}}),
+    "experts_under_tp_need_sequence_parallel": ("parallel.sequence_parallel",
+                                                {"model": MOE, "parallel": {"tp": 2, "ep": 2}},
+                                                {"parallel": {"ep": 1, "etp": 2}}),
+    "stages_have_layers": ("parallel.pp", {"parallel": {"pp": 3}}, {"model": {"layers": 3}}),
+    "interleaving_fills_rounds": ("microbatches",
+                                  {"model": {"layers": 5}, "microbatches": 3,
+                                   "parallel": {"pp": 2, "pp_chunks": 2}},
+                                  {"microbatches": 4}),
+    "scopes_are_known": ("graph", {"graph": ("atn",)}, {"graph": ("attn",)}),
+    "scopes_differ": ("graph", {"graph": ("attn", "mlp", "attn")}, {"graph": ("attn", "mlp")}),
+    "full_iteration_stands_alone": ("graph", {"graph": ("mlp", "full_iteration")},
+                                    {"graph": ("full_iteration",)}),
+    "layer_stands_alone": ("graph", {"graph": ("layer", "attn")}, {"graph": ("layer",)}),
+    "moe_holds_its_stages": ("graph",
+                             {"model": MOE | {"capacity_factor": 1.0},
+                              "graph": ("moe_router", "moe")},
+                             {"graph": ("attn", "moe")}),
+    "preprocess_follows_router": ("graph", {"model": MOE, "graph": ("attn", "moe_preprocess")},
+                                  {"graph": ("attn", "moe_router", "moe_preprocess")}),
+    "scopes_need_experts": ("graph", {"graph": ("attn", "moe_router")}, {"model": MOE}),
+    "mlp_needs_dense_ffn": ("graph", {"model": MOE, "graph": ("mlp",)},
+                            {"model": {"first_dense_layers": 1}}),
+    "captured_experts_have_capacity": ("model.capacity_factor",
+                                       {"model": MOE, "graph": ("full_iteration",)},
+                                       {"model": {"capacity_factor": 1.5}}),
+    "full_iteration_has_one_cp": ("parallel.dynamic_cp",
+                                  {"parallel": {"dp": 2, "dynamic_cp": (1, 2)},
+                                   "graph": ("full_iteration",)},
+                                  {"graph": ("attn",)}),
+    "graphs_are_replayed": ("steps", {"graph": ("attn",), "steps": 2}, {"steps": 3}),
+    "partial_scopes_need_stable_pool": ("fsdp.pool",
+                                        {"graph": ("attn",), "fsdp": {"pool": "dynamic"}},
+                                        {"fsdp": {"strategy": "optim_grads"}}),
+    "partial_scopes_need_persistence": ("fsdp.persistent_on_miss",
+                                        {"graph": ("attn",),
+                                         "fsdp": {"persistent_on_miss": False}},
+                                        {"graph": ("full_iteration",)}),
+    "fp8_needs_te": ("fp8", {"fp8": "current"}, {"backend": "te"}),
+    "fp8_takes_widths": ("fp8", {"fp8": "block", "backend": "te", "model": {"ffn": 168}},
+                         {"model": {"ffn": 176}}),
+    "fp8_takes_tokens": ("fp8", {"fp8": "delayed", "backend": "te", "model": {"seq": 24}},
+                         {"model": {"seq": 48}}),
+    "text_fits_vocabulary": ("model.vocab_size",
+                             {"model": {"vocab_size": 255}, "data": {"kind": "text"}},
+                             {"model": {"vocab_size": 256}}),
+}  # fmt: skip
+NOT_BUILT_EXAMPLES: dict[str, tuple[str, Values]] = {
+    "scopes_are_not_built": ("graph", {"graph": ("attn", "mlp")}),
+    "attn_in_pipelines_is_not_built":
+        ("parallel.pp", {"graph": ("attn",), "parallel": {"pp": 2}}),
+    "attn_of_dynamic_cp_is_not_built":
+        ("parallel.dynamic_cp", {"graph": ("attn",), "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
+}  # fmt: skip
+KINDS: dict[str, Any] = {
+    "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,
+}  # fmt: skip
+
+
+def build(values: Values) -> TrainConfig:
+    """The run that nested values describe."""
+    parts = {key: KINDS[key](**value) for key, value in values.items() if key in KINDS}
+    return TrainConfig(**(values | parts))
+
+
+def changed(values: Values, change: Values) -> Values:
+    """`values` with `change` laid over them, key by key."""
+    merged = {key: values.get(key, {}) | change.get(key, {}) for key in KINDS
+              if key in values or key in change}  # fmt: skip
+    return values | change | merged
+
+
+IMPLIED = {"tp_divides_heads": {"tp_divides_kv_heads"}}
+"""What is broken beside a rule whatever one does: key-value heads divide query heads."""
+
+
+def unchecked(kind: Any, values: Values) -> Any:
+    """An instance with default values beside those given, which broke rules or not."""
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        value: Any = values.get(field.name, field.default)
+        if value is dataclasses.MISSING:
+            make: Any = field.default_factory
+            value = make()
+        object.__setattr__(made, field.name, value)
+    return made
+
+
+@pytest.mark.parametrize("rule", EXAMPLES)
+def test_an_example_breaks_its_rule_alone(rule: str) -> None:
+    """Without the checks that come first, no other rule says anything: none stands in for it."""
+    values = EXAMPLES[rule][1]
+    parts = {key: unchecked(kind, values.get(key, {})) for key, kind in KINDS.items()}
+    run = unchecked(TrainConfig, values | parts)
+    broken = {
+        each.name
+        for about, rules in RULES.items()
+        if about != "not built"
+        for each in rules
+        if each.check(parts.get(about, run)) is not None
+    }
+    assert broken == {rule} | IMPLIED.get(rule, set())
+
+
+def test_the_examples_are_the_rules() -> None:
+    """Each rule has an example and each example a rule; names are unique."""
+    names = [rule.name for about, rules in RULES.items() if about != "not built" for rule in rules]
+    assert len(set(names)) == len(names)
+    assert set(names) == set(EXAMPLES)
+    assert {rule.name for rule in NOT_BUILT} == set(NOT_BUILT_EXAMPLES)
+
+
+@pytest.mark.parametrize("rule", EXAMPLES)
+def test_a_broken_rule_is_named(rule: str) -> None:
+    """What breaks a rule is refused by its name, at the key; one change makes it legal."""
+    key, values, change = EXAMPLES[rule]
+    with pytest.raises(ConfigError) as caught:
+        build(values)
+    assert (caught.value.rule, caught.value.key) == (rule, key)
+    assert str(caught.value).endswith(f"; rule: {rule}")
+    build(changed(values, change))
+
+
+@pytest.mark.parametrize("rule", NOT_BUILT_EXAMPLES)
+def test_what_is_not_built_is_legal_and_refused_by_the_trainer(rule: str) -> None:
+    """A configuration may ask for it, `refuse_not_built` says no."""
+    key, values = NOT_BUILT_EXAMPLES[rule]
+    asked = build(values)
+    with pytest.raises(ConfigError) as caught:
+        refuse_not_built(asked)
+    assert "built so far" in str(caught.value)
+    assert (caught.value.rule, caught.value.key) == (rule, key)
+
+
+def test_what_is_built_is_not_refused() -> None:
+    """Every preset on every axis is trained, eagerly and as one graph; attn but for pipelines."""
+    built: tuple[Values, ...] = (
+        {"parallel": {"dp": 4, "dp_outer": 2}, "graph": ("attn",)},
+        {"parallel": {"tp": 2, "cp": 2, "sequence_parallel": True}, "graph": ("attn",)},
+        {"parallel": {"pp": 2, "tp": 2}, "graph": ("full_iteration",)},
+        {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}},
+        {"model": MOE, "parallel": {"dp": 4, "ep": 2, "etp": 2}, "graph": ("attn",)},
+    )
+    for values in built:
+        assert not_built(build(values)) is None
+    for preset in MODEL_PRESETS:
+        assert not_built(TrainConfig(model=model_from_preset(preset))) is None
+
+
+def test_messages_are_for_people() -> None:
+    """One sentence each, on one line of a document."""
+    for rules in RULES.values():
+        for rule in rules:
+            assert rule.message.endswith(".")
+            assert "\n" not in rule.message
+            assert len(rule.message) <= 90, rule
+
+
+def test_a_run_is_what_layout_rules_look_at() -> None:
+    """`TrainConfig` has what the protocol asks for."""
+    run: Layout = TrainConfig()
+    assert (run.model, run.parallel, run.microbatches) == (ModelConfig(), ParallelConfig(), 1)
+
+
+def test_an_error_moves_into_its_part() -> None:
+    """Seen from the run, the key of a part's error is dotted; everything else stays."""
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(heads=3)
+    moved = caught.value.within("model")
+    assert (moved.key, moved.rule) == ("model.heads", "heads_divide_hidden")
+    assert str(moved) == f"model.{caught.value}"
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 720])
+def test_divisors(number: int) -> None:
+    """All of them, once, ascending."""
+    assert divisors(number) == tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def test_tiny_presets_take_every_layout_of_the_matrix() -> None:
+    """The presets for tests divide by each degree that tests of 8 ranks use."""
+    for preset in ("dense_tiny", "moe_tiny", "mla_moe_tiny"):
+        model = model_from_preset(preset)
+        experts = {"ep": 8} if model.experts else {}
+        for degrees in ({"dp": 8, **experts}, {"dp": 4, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2},
+                        {"cp": 4}, {"tp": 2, "pp": 2}, {"dp": 2, "pp": 2, "tp": 2},
+                        {"dp": 8, "dynamic_cp": (1, 2, 4, 8)}, {"cp": 8}):  # fmt: skip
+            sequence_parallel = "tp" in degrees
+            parallel = ParallelConfig(**degrees, sequence_parallel=sequence_parallel)
+            assert TrainConfig(model=model, parallel=parallel).parallel == parallel
+    for ep, etp in ((2, 2), (4, 1), (8, 1), (1, 2)):
+        for preset in ("moe_tiny", "mla_moe_tiny"):
+            parallel = ParallelConfig(dp=8, ep=ep, etp=etp)
+            TrainConfig(model=model_from_preset(preset), parallel=parallel)
+    assert set(MODEL_PRESETS) >= {"qwen3_8b", "qwen3_30b_a3b", "moonlight_16b_a3b", "llama3_8b"}

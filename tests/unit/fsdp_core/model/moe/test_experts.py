@@ -1,0 +1,145 @@
+"""Grouped linear layers: paths, cuts, hooks, and what they refuse."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.dispatch import Groups
+from fsdp_core.model.moe.experts import Experts, GroupedLinear
+from fsdp_core.parallel.cuts import Cut, cut_of, global_shape
+
+EXPERTS, IN, OUT = 4, 16, 24
+
+
+def groups(*counts: int) -> Groups:
+    """Rows of each expert."""
+    ends = torch.tensor(counts).cumsum(0).int()
+    return Groups(counts, ends, (), (), None, None)
+
+
+def linear(axes: MoeAxes, path: str, dtype: torch.dtype) -> GroupedLinear:
+    """A layer with random weights."""
+    layer = GroupedLinear(EXPERTS, IN, OUT, axes, cut_dim=1, path=path)
+    generator = torch.Generator().manual_seed(1)
+    layer.weight.data = torch.randn(EXPERTS, OUT, IN, generator=generator).to(dtype)
+    return layer
+
+
+def rows(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random rows that want a gradient."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(*shape, IN, generator=generator).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("path", ["loop", "grouped", "auto"])
+@pytest.mark.parametrize("counts", [(3, 0, 1, 2), (0, 0, 6, 0), (6, 0, 0, 0), (0, 0, 0, 0)])
+def test_each_row_meets_its_experts_matrix(
+    alone: MoeAxes, path: str, counts: tuple[int, ...]
+) -> None:
+    """Ragged groups, empty ones too: output and gradients; an unused expert's gradient is zero."""
+    dtype = torch.float32
+    layer, x = linear(alone, path, dtype), rows(dtype, sum(counts))
+    out = layer(x, groups(*counts))
+    expert_of_row = torch.arange(EXPERTS).repeat_interleave(torch.tensor(counts))
+    due = torch.einsum("ni,noi->no", x.double(), layer.weight.double()[expert_of_row])
+    assert out.shape == (sum(counts), OUT)
+    torch.testing.assert_close(out.double(), due, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    out.backward(grad)
+    assert layer.weight.grad is not None
+    assert x.grad is not None
+    expected = torch.zeros(EXPERTS, OUT, IN, dtype=torch.float64)
+    for row, expert in enumerate(expert_of_row.tolist()):
+        expected[expert] += torch.outer(grad[row], x.detach()[row]).double()
+    torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+    for expert in range(EXPERTS):
+        assert layer.weight.grad[expert].any() == (counts[expert] > 0)
+
+
+def test_a_kernel_that_leaves_empty_groups_alone(
+    alone: MoeAxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unused expert's gradient is zero also where the grouped kernel does not write it."""
+    kernel = F.grouped_mm
+
+    def leaves_garbage(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        out = kernel(a, b, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", leaves_garbage)
+    layer = linear(alone, "grouped", torch.bfloat16)
+    layer(rows(torch.bfloat16, 4), groups(3, 0, 1, 0)).sum().backward()
+    assert layer.weight.grad is not None
+    used = [bool(grad.any()) for grad in layer.weight.grad]
+    assert used == [True, False, True, False]
+    assert not layer.weight.grad.isnan().any()
+
+
+@pytest.mark.parametrize("path", ["loop", "grouped", "batched", "auto"])
+def test_static_rows_are_the_same_product(alone: MoeAxes, path: str) -> None:
+    """[L, n, in] on every path."""
+    dtype = torch.float32
+    layer, x = linear(alone, path, dtype), rows(dtype, EXPERTS, 5)
+    out = layer(x, None)
+    due = torch.einsum("lni,loi->lno", x.double(), layer.weight.double())
+    torch.testing.assert_close(out.double(), due, rtol=1e-5, atol=1e-5)
+    # A sum's gradient is an expanded scalar, which the grouped kernel itself refuses.
+    out.sum().backward()
+    assert layer.weight.grad is not None
+    column_sums = x.detach().sum(1)[:, None, :].expand(-1, OUT, -1)
+    torch.testing.assert_close(layer.weight.grad, column_sums, rtol=1e-5, atol=1e-5)
+
+
+def test_paths_that_cannot_take_the_rows_say_so(alone: MoeAxes) -> None:
+    """Ragged rows are not batched; float64 and odd widths are not grouped; names are checked."""
+    with pytest.raises(ValueError, match="Expected rows of static shape for the batched path"):
+        linear(alone, "batched", torch.float32)(rows(torch.float32, 2), groups(1, 1, 0, 0))
+    with pytest.raises(ValueError, match=r"for the grouped path, got torch\.float64"):
+        linear(alone, "grouped", torch.float64)(rows(torch.float64, 2), groups(1, 1, 0, 0))
+    narrow = GroupedLinear(EXPERTS, IN, 12, alone, cut_dim=1, path="grouped").bfloat16()
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        narrow(rows(torch.bfloat16, 2), groups(1, 1, 0, 0))
+    with pytest.raises(ValueError, match=r"Expected path in .*got 'fast'"):
+        linear(alone, "fast", torch.float32)
+
+
+def test_parameters_know_their_cuts(alone: MoeAxes) -> None:
+    """Experts are cut over ep, their width over etp: dim 1 of gate and up, dim 2 of down."""
+    axes = replace(
+        alone,
+        ep=replace(alone.ep, size=2, rank=1),
+        etp=replace(alone.etp, size=4, rank=3),
+    )
+    experts = Experts(EXPERTS, IN, OUT, axes)
+    shapes = {"gate": (2, OUT // 4, IN), "up": (2, OUT // 4, IN), "down": (2, IN, OUT // 4)}
+    for name, shape in shapes.items():
+        weight = getattr(experts, name).weight
+        assert weight.shape == shape
+        assert weight.isnan().all()
+        dim = 2 if name == "down" else 1
+        assert cut_of(weight) == (Cut("ep", 0, 2, 1), Cut("etp", dim, 4, 3))
+        whole = (EXPERTS, IN, OUT) if name == "down" else (EXPERTS, OUT, IN)
+        assert tuple(global_shape(weight)) == whole
+    with pytest.raises(ValueError, match="multiple of the 4 ranks of axis etp, got 6"):
+        Experts(EXPERTS, IN, 6, axes)
+
+
+@pytest.mark.parametrize("path", ["loop", "grouped", "batched"])
+def test_hooks_of_the_layers_run(alone: MoeAxes, path: str) -> None:
+    """Every path calls the three layers as modules: a gather in a hook is never bypassed."""
+    experts = Experts(EXPERTS, IN, OUT, alone, path)
+    for parameter in experts.parameters():
+        parameter.data.fill_(0.125)
+    seen: list[str] = []
+    for name, layer in experts.named_children():
+        layer.register_forward_pre_hook(lambda *_, name=name: seen.append(f"before {name}"))
+        layer.register_forward_hook(lambda *_, name=name: seen.append(f"after {name}"))
+    out = experts(torch.ones(EXPERTS, 2, IN), None)
+    inner = F.silu(torch.tensor(IN * 0.125)) * IN * 0.125
+    torch.testing.assert_close(out, torch.full_like(out, OUT * 0.125) * inner)
+    assert sorted(seen) == sorted(f"{w} {n}" for w in ("before", "after") for n in experts._modules)

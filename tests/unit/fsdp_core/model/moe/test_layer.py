@@ -1,0 +1,209 @@
+"""The layer in one process: stages, host reads, and what it refuses."""
+
+import copy
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.layer import MoeLayer
+from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.routing import RouterRule
+from fsdp_core.model.moe.shared import SharedExperts
+from fsdp_core.parallel.cuts import cut_of
+
+EXPERTS, HIDDEN, FFN = 4, 8, 12
+READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
+
+
+class HostReads(TorchFunctionMode):
+    """Counts what waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def layer(
+    axes: MoeAxes, delivery: Delivery, *, shared: bool = True, gated: bool = False, **changes: Any
+) -> MoeLayer:
+    """Random float64 weights, the same at each call."""
+    rule = RouterRule(**{"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.1, **changes})
+    always = None
+    if shared:
+        always = SharedExperts(HIDDEN, FFN, axes.tp, sequence_parallel=False, gated=gated)
+    made = MoeLayer(HIDDEN, FFN, rule, axes, delivery=delivery, shared=always).double()
+    generator = torch.Generator().manual_seed(8)
+    for parameter in made.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return made
+
+
+def tokens() -> torch.Tensor:
+    """[2, 3, HIDDEN], wants a gradient."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(2, 3, HIDDEN, generator=generator).double().requires_grad_()
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_dropless_reads_the_host_once(alone: MoeAxes, dispatcher: str) -> None:
+    """Forward and backward of a dropless layer wait for the device at one place."""
+    made, x = layer(alone, Delivery(dispatcher=dispatcher)), tokens()
+    with HostReads() as reads:
+        made(x).sum().backward()
+    assert reads.seen == {"tolist": 1}
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_drop_and_pad_never_reads_the_host(alone: MoeAxes, dispatcher: str) -> None:
+    """With a capacity nothing waits for the device."""
+    made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=1.0), expert_bias=True)
+    valid = torch.tensor([[True, True, False], [True, True, True]])
+    with HostReads() as reads:
+        made(tokens(), valid).sum().backward()
+        made.router.update_bias(0.1)
+    assert not reads.seen
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that run, in the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(("path", "factor"), [("grouped", None), ("batched", 1.0)])
+def test_operators_do_not_count_experts(
+    alone: MoeAxes, dispatcher: str, path: str, factor: float | None
+) -> None:
+    """With 64 experts, most of them empty, a step is as many operators as with 8."""
+    numbers = []
+    for experts in (8, 64):
+        rule = RouterRule(num_experts=experts, top_k=2, aux_coeff=0.1)
+        delivery = Delivery(dispatcher=dispatcher, capacity_factor=factor)
+        made = MoeLayer(HIDDEN, FFN - 4, rule, alone, delivery=delivery, path=path)
+        for parameter in made.parameters():
+            parameter.data.normal_(generator=torch.Generator().manual_seed(8))
+        with Operators() as seen:
+            made(tokens().float()).sum().backward()
+        numbers.append(seen.number)
+    assert numbers[0] == numbers[1]
+
+
+def test_stages_make_the_layer(alone: MoeAxes) -> None:
+    """Router stage, preprocess and the rest are the forward pass; gradients reach the router."""
+    made, x = layer(alone, Delivery()), tokens()
+    routed = made.router_stage(x)
+    plan = made.preprocess(routed.experts, routed.probs)
+    y = made.experts_stage(x, routed, plan)
+    assert torch.equal(y, made(x))
+    assert routed.probs.requires_grad
+    assert not any(tensor.requires_grad for tensor in plan)
+    assert routed.shared is not None
+    assert routed.shared.shape == x.shape
+
+
+def test_shared_experts_are_added(alone: MoeAxes) -> None:
+    """The output is that of the routed experts plus that of the shared ones."""
+    made, bare, x = layer(alone, Delivery()), layer(alone, Delivery(), shared=False), tokens()
+    for name, parameter in bare.named_parameters():
+        parameter.data.copy_(made.get_parameter(name))
+    mats = [getattr(made.shared, name).weight for name in ("gate", "up", "down")]
+    shared = F.linear(F.silu(F.linear(x, mats[0])) * F.linear(x, mats[1]), mats[2])
+    assert torch.equal(made(x), bare(x) + shared)
+    assert shared.any()
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("factor", [None, 0.5])
+@pytest.mark.parametrize("gated", [False, True])
+def test_padding_may_hold_anything(
+    alone: MoeAxes, dispatcher: str, factor: float | None, gated: bool
+) -> None:
+    """Padding gets zeros, and its NaNs reach no other token and no gradient."""
+    valid = torch.tensor([[True, False, True], [False, True, True]])
+    found = []
+    for content in (0.0, float("nan")):
+        made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor), gated=gated)
+        x = tokens()
+        x.data[~valid] = content
+        y = made(x, valid)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in made.parameters())])
+        assert not y[~valid].any()
+        assert y[valid].any(-1).all()
+    for zero, other in zip(*found, strict=True):
+        assert zero.isfinite().all()
+        assert torch.equal(zero, other)
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_no_tokens_at_all(alone: MoeAxes, dispatcher: str, factor: float | None) -> None:
+    """Nothing goes in, nothing comes out, and every gradient is zero."""
+    made = layer(alone, Delivery(dispatcher=dispatcher, capacity_factor=factor))
+    y = made(tokens()[:, :0])
+    assert y.shape == (2, 0, HIDDEN)
+    y.sum().backward()
+    for parameter in made.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+@pytest.mark.parametrize("factor", [None, 0.5, 1.0])
+def test_recomputation_changes_nothing(alone: MoeAxes, factor: float | None) -> None:
+    """Under recompute gradients are the same bits, and the load is counted once."""
+    grads = []
+    for recompute in (False, True):
+        made = layer(alone, Delivery(capacity_factor=factor), expert_bias=True)
+        x = tokens()
+        y = checkpoint(made, x, use_reentrant=False) if recompute else made(x)
+        y.square().sum().backward()
+        found = [x.grad, *(p.grad for p in made.parameters()), made.router.slots_per_expert]
+        assert all(grad is not None for grad in found)
+        grads.append(found)
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_copy_is_a_layer_of_its_own(alone: MoeAxes) -> None:
+    """Process groups, which nothing can copy, are shared; weights, cuts and buffers are not."""
+    group: Any = threading.Lock()
+    axes = replace(
+        alone, ep=replace(alone.ep, group=group), etp=replace(alone.etp, group=group),
+        tp=replace(alone.tp, group=group), tokens=(replace(alone.tokens[0], group=group),),
+    )  # fmt: skip
+    made = layer(axes, Delivery(), expert_bias=True)
+    copied, x = copy.deepcopy(made), tokens()
+    assert torch.equal(made(x), copied(x))
+    for mine, other in zip(made.parameters(), copied.parameters(), strict=True):
+        assert cut_of(mine) == cut_of(other)
+        mine.data.zero_()
+        assert other.any()
+
+
+def test_sizes_that_do_not_divide_are_refused(alone: MoeAxes) -> None:
+    """Experts over ep."""
+    axes = replace(alone, ep=replace(alone.ep, size=3))
+    with pytest.raises(ValueError, match="divisible by ep=3, got 4"):
+        layer(axes, Delivery())

@@ -1,0 +1,304 @@
+"""The router: losses that join the backward pass once, the load, the bias, and tapes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.replay import RoutingTape
+from fsdp_core.model.moe.router import Router
+from fsdp_core.model.moe.routing import RouterRule
+
+HIDDEN, EXPERTS, TOKENS = 6, 4, 10
+VALID = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
+
+
+def make(axes: MoeAxes, **changes: Any) -> Router:
+    """A float64 router with random weights."""
+    settings = {"num_experts": EXPERTS, "top_k": 2, "aux_coeff": 0.3, "z_coeff": 0.2, **changes}
+    router = Router(HIDDEN, RouterRule(**settings), axes).double()
+    generator = torch.Generator().manual_seed(5)
+    router.weight.data.copy_(torch.randn(EXPERTS, HIDDEN, generator=generator))
+    return router
+
+
+def tokens() -> torch.Tensor:
+    """[TOKENS, HIDDEN], wants a gradient."""
+    generator = torch.Generator().manual_seed(6)
+    return torch.randn(TOKENS, HIDDEN, generator=generator).double().requires_grad_()
+
+
+def losses(router: Router, x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """Balance loss plus z-loss by their formulas, token by token."""
+    rule = router.rule
+    keep = torch.ones(TOKENS, dtype=torch.bool) if valid is None else valid
+    logits = (x @ router.weight.t())[keep]
+    num = len(logits)
+    scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
+    experts = scores.topk(rule.top_k).indices
+    shares = scores / scores.sum(-1, keepdim=True)
+    slots = torch.stack([(experts == e).sum() for e in range(EXPERTS)]).double()
+    balance = EXPERTS * (slots / (rule.top_k * num) * shares.mean(0)).sum()
+    return rule.aux_coeff * balance + rule.z_coeff * logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("valid", [None, VALID], ids=["all", "some"])
+def test_the_gradient_of_the_losses_joins_once(
+    alone: MoeAxes, scores: str, valid: torch.Tensor | None
+) -> None:
+    """Backward adds scale times the losses' gradient to that of what follows, and no value."""
+    router, x = make(alone, scores=scores), tokens()
+    quiet = make(alone, scores=scores, aux_coeff=0.0, z_coeff=0.0)
+    router.loss_scale.fill_(0.25)
+    wanted = torch.randn(TOKENS, 2, dtype=torch.float64)
+    probs, experts = router(x, valid)
+    quiet_probs, quiet_experts = quiet(x, valid)
+    assert torch.equal(probs, quiet_probs)
+    assert torch.equal(experts, quiet_experts)
+    found = torch.autograd.grad(probs, (x, router.weight), wanted)
+    main = torch.autograd.grad(quiet_probs, (x, quiet.weight), wanted)
+    total = losses(router, x, valid)
+    extra = torch.autograd.grad(total, (x, router.weight))
+    for got, one, other in zip(found, main, extra, strict=True):
+        torch.testing.assert_close(got, one + 0.25 * other, rtol=1e-12, atol=1e-14)
+    assert (router.balance_loss + router.z_loss).item() == pytest.approx(total.item(), rel=1e-12)
+
+
+def test_the_scale_is_that_of_the_backward_pass(alone: MoeAxes) -> None:
+    """A loss scale that is set after the forward pass counts, as a loss scaler's does."""
+    grads = []
+    for scale in (1.0, 8.0):
+        router, x = make(alone), tokens()
+        probs, _ = router(x)
+        router.loss_scale.fill_(scale)
+        (probs * 0).sum().backward()
+        assert router.weight.grad is not None
+        grads.append(router.weight.grad)
+    assert torch.equal(grads[0] * 8, grads[1])
+    assert grads[0].abs().max() > 0
+
+
+def test_tokens_that_are_not_valid_go_nowhere(alone: MoeAxes) -> None:
+    """Their experts are the number of experts, their weights and gradients zero."""
+    router, x = make(alone, expert_bias=True), tokens()
+    probs, experts = router(x, VALID)
+    assert (experts[~VALID] == EXPERTS).all()
+    assert (experts[VALID] < EXPERTS).all()
+    assert not probs[~VALID].any()
+    probs.sum().backward()
+    assert x.grad is not None
+    assert not x.grad[~VALID].any()
+    assert router.slots_per_expert.sum() == 2 * VALID.sum()
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_padding_may_hold_anything(alone: MoeAxes, scores: str) -> None:
+    """NaN and infinities in rows that are not valid change no bit of losses and gradients."""
+    found = []
+    for content in (0.0, float("nan"), float("inf")):
+        router, x = make(alone, scores=scores), tokens()
+        x.data[~VALID] = content
+        probs, _ = router(x, VALID)
+        (probs * torch.arange(2.0)).sum().backward()
+        assert router.weight.grad is not None
+        assert x.grad is not None
+        found.append([probs, router.weight.grad, x.grad, router.balance_loss, router.z_loss])
+    for zero, *others in zip(*found, strict=True):
+        assert zero.isfinite().all()
+        assert all(torch.equal(zero, other) for other in others)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("size", [-1e3, 1e3])
+def test_huge_logits_have_finite_losses(alone: MoeAxes, scores: str, size: float) -> None:
+    """Logits past the range of exp, and sigmoids that all underflow to zero, give no NaN."""
+    router, x = make(alone, scores=scores), torch.full((TOKENS, HIDDEN), size).requires_grad_()
+    router.float().weight.data.copy_(torch.linspace(0.5, 1, EXPERTS)[:, None])
+    probs, experts = router(x)
+    probs.sum().backward()
+    assert router.weight.grad is not None
+    for tensor in (probs, router.balance_loss, router.z_loss, router.weight.grad):
+        assert tensor.isfinite().all()
+    if scores == "softmax":
+        assert (experts[:, 0] == (EXPERTS - 1 if size > 0 else 0)).all()
+
+
+def test_casts_leave_the_bias_alone(alone: MoeAxes) -> None:
+    """In a bfloat16 model the bias is float32, bit for bit, and still moves by small steps."""
+    router = make(alone, expert_bias=True).float()
+    router.loss_scale = router.loss_scale.double()
+    assert router.expert_bias is not None
+    router.expert_bias.copy_(torch.tensor([1.001, -1.001, 0.3, 0.0]))
+    before = router.expert_bias.clone()
+    router.loss_scale.fill_(1 / 3)
+    router.to(torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16
+    assert torch.equal(router.expert_bias, before)
+    assert router.loss_scale.item() == 1 / 3
+    router.slots_per_expert.copy_(torch.tensor([7, 1, 4, 4]))
+    router.update_bias(0.001)
+    assert torch.equal(router.expert_bias, before + torch.tensor([-0.001, 0.001, 0.0, 0.0]))
+    assert router.double().loss_scale.dtype == torch.float64
+
+
+def test_a_router_from_the_meta_device_starts_anew(alone: MoeAxes) -> None:
+    """What torch leaves in memory is no bias, no load and no scale."""
+    with torch.device("meta"):
+        router = make_on_meta(alone)
+    router.to_empty(device="cpu")
+    assert router.expert_bias is not None
+    assert not router.expert_bias.any()
+    assert not router.slots_per_expert.any()
+    assert router.loss_scale.item() == 1.0
+
+
+def make_on_meta(axes: MoeAxes) -> Router:
+    """A router with a bias, without memory."""
+    return Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2, expert_bias=True), axes)
+
+
+def test_a_tape_sends_no_padding(alone: MoeAxes) -> None:
+    """Tokens that are not valid go nowhere, also where the tape says otherwise."""
+    router, x = make(alone), tokens()
+    router.tape = RoutingTape([torch.ones(TOKENS, 2, dtype=torch.int64)])
+    probs, experts = router(x, VALID)
+    assert (experts[~VALID] == EXPERTS).all()
+    assert (experts[VALID] == 1).all()
+    assert not probs[~VALID].any()
+
+
+def test_without_any_valid_token_losses_are_zero(alone: MoeAxes) -> None:
+    """No division by zero."""
+    router, x = make(alone), tokens()
+    probs, _ = router(x, torch.zeros(TOKENS, dtype=torch.bool))
+    probs.sum().backward()
+    assert (router.balance_loss.item(), router.z_loss.item()) == (0.0, 0.0)
+    assert router.weight.grad is not None
+    assert not router.weight.grad.any()
+
+
+def test_slots_are_counted_once_a_backward_pass(alone: MoeAxes) -> None:
+    """Evaluation counts nothing, recomputation counts once, and microbatches add up."""
+    router, x = make(alone, expert_bias=True), tokens()
+    with torch.no_grad():
+        _, experts = router(x)
+    due = torch.stack([(experts == e).sum() for e in range(EXPERTS)])
+    assert not router.slots_per_expert.any()
+    for number in (1, 2):
+        probs: torch.Tensor = checkpoint(lambda x: router(x)[0], x, use_reentrant=False)
+        probs.sum().backward()
+        assert torch.equal(router.slots_per_expert, number * due)
+    router(x)[0].sum().backward()
+    assert torch.equal(router.slots_per_expert, 3 * due)
+
+
+def test_the_bias_moves_towards_the_mean_load(alone: MoeAxes) -> None:
+    """Experts above the mean go down by the rate, those below up, those at the mean stay."""
+    router = make(alone, expert_bias=True)
+    assert router.expert_bias is not None
+    router.slots_per_expert.copy_(torch.tensor([7, 1, 4, 4]))
+    router.update_bias(0.125)
+    assert router.expert_bias.tolist() == [-0.125, 0.125, 0.0, 0.0]
+    assert not router.slots_per_expert.any()
+    assert "expert_bias" in router.state_dict()
+    assert router.expert_bias.grad_fn is None
+
+
+def test_only_a_router_with_a_bias_moves_one(alone: MoeAxes) -> None:
+    """Asking for it is a mistake otherwise."""
+    with pytest.raises(RuntimeError, match="Expected a router with expert_bias"):
+        make(alone).update_bias(0.1)
+
+
+def test_bfloat16_is_routed_in_float32(alone: MoeAxes) -> None:
+    """Logits, weights and losses are float32; bfloat16 logits would tie."""
+    router, x = make(alone), tokens().detach().bfloat16()
+    router.weight.data = router.weight.data.bfloat16()
+    probs, experts = router(x)
+    wide = make(alone)
+    wide.weight.data = router.weight.data.float()
+    expected = wide(x.float())
+    assert probs.dtype == torch.float32
+    assert torch.equal(probs, expected.probs)
+    assert torch.equal(experts, expected.experts)
+
+
+def test_weights_are_nan_until_loaded(alone: MoeAxes) -> None:
+    """A router that nobody initialised shows."""
+    router = Router(HIDDEN, RouterRule(num_experts=EXPERTS, top_k=2), alone)
+    assert router.weight.isnan().all()
+
+
+def test_a_tape_replays_what_it_recorded(alone: MoeAxes) -> None:
+    """Another router takes the recorded experts, and weighs them by scores of its own."""
+    router, x = make(alone), tokens()
+    router.tape = RoutingTape()
+    first = router(x, VALID)
+    second = router(x.flip(0))
+    tape = router.tape
+    tape.rewind()
+    other = make(alone)
+    other.weight.data.neg_()
+    other.tape = tape
+    for routing, data, valid in ((first, x, VALID), (second, x.flip(0), None)):
+        other.zero_grad()
+        replayed = other(data, valid)
+        assert torch.equal(replayed.experts, routing.experts)
+        scores = (data @ other.weight.t()).softmax(-1)
+        due = scores.gather(1, routing.experts.clamp(max=EXPERTS - 1))
+        due = due / due.sum(-1, keepdim=True) * (routing.experts < EXPERTS)
+        torch.testing.assert_close(replayed.probs, due)
+        replayed.probs.square().sum().backward()
+        assert other.weight.grad is not None
+        assert other.weight.grad.any()
+
+
+def test_recomputation_reads_the_tape_again(alone: MoeAxes) -> None:
+    """Two microbatches under recompute record two entries, and replay each of them twice."""
+    data = [tokens(), tokens().flip(0).detach().requires_grad_()]
+    router = make(alone)
+    router.tape = RoutingTape()
+
+    def both() -> list[torch.Tensor]:
+        outs = [checkpoint(lambda x: router(x)[0], x, use_reentrant=False) for x in data]
+        for out in outs:
+            (out * torch.arange(2.0)).sum().backward()
+        grads = [x.grad for x in data]
+        for x in data:
+            x.grad = None
+        assert all(grad is not None for grad in grads)
+        return [grad for grad in grads if grad is not None]
+
+    expected = both()
+    assert len(router.tape.entries) == 2
+    assert not torch.equal(*router.tape.entries)
+    router.tape.rewind()
+    for got, due in zip(both(), expected, strict=True):
+        assert torch.equal(got, due)
+
+
+def test_a_tape_says_what_is_wrong(alone: MoeAxes) -> None:
+    """A tape that is over, and an entry of another shape or type, are named."""
+    router, x = make(alone), tokens()
+    right = torch.zeros(TOKENS, 2, dtype=torch.int64)
+    router.tape = RoutingTape([right])
+    router(x)
+    with pytest.raises(RuntimeError, match="at most 1 forward passes"):
+        router(x)
+    for wrong in (right[:-1], right.int()):
+        router.tape = RoutingTape([wrong])
+        with pytest.raises(ValueError, match=r"Expected a routing int64 \(10, 2\) on cpu, got"):
+            router(x)
+
+
+def test_an_entry_is_loaded_in_place(alone: MoeAxes) -> None:
+    """A graph that reads an entry's memory sees what was loaded."""
+    router, x = make(alone), tokens()
+    router.tape = RoutingTape([torch.zeros(TOKENS, 2, dtype=torch.int64)])
+    held = router.tape.entries[0]
+    router.tape.load(0, torch.ones(TOKENS, 2, dtype=torch.int64))
+    assert held.data_ptr() == router.tape.entries[0].data_ptr()
+    assert (router(x).experts == 1).all()

@@ -1,0 +1,288 @@
+"""Packed sequences: where tokens and padding lie, what is refused, what stays the same."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_core.model.packing import (
+    Capacity,
+    Document,
+    PackedBatch,
+    Tail,
+    masked_sum,
+    pack,
+    padding_multiple,
+)
+
+QUICK = settings(deadline=None, max_examples=60)
+
+
+def document(length: int, first: int = 1) -> Document:
+    """Tokens `first`, `first` + 1, ..., each to be followed by the next."""
+    return Document(torch.arange(length) + first, torch.arange(length) + first + 1)
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> tuple[list[Document], Capacity]:
+    """Documents, and a capacity that just holds them or has some room."""
+    multiple = draw(st.sampled_from((1, 2, 4, 6, 16)))
+    lengths = draw(st.lists(st.integers(1, 20), max_size=5))
+    needed = sum(-(-length // multiple) for length in lengths)
+    spare = draw(st.integers(0 if lengths else 1, 3))
+    capacity = Capacity(
+        tokens=multiple * (needed + spare),
+        slots=max(len(lengths) + 1, 2) + draw(st.integers(0, 2)),
+        multiple=multiple,
+        tail=draw(st.sampled_from(Tail)),
+    )
+    return [document(n, 10 * i + 1) for i, n in enumerate(lengths)], capacity
+
+
+def test_offsets_of_a_pack() -> None:
+    """Valid and padded offsets of two sequences, for each reading of the tail."""
+    expected = {
+        Tail.EMPTY: ([0, 5, 8, 8, 8, 8], [0, 8, 12, 20, 20, 20]),
+        Tail.COUNTED: ([0, 5, 8, 16, 16, 16], [0, 8, 12, 20, 20, 20]),
+        Tail.EXTEND_LAST: ([0, 5, 8, 8, 8, 8], [0, 8, 20, 20, 20, 20]),
+    }
+    for tail, (offsets, padded) in expected.items():
+        batch = pack(
+            [document(5), document(3)], Capacity(tokens=20, slots=5, multiple=4, tail=tail)
+        )
+        assert batch.offsets.tolist() == offsets, tail
+        assert batch.padded_offsets.tolist() == padded, tail
+        assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3, *[0] * 9]
+        assert batch.targets.tolist() == [2, 3, 4, 5, 6, 0, 0, 0, 2, 3, 4, *[0] * 9]
+        assert batch.loss_mask.tolist() == [1.0] * 5 + [0.0] * 3 + [1.0] * 3 + [0.0] * 9
+
+
+@QUICK
+@given(contents())
+def test_every_token_is_there_once(case: tuple[list[Document], Capacity]) -> None:
+    """Each document lies whole where its slot begins; all else is padding, and counts nothing."""
+    documents, capacity = case
+    batch = pack(documents, capacity)
+    starts = batch.padded_offsets.tolist()
+    left = torch.ones(capacity.tokens, dtype=torch.bool)
+    for number, content in enumerate(documents):
+        place = slice(starts[number], starts[number] + len(content.tokens))
+        assert torch.equal(batch.tokens[place], content.tokens)
+        assert torch.equal(batch.targets[place], content.targets)
+        assert bool((batch.loss_mask[place] == 1).all())
+        left[place] = False
+    for tensor in (batch.tokens, batch.targets, batch.loss_mask):
+        assert not tensor[left].any()
+
+
+@QUICK
+@given(contents())
+def test_offsets_are_in_step(case: tuple[list[Document], Capacity]) -> None:
+    """Slots are cut evenly and span the capacity; no slot has more tokens than room."""
+    documents, capacity = case
+    batch = pack(documents, capacity)
+    lengths = (batch.offsets[1:] - batch.offsets[:-1]).tolist()
+    room = (batch.padded_offsets[1:] - batch.padded_offsets[:-1]).tolist()
+    assert len(lengths) == len(room) == capacity.slots
+    assert batch.offsets[0] == batch.padded_offsets[0] == 0
+    assert sum(room) == capacity.tokens == batch.max_len
+    assert all(
+        0 <= n <= r and r % capacity.multiple == 0 for n, r in zip(lengths, room, strict=True)
+    )
+    assert lengths[: len(documents)] == [len(d.tokens) for d in documents]
+    tail = capacity.tokens - sum(capacity.padded(len(d.tokens)) for d in documents)
+    if capacity.tail is Tail.EMPTY:
+        assert not any(lengths[len(documents) :])
+        assert room[len(documents)] == tail
+    if capacity.tail is Tail.COUNTED:
+        assert lengths[len(documents)] == room[len(documents)] == tail
+    assert not any(lengths[len(documents) + 1 :])
+
+
+@QUICK
+@given(contents(), contents())
+def test_shapes_depend_on_the_capacity_alone(
+    one: tuple[list[Document], Capacity], other: tuple[list[Document], Capacity]
+) -> None:
+    """What is packed changes no shape and no dtype."""
+    full, empty = pack(*one), pack([], one[1])
+    for name in ("tokens", "targets", "loss_mask", "offsets", "padded_offsets"):
+        a, b, c = (getattr(x, name) for x in (full, empty, pack(*other)))
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.dtype == c.dtype
+    assert full.max_len == empty.max_len
+
+
+@QUICK
+@given(contents(), st.sampled_from((1, 2, 4)))
+def test_parts_of_all_ranks_are_the_batch(case: tuple[list[Document], Capacity], size: int) -> None:
+    """Rows of all ranks' plans are all rows, each once, and parts hold what lies there."""
+    documents, capacity = case
+    if capacity.multiple % (2 * size):
+        return
+    batch = pack(documents, capacity)
+    plans = [batch.plan(size, rank) for rank in range(size)]
+    rows = torch.cat([plan.rows for plan in plans])
+    assert torch.equal(rows.sort().values, torch.arange(capacity.tokens))
+    for name in ("tokens", "targets", "loss_mask"):
+        parts = torch.cat([getattr(batch.part(plan), name) for plan in plans])
+        assert torch.equal(parts, getattr(batch, name)[rows])
+    assert all(bool(plan.valid[batch.part(plan).loss_mask > 0].all())
+               for plan in plans if plan.valid is not None)  # fmt: skip
+
+
+def test_a_tail_that_extends_the_last_sequence_is_cut_with_it() -> None:
+    """The last sequence is cut into chunks with its tail, so its tokens lie on other ranks."""
+    found = {}
+    for tail in (Tail.EMPTY, Tail.EXTEND_LAST):
+        capacity = Capacity(tokens=16, slots=3, multiple=4, tail=tail)
+        plan = pack([document(4)], capacity).plan(2, 0)
+        assert plan.valid is not None
+        found[tail] = plan.rows[plan.valid].tolist()
+    assert found == {Tail.EMPTY: [0, 3], Tail.EXTEND_LAST: [0, 1, 2, 3]}
+
+
+def test_predictions_that_do_not_count() -> None:
+    """A document's own mask is kept."""
+    counted = torch.tensor([True, False, True])
+    content = Document(torch.arange(3), torch.arange(3), counted)
+    batch = pack([content], Capacity(tokens=4, slots=2, multiple=4))
+    assert batch.loss_mask.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "sequence_parallel", "multiple"),
+    [(1, 1, False, 2), (4, 1, False, 8), (4, 2, False, 8), (4, 2, True, 16), (1, 4, True, 8)],
+)
+def test_padding_multiple(cp: int, tp: int, sequence_parallel: bool, multiple: int) -> None:
+    """2 * cp, times tp where the sequence is cut over tp too."""
+    assert padding_multiple(cp, tp, sequence_parallel=sequence_parallel) == multiple
+
+
+def test_a_slot_is_kept_for_the_tail() -> None:
+    """As many sequences as slots are refused, one fewer fits, even if there is no tail."""
+    capacity = Capacity(tokens=12, slots=3, multiple=4)
+    assert pack([document(4), document(8)], capacity).padded_offsets.tolist() == [0, 4, 12, 12]
+    with pytest.raises(ValueError, match=r"at most 2 sequences .* 3 slots.*got 3"):
+        pack([document(4)] * 3, capacity)
+
+
+def test_tokens_beyond_the_capacity_are_refused() -> None:
+    """What fits but for its padding is refused, with the lengths; nothing is cut short."""
+    capacity = Capacity(tokens=12, slots=4, multiple=4)
+    with pytest.raises(ValueError, match=r"at most 12 tokens.*got 16: lengths \[5, 6\].* 4"):
+        pack([document(5), document(6)], capacity)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "multiple", "message"),
+    [
+        (10, 3, 4, "multiple of 4 tokens, got 10"), (0, 3, 4, "got 0"),
+        (8, 1, 4, "at least 2 slots.*got 1"), (8, 3, 0, "multiple of 0"),
+    ],
+)  # fmt: skip
+def test_capacities_that_make_no_sense(
+    tokens: int, slots: int, multiple: int, message: str
+) -> None:
+    """A capacity is a whole number of multiples and has a slot besides the tail's."""
+    with pytest.raises(ValueError, match=message):
+        Capacity(tokens=tokens, slots=slots, multiple=multiple)
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_masks_of_another_length_are_refused(length: int) -> None:
+    """Targets and masks shorter or longer than the tokens are neither cut nor filled."""
+    three, other = torch.arange(3), torch.arange(length)
+    with pytest.raises(ValueError, match=rf"counted of \(3,\), got \({length},\)"):
+        Document(three, three, other > 0)
+    with pytest.raises(ValueError, match=rf"targets of \(3,\), got \({length},\)"):
+        Document(three, other)
+    with pytest.raises(ValueError, match="n at least 1"):
+        Document(three[:0], three[:0])
+
+
+def test_contents_are_copied_not_rebound() -> None:
+    """Tensors of a batch stay where they are and take over another batch's contents."""
+    capacity = Capacity(tokens=12, slots=4, multiple=4)
+    kept, other = pack([document(5)], capacity), pack([document(2), document(4)], capacity)
+    names = ("tokens", "targets", "loss_mask", "offsets", "padded_offsets")
+    places = [getattr(kept, name).data_ptr() for name in names]
+    kept.copy_from(other)
+    assert [getattr(kept, name).data_ptr() for name in names] == places
+    for name in names:
+        assert torch.equal(getattr(kept, name), getattr(other, name))
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(16, 4), (12, 5)])
+def test_another_capacity_is_not_copied(tokens: int, slots: int) -> None:
+    """A batch of more tokens or more slots is refused, and nothing is changed."""
+    kept = pack([document(5)], Capacity(tokens=12, slots=4, multiple=4))
+    before = [t.clone() for t in (kept.tokens, kept.loss_mask, kept.offsets)]
+    with pytest.raises(ValueError, match=r"Expected .* got"):
+        kept.copy_from(pack([document(3)], Capacity(tokens=tokens, slots=slots, multiple=4)))
+    after = (kept.tokens, kept.loss_mask, kept.offsets)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_moved_batches_keep_their_contents() -> None:
+    """`to` gives a batch with the same tensors."""
+    batch = pack([document(5)], Capacity(tokens=12, slots=4, multiple=4))
+    moved = batch.to(torch.device("cpu"))
+    assert isinstance(moved, PackedBatch)
+    assert torch.equal(moved.padded_offsets, batch.padded_offsets)
+
+
+@pytest.mark.parametrize(("size", "multiple"), [(4, 4), (2, 2), (2, 6), (8, 8)])
+def test_packs_are_cut_as_they_were_padded(size: int, multiple: int) -> None:
+    """A pack for fewer context ranks is refused: its sequences would begin inside of a chunk."""
+    batch = pack([document(3)], Capacity(tokens=48, slots=3, multiple=multiple))
+    match = rf"multiple of {2 * size} \(2 \* cp {size}\), got {multiple}: pack them for that"
+    with pytest.raises(ValueError, match=match):
+        batch.plan(size, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_packs_for_more_ranks_may_be_cut_over_fewer(size: int) -> None:
+    """What is padded for 4 context ranks is right for 2 and for 1, and every token is somewhere."""
+    batch = pack([document(3), document(9)], Capacity(tokens=48, slots=3, multiple=8))
+    rows = torch.cat([batch.plan(size, rank).rows for rank in range(size)])
+    assert rows.sort().values.tolist() == list(range(48))
+
+
+def test_contents_padded_for_fewer_ranks_are_not_copied() -> None:
+    """A graph for 4 context ranks does not take a pack for 2, but one for 8."""
+    static, few, many = (
+        pack([document(3)], Capacity(tokens=48, slots=3, multiple=n)) for n in (8, 4, 16)
+    )
+    with pytest.raises(ValueError, match="padded to a multiple of 8, got 4"):
+        static.copy_from(few)
+    static.copy_from(many)
+    assert torch.equal(static.padded_offsets, many.padded_offsets)
+
+
+def test_sequences_without_positions_are_refused() -> None:
+    """A sequence of as many tokens as there are positions fits, one more does not."""
+    capacity = Capacity(tokens=48, slots=4, multiple=4, longest=9)
+    pack([document(9), document(1)], capacity)
+    match = "at most 9 tokens, as many as the model has positions for, got one of 10"
+    with pytest.raises(ValueError, match=match):
+        pack([document(1), document(10)], capacity)
+    with pytest.raises(ValueError, match="longest to be None or at least 1, got 0"):
+        Capacity(tokens=48, slots=4, multiple=4, longest=0)
+
+
+def test_losses_that_do_not_count_may_be_anything() -> None:
+    """NaN and infinity under the mask change neither sum nor number, nor any gradient."""
+    losses = torch.tensor([1.0, math.nan, 2.5, math.inf], requires_grad=True)
+    total, count = masked_sum(losses, torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    assert (total.item(), count.item()) == (3.5, 2.0)
+    (grad,) = torch.autograd.grad(total, losses)
+    assert grad.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_rank_with_nothing_that_counts() -> None:
+    """It has a sum of 0, not NaN, and a number of 0."""
+    total, count = masked_sum(torch.full((3,), math.nan), torch.zeros(3))
+    assert (total.item(), count.item()) == (0.0, 0.0)

@@ -1,0 +1,101 @@
+"""The table of rotary embedding: there before a graph and after it, the same throughout."""
+
+import gc
+
+import pytest
+import torch
+
+from fsdp_core.device import Device
+from fsdp_core.graph.host import HostGraph
+from fsdp_core.model.rope import RopeTable, apply_rope, rope_tables
+
+NUM, WIDTH, THETA = 64, 8, 1000.0
+CPU = torch.device("cpu")
+
+
+def table() -> RopeTable:
+    """A small one."""
+    return RopeTable(NUM, WIDTH, THETA)
+
+
+def draw(length: int, seed: int = 0) -> torch.Tensor:
+    """Heads [2, length, 3, WIDTH]."""
+    return torch.randn(2, length, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def addresses(rope: RopeTable) -> list[int]:
+    """Where cosines and sines lie."""
+    return [rope.cos.data_ptr(), rope.sin.data_ptr()]
+
+
+def test_looks_positions_up() -> None:
+    """Any positions in any order, such as those of a context rank, turn each token by its own."""
+    positions, x = torch.tensor([5, 0, 63, 5, 17]), draw(5)
+    cos, sin = rope_tables(NUM, WIDTH, THETA, CPU)
+    assert torch.equal(table()(x, positions), apply_rope(x, cos[positions], sin[positions]))
+
+
+@pytest.mark.parametrize("bad", [(0, 8), (4, 7), (4, 0)])
+def test_refuses_what_is_no_table(bad: tuple[int, int]) -> None:
+    """No position, an odd width."""
+    with pytest.raises(ValueError, match="Expected a position or more and an even width"):
+        RopeTable(*bad, THETA)
+
+
+def test_lengths_leave_it_where_it_is() -> None:
+    """Longer and shorter sequences, and parts of them, read the same memory."""
+    rope = table()
+    before = addresses(rope)
+    for length in (1, 64, 7, 32):
+        rope(draw(length), torch.arange(length))
+        gc.collect()
+    assert addresses(rope) == before
+
+
+def test_casts_leave_it_in_float32() -> None:
+    """A model in a narrower type still turns by angles of float32, from the same memory."""
+    model = torch.nn.Sequential(table(), torch.nn.Linear(2, 2)).bfloat16().double().half()
+    rope = model[0]
+    assert isinstance(rope, RopeTable)
+    assert model[1].weight.dtype == torch.float16
+    assert rope.cos.dtype == rope.sin.dtype == torch.float32
+    cos, sin = rope_tables(NUM, WIDTH, THETA, CPU)
+    assert torch.equal(rope.cos, cos)
+    assert torch.equal(rope.sin, sin)
+    before = addresses(rope)
+    model.to(torch.bfloat16)
+    assert addresses(rope) == before
+
+
+def test_comes_from_meta_with_its_values() -> None:
+    """A model that is laid out on meta and then given memory has the angles, not what lay there."""
+    with torch.device("meta"):
+        rope = table()
+    moved = rope.to("meta").to_empty(device="cpu")
+    cos, sin = rope_tables(NUM, WIDTH, THETA, CPU)
+    assert torch.equal(moved.cos, cos)
+    assert torch.equal(moved.sin, sin)
+
+
+def test_a_graph_reads_it_for_as_long_as_the_model_lives() -> None:
+    """Replays follow new positions, after calls of other lengths that could have replaced it."""
+    rope = table()
+    x, positions = draw(16), torch.arange(16)
+    graph = HostGraph(Device("cpu"))
+    out = graph.capture(lambda: rope(x, positions))
+    for seed in range(3):
+        rope(draw(48, seed), torch.arange(48))
+        gc.collect()
+        positions.copy_(torch.randperm(NUM, generator=torch.Generator().manual_seed(seed))[:16])
+        graph.replay()
+        assert torch.equal(out, table()(x, positions))
+
+
+def test_layers_share_it() -> None:
+    """It is one table however many modules hold it, and moves once."""
+    rope = table()
+    model = torch.nn.ModuleList([torch.nn.ModuleList([rope]), torch.nn.ModuleList([rope])])
+    assert len(list(model.buffers())) == 2
+    model.to("meta")
+    model.to_empty(device="cpu")
+    assert torch.equal(rope.cos, rope_tables(NUM, WIDTH, THETA, CPU)[0])

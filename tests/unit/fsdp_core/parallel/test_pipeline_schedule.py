@@ -1,0 +1,302 @@
+"""Pipeline schedules: orders known from the paper, and properties of all of them by simulation."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_core.parallel.pipeline_schedule import (
+    Action,
+    Exchange,
+    Schedule,
+    Step,
+    Transfer,
+    bubble_fraction,
+    forward_only,
+    interleaved_1f1b,
+    make_schedule,
+    one_f_one_b,
+    peak_live,
+    programs,
+    slots_needed,
+    timeline,
+)
+from tests.unit.fsdp_core.parallel.pipeline_simulator import Stuck, Wrong, exchange, simulate
+
+
+@st.composite
+def legal(draw: st.DrawFn, *, trains: bool = True) -> tuple[int, int, int]:
+    """Legal (pp, chunks, microbatches)."""
+    pp, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    if trains and chunks > 1:
+        return pp, chunks, pp * draw(st.integers(1, 4))
+    return pp, chunks, draw(st.integers(1, 14))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Legal schedules, with and without backwards."""
+    is_training = draw(st.booleans())
+    return make_schedule(*draw(legal(trains=is_training)), is_training=is_training)
+
+
+def words(actions: tuple[Action, ...]) -> str:
+    """Actions as F or B, microbatch, and chunk as a prime for each."""
+    return " ".join(f"{'BF'[a.is_forward]}{a.microbatch}{chr(39) * a.chunk}" for a in actions)
+
+
+# ---- orders written down by hand
+
+
+def test_1f1b_of_the_paper() -> None:
+    """Four ranks, eight microbatches: figure 4 of Narayanan et al., upper half's order."""
+    assert [words(actions) for actions in one_f_one_b(4, 8).actions] == [
+        "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
+    ]
+
+
+def test_1f1b_of_fewer_microbatches_than_ranks() -> None:
+    """Warm-up ends where there is nothing left to warm up with."""
+    assert [words(actions) for actions in one_f_one_b(4, 2).actions] == [
+        "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1",
+    ]  # fmt: skip
+
+
+def test_interleaved_of_two_ranks() -> None:
+    """Two ranks with two chunks: groups of two microbatches a chunk, backward last chunk first."""
+    assert [words(actions) for actions in interleaved_1f1b(2, 2, 4).actions] == [
+        "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3",
+        "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3",
+    ]
+
+
+def test_forward_only_keeps_groups() -> None:
+    """One chunk takes microbatches as they come, more take them in groups of pp."""
+    assert [words(a) for a in forward_only(2, 1, 3).actions] == ["F0 F1 F2"] * 2
+    assert [words(a) for a in forward_only(2, 2, 4).actions] == ["F0 F1 F0' F1' F2 F3 F2' F3'"] * 2
+    assert [words(a) for a in forward_only(2, 2, 3).actions] == ["F0 F1 F0' F1' F2 F2'"] * 2
+
+
+def test_exchanges_of_two_ranks() -> None:
+    """In steady state an activation goes one way and a gradient the other in one exchange."""
+    first, last = programs(one_f_one_b(2, 3))
+    act = [Transfer(0, 1, i) for i in range(3)]
+    grad = [Transfer(1, 0, i) for i in range(3)]
+    forward = [Action(True, 0, i) for i in range(3)]
+    backward = [Action(False, 0, i) for i in range(3)]
+    assert first == (
+        forward[0], exchange(act[0]), forward[1], exchange(act[1], grad[0]), backward[0],
+        forward[2], exchange(act[2], grad[1]), backward[1], exchange(grad[2]), backward[2],
+    )  # fmt: skip
+    assert last == (
+        exchange(act[0]), forward[0], exchange(act[1]), backward[0], exchange(grad[0]),
+        forward[1], backward[1], exchange(act[2], grad[1]), forward[2], backward[2],
+        exchange(grad[2]),
+    )  # fmt: skip
+
+
+# ---- properties of every schedule
+
+
+@given(schedules())
+def test_every_action_once(schedule: Schedule) -> None:
+    """Each rank does each of its actions once, each chunk's in the order of the microbatches."""
+    kinds = (True, False) if schedule.is_training else (True,)
+    chunks, microbatches = range(schedule.chunks), range(schedule.microbatches)
+    expected = {Action(*each) for each in itertools.product(kinds, chunks, microbatches)}
+    assert len(schedule.actions) == schedule.pp
+    for actions in schedule.actions:
+        assert len(actions) == len(expected)
+        assert set(actions) == expected
+        for kind, chunk in itertools.product(kinds, chunks):
+            order = [a.microbatch for a in actions if (a.is_forward, a.chunk) == (kind, chunk)]
+            assert order == list(microbatches)
+
+
+@settings(deadline=None)
+@given(schedules(), st.booleans())
+def test_programs_end(schedule: Schedule, batched: bool) -> None:
+    """Blocking messages, one by one or an exchange at a time, never deadlock or meet the wrong one.
+
+    The simulator also sees that each action has what it needs, and that nothing is left over.
+    """
+    ranks = simulate(schedule, programs(schedule), batched=batched)
+    assert [tuple(rank.done) for rank in ranks] == list(schedule.actions)
+
+
+@settings(deadline=None)
+@given(legal())
+def test_peak_of_live_passes(shape: tuple[int, int, int]) -> None:
+    """A rank keeps as many forward passes as the theory says, no fewer and no more."""
+    schedule = make_schedule(*shape)
+    ranks = simulate(schedule, programs(schedule), batched=True)
+    assert [rank.peak for rank in ranks] == [peak_live(*shape, rank) for rank in range(shape[0])]
+
+
+def test_peaks_of_the_papers() -> None:
+    """1F1B keeps pp - rank; interleaved on the first rank pp * chunks + pp - 1."""
+    assert [peak_live(4, 1, 100, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert peak_live(4, 2, 100, 0) == 4 * 2 + 4 - 1
+    assert peak_live(8, 3, 8, 0) == 8 * 3  # no more than there are
+
+
+@given(legal(), st.integers(1, 3), st.integers(1, 3))
+def test_bubble(shape: tuple[int, int, int], forward: int, backward: int) -> None:
+    """A rank is idle for (pp - 1) / (chunks * microbatches) of the time that it works."""
+    schedule = make_schedule(*shape)
+    times = timeline(schedule, forward, backward)
+    end = max(own[-1][1] for own in times)
+    work = shape[1] * shape[2] * (forward + backward)
+    for own in times:
+        assert sum(stop - start for start, stop in own) == work
+        assert Fraction(end - work, work) == bubble_fraction(*shape)
+
+
+def test_interleaving_shrinks_the_bubble() -> None:
+    """Narayanan et al.: by the number of chunks."""
+    assert bubble_fraction(4, 1, 8) == Fraction(3, 8)
+    assert bubble_fraction(4, 2, 8) == Fraction(3, 16)
+
+
+@given(legal())
+def test_slots(shape: tuple[int, int, int]) -> None:
+    """With as many slots as needed none is taken before its backward, with one less one is."""
+    schedule = make_schedule(*shape)
+    for rank, actions in enumerate(schedule.actions):
+        needed = slots_needed(schedule, rank)
+        assert not reuses_a_slot(actions, needed)
+        assert needed == 1 or reuses_a_slot(actions, needed - 1)
+
+
+def reuses_a_slot(actions: tuple[Action, ...], slots: int) -> bool:
+    """Whether a forward takes a slot of its chunk that waits for its backward."""
+    taken: set[tuple[int, int]] = set()
+    for action in actions:
+        slot = action.chunk, action.microbatch % slots
+        if action.is_forward and slot in taken:
+            return True
+        (taken.add if action.is_forward else taken.discard)(slot)
+    return False
+
+
+def test_slots_of_1f1b_are_its_peak() -> None:
+    """One chunk needs a slot for each pass that waits; forwards alone need one."""
+    schedule = one_f_one_b(4, 8)
+    assert [slots_needed(schedule, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert slots_needed(forward_only(4, 1, 8), 0) == 1
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda: one_f_one_b(0, 1), "pp >= 1, got 0"),
+        (lambda: one_f_one_b(2, 0), "microbatches >= 1, got 0"),
+        (lambda: make_schedule(2, 0, 1), "chunks >= 1, got 0"),
+        (lambda: make_schedule(2, 1, True), "microbatches >= 1, got True"),
+        (lambda: interleaved_1f1b(2, 1, 2), "at least 2 chunks"),
+        (lambda: make_schedule(4, 2, 6), "multiple of pp=4 microbatches.*got 6"),
+        (lambda: make_schedule(4, 2, 2), "multiple of pp=4 microbatches.*got 2"),
+        (lambda: make_schedule(4, 2, 0, is_training=False), "microbatches >= 1, got 0"),
+    ],
+)
+def test_illegal_shapes_name_the_rule(make: Callable[[], Schedule], rule: str) -> None:
+    """What a schedule cannot take is refused by the rule that it breaks."""
+    with pytest.raises(ValueError, match=rule):
+        make()
+
+
+def test_an_order_that_never_ends_is_refused() -> None:
+    """A backward before its forward cannot be put into a program."""
+    schedule = one_f_one_b(2, 2)
+    circle = replace(schedule, actions=(schedule.actions[0][::-1], schedule.actions[1]))
+    with pytest.raises(ValueError, match="got backward of microbatch 1 stuck on rank 0"):
+        programs(circle)
+
+
+# ---- the simulator finds what it is for
+
+
+def naive(schedule: Schedule) -> list[list[Step]]:
+    """Receive right before use and send right after, each by itself: what one would write first."""
+    found = []
+    for rank, actions in enumerate(schedule.actions):
+        program: list[Step] = []
+        for action in actions:
+            stage, i = schedule.stage_of(rank, action.chunk), action.microbatch
+            towards = 1 if action.is_forward else -1
+            ends = range(schedule.num_stages)
+            if stage - towards in ends:
+                program.append(exchange(Transfer(stage - towards, stage, i)))
+            program.append(action)
+            if stage + towards in ends:
+                program.append(exchange(Transfer(stage, stage + towards, i)))
+        found.append(program)
+    return found
+
+
+def test_simulator_sees_the_deadlock_of_naive_1f1b() -> None:
+    """Two ranks that both send first wait for each other."""
+    schedule = one_f_one_b(2, 4)
+    with pytest.raises(Stuck):
+        simulate(schedule, naive(schedule), batched=False)
+
+
+def transfers_of(program: list[Step]) -> list[Transfer]:
+    """All transfers of a program in order."""
+    return [t for step in program if isinstance(step, Exchange) for t in step.transfers]
+
+
+def test_simulator_sees_a_lost_send() -> None:
+    """The next message is taken for one that is not sent; without a next one ranks are stuck."""
+    schedule = one_f_one_b(2, 3)
+    first, last = map(list, programs(schedule))
+    first.remove(exchange(Transfer(0, 1, 0)))
+    with pytest.raises(Wrong, match=r"takes the activation of microbatch 1 .* for .* microbatch 0"):
+        simulate(schedule, [first, last], batched=True)
+    schedule = one_f_one_b(2, 1)
+    first, last = map(list, programs(schedule))
+    alone = [first[0], exchange(Transfer(1, 0, 0)), first[2]]
+    with pytest.raises(Stuck):
+        simulate(schedule, [alone, last], batched=True)
+
+
+def test_simulator_sees_a_message_taken_for_another() -> None:
+    """Messages between two ranks are matched in order, whatever they mean."""
+    schedule = interleaved_1f1b(2, 2, 2)
+    first, last = map(list, programs(schedule))
+    place = first.index(exchange(Transfer(0, 1, 1), Transfer(1, 2, 0)))
+    swapped = exchange(Transfer(1, 2, 0), Transfer(0, 1, 1))
+    simulate(schedule, [[*first[:place], swapped, *first[place + 1 :]], last], batched=True)
+    later = [t for t in transfers_of(first) if schedule.rank_of(t.source) == 0]
+    assert later[:3] == [Transfer(0, 1, 0), Transfer(0, 1, 1), Transfer(2, 3, 0)]
+    # The other way round the two messages go the same way.
+    wrong = [
+        exchange(*(_swap(t, later[1], later[2]) for t in step.transfers))
+        if isinstance(step, Exchange)
+        else step
+        for step in last
+    ]
+    with pytest.raises(Wrong, match="takes the activation of microbatch 1 from stage 0 to 1 for"):
+        simulate(schedule, [first, wrong], batched=True)
+
+
+def _swap(transfer: Transfer, one: Transfer, other: Transfer) -> Transfer:
+    return {one: other, other: one}.get(transfer, transfer)
+
+
+def test_simulator_sees_what_is_used_before_it_came() -> None:
+    """An action that runs before its input's exchange is wrong, not late."""
+    schedule = one_f_one_b(2, 1)
+    first, last = map(list, programs(schedule))
+    with pytest.raises(Wrong, match="does not have it"):
+        simulate(schedule, [first, [last[1], last[0], *last[2:]]], batched=True)
