@@ -58,6 +58,10 @@ _keyword = click.option(
 )
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 _slots = click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time.")
+_ranks_per_gpu = click.option(
+    "--ranks-per-gpu", type=click.IntRange(1), default=1, metavar="N",
+    help="Let N ranks share a GPU: layouts larger than the machine run, their times say nothing.",
+)  # fmt: skip
 _jobs = click.option("--jobs", type=click.IntRange(1), help="Runs that may run at a time.")
 _out = click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
 _exit_first = click.option("-x", "exit_first", is_flag=True, help="Stop at the first failure.")
@@ -77,7 +81,7 @@ def commands() -> None:
 
 @commands.command()
 @click.argument("scenario", type=_PATH, required=False)
-@_options(_keyword, _jobs, _slots, _device, _out, _exit_first, _json, _overrides)
+@_options(_keyword, _jobs, _slots, _ranks_per_gpu, _device, _out, _exit_first, _json, _overrides)
 @click.option("--dry-run", is_flag=True, help="Print the plan, run nothing.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
 def run(
@@ -259,17 +263,14 @@ def _stored_verdict(place: Path, case: CaseSpec) -> Verdict | None:
 @commands.command()
 @click.argument("case")
 @click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
-@_options(_out, _slots, _jobs, _json)
-def rerun(
-    *, case: str, folder: Path | None, out: Path | None, slots: int | None, jobs: int | None,
-    as_json: bool,
-) -> int:  # fmt: skip
+@_options(_out, _slots, _ranks_per_gpu, _jobs, _json)
+def rerun(*, case: str, folder: Path | None, out: Path | None, as_json: bool, **room: Any) -> int:
     """Run one case again.
 
     CASE is a case folder, which is all that is needed, or an id in RUN (the newest under out/).
     """
     place, _ = launch.find_case(case, folder)
-    prepared = launch.prepare_rerun(place, slots=slots, jobs=jobs)
+    prepared = launch.prepare_rerun(place, **room)
     return _carry_out(prepared, out=out, exit_first=False, as_json=as_json)
 
 

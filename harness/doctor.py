@@ -78,7 +78,7 @@ def diagnose(machine: Machine, out: Path) -> Diagnosis:
             if finding.state == "missing" and finding.purpose in wanted
         ]
     words: dict[str, Callable[[], str]] = {
-        "cpu": lambda: f"device: cpu, {default_slots('cpu', machine)} rank slots",
+        "cpu": lambda: f"device: cpu, {default_slots(machine)} rank slots",
         "cuda": lambda: f"device: cuda, {len(machine.gpus)} GPUs",
         "te": lambda: "backend: te",
     }

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from harness import machine
 from harness.disk import write_atomic
 from harness.engine.base import Engine
+from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.errors import HarnessError, InternalError, NothingSelected, UsageError, shown
 from harness.machine import Machine
@@ -45,6 +46,7 @@ class Request:
     keyword: str | None = None
     device: str | None = None
     slots: int | None = None
+    ranks_per_gpu: int = 1
     jobs: int | None = None
     out: Path | None = None
     exit_first: bool = False
@@ -61,7 +63,7 @@ class Prepared:
         text: what goes into the run folder as scenario.yaml.
         plan: the runs to make and every case.
         device: where they run.
-        devices: GPUs as CUDA_VISIBLE_DEVICES names them, one a slot; empty on the CPU.
+        devices: GPU of each slot, as CUDA_VISIBLE_DEVICES names it; empty on the CPU.
         machine: this machine.
         resumed: the folder to go on with; None to make one.
     """
@@ -99,7 +101,9 @@ def prepare(request: Request) -> Prepared:
         raise UsageError("run: expected a SCENARIO or --resume RUN, got neither")
     scenario = load_scenario(request.scenario, overrides=request.overrides)
     device = machine.resolve_device(request.device or scenario.launch.device, here)
-    slots, devices = _slots(request.slots or scenario.launch.slots, device, here)
+    slots, devices = _slots(
+        request.slots or scenario.launch.slots, device, here, request.ranks_per_gpu
+    )
     cases = expand(scenario, device)
     chosen = select(cases, request.keyword)
     if not chosen:
@@ -143,7 +147,9 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
         raise NothingSelected(f"{path} holds no case")
     device = folder.cases[0].candidate.device
     machine.resolve_device(device, here)
-    slots, devices = _slots(request.slots or _stored_slots(folder), device, here)
+    slots, devices = _slots(
+        request.slots or _stored_slots(folder), device, here, request.ranks_per_gpu
+    )
 
     def finished(key: str) -> bool:
         outcome = folder.finished(key)
@@ -167,7 +173,9 @@ def _stored_slots(folder: RunFolder) -> int | None:
     return stored if isinstance(stored, int) and not cuda else None
 
 
-def prepare_rerun(case_folder: Path, *, slots: int | None, jobs: int | None) -> Prepared:
+def prepare_rerun(
+    case_folder: Path, *, slots: int | None, ranks_per_gpu: int, jobs: int | None
+) -> Prepared:
     """Plan one case again, from its folder and nothing else.
 
     Raises:
@@ -177,7 +185,7 @@ def prepare_rerun(case_folder: Path, *, slots: int | None, jobs: int | None) -> 
     here = machine.describe()
     device = case.candidate.device
     machine.resolve_device(device, here)
-    count, devices = _slots(slots, device, here)
+    count, devices = _slots(slots, device, here, ranks_per_gpu)
     fresh = dataclasses.replace(case, skip_reason="")
     why = f"Case {case.id} of {case.scenario}, run again."
     return Prepared(
@@ -193,16 +201,15 @@ def prepare_rerun(case_folder: Path, *, slots: int | None, jobs: int | None) -> 
 
 
 def _slots(
-    wanted: int | None, device: Literal["cpu", "cuda"], here: Machine
+    wanted: int | None, device: Literal["cpu", "cuda"], here: Machine, ranks_per_gpu: int
 ) -> tuple[int, tuple[str, ...]]:
-    """Number of slots, and the GPUs behind them."""
-    most = machine.default_slots(device, here)
-    slots = most if wanted is None else wanted
+    """Number of slots, and the GPU of each."""
     if device == "cpu":
-        return slots, ()
+        return (machine.default_slots(here) if wanted is None else wanted), ()
+    devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu)
     # Fewer GPUs than wanted: the plan skips what does not fit, and says so.
-    slots = min(slots, most)
-    return slots, tuple(gpu.id for gpu in here.gpus[:slots])
+    slots = min(len(devices) if wanted is None else wanted, len(devices))
+    return slots, devices[:slots]
 
 
 def carry_out(
@@ -272,6 +279,7 @@ def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping
         "command": list(argv),
         "device": prepared.device,
         "slots": prepared.plan.slots,
+        "devices": list(prepared.devices),
         "machine": prepared.machine,
         "environment": {"python": sys.version.split()[0], "variables": dict(os.environ)},
     }

@@ -98,10 +98,8 @@ def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
     return "cpu"
 
 
-def default_slots(device: Literal["cpu", "cuda"], machine: Machine) -> int:
-    """How many ranks run at a time: one a GPU; on the CPU at least 8, or 2 a core."""
-    if device == "cuda":
-        return len(machine.gpus)
+def default_slots(machine: Machine) -> int:
+    """How many ranks run on the CPU at a time: at least 8, or 2 a core."""
     return max(MIN_CPU_SLOTS, SLOTS_PER_CORE * machine.cores)
 
 

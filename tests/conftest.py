@@ -1,5 +1,6 @@
 """Fixtures and rules for every test: GPU markers, warm ranks, one worker for the ranks."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from tests.dist.rank_pool import RankPool
 
 MAX_RANKS = 8
+RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
+"""Tests of more ranks than there are GPUs run where ranks may share them."""
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +20,11 @@ def warm_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+def pytest_report_header() -> list[str]:
+    """Say that GPU tests ran with shared GPUs."""
+    return [f"ranks per GPU: {RANKS_PER_GPU}"] if RANKS_PER_GPU > 1 else []
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests where GPUs lack; keep tests that share the ranks on one xdist worker."""
     for item in items:
@@ -25,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("gpu")
         if marker is not None:
             needed = int(marker.args[0])
-            if (found := _num_gpus()) < needed:
+            if (found := _num_gpus() * RANKS_PER_GPU) < needed:
                 reason = f"needs {needed} CUDA device{'s' * (needed > 1)}, found {found}"
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.cuda import CudaGraph
+from fsdp_core.graph.cuda import CudaGraph, MemoryPool
 from fsdp_core.graph.host import HostGraph
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import Recording
@@ -47,11 +47,11 @@ class GraphMaker:
 
     def __init__(self, device: Device, generators: Sequence[torch.Generator] = ()) -> None:
         self.device, self._generators = device, tuple(generators)
-        self._memory_pool = torch.cuda.graph_pool_handle() if device.is_cuda else None
+        self._memory_pool = MemoryPool() if device.is_cuda else None
 
     def new(self) -> Graph:
         """An empty graph."""
-        if self.device.is_cuda:
+        if self._memory_pool is not None:
             return CudaGraph(self.device, self._memory_pool, self._generators)
         return HostGraph(self.device)
 

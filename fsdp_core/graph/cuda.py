@@ -4,6 +4,7 @@ Capture mode is `thread_local`, because NCCL's watchdog thread may query events 
 A `Recorder` runs beside the capture, only to list the external storages for the address ledger.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,25 @@ from fsdp_core.graph.recorder import CaptureRefused, Recorder, Recording
 T = TypeVar("T")
 
 
+class MemoryPool:
+    """The private memory that graphs of one model share.
+
+    torch gives a pool up once no captured graph is left in it, also while a result of one is still
+    held, and cannot capture into it again: the next graph then starts another.
+    """
+
+    def __init__(self) -> None:
+        self._id = torch.cuda.graph_pool_handle()
+        self._users: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+
+    def join(self, graph: "CudaGraph") -> Any:
+        """The id to capture `graph` into."""
+        if not any(user.is_captured for user in self._users):
+            self._id = torch.cuda.graph_pool_handle()
+        self._users.add(graph)
+        return self._id
+
+
 class CudaGraph:
     """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model.
 
@@ -23,13 +43,13 @@ class CudaGraph:
     """
 
     def __init__(
-        self, device: Device, memory_pool: Any, generators: Sequence[torch.Generator] = ()
+        self, device: Device, memory_pool: MemoryPool, generators: Sequence[torch.Generator] = ()
     ) -> None:
         self._device = device
         self._memory_pool = memory_pool
         self._graph = torch.cuda.CUDAGraph()
         self._generators = tuple(generators)
-        self._captured = False
+        self.is_captured = False
         self.recording = Recording()
 
     def capture(self, function: Callable[[], T]) -> T:
@@ -49,7 +69,7 @@ class CudaGraph:
                 self._device.watching_storages(recorder),
                 torch.cuda.graph(
                     self._graph,
-                    pool=self._memory_pool,
+                    pool=self._memory_pool.join(self),
                     stream=stream,
                     capture_error_mode="thread_local",
                 ),
@@ -66,16 +86,16 @@ class CudaGraph:
                 generator.set_state(state)
         self.recording = recorder.recording
         self.recording.operations = []
-        self._captured = True
+        self.is_captured = True
         return result
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
-        if not self._captured:
+        if not self.is_captured:
             raise RuntimeError("Expected a captured graph, got an empty one.")
         self._graph.replay()
 
     def reset(self) -> None:
         """Destroy the graph; do so before its process groups are destroyed."""
         self._graph.reset()
-        self._captured = False
+        self.is_captured = False

@@ -51,6 +51,7 @@ from fsdp_core.parallel.stage_transfer import (
     broadcast_from_last,
     check_tensors,
     compare_facts,
+    open_links,
 )
 from fsdp_core.parallel.tied_weights import TiedWeights
 
@@ -253,6 +254,8 @@ class Pipeline:
             return self._plans[key]
         kind = "training" if is_training else "forward only"
         self._compare(number, f"{kind}, loss {'to all' if tells_loss else 'on the last rank'}")
+        if not self._plans:
+            open_links(self.axis, self.device)
         axis, slots = self.axis, self.options.num_slots
         schedule = make_schedule(axis.size, len(self.stages), number, is_training=is_training)
         needed = max(slots_needed(schedule, rank) for rank in range(axis.size))

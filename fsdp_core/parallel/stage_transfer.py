@@ -8,7 +8,7 @@ A tensor that is sent is held until it is gone: on the CPU until the next exchan
 it; on CUDA until the next exchange that finds it done, which asks and does not wait. Messages carry
 no header. What makes each one meet its receive is their order, which all ranks take from one
 program; that they do, and that they expect the same shapes, is compared once, before the first
-message.
+message, and links to both neighbours are opened then.
 """
 
 import contextlib
@@ -175,6 +175,29 @@ class Transfers:
         is_ours = transfer.source % self._axis.size == self._axis.rank
         peer = transfer.target if is_ours else transfer.source
         return f"stage {peer} to {'take' if is_ours else 'send'} the {transfer}"
+
+
+def open_links(axis: Axis, device: torch.device) -> None:
+    """Meet both neighbours once, in one batch that is the same on every rank; collective.
+
+    NCCL connects two ranks at their first message, in an exchange that takes both to have the same
+    sends and receives in their batch. The batches of a schedule differ: one rank sends and
+    receives where its neighbour only receives. Connected before, they may.
+
+    Raises:
+        TransferFailed: a neighbour did not take part within the timeout of the group.
+    """
+    if axis.size == 1:
+        return
+    neighbours = sorted({(axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size})
+    operations = [
+        dist.P2POp(operation, torch.zeros(1, device=device), group=axis.group, group_peer=peer)
+        for peer in neighbours
+        for operation in (dist.isend, dist.irecv)
+    ]
+    with _naming(f"both neighbours on {axis.name} to open links"):
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def swap(axis: Axis, tensor: torch.Tensor, peer: int) -> torch.Tensor:

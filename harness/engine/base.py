@@ -71,8 +71,6 @@ class Slots:
             raise UsageError(f"expected at least 1 job, got {jobs}")
         if devices and len(devices) != num_slots:
             raise UsageError(f"expected {num_slots} devices, one a slot, got {len(devices)}")
-        if len(set(devices)) != len(devices):
-            raise UsageError(f"expected distinct devices, got {', '.join(devices)}")
         self.num_slots = num_slots
         self._devices = tuple(devices)
         self._jobs = jobs

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from harness.engine.gpus import gpu_environment
 from harness.engine.outcome import RankEvidence, classify
 from harness.engine.output import CAP_BYTES, CappedOutput
 from harness.engine.process import (
@@ -58,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to lead. `devices` are the run's GPUs as CUDA_VISIBLE_DEVICES names them."""
+    """One run to lead. `devices`: GPU of each rank as CUDA_VISIBLE_DEVICES names it, or none."""
 
     spec: RunSpec
     folder: Path
@@ -270,15 +271,14 @@ def rank_environment(job: Job, rank: int, port: int) -> dict[str, str]:
     world_size = str(job.spec.world_size)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": ",".join(job.devices),
         # A harness that was itself started by torchrun must not lend its store to the ranks.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        **gpu_environment(job.devices, rank),
     }
 
 

@@ -64,7 +64,7 @@ class LocalEngine:
             slots: ranks that may run at the same time.
             jobs: runs that may be under way at the same time, None for no limit.
             entry: `module:function` of a `RankMain`, imported by the server.
-            devices: GPUs as CUDA_VISIBLE_DEVICES names them, one a slot; empty without GPUs.
+            devices: GPU of each slot, as CUDA_VISIBLE_DEVICES names it; empty without GPUs.
             limits: how patient leaders are.
 
         Raises:

@@ -37,8 +37,10 @@ from harness.records import (
 from harness.worker.observe import Observer, RecordFile
 from harness.worker.plant import Plant
 
-ENVIRONMENT_KEYS = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO",
-                    "NVTE_ALLOW_NONDETERMINISTIC_ALGO")  # fmt: skip
+ENVIRONMENT_KEYS = (
+    "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_ALGO", "NCCL_PROTO",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+)  # fmt: skip
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
@@ -73,7 +75,8 @@ class _Session:
         determinism.prepare_environment()
         torch.set_num_threads(1)
         config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
-        device = Device(self.spec.device, self.rank if self.spec.device == "cuda" else 0)
+        gpu = int(os.environ["LOCAL_RANK"]) if self.spec.device == "cuda" else 0
+        device = Device(self.spec.device, gpu)
         store = dist.TCPStore("127.0.0.1", store_port)
         init_ranks(device, store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)

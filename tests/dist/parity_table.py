@@ -60,8 +60,7 @@ class Row:
 def run_cells(chosen: list[Cell], pool: RankPool) -> list[Row]:
     """Cells of one layout, on ranks that have its process groups; alone where one of them failed.
 
-    Ranks are replaced afterwards: they keep threads of groups that they have left, and one process
-    that splits a second default group crashes in NCCL (torch 2.11).
+    On the CPU ranks are replaced afterwards: they keep threads of groups that they have left.
     """
     began = time.perf_counter()
     cases = [(cell.problem, cell.layout, reference(cell.problem)[1]) for cell in chosen]
@@ -72,7 +71,8 @@ def run_cells(chosen: list[Cell], pool: RankPool) -> list[Row]:
             return [row for cell in chosen for row in run_cells([cell], pool)]
         return [_row(chosen[0], error, time.perf_counter() - began)]
     finally:
-        pool.stop()
+        if pool.device == "cpu":
+            pool.stop()
     seconds = (time.perf_counter() - began) / len(chosen)
     rows = []
     for number, cell in enumerate(chosen):
@@ -146,6 +146,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, choices=sorted(BY_RANKS))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1, metavar="N")
     parser.add_argument("--backend", choices=["torch", "te"], default="torch")
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES))
     parser.add_argument("--model", nargs="+", choices=MODELS)
@@ -170,7 +171,12 @@ def main(arguments: list[str]) -> int:
         chosen.model, chosen.layout, chosen.dtype, backend=chosen.backend, device=chosen.device
     ))  # fmt: skip
     # The pool first: what it has its fork server import serves the processes of `prepare`, too.
-    pool = RankPool(8, timeout_s=300.0, device=chosen.device, one_world=chosen.device == "cuda")
+    pool = RankPool(
+        8,
+        timeout_s=120.0,
+        device=chosen.device,
+        ranks_per_gpu=chosen.ranks_per_gpu,
+    )
     try:
         prepare([(cell.problem, cell.layout.arithmetic) for group in groups for cell in group])
         rows = table(groups, pool)

@@ -4,8 +4,11 @@
          <- one result a rank, or `RankError` with the traceback of the first rank that failed
 
 A rank is a process with torch imported and one thread, forked from a server that has never used
-torch. For each call the ranks join a fresh group of exactly `world_size` (gloo, or NCCL with a GPU
-a rank), so a test sees its own world and nobody else's. The function travels as module and name:
+torch. For each call the ranks join a fresh gloo group of exactly `world_size`, so a test sees its
+own world and nobody else's. Ranks with GPUs join one NCCL group, once, and serve its size alone:
+in torch 2.11 a process that left a default group crashes as it splits the next, and
+TransformerEngine reduces the amaxes of dead models over all ranks, so that ranks of different
+pasts would wait for each other for ever. The function travels as module and name:
 it is a plain function at the top of an importable module; arguments and results are pickled. After
 a failure, a hang or a death every rank is replaced, so one test's wreck is not the next one's
 start; so it is once a rank has gathered many threads.
@@ -26,7 +29,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from harness.engine.gpus import gpu_environment, shared
+
+if TYPE_CHECKING:
+    import torch
 
 START_TIMEOUT_S = 120.0
 GRACE_S = 1.0  # for the other ranks to answer, once one has failed
@@ -58,6 +66,7 @@ class _Task:
     store_path: str
     timeout_s: float
     device: str
+    ranks_per_gpu: int
 
 
 @dataclass(frozen=True)
@@ -82,9 +91,7 @@ class RankPool:
         num_ranks: the largest world; ranks start when a call first needs them.
         timeout_s: default limit of a call.
         device: `cpu`, or `cuda`: rank n has GPU n.
-        one_world: ranks serve one world size only, and are replaced when another is asked for.
-            TransformerEngine needs it: it keeps the amaxes of dead models and reduces them over
-            all ranks, so ranks of different pasts would wait for each other for ever.
+        ranks_per_gpu: of a `cuda` pool; ranks that share GPUs are hosts of their own to NCCL.
     """
 
     def __init__(
@@ -92,11 +99,11 @@ class RankPool:
         num_ranks: int,
         timeout_s: float = 60.0,
         device: str = "cpu",
-        one_world: bool = False,
+        ranks_per_gpu: int = 1,
     ) -> None:
         self.num_ranks = num_ranks
         self.device = device
-        self.one_world = one_world
+        self.ranks_per_gpu = ranks_per_gpu
         self.timeout_s = timeout_s
         self.starts = 0
         self._ranks: list[_Rank] = []
@@ -127,7 +134,7 @@ class RankPool:
             raise ValueError(f"Expected world_size in 1..{self.num_ranks}, got {world_size}.")
         if "<" in function.__qualname__ or "." in function.__qualname__:
             raise ValueError(f"Expected a function at the top of a module, got {function}.")
-        if self.one_world and len(self._ranks) != world_size:
+        if self.device == "cuda" and len(self._ranks) != world_size:
             self.stop()
         self._start(world_size)
         self._calls += 1
@@ -140,6 +147,7 @@ class RankPool:
             store_path=f"{self._folder.name}/store{self._calls}",
             timeout_s=limit_s,
             device=self.device,
+            ranks_per_gpu=self.ranks_per_gpu,
         )
         message = pickle.dumps(task)
         for rank in self._ranks[:world_size]:
@@ -264,23 +272,21 @@ def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) ->
 
 
 def _answer(number: int, message: bytes) -> _Answer:
-    import torch
     import torch.distributed as dist
 
     try:
         task = pickle.loads(message)
         function = getattr(importlib.import_module(task.module), task.name)
-        gpu = torch.device("cuda", number) if task.device == "cuda" else None
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
-        dist.init_process_group(
-            "gloo" if gpu is None else "nccl",
-            device_id=gpu,
-            store=dist.FileStore(task.store_path, task.world_size),
-            rank=number,
-            world_size=task.world_size,
-            timeout=timedelta(seconds=task.timeout_s),
-        )
+        if not dist.is_initialized():
+            gpu = _own_gpu(number, task) if task.device == "cuda" else None
+            dist.init_process_group(
+                "gloo" if gpu is None else "nccl",
+                device_id=gpu,
+                store=dist.FileStore(task.store_path, task.world_size),
+                rank=number,
+                world_size=task.world_size,
+                timeout=timedelta(seconds=task.timeout_s),
+            )
     except BaseException:  # noqa: BLE001  (a rank reports whatever ended its function)
         return _failure()
     try:
@@ -291,8 +297,35 @@ def _answer(number: int, message: bytes) -> _Answer:
     except BaseException:  # noqa: BLE001  (as above)
         # Noted before the group is left, which makes the other ranks fail too, later.
         answer = _failure()
-    dist.destroy_process_group()
+    _leave_groups(keep_default=task.device == "cuda")
     return answer
+
+
+def _leave_groups(keep_default: bool) -> None:
+    import torch.distributed as dist
+
+    if not keep_default:
+        dist.destroy_process_group()
+        return
+    default = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not default:
+            dist.destroy_process_group(group)
+
+
+def _own_gpu(number: int, task: _Task) -> "torch.device":
+    """The rank's GPU, made the current one."""
+    import torch
+
+    visible = [str(index) for index in range(torch.cuda.device_count())]
+    devices = shared(visible, task.ranks_per_gpu)[: task.world_size]
+    environment = gpu_environment(devices, number)
+    # CUDA has looked already, and every process of the pool sees every GPU.
+    environment.pop("CUDA_VISIBLE_DEVICES")
+    os.environ.update(environment)
+    gpu = torch.device("cuda", int(environment["LOCAL_RANK"]))
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 def _num_threads() -> int:

@@ -151,19 +151,6 @@ def test_misuse_is_refused(pool: RankPool) -> None:
     assert pool.pids == []
 
 
-def test_ranks_of_one_world() -> None:
-    """Where ranks may serve one world size only, another one gets ranks without a past."""
-    pool = RankPool(2, one_world=True)
-    try:
-        first = pool.run(own_pid, world_size=2)
-        assert pool.run(own_pid, world_size=2) == first
-        alone = pool.run(own_pid, world_size=1)
-        assert not set(alone) & set(first)
-        assert not set(pool.run(own_pid, world_size=2)) & {*first, *alone}
-    finally:
-        pool.close()
-
-
 def keep_threads(number: int) -> int:
     """Leave threads behind."""
     for _ in range(number):

@@ -105,14 +105,15 @@ def replays_and_eager(device: Device, delivery: Delivery) -> list[bool]:
     if device.is_cuda:
         Held(device, delivery).step()
         torch.cuda.synchronize()
-    captured = CapturedFunction(GraphMaker(device), graphed.step, None)
     agreed = []
-    for step in range(STEPS):
-        eager.fill(step)
-        graphed.fill(step)
-        pairs = zip(eager.step(), captured(), strict=True)
-        agreed.append(all(bool(a.isfinite().all()) and torch.equal(a, b) for a, b in pairs))
-    captured.reset()
+    with device.on(device.new_stream()):
+        captured = CapturedFunction(GraphMaker(device), graphed.step, None)
+        for step in range(STEPS):
+            eager.fill(step)
+            graphed.fill(step)
+            pairs = zip(eager.step(), captured(), strict=True)
+            agreed.append(all(bool(a.isfinite().all()) and torch.equal(a, b) for a, b in pairs))
+        captured.reset()
     return agreed
 
 

@@ -56,9 +56,8 @@ def test_cuda_is_never_replaced_by_the_cpu(here: Machine) -> None:
 
 def test_slots_are_gpus_or_at_least_eight() -> None:
     """One rank a GPU; on the CPU two a core, at least eight."""
-    assert default_slots("cuda", make(gpus=GPUS)) == 4
-    assert default_slots("cpu", make(cores=2)) == 8
-    assert default_slots("cpu", make(cores=32)) == 64
+    assert default_slots(make(cores=2)) == 8
+    assert default_slots(make(cores=32)) == 64
 
 
 @pytest.mark.parametrize(
