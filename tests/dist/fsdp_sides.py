@@ -130,8 +130,9 @@ def whole(
     Needs nothing of a side but that pieces are whole rows in rank order, so a gradient that is
     missing on a rank without rows is no obstacle.
     """
+    # On the CPU: what is gathered as an object else comes on the GPU of its rank.
     mine = {
-        name: (tuple(t.shape), local(t).clone()) if t is not None else None
+        name: (tuple(t.shape), local(t).to("cpu", copy=True)) if t is not None else None
         for name, t in tensors.items()
     }
     world: list[Any] = [None] * dist.get_world_size()

@@ -116,6 +116,12 @@ def test_fp8_needs_te() -> None:
         make_backend("torch", fp8="current")
 
 
+def test_fused_experts_in_blocks_are_refused() -> None:
+    """TransformerEngine has no kernel for them, which it would say in the first step only."""
+    with pytest.raises(ValueError, match="Expected fused_experts False for fp8 block, got True"):
+        make_backend("te", fp8="block", fused_experts=True)
+
+
 def test_torch_fuses_experts_if_told() -> None:
     """Off by default: bits of runs before it stay."""
     assert cast("TorchBackend", make_backend("torch"))._fused_experts is False
