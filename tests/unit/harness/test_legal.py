@@ -207,7 +207,12 @@ def test_all_nightly_files_of_layouts_are_known() -> None:
     """A new file of 64 ranks is counted too; small ones, which are run, are small."""
     small = {path.stem for path in NIGHTLY.glob("layouts_of_*.yaml")}
     assert {path.stem for path in NIGHTLY.glob("layouts_*.yaml")} == small | ABOUT.keys()
-    assert small == {"layouts_of_4_moe", "layouts_of_8_dense", "layouts_of_8_mla_moe"}
+    assert small == {
+        "layouts_of_4_moe",
+        "layouts_of_4_te",
+        "layouts_of_8_dense",
+        "layouts_of_8_mla_moe",
+    }
     for name in small:
         cases = expand(load_scenario(NIGHTLY / f"{name}.yaml"), "cpu")
         assert {case.candidate.world_size for case in cases} <= {4, 8}
