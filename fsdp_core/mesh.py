@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_core.config import ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.layouts import axis_rank, axis_size, dense_sizes, expert_sizes, groups
-from fsdp_core.parallel.axes import Axes, Axis
+from fsdp_core.parallel.axes import Axes, Axis, world_timeout
 
 Partition = tuple[tuple[int, ...], ...]
 _SHARDED_OVER = ("dp", "dp_outer", "edp")
@@ -124,7 +124,7 @@ def _make_group(partition: Partition, device: Device, name: str) -> dist.Process
     """This rank's group of a partition of all ranks; every rank makes all groups in one order."""
     world = _default_group()
     # Made without it, a group has torch's own timeout, of many minutes.
-    timeout = world._get_backend(device.torch_device).options._timeout
+    timeout = world_timeout()
     if world.bound_device_id is not None:
         # Communicators exist, so NCCL splits them, all groups of a partition in one call.
         ranks = [list(part) for part in partition]

@@ -224,7 +224,8 @@ def _sequence_parallel_cuts_seq(layout: Layout) -> ConfigError | None:
 def _dynamic_cp_cuts_seq(layout: Layout) -> ConfigError | None:
     parallel, seq = layout.parallel, layout.model.seq
     for size in parallel.dynamic_cp:
-        multiple = _seq_multiple(parallel, size)
+        # Packed sequences are padded to it also where one rank has them whole.
+        multiple = 2 * size * (parallel.tp if parallel.sequence_parallel else 1)
         if seq % multiple:
             unit = "2 * size * tp" if parallel.sequence_parallel else "2 * size"
             expected = f"{unit} = {multiple} to divide seq={seq} for each size"

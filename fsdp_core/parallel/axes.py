@@ -7,10 +7,21 @@
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+
+def world_timeout() -> timedelta:
+    """How long operations of the default group may take; groups beside it must be told so too."""
+    world = dist.group.WORLD
+    assert world is not None
+    (first, *_) = world._device_types
+    timeout = world._get_backend(first).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.axes import Axis, world_timeout
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def _make_groups(rows: Sequence[Sequence[int]], size: int, me: int) -> dist.Proc
     for row in rows:
         for start in range(0, len(row), size):
             ranks = list(row[start : start + size])
-            group = dist.new_group(ranks)
+            # Made without it, a group has torch's own timeout, of many minutes.
+            group = dist.new_group(ranks, timeout=world_timeout(), group_desc=f"cp {size}")
             if me in ranks:
                 found = group
     assert isinstance(found, dist.ProcessGroup)

@@ -125,10 +125,12 @@ def test_layers_and_fsdp_share_no_group(warm_ranks: RankPool) -> None:
 
 
 def timeouts(parallel: ParallelConfig) -> list[timedelta]:
-    """The timeout of the default group, and of each axis' group."""
+    """The timeout of the default group, of each axis' group and of dynamic contexts'."""
     everyone = dist.group.WORLD
     assert everyone is not None
     made = [everyone, *(axis.group for axis in named(built(parallel)).values())]
+    dynamic = DynamicContext([list(range(dist.get_world_size()))], (1, 2))
+    made += [dynamic.axis(size).group for size in dynamic.sizes]
     return [group._get_backend(torch.device("cpu")).options._timeout for group in made]
 
 
