@@ -220,14 +220,6 @@ def test_a_broken_rule_is_named(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", NOT_BUILT_EXAMPLES)
-def test_packs_are_padded_where_one_rank_has_them_whole() -> None:
-    """Sequences of packs come in two halves on any number of ranks, on one too."""
-    parallel = {"dynamic_cp": (1,)}
-    with pytest.raises(ConfigError, match=r"2 \* size = 2 to divide seq=33"):
-        TrainConfig.from_dict({"model": {"seq": 33}, "parallel": parallel})
-    assert TrainConfig.from_dict({"model": {"seq": 34}, "parallel": parallel}).model.seq == 34
-
-
 def test_what_is_not_built_is_legal_and_refused_by_the_trainer(rule: str) -> None:
     """A configuration may ask for it, `refuse_not_built` says no."""
     key, values = NOT_BUILT_EXAMPLES[rule]
@@ -251,6 +243,14 @@ def test_what_is_built_is_not_refused() -> None:
         assert not_built(build(values)) is None
     for preset in MODEL_PRESETS:
         assert not_built(TrainConfig(model=model_from_preset(preset))) is None
+
+
+def test_packs_are_padded_where_one_rank_has_them_whole() -> None:
+    """Sequences of packs come in two halves on any number of ranks, on one too."""
+    parallel = {"dynamic_cp": (1,)}
+    with pytest.raises(ConfigError, match=r"2 \* size = 2 to divide seq=33"):
+        TrainConfig.from_dict({"model": {"seq": 33}, "parallel": parallel})
+    assert TrainConfig.from_dict({"model": {"seq": 34}, "parallel": parallel}).model.seq == 34
 
 
 def test_messages_are_for_people() -> None:
