@@ -46,13 +46,13 @@ class GraphMaker:
     """
 
     def __init__(self, device: Device, generators: Sequence[torch.Generator] = ()) -> None:
-        self.device, self._generators = device, tuple(generators)
+        self.device, self.generators = device, tuple(generators)
         self._memory_pool = MemoryPool() if device.is_cuda else None
 
     def new(self) -> Graph:
         """An empty graph."""
         if self._memory_pool is not None:
-            return CudaGraph(self.device, self._memory_pool, self._generators)
+            return CudaGraph(self.device, self._memory_pool, self.generators)
         return HostGraph(self.device)
 
 
