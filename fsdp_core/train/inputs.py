@@ -45,6 +45,9 @@ class Inputs(Protocol):
     def microbatches(self) -> list[Microbatch]:
         """Those of the step that was filled in; collective where tokens are counted."""
 
+    def samples(self) -> dict[int, Part]:
+        """For each context size that a microbatch may have, a part like those to come."""
+
     def named_tensors(self) -> NamedTensors:
         """Long-lived tensors, by name."""
 
@@ -97,6 +100,10 @@ class RowInputs:
         part: Part = self._microbatches[0].keywords["part"]
         return part
 
+    def samples(self) -> dict[int, Part]:
+        """The one part: plans never change."""
+        return {self._cp.size: self.part}
+
     def named_tensors(self) -> NamedTensors:
         """Tokens, targets, and which tokens these are."""
         yield "tokens", self.tokens
@@ -105,12 +112,16 @@ class RowInputs:
 
 
 class PackInputs:
-    """Packs of documents, over a number of context ranks that changes with the microbatch."""
+    """Packs of documents, over a number of context ranks that changes with the microbatch.
+
+    Attributes:
+        context: the groups of every size.
+    """
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
         parallel = config.parallel
         sizes, self._axes, self._device = parallel.dynamic_cp, axes, device
-        self._context = DynamicContext(
+        self.context = DynamicContext(
             groups(parallel, ("dp", "cp")), sizes, {axes.cp.size: axes.cp}
         )
         # The largest group has room for micro_batch_size of the longest sequences.
@@ -140,13 +151,13 @@ class PackInputs:
         self._local = []
         for microbatch in range(self._number):
             size = self._documents.size(step, microbatch)
-            at = self._context.layout(size)
+            at = self.context.layout(size)
             number = self._axes.dp_outer.rank * at.num_packs + at.pack
             found = self._documents.pack(step, microbatch, number)
             documents = [Document(ids[:-1], ids[1:]) for ids in map(torch.from_numpy, found)]
             batch: PackedBatch = pack(documents, self._capacities[size])
             batch = batch.to(self._device.torch_device)
-            self._local.append(packed_part(batch, self._context.axis(size), 0.0))
+            self._local.append(packed_part(batch, self.context.axis(size), 0.0))
 
     def microbatches(self) -> list[Microbatch]:
         """Those of the step, weighed by the tokens of all ranks."""
@@ -156,6 +167,16 @@ class PackInputs:
             Microbatch(local.tokens, {"part": replace(local.part, weight=weight)})
             for local in self._local
         ]
+
+    def samples(self) -> dict[int, Part]:
+        """For each size, that of a pack with one document, as long as there may be."""
+        return {size: self._sample(size) for size in self.context.sizes}
+
+    def _sample(self, size: int) -> Part:
+        capacity = self._capacities[size]
+        ids = torch.zeros(min(capacity.tokens, capacity.longest or capacity.tokens)).long()
+        batch = pack([Document(ids, ids)], capacity).to(self._device.torch_device)
+        return packed_part(batch, self.context.axis(size), 0.0).part
 
     def named_tensors(self) -> NamedTensors:
         """None: packs come and go."""

@@ -1,0 +1,187 @@
+"""What captured layers read of packed microbatches, in tensors that stay where they are.
+
+A graph reads positions, masks and offsets where they lay when it was captured, but each microbatch
+comes with tensors of its own. So there is a static part for every context size and slot: before a
+microbatch is replayed, its metadata are copied there, once for all layers of a stage.
+
+    microbatch   part (tensors that come and go) --copy--> static part of (size, slot) <-- graphs
+
+What is no tensor was fixed by the capture (sizes, the longest sequence, the communicator), so a
+microbatch in which it differs is refused: a graph would go on with what it was captured with.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from fsdp_core.model.microbatch import Part
+from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.dynamic_cp import DynamicContext
+
+Leaf = tuple[str, Any]
+
+
+class StaticPart:
+    """The part of microbatches of one context size in one slot, to what is captured.
+
+    Of a part it has what layers read: the plan and the offsets of the pack. Tokens that count and
+    their targets are for the loss, which no partial scope holds.
+
+    Args:
+        like: a part as microbatches will have it; copied, not kept.
+        name: of the tensors, in ledgers.
+
+    Attributes:
+        part: what to capture with.
+    """
+
+    def __init__(self, like: Part, name: str) -> None:
+        self.part = replace(
+            like,
+            plan=_copied(like.plan),
+            packed=_copied(like.packed),
+            # Only its shape is read, where masks are laid out as activations are.
+            targets=torch.zeros_like(like.targets),
+            counted=None,
+            weight=0.0,
+        )
+        self._name = name
+        self._leaves = dict(_leaves_of(self.part))
+
+    def follow(self, part: Part) -> None:
+        """Take over the metadata of a microbatch: one copy, on the current stream.
+
+        Raises:
+            ValueError: it has room for more or fewer sequences or tokens than was captured, or is
+                for another context size or rank; nothing is copied then.
+        """
+        theirs = dict(_leaves_of(part))
+        if theirs.keys() != self._leaves.keys():
+            missing = sorted(theirs.keys() ^ self._leaves.keys())
+            raise ValueError(
+                f"Expected a microbatch with the metadata that graphs were captured with, got one "
+                f"that differs in {', '.join(missing)}."
+            )
+        into, out_of = [], []
+        for name, mine in self._leaves.items():
+            other = theirs[name]
+            if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
+                _require_same_shape(name, mine, other)
+                into.append(mine)
+                out_of.append(other)
+            elif mine is not other and mine != other:
+                raise ValueError(
+                    f"Expected {name} = {_shown(mine)}, as captured in graphs, got {_shown(other)}."
+                )
+        torch._foreach_copy_(into, out_of)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that graphs read, by name."""
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, torch.Tensor):
+                yield f"{self._name}: {name}", leaf
+
+
+class StaticParts:
+    """Static parts of all context sizes and slots of a stage.
+
+    Args:
+        context: whose groups the graphs of each size hold.
+        samples: a part of each size.
+        num_slots: microbatches that may be between forward and backward at a time.
+        name: of the stage.
+    """
+
+    def __init__(
+        self, context: DynamicContext, samples: dict[int, Part], num_slots: int, name: str
+    ) -> None:
+        for part in samples.values():
+            context.check(part.cp)
+        self._context, self._num_slots = context, num_slots
+        self._parts = {
+            (size, slot): StaticPart(part, f"{name}, context size {size}, slot {slot}")
+            for size, part in samples.items()
+            for slot in range(num_slots)
+        }
+
+    def of(self, size: int, slot: int) -> StaticPart:
+        """That of a size and slot.
+
+        Raises:
+            ValueError: there is none: a size without graphs, or more microbatches than slots.
+        """
+        if slot >= self._num_slots:
+            raise ValueError(
+                f"Expected at most {self._num_slots} microbatches between forward and backward, "
+                f"as many as graphs have slots, got one in slot {slot}: slots are never shared."
+            )
+        found = self._parts.get((size, slot))
+        if found is None:
+            known = sorted({size for size, _ in self._parts})
+            raise ValueError(f"Expected a context size out of {known}, got {size}.")
+        return found
+
+    def follow(self, part: Part, slot: int) -> StaticPart:
+        """Copy a microbatch's metadata into the static part of its size and slot, and return that.
+
+        Raises:
+            ValueError: no such size or slot, or another capacity than was captured.
+            RuntimeError: the microbatch has a group of its own, which graphs do not hold.
+        """
+        static = self.of(part.cp.size, slot)
+        self._context.check(part.cp)
+        static.follow(part)
+        return static
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, by name."""
+        for static in self._parts.values():
+            yield from static.named_tensors()
+
+
+def _copied(value: Any) -> Any:
+    """Nested dataclasses and tuples with copies of their tensors; axes stay the same objects."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    if is_dataclass(value) and not isinstance(value, Axis):
+        copies = {field.name: _copied(getattr(value, field.name)) for field in fields(value)}
+        return replace(cast("Any", value), **copies)
+    return value
+
+
+def _leaves_of(part: Part) -> Iterator[Leaf]:
+    """What layers read: tensors by name, and what a capture fixes."""
+    yield from _leaves("plan", part.plan)
+    yield from _leaves("packed", part.packed)
+    yield "context group", part.cp.group
+    yield "way", part.way
+    yield "tokens", tuple(part.targets.shape)
+
+
+def _leaves(name: str, value: Any) -> Iterator[Leaf]:
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _leaves(f"{name}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{name}[{index}]", item)
+    else:
+        yield name, value
+
+
+def _require_same_shape(name: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+    if mine.shape == other.shape and mine.dtype == other.dtype:
+        return
+    raise ValueError(
+        f"Expected {name} of {tuple(mine.shape)} {mine.dtype}, as captured in graphs, got "
+        f"{tuple(other.shape)} {other.dtype}: microbatches are packed with one capacity of tokens "
+        "and sequences, and what does not fit is neither cut short nor run in part."
+    )
+
+
+def _shown(value: object) -> str:
+    return str(value) if isinstance(value, int | str | tuple | None) else type(value).__name__
