@@ -11,8 +11,9 @@ sequence parallel. Parameters have the names of the whole model, so layers keep 
 B batch, T local tokens, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -21,8 +22,8 @@ from fsdp_core.config import ModelConfig
 from fsdp_core.model.backend import Backend
 from fsdp_core.model.microbatch import Part
 from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.layer import MoeLayer
-from fsdp_core.model.moe.preprocess import Delivery
+from fsdp_core.model.moe.layer import MoeLayer, Routed
+from fsdp_core.model.moe.preprocess import Delivery, Plan
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.moe.routing import RouterRule
 from fsdp_core.model.rope import RopeTable
@@ -83,8 +84,27 @@ class MlpBranch(nn.Module):
         return self.residual.add(x_BTH, out, training=self.training)
 
 
+class Crossing(NamedTuple):
+    """What crosses from the front of an expert branch, which graphs may hold, to its rest.
+
+    Attributes:
+        normed_BTH: what experts take.
+        routed: see there; weights are connected to the router by autograd.
+        plan: of the dispatcher, None if it is left to the rest.
+    """
+
+    normed_BTH: torch.Tensor
+    routed: Routed
+    plan: Plan | None
+
+
 class MoeBranch(nn.Module):
-    """x + dropout(moe(norm(x))); padding goes to no routed expert: graph scope `moe`."""
+    """x + dropout(moe(norm(x))); padding goes to no routed expert: graph scope `moe`.
+
+    front(x) -> crossing    norm, router, shared experts    scope moe_router
+                            the dispatcher's plan           scope moe_preprocess
+    rest(x, crossing)       dispatch, experts, combine, residual
+    """
 
     def __init__(self, norm: nn.Module, moe: MoeLayer, residual: Residual, axes: MoeAxes) -> None:
         super().__init__()
@@ -92,10 +112,27 @@ class MoeBranch(nn.Module):
 
     def forward(self, x_BTH: torch.Tensor, part: Part) -> torch.Tensor:
         """[B, T, H] -> [B, T, H]."""
-        axes = self._axes
-        valid = part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
-        out = self.moe(self.norm(x_BTH), valid)
+        out = self.moe(self.norm(x_BTH), self._valid(part))
         return self.residual.add(x_BTH, out, training=self.training)
+
+    def front(self, x_BTH: torch.Tensor, part: Part, *, plans: bool) -> Crossing:
+        """[B, T, H] to what experts need of it; with `plans` where rows go, too."""
+        normed_BTH = self.norm(x_BTH)
+        routed = self.moe.router_stage(normed_BTH, self._valid(part))
+        plan = self.moe.preprocess(routed.experts, routed.probs) if plans else None
+        return Crossing(normed_BTH, routed, plan)
+
+    def rest(self, x_BTH: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+        """What `front` made of [B, T, H], through the experts and back: [B, T, H]."""
+        normed_BTH, routed, plan = crossing
+        if plan is None:
+            plan = self.moe.preprocess(routed.experts, routed.probs)
+        out = self.moe.experts_stage(normed_BTH, routed, plan)
+        return self.residual.add(x_BTH, out, training=self.training)
+
+    def _valid(self, part: Part) -> torch.Tensor | None:
+        axes = self._axes
+        return part.valid(axes.tp, sequence_parallel=axes.sequence_parallel)
 
 
 class Layer(nn.Module):
@@ -158,6 +195,9 @@ class DecoderStage(nn.Module):
         layers: global numbers of its layers; None: all.
         streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
 
+    Attributes:
+        on_microbatch: told the part and the slot of each microbatch before its layers run.
+
     Raises:
         ValueError: sizes that the axes do not divide.
     """
@@ -175,6 +215,7 @@ class DecoderStage(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.axes = config, axes
+        self.on_microbatch: Callable[[Part, int], None] | None = None
         make = LayerMaker(config, axes, backend, streams)
         numbers = range(config.layers) if layers is None else layers
         cut = {"sequence_parallel": axes.sequence_parallel}
@@ -198,8 +239,9 @@ class DecoderStage(nn.Module):
         Raises:
             ValueError: rows of more tokens than there are positions.
         """
-        del microbatch
         self._check_length(part)
+        if self.on_microbatch is not None:
+            self.on_microbatch(part, microbatch)
         if self.embedding is not None:
             x = self._without_padding(self.embedding(x), part)
         with self._around():
