@@ -36,6 +36,22 @@ class StorageWatcher(Protocol):
     def resized(self, storage: torch.UntypedStorage) -> None: ...
 
 
+class StreamModel(Protocol):
+    """Streams of the CPU in the place of `HostStream`, for who watches how work is ordered."""
+
+    def new_stream(self, name: str) -> Any:
+        """A side stream; `name` may be empty."""
+
+    def current_stream(self) -> Any:
+        """The stream that work is issued on now."""
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Issue work on `stream` inside the context."""
+
+    def synchronize(self) -> None:
+        """The host waits for all issued work."""
+
+
 class HostEvent:
     """An event of a `HostStream`: always complete, because host work runs when it is issued."""
 
@@ -162,6 +178,7 @@ class _Watched:
 
     counter: StorageCounter | None = None
     watchers: list["StorageWatcher"] = field(default_factory=list)
+    streams: StreamModel | None = None
 
 
 _WATCHED: dict[torch.device, _Watched] = {}
@@ -209,22 +226,52 @@ class Device:
         """Model name of the device."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
 
-    def new_stream(self) -> Any:
-        """A new side stream."""
-        return torch.cuda.Stream(self.torch_device) if self.is_cuda else HostStream()
+    def new_stream(self, name: str = "") -> Any:
+        """A new side stream; who watches streams calls it by its name."""
+        if self.is_cuda:
+            return torch.cuda.Stream(self.torch_device)
+        streams = self._watched.streams
+        return HostStream() if streams is None else streams.new_stream(name)
 
     def current_stream(self) -> Any:
         """The stream that work is issued on now."""
-        return torch.cuda.current_stream(self.torch_device) if self.is_cuda else HostStream()
+        if self.is_cuda:
+            return torch.cuda.current_stream(self.torch_device)
+        streams = self._watched.streams
+        return HostStream() if streams is None else streams.current_stream()
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Issue work on `stream` inside the context."""
-        return torch.cuda.stream(stream) if self.is_cuda else contextlib.nullcontext()
+        if self.is_cuda:
+            return torch.cuda.stream(stream)
+        streams = self._watched.streams
+        return contextlib.nullcontext() if streams is None else streams.on(stream)
 
     def synchronize(self) -> None:
         """Wait for all issued work."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
+        elif self._watched.streams is not None:
+            self._watched.streams.synchronize()
+
+    @contextlib.contextmanager
+    def modelling_streams(self, streams: StreamModel) -> Iterator[None]:
+        """Let `streams` stand for the streams of the CPU inside.
+
+        What is made inside keeps its streams, so it is to be used inside only.
+
+        Raises:
+            RuntimeError: the device has streams of its own, or another model.
+        """
+        if self.is_cuda:
+            raise RuntimeError("Expected device cpu to model the streams of, got cuda.")
+        if self._watched.streams is not None:
+            raise RuntimeError("Expected no other model of the CPU's streams, got one.")
+        self._watched.streams = streams
+        try:
+            yield
+        finally:
+            self._watched.streams = None
 
     @contextlib.contextmanager
     def counting_memory(self) -> Iterator[None]:

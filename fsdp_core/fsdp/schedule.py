@@ -98,8 +98,9 @@ class Schedule:
 
     @functools.cached_property
     def _side_streams(self) -> tuple[Any, Any]:
-        gather = self.device.new_stream()
-        return gather, self.device.new_stream() if self.overlap.streams == 2 else gather
+        gather = self.device.new_stream("gather")
+        both = self.overlap.streams == 2
+        return gather, self.device.new_stream("reduce") if both else gather
 
     @property
     def gather_stream(self) -> Any:

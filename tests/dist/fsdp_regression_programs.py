@@ -95,7 +95,7 @@ def races(options: dict[str, Any], what: str, shape: tuple[int, ...] = ()) -> di
             training.optimizer.step()
             training.optimizer.zero_grad(set_to_none=what != "zeroed")
     return {
-        "races": found.found,
+        "races": [str(race) for race in found.found],
         "streams": sorted({c.stream for c in found.collectives}),
         "kinds": sorted({c.kind for c in found.collectives}),
         "aliased": [c for c in found.collectives if c.aliased],

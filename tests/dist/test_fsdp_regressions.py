@@ -44,7 +44,7 @@ def test_streams_wait(warm_ranks: RankPool, pool: str, what: str) -> None:
     """
     for rank in on_ranks(warm_ranks, programs.races, {"pool": pool}, what):
         assert rank["races"] == []
-        assert rank["streams"] == ["side 1", "side 2"]  # the clocks had something to order
+        assert rank["streams"] == ["gather", "reduce"]  # the clocks had something to order
         assert rank["kinds"] == ["gather", "scatter"]
 
 

@@ -1,0 +1,1 @@
+"""Stressors: they leave a right program's bits alone, and make a wrong one fail each time."""

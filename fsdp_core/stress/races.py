@@ -1,0 +1,334 @@
+"""Stressor `races`: on the CPU, accesses to memory that a CUDA device could run in either order.
+
+On the CPU work runs as it is issued, so a missing wait does no harm and shows in no result. Here
+streams keep clocks, a dispatch mode sees every operator, and for every range of memory it is known
+who touched it when. Two accesses race if they overlap, one of them writes, and no wait orders them.
+Memory that dies, or is emptied in its place, is checked against the stream that it was made on:
+the caching allocator gives it to that stream's next work.
+
+What is captured into a host graph is checked twice: as it is recorded, on the streams of the
+program, and at each replay, as work of the stream that replays.
+
+Not seen: collectives that run beside the stream that issued them (`async_op=True`), which count as
+work of that stream; kernels that are given addresses; reads of Python (`numpy()`).
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fsdp_core.device import opens_itself
+from fsdp_core.stress.clocks import Clocks, ClockStream
+
+_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_ALLOCATORS = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+_SIZED_BY_DATA = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2"})
+_ALLOCATOR = "the allocator"
+
+
+class Named(NamedTuple):
+    """A tensor that people know, and the FSDP unit it belongs to, or ""."""
+
+    name: str
+    unit: str
+    tensor: torch.Tensor
+
+
+class Label(NamedTuple):
+    """What a buffer of a pool is held for: its key."""
+
+    owner: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One operator's use of bytes `start` up to `stop` of a storage.
+
+    Attributes:
+        time: the stream's count when it was issued.
+        operator: its name.
+        place: `file:line` of the program.
+        label: what the memory was held for.
+    """
+
+    start: int
+    stop: int
+    stream: ClockStream
+    time: int
+    writes: bool
+    operator: str
+    place: str
+    label: Label | None
+
+    def told(self) -> str:
+        """Who did what, where."""
+        verb = "writes" if self.writes else "reads"
+        return f"{self.operator} {verb} on stream {self.stream.name} at {self.place}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses that nothing orders, at least one of which writes.
+
+    Attributes:
+        tensor: whose memory, as far as it has a name.
+        unit: FSDP unit that holds the tensor, or "".
+    """
+
+    tensor: str
+    unit: str
+    earlier: Access
+    later: Access
+
+    def __str__(self) -> str:
+        unit = f" of unit {self.unit}" if self.unit else ""
+        return f"{self.tensor}{unit}: {self.later.told()}, {self.earlier.told()}, unordered"
+
+
+class RaceFound(RuntimeError):
+    """Work of two streams touches the same memory, and no wait says which comes first.
+
+    Attributes:
+        races: all that were found, in order.
+    """
+
+    def __init__(self, races: list[Race]) -> None:
+        self.races = races
+        more = f" (and {len(races) - 1} more)" if len(races) > 1 else ""
+        lines = [f"race: {races[0]}{more}", *(f"race: {race}" for race in races[1:8])]
+        super().__init__("\n".join(lines))
+
+
+@dataclass
+class _Memory:
+    home: ClockStream
+    reference: Any
+    made_by: str
+    label: Label | None = None
+    accesses: list[Access] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What an operator does with its arguments, by its schema."""
+
+    name: str
+    writes: frozenset[str]
+    arguments: tuple[str, ...]
+    is_view: bool
+    is_fresh: bool
+    is_awaited: bool
+    """The host waits for what it gives."""
+
+
+class Races(TorchDispatchMode):
+    """Watches operators; `found` lists races, each pair of places once.
+
+    Attributes:
+        clocks: the streams; give them to `Device.modelling_streams`, and the object itself to
+            `Device.watching_storages`.
+        name: tensors that people know, asked for when a race is found.
+        units: name of the unit of each owner of pool buffers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clocks = Clocks()
+        self.found: list[Race] = []
+        self.named: Callable[[], Iterable[Named]] = lambda: ()
+        self.units: dict[int, str] = {}
+        self._memory: dict[int, _Memory] = {}
+        self._kinds: dict[Any, _Kind] = {}
+        self._seen: set[tuple[object, ...]] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper that keeps the compiler out: nothing here is compiled."""
+        return False
+
+    def require_none(self) -> None:
+        """Raise what was found since the last time.
+
+        Raises:
+            RaceFound: there were races.
+        """
+        found, self.found = self.found, []
+        if found:
+            raise RaceFound(found)
+
+    def label(self, tensor: torch.Tensor, label: Label) -> None:
+        """Say what a buffer of a pool is held for from now on."""
+        self._memory_of(tensor.untyped_storage(), "the pool").label = label
+
+    # ---- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then note what it read and wrote."""
+        if types and any(map(opens_itself, types)):
+            return NotImplemented  # the wrapper opens itself up first
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind.is_view:
+            return out
+        if kind.name in _ALLOCATORS:
+            # No kernel runs, but work that had this memory before may: whoever uses it must come
+            # after what its stream has been given so far.
+            self._touch_all(out, _ALLOCATOR, writes=True)
+            return out
+        self.clocks.current_stream().issue()
+        if kind.name.startswith("c10d::"):
+            self._collective(kind.name, args)
+            return out
+        for name, value in (*zip(kind.arguments, args, strict=False), *kwargs.items()):
+            self._touch_all(value, kind.name, writes=name in kind.writes)
+        if kind.is_fresh:
+            self._touch_all(out, kind.name, writes=True)
+        if kind.is_awaited:
+            self.clocks.current_stream().synchronize()
+        return out
+
+    def _collective(self, name: str, args: Any) -> None:
+        """c10d's schemas mark few outputs: they are in the first argument, unless it is sent."""
+        first_is_read = name == "c10d::send"
+        for value in args[1:]:
+            self._touch_all(value, name, writes=False)
+        self._touch_all(args[0], name, writes=not first_is_read)
+
+    def _touch_all(self, value: Any, operator: str, *, writes: bool) -> None:
+        if isinstance(value, torch.Tensor):
+            self._touch(value, operator, writes=writes)
+        elif isinstance(value, list | tuple | dict):
+            for leaf in tree_iter(value):
+                if isinstance(leaf, torch.Tensor):
+                    self._touch(leaf, operator, writes=writes)
+
+    def _touch(self, tensor: torch.Tensor, operator: str, *, writes: bool) -> None:
+        # `.device`, not `.is_meta`: a fake tensor says that it is of the CPU, and has no memory.
+        if tensor.numel() == 0 or tensor.is_meta or opens_itself(type(tensor)):
+            return
+        if tensor.layout != torch.strided:
+            return
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        stop = start + (reach + 1) * tensor.element_size()
+        storage = tensor.untyped_storage()
+        self._access(storage._cdata, self._memory_of(storage, operator), (start, stop), operator,
+                     writes=writes)  # fmt: skip
+
+    # ---- memory
+
+    def _access(
+        self, key: int, memory: _Memory, span: tuple[int, int], operator: str, *, writes: bool
+    ) -> None:
+        stream = self.clocks.current_stream()
+        start, stop = span
+        now = Access(
+            start, stop, stream, stream.time, writes, operator, _calling_place(), memory.label
+        )
+        kept = []
+        for old in memory.accesses:
+            if old.stop <= start or stop <= old.start:
+                kept.append(old)
+                continue
+            if old.writes or writes:
+                self._require_order(key, memory, old, now)
+            # Who comes after this access comes after the ones that it covers.
+            covered = start <= old.start and old.stop <= stop
+            if not (covered and (writes or (old.stream is stream and not old.writes))):
+                kept.append(old)
+        kept.append(now)
+        memory.accesses = kept
+
+    def _require_order(self, key: int, memory: _Memory, old: Access, now: Access) -> None:
+        if now.stream.comes_after(old.stream, old.time):
+            return
+        tensor, unit = self._name(key, memory, now)
+        pair = (tensor, old.operator, old.place, old.writes, now.operator, now.place, now.writes)
+        if pair not in self._seen:
+            self._seen.add(pair)
+            self.found.append(Race(tensor, unit, old, now))
+
+    def _name(self, key: int, memory: _Memory, now: Access) -> tuple[str, str]:
+        if memory.label is not None:
+            owner, role = memory.label
+            return f"{role} buffer", self.units.get(owner, f"number {owner}")
+        for name, unit, tensor in self.named():
+            if tensor.untyped_storage()._cdata != key or not tensor.numel():
+                continue
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            if start < now.stop and now.start < start + tensor.numel() * tensor.element_size():
+                return name, unit
+        return f"memory made by {memory.made_by}", ""
+
+    def _memory_of(self, storage: torch.UntypedStorage, operator: str) -> _Memory:
+        key = storage._cdata
+        memory = self._memory.get(key)
+        if memory is None or memory.reference() is None:
+            reference = weakref.ref(storage, lambda gone: self._die(key, gone))
+            home = self.clocks.current_stream()
+            memory = self._memory[key] = _Memory(home, reference, operator)
+        return memory
+
+    def _die(self, key: int, reference: Any) -> None:
+        memory = self._memory.get(key)
+        if memory is not None and memory.reference is reference:
+            del self._memory[key]
+            self._free(key, memory)
+
+    def _free(self, key: int, memory: _Memory) -> None:
+        home, place = memory.home, _calling_place()
+        for old in memory.accesses:
+            now = Access(old.start, old.stop, home, home.time, True, "reuse", place, memory.label)
+            self._require_order(key, memory, old, now)
+        memory.accesses = []
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was emptied or filled in place: memory died or was allocated."""
+        memory = self._memory_of(storage, _ALLOCATOR)
+        self._free(storage._cdata, memory)
+        if storage.nbytes():
+            memory.home = self.clocks.current_stream()
+            self._access(storage._cdata, memory, (0, storage.nbytes()), _ALLOCATOR, writes=True)
+
+
+def _kind_of(func: Any) -> _Kind:
+    schema = func._schema
+    aliases = [returned.alias_info for returned in schema.returns]
+    return _Kind(
+        name=schema.name,
+        writes=frozenset(
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        arguments=tuple(argument.name for argument in schema.arguments),
+        is_view=bool(aliases) and all(a is not None and not a.is_write for a in aliases),
+        is_fresh=all(a is None for a in aliases),
+        is_awaited=torch.Tag.data_dependent_output in func.tags or schema.name in _SIZED_BY_DATA,
+    )
+
+
+def _calling_place() -> str:
+    """`file:line` of the innermost frame outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_FOLDERS):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"
