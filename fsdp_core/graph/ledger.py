@@ -1,11 +1,19 @@
 """The address ledger: a graph may only be replayed while everything it reads is where it was.
 
 A GPU that replays over a freed parameter does not fault, it reads what the allocator put there. So
-at capture each external storage is entered with its address, size and the names of the tensors that
-live in it; before each replay the names are resolved again and must give the same addresses.
+at capture each external storage is entered with its address, its size and a name; before each
+replay the address is looked up again and must be the same.
+
+    by owner    names that the program gives (parameters, gradients, buffers, inputs): the tensor is
+                looked up anew, so one that the program has replaced is found as well
+    by place    memory that no owner names, as libraries keep it: the operator and module that used
+                it first; the storage itself is watched, so it is found if it was freed or moved
+
+What is neither is counted as unnamed. Kernels that are called past torch's dispatcher show no
+operator: what they read is entered if the owner says that the graph relies on it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +22,9 @@ from fsdp_core.graph.recorder import Recording, StorageEntry
 
 Resolver = Callable[[], Mapping[str, torch.Tensor]]
 """Returns every named tensor that a graph may use, as the program would find it now."""
+
+Getter = Callable[[], torch.Tensor | None]
+"""Looks one tensor up where the program keeps it; None if there is none now."""
 
 
 class StaleAddress(RuntimeError):
@@ -29,7 +40,56 @@ class StaleAddress(RuntimeError):
         super().__init__(f"stale_address: {names[0]}: {detail}{others}")
 
 
-@dataclass(frozen=True)
+class AddressBook(Mapping[str, torch.Tensor]):
+    """Tensors by name, each looked up when it is asked for; `now` is a `Resolver`.
+
+    A check of a graph that uses ten tensors looks up ten, however many the program has.
+    """
+
+    def __init__(self) -> None:
+        self._getters: dict[str, Getter] = {}
+
+    def enter(self, name: str, getter: Getter) -> None:
+        """Add a name.
+
+        Raises:
+            ValueError: the name is taken: two tensors of one name could not be told apart.
+        """
+        if name in self._getters:
+            raise ValueError(f"Expected a name of one tensor, got {name} again.")
+        self._getters[name] = getter
+
+    def hold(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor that the program never replaces."""
+        self.enter(name, lambda: tensor)
+
+    def now(self) -> "AddressBook":
+        """The book itself: it looks up when it is asked."""
+        return self
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor of that name as it is now."""
+        tensor = self._getters[name]()
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
+
+    def get(self, name: str, default: object = None) -> torch.Tensor | None:  # type: ignore[override]
+        """The tensor of that name as it is now, or None."""
+        del default
+        getter = self._getters.get(name)
+        return None if getter is None else getter()
+
+    def __iter__(self) -> Iterator[str]:
+        """Names that have a tensor now."""
+        return (name for name, getter in self._getters.items() if getter() is not None)
+
+    def __len__(self) -> int:
+        """How many names have a tensor now."""
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, slots=True)
 class _Named:
     name: str
     address: int
@@ -45,42 +105,55 @@ class Ledger:
         recording: what the capture saw.
         resolve: looks names up again at each check; called now and before every replay.
         partner: recording of a graph that owns memory this one uses (forward, for a backward).
+        own: names of what the graph's owner made for it alone, such as static inputs.
+        relied: tensors that the graph reads whether or not an operator showed it.
+        within: name of what was captured, for places inside of it.
     """
 
     def __init__(
-        self, recording: Recording, resolve: Resolver, partner: Recording | None = None
+        self,
+        recording: Recording,
+        resolve: Resolver,
+        partner: Recording | None = None,
+        *,
+        own: Resolver | None = None,
+        relied: Iterable[torch.Tensor] = (),
+        within: str = "",
     ) -> None:
-        self._resolve = resolve
-        partners = partner.storages if partner else ()
-        owned = {entry.address for entry in partners if entry.internal}
-        # What died during the capture was a library's own buffer, in the graph's memory pool.
-        entries = {
-            entry.address: entry
-            for entry in recording.external()
-            if entry.address not in (0, *owned) and entry.reference() is not None
-        }
-        self._named: list[_Named] = []
-        named_storages: set[int] = set()
-        for name, tensor in resolve().items():
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() in entries and tensor.numel():
-                named_storages.add(storage.data_ptr())
-                self._named.append(
-                    _Named(name, tensor.data_ptr(), tensor.numel(), tensor.dtype, storage.nbytes())
-                )
-        self._unnamed: list[StorageEntry] = [
-            entry for address, entry in entries.items() if address not in named_storages
+        entries = _external(recording, partner)
+        addresses = set(entries) | {t.untyped_storage().data_ptr() for t in relied}
+        addresses.discard(0)
+        found: set[int] = set()
+        self._sources: list[tuple[Resolver, list[_Named]]] = []
+        for source in (resolve, own) if own is not None else (resolve,):
+            named = []
+            for name, tensor in source().items():
+                address = tensor.untyped_storage().data_ptr()
+                if tensor.numel() and address in addresses:
+                    found.add(address)
+                    named.append(_entered(name, tensor))
+            if named:
+                self._sources.append((source, named))
+        self._watched = [
+            (_described(entry, within), entry)
+            for address, entry in entries.items()
+            if address not in found
         ]
 
     @property
     def names(self) -> list[str]:
-        """Names of the external tensors that the graph relies on."""
-        return [named.name for named in self._named]
+        """Names of external tensors that owners gave."""
+        return [each.name for _, named in self._sources for each in named]
+
+    @property
+    def places(self) -> list[str]:
+        """Names of external storages by operator and place, as no owner names them."""
+        return [name for name, entry in self._watched if entry.place]
 
     @property
     def num_unnamed(self) -> int:
-        """External storages that no name was found for."""
-        return len(self._unnamed)
+        """External storages that neither an owner nor a place names."""
+        return sum(not entry.place for _, entry in self._watched)
 
     def check(self) -> None:
         """Compare every address with what it was at capture; no device work.
@@ -88,24 +161,81 @@ class Ledger:
         Raises:
             StaleAddress: naming every tensor that moved, shrank, vanished or was freed.
         """
-        now = self._resolve()
-        stale = [(named.name, why) for named in self._named if (why := _moved(named, now))]
-        if stale:
-            raise StaleAddress([name for name, _ in stale], stale[0][1])
-        for entry in self._unnamed:
+        stale = [
+            (each.name, why)
+            for resolve, named in self._sources
+            for each, why in _moved(named, resolve().get)
+        ]
+        for name, entry in self._watched:
             storage = entry.reference()
             if storage is None:
-                raise StaleAddress([_describe(entry)], "freed since the capture")
-            if storage.data_ptr() != entry.address or storage.nbytes() < entry.nbytes:
-                raise StaleAddress(
-                    [_describe(entry)],
-                    f"captured at {entry.address:#x}, now at {storage.data_ptr():#x}",
-                )
+                stale.append((name, "freed since the capture"))
+            elif storage.data_ptr() != entry.address or storage.nbytes() < entry.nbytes:
+                now = storage.data_ptr()
+                stale.append((name, f"captured at {entry.address:#x}, now at {now:#x}"))
+        if stale:
+            raise StaleAddress([name for name, _ in stale], stale[0][1])
 
 
-def _moved(named: _Named, now: Mapping[str, torch.Tensor]) -> str:
-    """Why a named tensor is no longer what was captured; empty if it is."""
-    tensor = now.get(named.name)
+class AddressLog:
+    """Counts how many named tensors moved since it last looked.
+
+    What records graphs of its own as it goes, as `torch.compile` does, records again when they
+    move.
+
+    Attributes:
+        moved: names of those that moved, were made or went away between the last two looks.
+    """
+
+    def __init__(self, resolve: Resolver) -> None:
+        self._resolve = resolve
+        self._last: dict[str, int] | None = None
+        self.moved: list[str] = []
+
+    def look(self) -> int:
+        """How many moved since the last look; 0 at the first."""
+        now = {name: tensor.data_ptr() for name, tensor in self._resolve().items()}
+        last, self._last = now if self._last is None else self._last, now
+        self.moved = [name for name in {**last, **now} if last.get(name) != now.get(name)]
+        return len(self.moved)
+
+
+def _external(recording: Recording, partner: Recording | None) -> dict[int, StorageEntry]:
+    """Storages that the graph uses and neither it nor its partner owns, by address."""
+    partners = partner.storages if partner else ()
+    # By identity: memory of what died in the partner may be an external tensor's by now.
+    owned = {s._cdata for e in partners if e.internal and (s := e.reference()) is not None}
+    entries: dict[int, StorageEntry] = {}
+    for entry in recording.external():
+        storage = entry.reference()
+        # What died during the capture was a library's own buffer, in the graph's memory pool.
+        if storage is not None and entry.address and storage._cdata not in owned:
+            entries[entry.address] = entry
+    return entries
+
+
+def _entered(name: str, tensor: torch.Tensor) -> _Named:
+    storage = tensor.untyped_storage()
+    return _Named(name, tensor.data_ptr(), tensor.numel(), tensor.dtype, storage.nbytes())
+
+
+def _moved(
+    named: list[_Named], get: Callable[[str], torch.Tensor | None]
+) -> Iterator[tuple[_Named, str]]:
+    """Those that are no longer what was captured, and why."""
+    for each in named:
+        tensor = get(each.name)
+        if (
+            tensor is None
+            or tensor.data_ptr() != each.address
+            or tensor.numel() != each.numel
+            or tensor.dtype != each.dtype
+            or tensor.untyped_storage().nbytes() < each.storage_bytes
+        ):
+            yield each, _why(each, tensor)
+
+
+def _why(named: _Named, tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "captured, but the program no longer has it"
     address = tensor.data_ptr()
@@ -114,10 +244,14 @@ def _moved(named: _Named, now: Mapping[str, torch.Tensor]) -> str:
         return f"captured at {named.address:#x}, now at {address:#x}{freed}"
     if tensor.numel() != named.numel or tensor.dtype != named.dtype:
         return f"captured as {named.numel} x {named.dtype}, now {tensor.numel()} x {tensor.dtype}"
-    if tensor.untyped_storage().nbytes() < named.storage_bytes:
-        return "its storage has shrunk since the capture"
-    return ""
+    return "its storage has shrunk since the capture"
 
 
-def _describe(entry: StorageEntry) -> str:
-    return f"unnamed storage of {entry.nbytes} bytes used by {entry.made_by}"
+def _described(entry: StorageEntry, within: str) -> str:
+    """`storage of 400 bytes that aten.sum.default uses in layers.3.attn.norm`."""
+    place = entry.place
+    if within and place.startswith("in "):
+        place = f"in {within}.{place[3:]}"
+    elif within and place:
+        place = f"{place} in {within}"
+    return f"storage of {entry.nbytes} bytes that {entry.made_by} uses {place}".rstrip()

@@ -10,10 +10,8 @@ storage dies during the capture exactly when the program lets it die.
 """
 
 import sys
-import traceback
 import weakref
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,9 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from fsdp_core.device import opens_itself
-
-_TORCH_FOLDER = str(Path(torch.__file__).parent)
-_OWN_FOLDER = str(Path(__file__).parent)
+from fsdp_core.graph.places import Places, calling_line
 
 _ALLOCATIONS = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided",
                           "aten::new_empty", "aten::new_empty_strided"})  # fmt: skip
@@ -67,6 +63,7 @@ class StorageEntry:
         written: an operator of the capture writes it.
         released: its memory was given back inside the capture by resizing the storage to nothing.
         made_by: operator that made it, or first touched it.
+        place: of an external storage, which part of the program first touched it: see `places`.
     """
 
     nbytes: int
@@ -78,6 +75,7 @@ class StorageEntry:
     written: bool
     made_by: str
     released: bool = False
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,7 @@ class Recording:
 
 def calling_place() -> str:
     """`file:line` of the innermost frame outside torch and this package."""
-    for frame in reversed(traceback.extract_stack(sys._getframe(1), limit=60)):
-        if not frame.filename.startswith((_TORCH_FOLDER, _OWN_FOLDER)):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "an unknown place"
+    return calling_line(sys._getframe(1)) or "an unknown place"
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -138,6 +133,7 @@ class Recorder(TorchDispatchMode):
         self._keep = keep_operations
         self._before_write = before_write
         self._numbers: dict[int, int] = {}
+        self._places = Places()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the operator around its execution."""
@@ -191,6 +187,7 @@ class Recorder(TorchDispatchMode):
                 last=operation,
                 written=False,
                 made_by=name,
+                place="" if internal else self._places.now(),
             )
         )
         return number

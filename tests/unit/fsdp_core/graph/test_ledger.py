@@ -119,19 +119,23 @@ def test_all_changes_are_named() -> None:
 
 
 def test_names_and_count_of_unnamed() -> None:
-    """The ledger lists the names that the graph uses, and counts the storages without one."""
+    """The ledger lists the names that the graph uses, and the places of storages without one."""
     names = build()[1].names
     assert names == ["weight", "bias", "out"]
     x, y = torch.ones(4), torch.ones(4)
     graph = HostGraph(DEVICE)
     graph.capture(lambda: x + y)
-    assert Ledger(graph.recording, dict).num_unnamed == 2
+    assert len(Ledger(graph.recording, dict).places) == 2
+    assert len(Ledger(graph.recording, lambda: {"x": x}).places) == 1
+    assert Ledger(graph.recording, lambda: {"x": x, "y": y}).places == []
+    for entry in graph.recording.external():
+        entry.place = ""
     assert Ledger(graph.recording, lambda: {"x": x}).num_unnamed == 1
-    assert Ledger(graph.recording, lambda: {"x": x, "y": y}).num_unnamed == 0
+    assert Ledger(graph.recording, lambda: {"x": x}).places == []
 
 
 def test_unnamed_freed() -> None:
-    """An unnamed external storage that died is described by its size and its operator."""
+    """A storage that no owner names and that died is described by size, operator and place."""
     held, y = [torch.ones(100)], torch.ones(3)
     graph = HostGraph(DEVICE)
     graph.capture(lambda: y.add_(held[0].sum()))
@@ -140,18 +144,19 @@ def test_unnamed_freed() -> None:
     # The host graph holds the storages that it reads: without it the program's own is the last.
     graph.reset()
     held.clear()
-    with pytest.raises(StaleAddress, match=r"unnamed storage of 400 bytes used by aten.sum.*freed"):
+    why = r"storage of 400 bytes that aten.sum.default uses at test_ledger.py:\d+: freed"
+    with pytest.raises(StaleAddress, match=why):
         ledger.check()
 
 
 def test_unnamed_moved() -> None:
-    """An unnamed external storage that moved is described too."""
+    """A storage that no owner names and that moved is described too."""
     x, y = torch.ones(1 << 14), torch.ones(3)
     graph = HostGraph(DEVICE)
     graph.capture(lambda: y.add_(x.sum()))
     ledger = Ledger(graph.recording, lambda: {"y": y})
     move_storage({"x": x}, "x")
-    with pytest.raises(StaleAddress, match="unnamed storage of 65536 bytes"):
+    with pytest.raises(StaleAddress, match="storage of 65536 bytes that aten.sum.default uses at"):
         ledger.check()
 
 
@@ -163,8 +168,8 @@ def test_the_partners_memory_is_no_external() -> None:
     backward.capture(lambda: x + saved)
     alone = Ledger(backward.recording, lambda: {"x": x})
     paired = Ledger(backward.recording, lambda: {"x": x}, forward.recording)
-    assert alone.num_unnamed == 1
-    assert paired.num_unnamed == 0
+    assert len(alone.places) == 1
+    assert paired.places == []
     assert paired.names == ["x"]
 
 
@@ -196,6 +201,7 @@ def test_unchanged_program_never_alarms() -> None:
     captured = CapturedFunction(GraphMaker(DEVICE), step, names)
     assert captured.ledger is not None
     assert sorted(captured.ledger.names) == sorted(names())
+    assert captured.ledger.places == []
     assert captured.ledger.num_unnamed == 0
     losses = []
     for replay in range(50):
