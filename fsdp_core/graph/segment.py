@@ -143,10 +143,13 @@ class GraphedSegment:
     def _enter(self, recording: Recording, partner: Recording | None, slot: int) -> None:
         self.num_graphs += 1
         if self._resolve is not None:
-            names = self._slots[slot].named_tensors
-            resolve = self._resolve
-            self.ledgers.append(Ledger(recording, lambda: {**resolve(), **names()}, partner))
-            self._slots[slot].ledgers.append(self.ledgers[-1])
+            ledger = Ledger(
+                recording, self._resolve, partner, own=self._slots[slot].named_tensors,
+                # Kernels of libraries read weights past torch's dispatcher.
+                relied=self.segment.parameters, within=self.segment.name,
+            )  # fmt: skip
+            self.ledgers.append(ledger)
+            self._slots[slot].ledgers.append(ledger)
 
     def _slot(self, number: int) -> "_Slot":
         if not 0 <= number < len(self._slots):
