@@ -10,7 +10,7 @@ What is no tensor was fixed by the capture (sizes, the longest sequence, the com
 microbatch in which it differs is refused: a graph would go on with what it was captured with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -91,17 +91,16 @@ class StaticParts:
         context: whose groups the graphs of each size hold.
         samples: a part of each size.
         num_slots: microbatches that may be between forward and backward at a time.
-        name: of the stage.
     """
 
     def __init__(
-        self, context: DynamicContext, samples: dict[int, Part], num_slots: int, name: str
+        self, context: DynamicContext, samples: Mapping[int, Part], num_slots: int
     ) -> None:
         for part in samples.values():
             context.check(part.cp)
         self._context, self._num_slots = context, num_slots
         self._parts = {
-            (size, slot): StaticPart(part, f"{name}, context size {size}, slot {slot}")
+            (size, slot): StaticPart(part, f"context size {size}, slot {slot}")
             for size, part in samples.items()
             for slot in range(num_slots)
         }

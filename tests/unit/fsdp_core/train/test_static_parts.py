@@ -1,0 +1,158 @@
+"""Static parts: metadata are copied to where graphs read them, or the microbatch is refused."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core.device import Device
+from fsdp_core.graph.host import HostGraph
+from fsdp_core.model.microbatch import Part, packed_part
+from fsdp_core.model.packing import Capacity, Document, pack
+from fsdp_core.model.sdpa import causal_attention
+from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.dynamic_cp import DynamicContext
+from fsdp_core.train.static_parts import StaticPart, StaticParts
+
+LOCAL = 16
+KINDS = [(1, "ring"), (4, "ring"), (4, "gather")]
+
+
+def axis_of(size: int, rank: int = 0) -> Axis:
+    """An axis of any size; nobody talks over it here."""
+    group = dist.group.WORLD
+    assert group is not None
+    return Axis("cp", size, rank, group)
+
+
+def part_of(
+    lengths: tuple[int, ...], axis: Axis, *, way: str = "ring", slots: int = 5, local: int = LOCAL
+) -> Part:
+    """The part of documents of these lengths."""
+    capacity = Capacity(tokens=local * axis.size, slots=slots, multiple=2 * axis.size)
+    documents = [Document(torch.arange(n), torch.arange(n)) for n in lengths]
+    return packed_part(pack(documents, capacity), axis, 1.0, way).part
+
+
+def tensors_of(part: Part) -> dict[str, torch.Tensor]:
+    """What graphs read of a part, by name."""
+    return {name.partition(": ")[2]: t for name, t in StaticPart(part, "x").named_tensors()}
+
+
+@pytest.mark.parametrize(("size", "way"), KINDS)
+def test_follows_every_tensor_and_moves_none(mesh: DeviceMesh, size: int, way: str) -> None:
+    """After it everything is as in the microbatch, at the addresses of before."""
+    assert mesh.size() == 1
+    axis = axis_of(size, size // 2)
+    static = StaticPart(part_of((3, 8), axis, way=way), "static")
+    named = dict(static.named_tensors())
+    before = {name: t.data_ptr() for name, t in named.items()}
+    assert len(set(before.values())) == len(before) >= (7 if size == 1 else 11)
+    for lengths in ((1, 1, 2, 7), (), (16,)):
+        part = part_of(lengths, axis, way=way)
+        expected = tensors_of(part)
+        static.follow(part)
+        assert tensors_of(static.part).keys() == expected.keys()
+        for name, tensor in static.named_tensors():
+            assert torch.equal(tensor, expected[name.partition(": ")[2]]), name
+        assert {name: t.data_ptr() for name, t in static.named_tensors()} == before
+
+
+def test_keeps_nothing_of_its_sample(mesh: DeviceMesh) -> None:
+    """The sample's tensors may change or go: graphs do not read them."""
+    assert mesh.size() == 1
+    sample = part_of((3, 8), axis_of(1))
+    static = StaticPart(sample, "static")
+    sample.plan.positions.fill_(-1)
+    assert static.part.plan.positions.min() == 0
+    assert static.part.cp is sample.cp
+
+
+def test_a_graph_follows_new_documents(mesh: DeviceMesh) -> None:
+    """Attention captured over a static part has eager's bits for packs that came later."""
+    assert mesh.size() == 1
+    axis = axis_of(1)
+    static = StaticPart(part_of((16,), axis), "static")
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, LOCAL, 2, 4, generator=generator) for _ in range(3))
+
+    def attention(part: Part) -> torch.Tensor:
+        return causal_attention(q, k, v, plan=part.plan, axis=part.cp)
+
+    graph = HostGraph(Device("cpu"))
+    out = graph.capture(lambda: attention(static.part))
+    seen = []
+    for lengths in ((3, 8), (1, 2, 9), (16,), ()):
+        part = part_of(lengths, axis)
+        static.follow(part)
+        graph.replay()
+        assert torch.equal(out, attention(part))
+        seen.append(out.clone())
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"slots": 6}, r"plan.spans.offsets of \(7,\) .* got \(8,\).*one capacity"),
+    ({"local": 24}, r"plan.rows of \(16,\).*got \(24,\)"),
+    ({"way": "gather"}, r"differs in plan.prefixes, plan.prefixes\[0\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=["slots", "tokens", "way"])
+def test_refuses_what_graphs_cannot_hold(
+    mesh: DeviceMesh, change: dict[str, Any], message: str
+) -> None:
+    """Another capacity or way is an error, and what graphs read stays as it was."""
+    assert mesh.size() == 1
+    axis = axis_of(4, 1)
+    static = StaticPart(part_of((3, 8), axis), "static")
+    before = {name: t.clone() for name, t in static.named_tensors()}
+    with pytest.raises(ValueError, match=message):
+        static.follow(part_of((9,), axis, **change))
+    for name, tensor in static.named_tensors():
+        assert torch.equal(tensor, before[name])
+
+
+def test_refuses_another_place(mesh: DeviceMesh) -> None:
+    """The rank, the size and the communicator were fixed by the capture."""
+    assert mesh.size() == 1
+    static = StaticPart(part_of((3, 8), axis_of(4, 1)), "static")
+    with pytest.raises(ValueError, match=r"Expected plan.rank = 1, as captured in graphs, got 2"):
+        static.follow(part_of((3, 8), axis_of(4, 2)))
+    other = dist.new_group([0])
+    assert isinstance(other, dist.ProcessGroup)
+    with pytest.raises(ValueError, match="Expected context group"):
+        static.follow(part_of((3, 8), Axis("cp", 4, 1, other)))
+
+
+def test_more_than_there_is_room_for_is_an_error(mesh: DeviceMesh) -> None:
+    """No slot is used twice: a microbatch too many, and a size without graphs, are refused."""
+    assert mesh.size() == 1
+    context = DynamicContext([[0]], (1,))
+    axis = context.axis(1)
+    parts = StaticParts(context, {1: part_of((3,), axis)}, 2)
+    assert parts.follow(part_of((4,), axis), 1) is parts.of(1, 1)
+    assert parts.of(1, 0) is not parts.of(1, 1)
+    assert len(dict(parts.named_tensors())) == 2 * len(dict(parts.of(1, 0).named_tensors()))
+    with pytest.raises(ValueError, match=r"at most 2 microbatches .* got one in slot 2"):
+        parts.follow(part_of((4,), axis), 2)
+    with pytest.raises(ValueError, match=r"context size out of \[1\], got 4"):
+        parts.follow(part_of((4,), axis_of(4)), 0)
+
+
+def test_a_group_made_again_is_refused(mesh: DeviceMesh) -> None:
+    """Graphs hold a communicator; another one of the same ranks would never meet it."""
+    assert mesh.size() == 1
+    context = DynamicContext([[0]], (1,))
+    axis = context.axis(1)
+    parts = StaticParts(context, {1: part_of((3,), axis)}, 1)
+    again = dist.new_group([0])
+    assert isinstance(again, dist.ProcessGroup)
+    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
+        parts.follow(part_of((3,), replace(axis, group=again)), 0)
+    with pytest.raises(RuntimeError, match="process group that is kept for context size 1"):
+        StaticParts(context, {1: part_of((3,), replace(axis, group=again))}, 1)
