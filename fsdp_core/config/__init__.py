@@ -11,6 +11,7 @@ values and the rule's name; the scenario decoder adds the file and the line.
       optim     OptimConfig     AdamW and gradient clipping
       data      DataConfig      where tokens come from
       graph     tuple of scopes, empty means eager
+      stress    tuple of stressors, empty means none
 
 `RULES` has every rule by what it is about, for documents and for people who ask why.
 """
@@ -47,12 +48,13 @@ from fsdp_core.config.run import (
 )
 from fsdp_core.config.scopes import EAGER, GRAPH_RULES, SCOPES
 from fsdp_core.config.sharding import DTYPES, POOLS, STRATEGIES, FsdpConfig
+from fsdp_core.config.stressors import NO_STRESS, STRESS_RULES, STRESSORS
 
 __all__ = [
     "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DENSE_DEGREES", "DISPATCHERS", "DROPS",
     "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES", "GRAPH_RULES", "LAYOUT_RULES",
-    "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "PARALLEL_RULES", "POOLS", "RULES", "RUN_RULES",
-    "SCOPES", "SCORES", "STRATEGIES",
+    "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "NO_STRESS", "PARALLEL_RULES", "POOLS", "RULES",
+    "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES", "STRESSORS", "STRESS_RULES",
     "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
     "ParallelConfig", "Rule", "TrainConfig", "broken", "divisors", "model_from_preset", "not_built",
     "refuse_not_built", "to_plain",
@@ -64,6 +66,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "layout": LAYOUT_RULES,
     "graph": GRAPH_RULES,
     "fp8": EIGHT_BITS_RULES,
+    "stress": STRESS_RULES,
     "run": RUN_RULES,
     "not built": NOT_BUILT,
 }

@@ -18,6 +18,7 @@ from fsdp_core.config.rule import (
 )
 from fsdp_core.config.scopes import GRAPH_RULES
 from fsdp_core.config.sharding import DTYPES, FsdpConfig
+from fsdp_core.config.stressors import STRESS_RULES
 
 BACKENDS = ("torch", "te")
 DATA_KINDS = ("synthetic", "text")
@@ -63,7 +64,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides the bits of one training run, but the device it runs on."""
+    """Everything that decides the bits of one training run, but the device it runs on.
+
+    `stress` and `stress_seed` must not: they decide what happens around the steps.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -81,13 +85,16 @@ class TrainConfig:
     flush_every: int = 1
     graph_warmup_steps: int = 2
     ledger: bool = True
+    stress: tuple[str, ...] = ()
+    stress_seed: int = 0
 
     def __post_init__(self) -> None:
         for key in ("steps", "microbatches", "micro_batch_size", "flush_every"):
             at_least(key, getattr(self, key), 1)
-        at_least("seed", self.seed, 0)
-        if self.seed >= 2**64:
-            raise ConfigError("seed", expected="an integer < 2**64", got=self.seed)
+        for key in ("seed", "stress_seed"):
+            at_least(key, getattr(self, key), 0)
+            if getattr(self, key) >= 2**64:
+                raise ConfigError(key, expected="an integer < 2**64", got=getattr(self, key))
         at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
         one_of("backend", self.backend, BACKENDS)
         one_of("dtype", self.dtype, DTYPES)
@@ -95,6 +102,7 @@ class TrainConfig:
         obey(LAYOUT_RULES, self)
         obey(GRAPH_RULES, self)
         obey(EIGHT_BITS_RULES, self)
+        obey(STRESS_RULES, self)
         obey(RUN_RULES, self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -97,6 +97,11 @@ class ParamGroup:
             announce(module)
         watch(self, sources)
 
+    @property
+    def owner(self) -> int:
+        """Of the group's buffers in the pool."""
+        return self._flat.owner
+
     # ---- at rest
 
     def _first_main_weight(self, sources: list[nn.Parameter]) -> torch.Tensor:

@@ -5,12 +5,14 @@
     outputs    what a step shows: losses, norm, digests
     scopes     captures of parts of a layer
     trainer    the step
+    stressed   the same under stressors; `make_trainer` gives the one that a configuration asks for
 
 `Trainer` runs any legal layout of any model; what it does not build yet is in `config.built`.
 """
 
 from fsdp_core.train.outputs import StepOutputs
 from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.stressed import StressedTrainer, make_trainer
 from fsdp_core.train.trainer import Trainer
 
-__all__ = ["GraphCounts", "StepOutputs", "Trainer"]
+__all__ = ["GraphCounts", "StepOutputs", "StressedTrainer", "Trainer", "make_trainer"]

@@ -1,0 +1,89 @@
+"""The stressors of one rank, as a configuration names them.
+
+jitter    streams and ranks run early and late                jitter
+poison    what pools hand out and take back is NaN            pools
+scramble  free memory moves between steps, and is NaN         scramble
+races     on the CPU, accesses that no wait orders are found  races, clocks
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from fsdp_core.data import mix
+from fsdp_core.device import Device
+from fsdp_core.fsdp.pool import Pool
+from fsdp_core.stress.jitter import Jitter
+from fsdp_core.stress.pools import Labels, Poison, PoolWatcher, WatchedPool
+from fsdp_core.stress.races import Races
+from fsdp_core.stress.scramble import Scramble
+
+
+class StressorMissing(RuntimeError):
+    """A stressor that this device does not have."""
+
+
+class Stressors:
+    """Some of the stressors, on one device.
+
+    Args:
+        names: out of `config.STRESSORS`.
+        seed: of what is random in them.
+        rank: of this process; each has other delays and other churn.
+
+    Raises:
+        StressorMissing: `races` on another device than the CPU.
+    """
+
+    def __init__(self, names: Sequence[str], *, device: Device, seed: int, rank: int) -> None:
+        if "races" in names and device.is_cuda:
+            raise StressorMissing(
+                "Expected device cpu for stressor races, got cuda, whose streams cannot be "
+                "watched; jitter is what finds missing waits there."
+            )
+        self.names, self._device = tuple(names), device
+        self.jitter = Jitter(device, mix(seed, rank, 1)) if "jitter" in names else None
+        self.scramble = Scramble(device, mix(seed, rank, 2)) if "scramble" in names else None
+        self.races = Races() if "races" in names else None
+        self._watchers: list[PoolWatcher] = []
+        # Labels first: what poison does to a buffer is done for its new holder.
+        if self.races is not None:
+            self._watchers.append(Labels(self.races))
+        if "poison" in names:
+            self._watchers.append(Poison(device))
+        if self.scramble is not None:
+            self._watchers.append(self.scramble)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Under stress inside. Streams that are made inside are to be used inside only."""
+        with contextlib.ExitStack() as stack:
+            if self.races is not None:
+                stack.enter_context(self._device.modelling_streams(self.races.clocks))
+                stack.enter_context(self._device.watching_storages(self.races))
+                stack.enter_context(self.races)
+            if self.jitter is not None:
+                stack.enter_context(self.jitter)
+            yield
+
+    def watched(self, pool: Pool) -> Pool:
+        """`pool`, or one around it that stressors are told of."""
+        return WatchedPool(pool, self._watchers) if self._watchers else pool
+
+    def before_step(self) -> None:
+        """Do what is done once a step; on the stream that the step runs on."""
+        if self.scramble is not None:
+            self.scramble.churn()
+
+    def after_step(self) -> None:
+        """Say what was found.
+
+        Raises:
+            RaceFound: accesses that no wait orders.
+        """
+        if self.races is not None:
+            self.races.require_none()
+
+    def close(self) -> None:
+        """Give back what is held."""
+        if self.scramble is not None:
+            self.scramble.release()

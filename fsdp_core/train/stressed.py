@@ -1,0 +1,73 @@
+"""The trainer under stress: the same steps, with the stressors of its configuration active."""
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.parallel.axes import Axes
+from fsdp_core.stress.races import Named
+from fsdp_core.stress.stressors import Stressors
+from fsdp_core.train.outputs import StepOutputs
+from fsdp_core.train.trainer import Trainer
+
+
+class StressedTrainer(Trainer):
+    """A trainer whose every method runs under stress.
+
+    Raises:
+        StressorMissing: the device lacks one of them.
+    """
+
+    def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
+        self.stressors = Stressors(
+            config.stress, device=device, seed=config.stress_seed, rank=dist.get_rank()
+        )
+        with self.stressors.active():
+            super().__init__(config, axes, device)
+        for root in self._roots:
+            schedule = root.fsdp_schedule
+            schedule.pool = self.stressors.watched(schedule.pool)
+            for unit in schedule.units:
+                for group in unit.groups:
+                    group.pool = schedule.pool
+        if (races := self.stressors.races) is not None:
+            races.named = self._named
+            races.units = {group.owner: group.name for group in self.groups}
+            self.stream.name = "main"
+
+    def _named(self) -> Iterator[Named]:
+        units = {name: group.name for group in self.groups for name in (*group.names, group.name)}
+        for name, tensor in self.named_tensors().items():
+            yield Named(name, units.get(name.split(" ")[0], ""), tensor)
+
+    def step(self, index: int) -> StepOutputs:
+        """See `Trainer`.
+
+        Raises:
+            RaceFound: under `races`, the step touched memory on two streams in no order.
+        """
+        with self.stressors.active():
+            with self.device.on(self.stream):
+                self.stressors.before_step()
+            outputs = super().step(index)
+        self.stressors.after_step()
+        return outputs
+
+    def redigest_state(self) -> None:
+        """See `Trainer`."""
+        with self.stressors.active():
+            super().redigest_state()
+
+    def close(self) -> None:
+        """See `Trainer`."""
+        with self.stressors.active():
+            super().close()
+        self.stressors.close()
+
+
+def make_trainer(config: TrainConfig, axes: Axes, device: Device) -> Trainer:
+    """The trainer that a configuration asks for, under stress or not."""
+    kind = StressedTrainer if config.stress else Trainer
+    return kind(config, axes, device)
