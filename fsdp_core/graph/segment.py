@@ -16,7 +16,7 @@ which they run: memory that a forward saved is used again as soon as its backwar
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.hooks import tensor_hooks_off
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import CaptureRefused, Recording
 from fsdp_core.graph.undo import Undo
@@ -69,6 +70,8 @@ class GraphedSegment:
         num_slots: microbatches that may be between forward and backward at a time.
         resolve: names every tensor that the graphs may use; None leaves the ledgers out.
         on_replay: told the number of launches of each replay.
+        on_phase: told before and after each forward and backward of a warm-up or capture, outside
+            of it, which phase of `hooks.PHASES` begins: gathers and releases parameters.
 
     Attributes:
         ledgers: those of all captured graphs.
@@ -83,14 +86,17 @@ class GraphedSegment:
         num_slots: int = 1,
         resolve: Resolver | None = None,
         on_replay: Callable[[int], None] = lambda launches: None,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"Expected at least one slot of {segment.name}, got {num_slots}.")
         self.segment = segment
         self.ledgers: list[Ledger] = []
         self.num_graphs = 0
-        self._maker, self._resolve, self._on_replay = maker, resolve, on_replay
+        self._maker, self._resolve = maker, resolve
+        self._on_replay, self._on_phase = on_replay, on_phase
         self._slots = [_Slot(self, number) for number in range(num_slots)]
+        self._stream: Any = None
 
     # ---- capture
 
@@ -98,28 +104,38 @@ class GraphedSegment:
         """Run forward and backward eagerly on the first slot's inputs, leaving no trace.
 
         Generators, the segment's `state`, and every tensor that was there before and that an
-        operator writes, are put back.
+        operator writes, are put back. Captures must be made on the same stream.
         """
-        undo = self._undo()
-        try:
-            for number in range(iterations):
-                # What a later iteration writes and the first does not, the first has made.
-                with undo.watching() if number == 0 else contextlib.nullcontext():
-                    self._slots[0].run_eagerly()
-        finally:
-            undo.put_back()
+        with self.undo() as undo:
+            for _ in range(iterations):
+                self.run_forward(0, undo)
+                self.run_backward(0, undo)
+
+    def undo(self) -> Undo:
+        """Puts back what running or capturing this segment changes."""
+        return Undo(self._maker.device, self._maker.generators, self.segment.state)
+
+    def run_forward(self, slot: int, undo: Undo) -> None:
+        """Run the forward eagerly on the slot's inputs, its outputs kept for `run_backward`."""
+        self._stream = self._maker.device.current_stream()
+        with self._between("forward_pre_hooks", "forward_hooks"), undo.watching():
+            self._slot(slot).run_forward()
+
+    def run_backward(self, slot: int, undo: Undo) -> None:
+        """Run the backward of `run_forward`."""
+        with self._between("backward_pre_hooks", "backward_hooks"), undo.watching():
+            self._slot(slot).run_backward()
 
     def capture_forward(self, slot: int) -> None:
         """Capture the forward pass of a slot.
 
         Raises:
             CaptureRefused: something in the function cannot be captured.
+            RuntimeError: another stream than that of the warm-up, or a slot captured already.
         """
-        undo = self._undo()
-        try:
+        self._require_stream()
+        with self._between("forward_pre_hooks", "forward_hooks"), self.undo():
             recording = self._slot(slot).capture_forward()
-        finally:
-            undo.put_back()
         self._enter(recording, None, slot)
 
     def capture_backward(self, slot: int) -> None:
@@ -127,18 +143,33 @@ class GraphedSegment:
 
         Raises:
             CaptureRefused: something in the backward cannot be captured.
-            RuntimeError: the forward is not captured.
+            RuntimeError: the forward is not captured, or another stream than that of the warm-up.
         """
-        undo = self._undo()
-        try:
+        self._require_stream()
+        with self._between("backward_pre_hooks", "backward_hooks"), self.undo():
             recordings = self._slot(slot).capture_backward()
-        finally:
-            undo.put_back()
         if recordings is not None:
             self._enter(*recordings, slot)
 
-    def _undo(self) -> Undo:
-        return Undo(self._maker.device, self._maker.generators, self.segment.state)
+    @contextlib.contextmanager
+    def _between(self, before: str, after: str) -> Iterator[None]:
+        """Between two phases, the hooks of gradients off."""
+        self._on_phase(before)
+        try:
+            with tensor_hooks_off(self.segment.parameters):
+                yield
+        finally:
+            # Also after a failure: what was gathered is released.
+            self._on_phase(after)
+
+    def _require_stream(self) -> None:
+        """Libraries and autograd tie what they set up in a warm-up to its stream."""
+        device = self._maker.device
+        if device.is_cuda and self._stream not in (None, device.current_stream()):
+            raise RuntimeError(
+                f"Expected the capture of {self.segment.name} on the stream of its warm-up, got "
+                "another: enter that stream around both."
+            )
 
     def _enter(self, recording: Recording, partner: Recording | None, slot: int) -> None:
         self.num_graphs += 1
@@ -242,15 +273,24 @@ class _Slot:
         """What gets a gradient."""
         return (*(x for x in self._inputs if x.requires_grad), *self.trained)
 
-    def run_eagerly(self) -> None:
-        """Forward and backward without graphs."""
-        outputs = tuple(output for output in self._run() if output.requires_grad)
+    def run_forward(self) -> None:
+        """The forward without a graph."""
+        self._outputs = self._run()
+
+    def run_backward(self) -> None:
+        """The backward of `run_forward` without a graph."""
+        outputs = tuple(output for output in self._outputs if output.requires_grad)
+        self._outputs = ()
         if outputs and self._surface():
             ones = tuple(map(torch.ones_like, outputs))
             torch.autograd.grad(outputs, self._surface(), ones, allow_unused=True)
 
     def capture_forward(self) -> Recording:
         """Capture the forward; its recording."""
+        if self._is_captured:
+            raise RuntimeError(
+                f"Expected slot {self._number} of {self._name} to be empty, got a captured one."
+            )
         self._outputs = self._forward.capture(self._run)
         self.differentiable = tuple(output.requires_grad for output in self._outputs)
         recording = self._forward.recording

@@ -13,12 +13,22 @@ from fsdp_core.device import Device
 from fsdp_core.graph.recorder import Recorder
 
 
+class _Writes(Recorder):
+    """Sees operators, and lets the compiler work: what is compiled is warmed up compiled."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, code that first runs here would never be compiled."""
+        return True
+
+
 class Undo:
     """What persistent tensors and generators held when it was made, or when they were written.
 
     Args:
         generators: beside the device's default ones.
-        state: tensors that may be changed by means that torch does not see.
+        state: tensors that may be changed by means that torch does not see: kernels of libraries
+            and of the compiler.
     """
 
     def __init__(
@@ -31,16 +41,17 @@ class Undo:
         self._rng_states = device.rng_states()
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # One for all that is watched: what was made in a forward is no trace of its backward's.
+        self._recorder = _Writes(
+            keep_operations=False, before_write=lambda number, tensor: self._save(tensor)
+        )
         for tensor in state:
             self._save(tensor)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Save every tensor from before that an operator inside writes, before it does."""
-        recorder = Recorder(
-            keep_operations=False, before_write=lambda number, tensor: self._save(tensor)
-        )
-        with self._device.watching_storages(recorder), recorder:
+        with self._device.watching_storages(self._recorder), self._recorder:
             yield
 
     def _save(self, tensor: torch.Tensor) -> None:
@@ -48,6 +59,12 @@ class Undo:
         if storage._cdata not in self._saved and storage.nbytes():
             live = _bytes_of(storage)
             self._saved[storage._cdata] = (live, live.clone())
+
+    def __enter__(self) -> "Undo":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
 
     def put_back(self) -> None:
         """Give every saved tensor its old bytes, in place, and every generator its old state."""
