@@ -12,6 +12,7 @@ values and the rule's name; the scenario decoder adds the file and the line.
       data      DataConfig      where tokens come from
       graph     tuple of scopes, empty means eager
       stress    tuple of stressors, empty means none
+      taps      tuple of patterns, modules that are looked into
 
 `RULES` has every rule by what it is about, for documents and for people who ask why.
 """
@@ -49,15 +50,17 @@ from fsdp_core.config.run import (
 from fsdp_core.config.scopes import EAGER, GRAPH_RULES, SCOPES
 from fsdp_core.config.sharding import DTYPES, POOLS, STRATEGIES, FsdpConfig
 from fsdp_core.config.stressors import NO_STRESS, STRESS_RULES, STRESSORS
+from fsdp_core.config.taps import TAP_KINDS, TAP_RULES, TapPattern, tap_pattern
 
 __all__ = [
     "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DENSE_DEGREES", "DISPATCHERS", "DROPS",
     "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES", "GRAPH_RULES", "LAYOUT_RULES",
     "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "NO_STRESS", "PARALLEL_RULES", "POOLS", "RULES",
-    "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES", "STRESSORS", "STRESS_RULES",
+    "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES", "STRESSORS", "STRESS_RULES", "TAP_KINDS",
+    "TAP_RULES",
     "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
-    "ParallelConfig", "Rule", "TrainConfig", "broken", "divisors", "model_from_preset", "not_built",
-    "refuse_not_built", "to_plain",
+    "ParallelConfig", "Rule", "TapPattern", "TrainConfig", "broken", "divisors",
+    "model_from_preset", "not_built", "refuse_not_built", "tap_pattern", "to_plain",
 ]  # fmt: skip
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -67,6 +70,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "graph": GRAPH_RULES,
     "fp8": EIGHT_BITS_RULES,
     "stress": STRESS_RULES,
+    "taps": TAP_RULES,
     "run": RUN_RULES,
     "not built": NOT_BUILT,
 }

@@ -19,6 +19,7 @@ from fsdp_core.config.rule import (
 from fsdp_core.config.scopes import GRAPH_RULES
 from fsdp_core.config.sharding import DTYPES, FsdpConfig
 from fsdp_core.config.stressors import STRESS_RULES
+from fsdp_core.config.taps import TAP_RULES
 
 BACKENDS = ("torch", "te")
 DATA_KINDS = ("synthetic", "text")
@@ -87,6 +88,7 @@ class TrainConfig:
     ledger: bool = True
     stress: tuple[str, ...] = ()
     stress_seed: int = 0
+    taps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("steps", "microbatches", "micro_batch_size", "flush_every"):
@@ -103,6 +105,7 @@ class TrainConfig:
         obey(GRAPH_RULES, self)
         obey(EIGHT_BITS_RULES, self)
         obey(STRESS_RULES, self)
+        obey(TAP_RULES, self)
         obey(RUN_RULES, self)
 
     def to_dict(self) -> dict[str, Any]:

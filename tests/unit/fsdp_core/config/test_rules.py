@@ -139,15 +139,15 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
                          {"model": {"ffn": 176}}),
     "fp8_takes_tokens": ("fp8", {"fp8": "delayed", "backend": "te", "model": {"seq": 24}},
                          {"model": {"seq": 48}}),
+    "taps_are_patterns": ("taps", {"taps": ("layers.*.attn:outputs",)},
+                          {"taps": ("layers.*.attn:output",)}),
+    "taps_differ": ("taps", {"taps": ("norm", "norm:output")}, {"taps": ("norm", "norm:input")}),
     "text_fits_vocabulary": ("model.vocab_size",
                              {"model": {"vocab_size": 255}, "data": {"kind": "text"}},
                              {"model": {"vocab_size": 256}}),
 }  # fmt: skip
 NOT_BUILT_EXAMPLES: dict[str, tuple[str, Values]] = {
-    "scopes_are_not_built": ("graph", {"graph": ("attn", "mlp")}),
-    "attn_in_pipelines_is_not_built":
-        ("parallel.pp", {"graph": ("attn",), "parallel": {"pp": 2}}),
-    "attn_of_dynamic_cp_is_not_built":
+    "graphs_of_dynamic_cp_are_not_built":
         ("parallel.dynamic_cp", {"graph": ("attn",), "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
 }  # fmt: skip
 KINDS: dict[str, Any] = {
