@@ -4,29 +4,23 @@ Runs in a process of its own that leaves without tearing anything down: destroyi
 while a graph that captured its work is alive hangs, and the driver frees all memory anyway.
 """
 
-import faulthandler
 import itertools
 import json
-import os
 import struct
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch._dynamo.utils
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.fsdp.engines import ENGINES, Setting, Step
 from benchmarks.fsdp.workloads import FULL, TINY
+from benchmarks.ranks import GIB, enter, settle
 
-GIB = 2**30
 WARM_UP = 6
 """Steps before the timed ones: longer than a graph's eager steps and a plan's tracing ones."""
-STACKS_BEFORE_S = 3.0
-IDLE_BYTES, IDLE_WAIT_S = 4 * GIB, 30.0
 
 
 @dataclass(frozen=True)
@@ -76,21 +70,8 @@ class RankFigures:
 
 def rank_main(job: Job, rank: int) -> None:
     """The process of one rank. What goes wrong ends up, as its last line, in `rank<n>.log`."""
-    os.setsid()  # so that a hung rank can be ended with all that it started
-    _redirect_output(Path(job.folder, f"rank{rank}.log"))
-    faulthandler.dump_traceback_later(max(1.0, job.timeout_s - STACKS_BEFORE_S), file=sys.stderr)
-    device = torch.device(f"cuda:{rank}" if job.device == "cuda" else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        _await_idle(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{job.folder}/meet",
-        rank=rank,
-        world_size=job.ranks,
-        device_id=device if device.type == "cuda" else None,
+    device = enter(
+        rank, job.ranks, device_kind=job.device, folder=Path(job.folder), timeout_s=job.timeout_s
     )
     mesh = init_device_mesh(device.type, (job.ranks,), mesh_dim_names=("dp",))
     engine = ENGINES[job.engine]
@@ -118,13 +99,13 @@ def _run(job: Job, step: Step, rank: int, device: torch.device) -> None:
     else:
         figures = _time(step, early, job.steps, device)
         Path(job.folder, f"rank{rank}.json").write_text(json.dumps(asdict(figures)))
-    _settle(device)
+    settle(device)
 
 
 def _time(step: Step, early: list[torch.Tensor], steps: int, device: torch.device) -> RankFigures:
     on_cuda = device.type == "cuda"
     before = _compiled_graphs()
-    _settle(device)
+    settle(device)
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
         times, last_loss = _cuda_times(step, steps)
@@ -167,9 +148,9 @@ def _profile(step: Step, path: Path | None, device: torch.device) -> None:
     """Trace one step on the rank that has a `path`; all ranks run the same two steps."""
     if path is None:
         for _ in range(2):
-            _settle(device)
+            settle(device)
             step()
-        _settle(device)
+        settle(device)
         return
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -177,50 +158,16 @@ def _profile(step: Step, path: Path | None, device: torch.device) -> None:
     # The first step under a profiler pays for its start.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
-        _settle(device)
+        settle(device)
         step()
-        _settle(device)
+        settle(device)
         profiler.step()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
-    _settle(device)
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for this rank's device, then for the other ranks."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-    else:
-        dist.barrier()
+    settle(device)
 
 
 def _compiled_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def _redirect_output(path: Path) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-
-
-def _await_idle(device: torch.device) -> None:
-    """Wait for what earlier processes held to be given back.
-
-    Raises:
-        RuntimeError: somebody keeps using the GPU.
-    """
-    deadline = time.monotonic() + IDLE_WAIT_S
-    while True:
-        free, total = torch.cuda.mem_get_info(device)
-        if total - free < IDLE_BYTES:
-            return
-        if time.monotonic() > deadline:
-            used = (total - free) / GIB
-            raise RuntimeError(f"Expected an idle {device}, got {used:.1f} GiB in use by others.")
-        time.sleep(0.2)
