@@ -75,6 +75,7 @@ class Gradients:
     Attributes:
         sharded, unsharded: the group's parameters at rest and in compute.
         main_grad: with `keep`, where gradients at rest lie.
+        pooled: the full buffer that the pool gave last, also while it has it back.
         divide_factor: what sums are divided by; None: the number of ranks.
         reduce_unused: give parameters without a gradient zeros where others of the group have one.
     """
@@ -93,6 +94,7 @@ class Gradients:
         self.divide_factor: float | None = None
         self.reduce_unused = False
         self.main_grad: torch.Tensor | None = None
+        self.pooled: torch.Tensor | None = None
         self._kept: list[RowSharded] = []
         self._key = Key(flat.owner, "grad")
         self._pool: Pool | None = None
@@ -170,7 +172,7 @@ class Gradients:
         if pool is None:
             self._full = torch.empty(total, dtype=dtype, device=self._flat.device.torch_device)
         else:
-            self._full = pool.acquire(self._key, total, dtype, stream)
+            self._full = self.pooled = pool.acquire(self._key, total, dtype, stream)
         self._pool, self._views = pool, self.layout.views(self._full)
 
     def expose(self, uses: Mapping[int, int], pool: Pool | None, stream: Any) -> None:

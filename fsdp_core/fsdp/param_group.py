@@ -59,7 +59,11 @@ class Owned:
 
 
 class ParamGroup:
-    """Flat buffers of parameters that are gathered and reduced together, on one rank."""
+    """Flat buffers of parameters that are gathered and reduced together, on one rank.
+
+    Attributes:
+        num_moved: parameters that a gather put elsewhere than the gather before, so far.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class ParamGroup:
         self.model_weight: torch.Tensor | None = None
         self._fresh_version: int | None = None
         self._gathered: torch.Tensor | None = None
+        self._gathered_at, self.num_moved = 0, 0
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
         self.is_unsharded, self._is_registered = False, False
@@ -237,8 +242,19 @@ class ParamGroup:
                 self.refresh_model_weight()
                 if full is not None:
                     self._gather(full)
+                    self._count_moved(full.data_ptr())
         self.gathered_version = self.main_weight._version
         self.is_unsharded = True
+
+    def _count_moved(self, address: int) -> None:
+        if self._gathered_at not in (0, address):
+            self.num_moved += len(self.unsharded)
+        self._gathered_at = address
+
+    @property
+    def gathered(self) -> torch.Tensor | None:
+        """The buffer of the last gather; None if there was none."""
+        return self._gathered
 
     def register_unsharded(self) -> None:
         """Make the modules hold the gathered parameters; the current stream waits for the gather.
