@@ -7,37 +7,17 @@ refused where a run would start. Once the trainer builds something, its line her
 from fsdp_core.config.rule import ConfigError, Rule, broken
 from fsdp_core.config.run import TrainConfig
 
-_SCOPES = ("attn", "full_iteration")
 
-
-def _scopes(run: TrainConfig) -> ConfigError | None:
-    missing = [scope for scope in run.graph if scope not in _SCOPES]
-    if not missing:
+def _graphs_with_one_cp(run: TrainConfig) -> ConfigError | None:
+    if not run.graph or not run.parallel.dynamic_cp:
         return None
-    expected = "attn or full_iteration (no other scope is built so far)"
-    return ConfigError("graph", expected=expected, got=missing[0], legal=_SCOPES)
-
-
-def _attn_without_pipeline(run: TrainConfig) -> ConfigError | None:
-    if "attn" not in run.graph or run.parallel.pp == 1:
-        return None
-    expected = "1, as graphs of attn hold one microbatch at a time (more are not built so far)"
-    return ConfigError("parallel.pp", expected=expected, got=run.parallel.pp, legal=(1,))
-
-
-def _attn_with_one_cp(run: TrainConfig) -> ConfigError | None:
-    if "attn" not in run.graph or not run.parallel.dynamic_cp:
-        return None
-    expected = "no sizes, as graphs of attn hold one context size (more are not built so far)"
+    expected = "no sizes, as graphs hold one context size (more are not built so far)"
     return ConfigError("parallel.dynamic_cp", expected=expected, got=run.parallel.dynamic_cp)
 
 
 NOT_BUILT: tuple[Rule[TrainConfig], ...] = (
-    Rule("scopes_are_not_built", "Most graph scopes are not built so far.", _scopes),
-    Rule("attn_in_pipelines_is_not_built", "Scope attn under pp is not built so far.",
-         _attn_without_pipeline),
-    Rule("attn_of_dynamic_cp_is_not_built", "Scope attn with dynamic cp is not built so far.",
-         _attn_with_one_cp),
+    Rule("graphs_of_dynamic_cp_are_not_built",
+         "Partial scopes with dynamic cp are not built so far.", _graphs_with_one_cp),
 )  # fmt: skip
 
 

@@ -88,14 +88,17 @@ class Crossing(NamedTuple):
     """What crosses from the front of an expert branch, which graphs may hold, to its rest.
 
     Attributes:
-        normed_BTH: what experts take.
+        normed: what experts take, [B, T, H].
         routed: see there; weights are connected to the router by autograd.
         plan: of the dispatcher, None if it is left to the rest.
+        residual: x [B, T, H] itself. It crosses, too, or its gradient would be added to the sum of
+            the norm's and not, as where nothing is captured, the norm's to it one by one.
     """
 
-    normed_BTH: torch.Tensor
+    normed: torch.Tensor
     routed: Routed
     plan: Plan | None
+    residual: torch.Tensor
 
 
 class MoeBranch(nn.Module):
@@ -103,7 +106,7 @@ class MoeBranch(nn.Module):
 
     front(x) -> crossing    norm, router, shared experts    scope moe_router
                             the dispatcher's plan           scope moe_preprocess
-    rest(x, crossing)       dispatch, experts, combine, residual
+    rest(crossing)          dispatch, experts, combine, residual
     """
 
     def __init__(self, norm: nn.Module, moe: MoeLayer, residual: Residual, axes: MoeAxes) -> None:
@@ -120,11 +123,12 @@ class MoeBranch(nn.Module):
         normed_BTH = self.norm(x_BTH)
         routed = self.moe.router_stage(normed_BTH, self._valid(part))
         plan = self.moe.preprocess(routed.experts, routed.probs) if plans else None
-        return Crossing(normed_BTH, routed, plan)
+        # Last, so that its gradient comes first.
+        return Crossing(normed_BTH, routed, plan, x_BTH.view_as(x_BTH))
 
-    def rest(self, x_BTH: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-        """What `front` made of [B, T, H], through the experts and back: [B, T, H]."""
-        normed_BTH, routed, plan = crossing
+    def rest(self, crossing: Crossing) -> torch.Tensor:
+        """What `front` made, through the experts and back: [B, T, H]."""
+        normed_BTH, routed, plan, x_BTH = crossing
         if plan is None:
             plan = self.moe.preprocess(routed.experts, routed.probs)
         out = self.moe.experts_stage(normed_BTH, routed, plan)

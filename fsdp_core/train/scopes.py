@@ -1,104 +1,159 @@
-"""Captures of each layer's attention branch: graph scope `attn`."""
+"""What of a layer each partial graph scope captures, and what stays eager around it.
 
-import contextlib
-from collections.abc import Iterator, Sequence
+    scope            captured                                 eager around it
+    attn             norm, attention, residual                the other branch
+    mlp              norm, dense feed-forward, residual       attention
+    moe_router       norm, router, shared experts             preprocess and what follows
+    moe_preprocess   with it: where rows go                   dispatch, experts, combine, residual
+    moe              a whole expert branch, drop and pad      attention
+    layer            both branches                            nothing
+
+    scope            crosses to what is eager
+    moe_router       normed x, weights and numbers of choices, output of shared experts, x
+    moe_preprocess   the plan, too
+    others           x
+
+x enters each of them. The eager rest computes with what the replay gave, so that the weights of
+choices stay connected to the router.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import nn
 
-from fsdp_core.fsdp import FSDPModule
-from fsdp_core.graph.capture import CapturedModule, GraphMaker
-from fsdp_core.graph.ledger import Ledger, Resolver
-from fsdp_core.model.decoder import DecoderStage, Layer
+from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.unit import Unit
+from fsdp_core.graph.ledger import Ledger
+from fsdp_core.model.decoder import Crossing, Layer, MlpBranch, MoeBranch
 from fsdp_core.model.microbatch import Part
-from fsdp_core.parallel.rng import RandomStreams
+from fsdp_core.model.moe.layer import Routed
+from fsdp_core.model.moe.preprocess import Plan
+
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass
 class GraphCounts:
-    """What the graphs of a run did: `replays` counts launches of any captured graph."""
+    """What the graphs of a run did, and the memory that they use and do not own.
+
+    Attributes:
+        replays: launches of any captured graph.
+        external_names: names that its owners give; each graph's.
+        external_places: the operator and place that used it first, where no owner names it.
+        unnamed_externals: storages that have neither.
+    """
 
     captured: int = 0
     replays: int = 0
     external_names: list[str] = field(default_factory=list)
+    external_places: list[str] = field(default_factory=list)
     unnamed_externals: int = 0
 
     def enter(self, ledgers: Sequence[Ledger]) -> None:
         """Count what graphs use and do not own."""
         for ledger in ledgers:
             self.external_names.extend(ledger.names)
+            self.external_places.extend(ledger.places)
             self.unnamed_externals += ledger.num_unnamed
 
+    def launched(self, launches: int) -> None:
+        """Count launches."""
+        self.replays += launches
 
-class AttentionGraphs:
-    """Two graphs a layer of one stage, forward and backward, installed in its attention branch.
 
-    One microbatch may be between forward and backward at a time, and every microbatch has the same
-    `part` to attention: no pipeline, no dynamic cp.
+def _whole(outputs: Outputs) -> torch.Tensor:
+    """Of pieces that have no eager rest."""
+    assert isinstance(outputs, torch.Tensor)
+    return outputs
 
-    Args:
-        sample: like what enters a layer.
-        part: what attention sees of any microbatch.
-        streams: whose states warming up leaves alone.
-        resolve: names tensors for ledgers; None: no ledgers.
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a layer that is captured by itself.
+
+    Attributes:
+        name: `layers.3.attn`.
+        layer: that it is of, an FSDP unit.
+        owner: the module whose forward takes x and a part, and which the replay stands in for.
+        modules: what of it is captured.
+        run: x [B, T, H] and the part to what crosses.
+        rest: what crossed to the owner's output [B, T, H], eagerly.
     """
 
-    def __init__(
-        self, stage: DecoderStage, maker: GraphMaker, sample: torch.Tensor, part: Part,
-        streams: RandomStreams, resolve: Resolver | None, counts: GraphCounts,
-    ) -> None:  # fmt: skip
-        self._layers = list(stage.numbered_layers.values())
-        self._schedule = cast("FSDPModule", stage).fsdp_schedule
-        self._graphs: list[CapturedModule] = []
-        for layer in self._layers:
-            with self._gathered(layer):
-                graph = CapturedModule(
-                    maker, layer.attn, sample, (part,), list(layer.attn.parameters()),
-                    resolve=resolve,
-                )  # fmt: skip
-                states = streams.get_states()
-                graph.warm_up()
-                streams.set_states(states)
-                self._schedule.quiesce()
-                graph.capture_forward()
-            self._graphs.append(graph)
-        for layer, graph in zip(reversed(self._layers), reversed(self._graphs), strict=True):
-            with self._gathered(layer):
-                self._schedule.quiesce()
-                graph.capture_backward()
-        for layer, graph in zip(self._layers, self._graphs, strict=True):
-            _install(layer.attn, graph, counts)
-
-    @contextlib.contextmanager
-    def _gathered(self, layer: Layer) -> Iterator[None]:
-        unit = cast("FSDPModule", layer)
-        unit.unshard()
-        yield
-        unit.reshard()
+    name: str
+    layer: Layer
+    owner: nn.Module
+    modules: tuple[nn.Module, ...]
+    run: Callable[[torch.Tensor, Part], Outputs]
+    rest: Callable[[Outputs], torch.Tensor] = _whole
 
     @property
-    def captured(self) -> int:
-        """Number of graphs."""
-        return 2 * len(self._graphs)
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """That get gradients, as the modules hold them now: gathered, if they are."""
+        found = (p for module in self.modules for p in module.parameters())
+        return tuple(dict.fromkeys(found))
 
     @property
-    def ledgers(self) -> list[Ledger]:
-        """Those of all graphs."""
-        return [ledger for graph in self._graphs for ledger in graph.ledgers]
-
-    def reset(self) -> None:
-        """Drop the graphs; the layers run eagerly again."""
-        for layer, graph in zip(self._layers, self._graphs, strict=True):
-            del layer.attn.forward
-            graph.reset()
+    def inner_units(self) -> list[Unit]:
+        """FSDP units inside, outermost first: they act around the replay, none inside of it."""
+        return [unit for unit in units_in(*self.modules) if self.layer not in unit.modules]
 
 
-def _install(branch: nn.Module, graph: CapturedModule, counts: GraphCounts) -> None:
-    def replay(x: torch.Tensor, part: Part) -> torch.Tensor:
-        del part
-        counts.replays += 2 if torch.is_grad_enabled() else 1
-        return graph(x)
+def pieces_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Piece]:
+    """The pieces of a layer, in the order in which they run."""
+    if "layer" in scopes:
+        yield _forward_of(f"layers.{number}", layer, layer)
+    if "attn" in scopes:
+        yield _forward_of(f"layers.{number}.attn", layer, layer.attn)
+    name, branch = f"layers.{number}.mlp", layer.mlp
+    if isinstance(branch, MlpBranch):
+        if "mlp" in scopes:
+            yield _forward_of(name, layer, branch)
+    elif "moe" in scopes:
+        yield _forward_of(name, layer, branch)
+    elif "moe_router" in scopes:
+        yield _front_of(name, layer, branch, plans="moe_preprocess" in scopes)
 
-    branch.forward = replay
+
+def _forward_of(name: str, layer: Layer, module: nn.Module) -> Piece:
+    # Not called as a module where it is the unit: hooks act around the replay.
+    return Piece(name=name, layer=layer, owner=module, modules=(module,), run=module.forward)
+
+
+def _front_of(name: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> Piece:
+    moe = branch.moe
+    modules = [branch.norm, moe.router, *([moe.shared] if moe.shared is not None else [])]
+    if plans:
+        modules.append(moe.preprocess)
+
+    def run(x: torch.Tensor, part: Part) -> Outputs:
+        return _flat(branch.front(x, part, plans=plans))
+
+    def rest(outputs: Outputs) -> torch.Tensor:
+        assert isinstance(outputs, tuple)
+        return branch.rest(_crossing(outputs, has_shared=moe.shared is not None))
+
+    return Piece(
+        name=f"{name} {'router and preprocess' if plans else 'router'}",
+        layer=layer,
+        owner=branch,
+        modules=tuple(modules),
+        run=run,
+        rest=rest,
+    )
+
+
+def _flat(crossing: Crossing) -> tuple[torch.Tensor, ...]:
+    """Its tensors; `_crossing` is the inverse."""
+    normed, (probs, experts, shared), plan, residual = crossing
+    optional = () if shared is None else (shared,)
+    return (normed, probs, experts, *optional, *(plan or ()), residual)
+
+
+def _crossing(tensors: tuple[torch.Tensor, ...], *, has_shared: bool) -> Crossing:
+    normed, probs, experts, *others, residual = tensors
+    shared = others.pop(0) if has_shared else None
+    plan = Plan(*others) if others else None
+    return Crossing(normed, Routed(probs, experts, shared), plan, residual)

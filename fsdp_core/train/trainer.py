@@ -10,6 +10,7 @@ who issues the work. Scope `full_iteration` captures the whole iteration, optimi
 collectives included; scope `attn` captures each layer's attention branch, forward and backward.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import cast
 
@@ -22,20 +23,29 @@ from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.graph.ledger import Resolver
+from fsdp_core.graph.ledger import AddressBook, Resolver
 from fsdp_core.layouts import AXES, axis_size
 from fsdp_core.model.backend import make_backend
-from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.pipeline import Pipeline, PipelineOptions
+from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
+from fsdp_core.parallel.rng import RandomStream
 from fsdp_core.parallel.stage_transfer import TensorSpec
 from fsdp_core.train.build import TORCH_DTYPES, build_stages, make_streams, roots
 from fsdp_core.train.inputs import RowInputs, make_inputs
+from fsdp_core.train.names import (
+    PointerChanges,
+    enter_attributes,
+    enter_optimizer,
+    enter_stage,
+)
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
-from fsdp_core.train.scopes import AttentionGraphs, GraphCounts
+from fsdp_core.train.partial_graphs import PartialGraphs
+from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.tapped import open_taps
 
 
 class Trainer:
@@ -48,6 +58,7 @@ class Trainer:
         stages: this rank's stages of the decoder.
         streams: what dropout draws from.
         outputs: of the last step.
+        taps: digests of what went through modules in the last step.
 
     Raises:
         ConfigError: the configuration asks for what is not built yet.
@@ -67,6 +78,7 @@ class Trainer:
             self.streams = make_streams(config, axes, device)
             self.stages = build_stages(config, axes, backend, self.streams, device)
             self._roots = list(roots(self.stages))
+            self.taps = open_taps(config, self.stages, device.torch_device)
             self.optimizer = AdamW(self._named_states(), config.optim)
             self._inputs = make_inputs(config, axes, device)
             self._digests = Digests(self.optimizer, list(self._expert_biases()))
@@ -75,7 +87,7 @@ class Trainer:
         seed_all(mix(config.seed, dist.get_rank()))
         self._maker = GraphMaker(device, self.streams.generators)
         self._iteration_graph: CapturedFunction | None = None
-        self._attention_graphs: list[AttentionGraphs] = []
+        self._partial_graphs: PartialGraphs | None = None
 
     @property
     def data_checksum(self) -> str:
@@ -122,6 +134,7 @@ class Trainer:
 
     def _iteration(self) -> None:
         config, outputs = self.config, self.outputs
+        self.taps.begin()
         for root in self._roots:
             root.zero_main_grads()
         losses = self._pipeline.forward_backward(
@@ -193,44 +206,48 @@ class Trainer:
         shape = (rows, tokens, self.config.model.hidden)
         return TensorSpec(shape, TORCH_DTYPES[self.config.dtype])
 
+    @property
+    def _num_slots(self) -> int:
+        """Microbatches between forward and backward at a time, on the rank that has most."""
+        schedule = make_schedule(self.axes.pp.size, len(self.stages), self.config.microbatches)
+        return max(slots_needed(schedule, rank) for rank in range(schedule.pp))
+
     def _make_pipeline(self) -> Pipeline:
         # Gradients are reduced after each microbatch: kept whole until the last one they would
         # take the memory that sharding them saves.
-        options = PipelineOptions(gradient_sync="every")
+        # Graphs give memory that their next replay overwrites, while a send may be under way.
+        options = PipelineOptions(
+            gradient_sync="every",
+            num_slots=self._num_slots,
+            copy_sent=self.config.graph not in ((), ("full_iteration",)),
+        )
         device = self.device.torch_device
         return Pipeline(self.stages, self.axes.pp, self._activation, device, options=options)
 
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Every long-lived tensor that a graph may use, by name, as it is now."""
-        found = dict(self._inputs.named_tensors())
-        for number, root in enumerate(self._roots):
-            chunk = f" of chunk {number}" if number else ""
-            for group in root.fsdp_groups:
-                found.update(zip(group.names, (p.data for p in group.unsharded), strict=True))
-                if group.model_weight is not None:
-                    found[f"{group.name} model_weight{chunk}"] = group.model_weight
-            buffers = self.stages[number].named_buffers()
-            found |= {f"{name}{chunk}": buffer for name, buffer in buffers}
-        for name, weight, grad in self._named_states():
-            found[f"{name} main_weight"] = weight
-            if grad.numel():
-                found[f"{name} main_grad"] = grad
-        optimizer = self.optimizer
-        for name, first, second in zip(
-            optimizer.names, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True
-        ):
-            found[f"{name} exp_avg"], found[f"{name} exp_avg_sq"] = first, second
-        found |= {"step_count": optimizer.step_count, "lr": optimizer.lr}
+    def named_tensors(self) -> AddressBook:
+        """Every long-lived tensor that a graph may use, by name, looked up when it is asked for."""
+        book = AddressBook()
+        for number, (root, stage) in enumerate(zip(self._roots, self.stages, strict=True)):
+            suffix = f" of chunk {number}" if number else ""
+            enter_stage(book, stage, root.fsdp_groups, suffix)
+        enter_optimizer(book, self.optimizer)
         for stream in self.streams.streams:
             if stream.state is not None:
-                found[f"random state {stream.name}"] = stream.state
-        found |= dict(self.outputs.named_tensors())
-        return found | dict(self._digests.scratch())
+                book.enter(f"random state {stream.name}", functools.partial(_state, stream))
+        enter_attributes(book, self._inputs, self._inputs.named_tensors())
+        enter_attributes(book, self.outputs, self.outputs.named_tensors())
+        enter_attributes(book, self._digests, self._digests.scratch())
+        enter_attributes(book, self.taps, self.taps.named_tensors())
+        return book
+
+    def pointer_changes(self) -> PointerChanges:
+        """Counts, from now on, long-lived tensors that moved between two counts."""
+        return PointerChanges(self.named_tensors(), self.groups)
 
     # ---- graphs
 
     def _resolver(self) -> Resolver | None:
-        return self.named_tensors if self.config.ledger else None
+        return self.named_tensors().now if self.config.ledger else None
 
     def _capture(self) -> None:
         self._quiesce()
@@ -239,8 +256,7 @@ class Trainer:
             self._iteration_graph, self.counts.captured = graph, 1
             self.counts.enter([graph.ledger] if graph.ledger else [])
         else:
-            for stage in self.stages:
-                self._capture_attention(stage)
+            self._capture_partial()
         for root in self._roots:
             root.fsdp_schedule.pool.freeze()
         self._quiesce()
@@ -249,16 +265,18 @@ class Trainer:
         for root in self._roots:
             root.fsdp_schedule.quiesce()
 
-    def _capture_attention(self, stage: DecoderStage) -> None:
-        inputs, spec = cast("RowInputs", self._inputs), self._activation
-        sample = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device.torch_device)
-        graphs = AttentionGraphs(
-            stage, self._maker, sample.requires_grad_(), inputs.part, self.streams,
-            self._resolver(), self.counts,
+    def _capture_partial(self) -> None:
+        spec, device = self._activation, self.device
+        sample = torch.zeros(spec.shape, dtype=spec.dtype, device=device.torch_device)
+        graphs = PartialGraphs(
+            self.config.graph, self.stages, cast("RowInputs", self._inputs).part,
+            sample.requires_grad_(),
+            new_maker=lambda: GraphMaker(device, self.streams.generators),
+            num_slots=self._num_slots, resolve=self._resolver(), counts=self.counts,
         )  # fmt: skip
-        self.counts.captured += graphs.captured
+        self.counts.captured += graphs.num_graphs
         self.counts.enter(graphs.ledgers)
-        self._attention_graphs.append(graphs)
+        self._partial_graphs = graphs
 
     def close(self) -> None:
         """Drop the graphs, then wait; a process group must not be destroyed before this."""
@@ -266,9 +284,9 @@ class Trainer:
         if self._iteration_graph is not None:
             self._iteration_graph.reset()
             self._iteration_graph = None
-        for graphs in self._attention_graphs:
-            graphs.reset()
-        self._attention_graphs = []
+        if self._partial_graphs is not None:
+            self._partial_graphs.reset()
+            self._partial_graphs = None
         self.device.synchronize()
 
 
@@ -284,3 +302,7 @@ def main_grad(group: ParamGroup) -> torch.Tensor:
     kept = group.gradients.main_grad
     assert kept is not None
     return kept
+
+
+def _state(stream: RandomStream) -> torch.Tensor | None:
+    return stream.state

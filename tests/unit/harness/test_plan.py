@@ -184,11 +184,12 @@ def test_ranks_of_one_replica_share_their_tokens() -> None:
 
 def test_what_is_not_built_is_skipped_with_its_rule() -> None:
     """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
-    config = TrainConfig(graph=("mlp",)).to_dict()
+    parallel = ParallelConfig(dp=2, dynamic_cp=(1, 2))
+    config = TrainConfig(graph=("attn",), parallel=parallel).to_dict()
     plan = make_plan([case("a", 2, config=config), case("b", 2)], slots=4)
     assert [c.id for c in plan.skipped] == ["a"]
-    assert plan.skipped[0].skip_reason.startswith("graph: expected attn or full_iteration (no")
-    assert plan.skipped[0].skip_reason.endswith("rule: scopes_are_not_built")
+    assert plan.skipped[0].skip_reason.startswith("parallel.dynamic_cp: expected no sizes")
+    assert plan.skipped[0].skip_reason.endswith("rule: graphs_of_dynamic_cp_are_not_built")
 
 
 def test_resume_plans_what_is_left_and_keeps_reasons() -> None:

@@ -1,0 +1,102 @@
+"""Graphs of partial scopes on one rank: for all its stages, all slots, installed together.
+
+All are captured before any is installed, so that none is captured over a replay of another. Where
+a capture is refused, nothing is left of the others, and the stages stay eager.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.ledger import Ledger, Resolver
+from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.microbatch import Part
+from fsdp_core.train.scopes import GraphCounts, Piece, pieces_of
+from fsdp_core.train.stage_graphs import Chooser, LayerGraphs, StageGraphs
+
+
+class PartialGraphs:
+    """Graphs of every stage, in slots.
+
+    Args:
+        scopes: partial ones.
+        part: what layers see of every microbatch.
+        sample: like what enters a layer.
+        new_maker: of graphs that share a memory pool.
+        num_slots: microbatches that a stage may have between forward and backward at a time.
+        resolve: names tensors for ledgers; None: no ledgers.
+
+    Raises:
+        CaptureRefused: something in a scope cannot be captured; nothing is installed.
+    """
+
+    def __init__(
+        self,
+        scopes: Sequence[str],
+        stages: Sequence[DecoderStage],
+        part: Part,
+        sample: torch.Tensor,
+        *,
+        new_maker: Callable[[], GraphMaker],
+        num_slots: int,
+        resolve: Resolver | None,
+        counts: GraphCounts,
+    ) -> None:
+        self._part = part
+        pieces = [_pieces(stage, scopes) for stage in stages]
+        self._sets: list[list[LayerGraphs]] = []
+        self._installed: list[StageGraphs] = []
+        try:
+            for stage, of_stage in zip(stages, pieces, strict=True):
+                self._sets.append([])
+                for slot in range(num_slots):
+                    # A maker a slot: slots share no memory.
+                    graphs = LayerGraphs(
+                        stage, of_stage, new_maker(), part, sample,
+                        slot=slot, resolve=resolve, counts=counts,
+                    )  # fmt: skip
+                    self._sets[-1].append(graphs)
+        except BaseException:
+            self.reset()
+            raise
+        for stage, of_stage, sets in zip(stages, pieces, self._sets, strict=True):
+            self._installed.append(StageGraphs(stage, of_stage, self._chooser(sets)))
+
+    def _chooser(self, sets: Sequence[LayerGraphs]) -> Chooser:
+        def choose(part: Part, slot: int) -> LayerGraphs | None:
+            mine = self._part
+            if part.plan is not mine.plan or part.targets.shape != mine.targets.shape:
+                return None
+            if slot >= len(sets):
+                raise ValueError(
+                    f"Expected at most {len(sets)} microbatches between forward and backward, as "
+                    f"many as graphs have slots, got one in slot {slot}: slots are never shared."
+                )
+            return sets[slot]
+
+        return choose
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured graphs."""
+        return sum(graphs.num_graphs for graphs in itertools.chain(*self._sets))
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """Those of all graphs."""
+        return [ledger for graphs in itertools.chain(*self._sets) for ledger in graphs.ledgers]
+
+    def reset(self) -> None:
+        """The stages run eagerly again, and the graphs are dropped."""
+        for installed in self._installed:
+            installed.remove()
+        for graphs in itertools.chain(*self._sets):
+            graphs.reset()
+        self._installed, self._sets = [], []
+
+
+def _pieces(stage: DecoderStage, scopes: Sequence[str]) -> list[Piece]:
+    layers = stage.numbered_layers.items()
+    return [piece for number, layer in layers for piece in pieces_of(number, layer, scopes)]

@@ -1,0 +1,191 @@
+"""Graphs of partial scopes of one stage: captured by slot, installed together, replayed in layers.
+
+    LayerGraphs   forward and backward graphs of every piece of the stage's layers, in one slot
+    StageGraphs   what stands in for the pieces, and chooses for each microbatch
+
+**Slots.** A pipeline has several microbatches between forward and backward, each in a slot of its
+own, and so has each slot graphs of its own. Graphs of one slot share a memory pool: its microbatch
+goes forward through the layers and then backward, so what the forward of a layer saved may be used
+again once its backward is over. Another slot's microbatch may come in between, in an order that
+changes with the number of microbatches, so slots share no memory.
+
+**Around a replay.** FSDP gathers parameters before it and reduces gradients after it. Hooks of the
+layer, which is a unit, run as in eager training. Units inside of what is captured (experts) are
+gathered around the whole replay, and their hooks do nothing inside.
+
+**Eager** are evaluation, forward passes without gradients, microbatches of other shapes, and
+everything before the capture.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+
+from fsdp_core.fsdp import FSDPModule
+from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.ledger import Ledger, Resolver
+from fsdp_core.graph.segment import GraphedSegment, Segment
+from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.model.microbatch import Part
+from fsdp_core.train.scopes import GraphCounts, Outputs, Piece
+
+
+def _over(piece: Piece, part: Part) -> Callable[[torch.Tensor], Outputs]:
+    return lambda x: piece.run(x, part)
+
+
+@contextlib.contextmanager
+def _without_hooks(piece: Piece) -> Iterator[None]:
+    """Capture without what acts around modules: a replay would not act again."""
+    dicts = [
+        hooks
+        for module in (m for top in piece.modules for m in top.modules())
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    ]
+    kept = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(dicts, kept, strict=True):
+            hooks.update(before)
+
+
+class LayerGraphs:
+    """Forward and backward graphs of all pieces of a stage, for one microbatch at a time.
+
+    Args:
+        pieces: in the order in which they run.
+        part: what layers see of any microbatch that is replayed, in tensors that stay.
+        sample: like what enters a layer.
+        slot: for names.
+        resolve: names tensors for ledgers; None: no ledgers.
+    """
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        pieces: Sequence[Piece],
+        maker: GraphMaker,
+        part: Part,
+        sample: torch.Tensor,
+        *,
+        slot: int,
+        resolve: Resolver | None,
+        counts: GraphCounts,
+    ) -> None:
+        self._schedule = cast("FSDPModule", stage).fsdp_schedule
+        self._graphs: dict[str, GraphedSegment] = {}
+        try:
+            self._capture(pieces, maker, part, sample, slot, resolve, counts)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _capture(
+        self, pieces: Sequence[Piece], maker: GraphMaker, part: Part, sample: torch.Tensor,
+        slot: int, resolve: Resolver | None, counts: GraphCounts,
+    ) -> None:  # fmt: skip
+        for piece in pieces:
+            with self._gathered(piece):
+                segment = Segment(
+                    name=piece.name + (f" slot {slot}" if slot else ""),
+                    function=_over(piece, part),
+                    samples=(sample,),
+                    parameters=piece.parameters,
+                )
+                graph = GraphedSegment(maker, segment, resolve=resolve, on_replay=counts.launched)
+                self._graphs[piece.name] = graph
+                graph.warm_up()
+                self._schedule.quiesce()
+                graph.capture_forward(0)
+        for piece in reversed(pieces):
+            with self._gathered(piece):
+                self._schedule.quiesce()
+                self._graphs[piece.name].capture_backward(0)
+
+    @contextlib.contextmanager
+    def _gathered(self, piece: Piece) -> Iterator[None]:
+        """The parameters of a piece where replays will find them, and none of its hooks."""
+        units = [*units_in(piece.layer)[:1], *piece.inner_units]
+        try:
+            for unit in units:
+                unit.unshard()
+                unit.wait_unshard()
+            with _without_hooks(piece):
+                yield
+        finally:
+            for unit in reversed(units):
+                unit.reshard()
+
+    def replay(self, piece: Piece, x: torch.Tensor) -> torch.Tensor:
+        """The output of the piece's owner."""
+        units = piece.inner_units
+        args: tuple[torch.Tensor, ...] = (x,)
+        for unit in units:
+            args, _ = unit.pre_forward(args, {})
+        outputs: Outputs = self._graphs[piece.name](*args)
+        for unit in reversed(units):
+            outputs = unit.post_forward(outputs)
+        return piece.rest(outputs)
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured graphs."""
+        return sum(graph.num_graphs for graph in self._graphs.values())
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """Those of all graphs."""
+        return [ledger for graph in self._graphs.values() for ledger in graph.ledgers]
+
+    def reset(self) -> None:
+        """Drop the graphs; a second time does nothing."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs = {}
+
+
+Chooser = Callable[[Part, int], LayerGraphs | None]
+"""Says which graphs a microbatch with that part is replayed from, in that slot; None: eagerly."""
+
+
+class StageGraphs:
+    """Replays in place of the pieces of a stage, until `remove`.
+
+    Args:
+        choose: asked once a microbatch that trains.
+    """
+
+    def __init__(self, stage: DecoderStage, pieces: Sequence[Piece], choose: Chooser) -> None:
+        self._stage, self._pieces, self._choose = stage, tuple(pieces), choose
+        self._chosen: LayerGraphs | None = None
+        for piece in self._pieces:
+            piece.owner.forward = self._stand_in(piece)
+        stage.on_microbatch = self._begin
+
+    def _begin(self, part: Part, slot: int) -> None:
+        trains = self._stage.training and torch.is_grad_enabled()
+        self._chosen = self._choose(part, slot) if trains else None
+
+    def _stand_in(self, piece: Piece) -> Callable[[torch.Tensor, Part], torch.Tensor]:
+        eager = piece.owner.forward
+
+        def forward(x: torch.Tensor, part: Part) -> torch.Tensor:
+            if self._chosen is None:
+                result: torch.Tensor = eager(x, part)
+                return result
+            return self._chosen.replay(piece, x)
+
+        return forward
+
+    def remove(self) -> None:
+        """The stage runs eagerly again."""
+        for piece in self._pieces:
+            del piece.owner.forward
+        self._stage.on_microbatch = None
+        self._pieces, self._chosen = (), None
