@@ -1,0 +1,188 @@
+"""One capture on all ranks, or on none: a handshake before and after, and a way back.
+
+    with CaptureSession(device, "attn", generators=..., state=...) as session:
+        session.at_end(hooks.restore)           however it ends
+        session.on_abort(graphed.reset)         if any rank gave up
+        for graphed in ...:
+            with unit_gathered():               collectives: every rank, whatever happened before
+                session.attempt(lambda: graphed.capture_forward(0))
+
+A rank that replays beside one that runs eagerly meets it in the wrong collective and hangs, so
+ranks exchange what became of their captures (one all-gather of 512 bytes a rank) and keep their
+graphs only if all have them. Inside, garbage collection is off: it could destroy a graph while
+another is captured, which CUDA forbids.
+
+A failure inside of `attempt` waits for the end, so that the rank goes on to issue the collectives
+around the captures which the others wait in. One that is raised elsewhere ends the body, and other
+ranks may then wait in vain until their process groups' timeout.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.device import Device
+from fsdp_core.graph.undo import Undo
+
+# torch 2.13 renamed it; the old name warns there and the new one is absent before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_MESSAGE_BYTES = 512
+_NAME_BYTES = 96
+
+
+class CaptureAborted(RuntimeError):
+    """A capture was given up on every rank; nothing of it is left.
+
+    Attributes:
+        refusals: why, by rank of the default process group.
+    """
+
+    def __init__(self, what: str, refusals: dict[int, str]) -> None:
+        self.refusals = refusals
+        reasons = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(refusals.items()))
+        super().__init__(f"the capture of {what} was given up on every rank: {reasons}")
+
+
+class CaptureSession:
+    """Around warm-ups and captures of one kind. See the module's docstring; use it once.
+
+    Args:
+        what: is captured; ranks that capture different things refuse.
+        generators: whose states are put back, beside the device's default ones.
+        state: tensors that warm-ups may change, which are put back.
+        refusal: why this rank cannot capture, if it cannot; every rank then raises on entry.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        what: str,
+        *,
+        generators: Sequence[torch.Generator] = (),
+        state: Sequence[torch.Tensor] = (),
+        refusal: str | None = None,
+    ) -> None:
+        self._device, self._what, self._refusal = device, what, refusal
+        self._generators, self._state = tuple(generators), tuple(state)
+        self._failure: Exception | None = None
+        self._at_end: list[Callable[[], None]] = []
+        self._on_abort: list[Callable[[], None]] = []
+        self._collects = False
+
+    def __enter__(self) -> Self:
+        """Meet the other ranks.
+
+        Raises:
+            CaptureAborted: a rank refuses, or captures something else.
+        """
+        refusals = exchange_refusals(self._device, self._what, self._refusal)
+        if refusals:
+            raise CaptureAborted(self._what, refusals)
+        # Graphs that are garbage already go now.
+        gc.collect()
+        self._collects = gc.isenabled()
+        gc.disable()
+        self._at_end.insert(0, Undo(self._device, self._generators, self._state).put_back)
+        return self
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Call it when the session ends, however it does; the last one first."""
+        self._at_end.append(function)
+
+    def on_abort(self, function: Callable[[], None]) -> None:
+        """Call it if the capture is given up, here or on another rank; the last one first."""
+        self._on_abort.append(function)
+
+    def attempt(self, function: Callable[[], None]) -> None:
+        """Call it unless something failed before; if it raises, the session fails at its end."""
+        if self._failure is not None:
+            return
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001  (every rank is told, then it is raised)
+            self._failure = error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell the other ranks how it went; keep the captures or undo them.
+
+        Raises:
+            CaptureAborted: a capture failed on some rank; raised from this rank's own error.
+        """
+        try:
+            ended = self._call(self._at_end)
+            # The first failure is the cause; what the body raised then may follow from it.
+            failure = self._failure or (error if isinstance(error, Exception) else None)
+            failure = failure or ended
+            if error is not None and not isinstance(error, Exception):
+                self._call(self._on_abort)
+                return  # interrupted: no time to talk
+            self._settle(failure)
+        finally:
+            if self._collects:
+                gc.enable()
+
+    def _settle(self, failure: Exception | None) -> None:
+        refusal = None if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            refusals = exchange_refusals(self._device, self._what, refusal)
+        except Exception as lost:  # noqa: BLE001  (the own failure matters more)
+            self._call(self._on_abort)
+            refusal = f"{refusal or 'captured'}, and no word of the others: {lost}"
+            raise CaptureAborted(self._what, {_rank(): refusal}) from failure or lost
+        if refusals:
+            also = self._call(self._on_abort)
+            if also is not None:
+                refusals[_rank()] = f"{refusals.get(_rank(), 'captured')}, and undoing: {also}"
+            raise CaptureAborted(self._what, refusals) from failure
+
+    @staticmethod
+    def _call(functions: list[Callable[[], None]]) -> Exception | None:
+        """Call all, last first, whatever any of them does; the first error."""
+        first: Exception | None = None
+        while functions:
+            try:
+                functions.pop()()
+            except Exception as error:  # noqa: BLE001  (all have to run)
+                first = first or error
+        return first
+
+
+def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[int, str]:
+    """Every rank's refusal by its rank in the default process group; empty if none refuses.
+
+    A collective of 512 bytes a rank, on the current stream; the host waits for it. Ranks that name
+    another `what` than rank 0 refuse. Long reasons are cut.
+    """
+    name = what.encode()[:_NAME_BYTES]
+    if not dist.is_initialized():
+        return {} if refusal is None else {0: refusal}
+    # A refusal without words is one still.
+    text = b"" if refusal is None else (refusal or "no reason given").encode()
+    message = (name + b"\n" + text)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device.torch_device)
+    world = torch.empty(dist.get_world_size() * _MESSAGE_BYTES, dtype=torch.uint8).to(mine.device)
+    _all_gather(world, mine)
+    found = {}
+    first = ""
+    for rank, row in enumerate(world.cpu().view(-1, _MESSAGE_BYTES)):
+        got = bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+        captured, _, reason = got.partition("\n")
+        first = captured if rank == 0 else first
+        if reason:
+            found[rank] = reason
+        elif captured != first:
+            found[rank] = f"captures {captured}, where rank 0 captures {first}"
+    return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,184 @@
+"""Captures on all ranks or on none: each rank learns which refused and why, and is as it was."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_core.device import Device
+from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession
+from fsdp_core.graph.segment import GraphedSegment, Segment
+from tests.dist.rank_pool import RankPool
+
+DEVICE = Device("cpu")
+
+
+def branch(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Draws numbers and counts its calls."""
+    counts.add_(1)
+    return F.dropout(x * weight, 0.5)
+
+
+def graphed(weight: nn.Parameter, counts: torch.Tensor, *, reads_data: bool) -> GraphedSegment:
+    """A segment of `branch`; no graph can hold it if it reads data."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if reads_data:
+            x.sum().item()
+        return branch(x, weight, counts)
+
+    segment = Segment(
+        name="branch", function=function, samples=(torch.ones(8),), parameters=(weight,)
+    )
+    return GraphedSegment(GraphMaker(DEVICE), segment, resolve=None)
+
+
+def capture_where_one_refuses(refusing: int | None) -> dict[str, Any]:
+    """A session of two segments, between which ranks meet; one rank's first cannot be captured."""
+    torch.manual_seed(3)
+    rank, counts = dist.get_rank(), torch.zeros(1)
+    weight = nn.Parameter(torch.ones(8))
+    segments = [
+        graphed(weight, counts, reads_data=rank == refusing and number == 0) for number in range(2)
+    ]
+    ended: list[str] = []
+    state, error, cause = torch.get_rng_state(), "", ""
+    inside = False
+    try:
+        with CaptureSession(DEVICE, "branches", state=(counts,)) as session:
+            session.at_end(lambda: ended.append("end"))
+            for segment in segments:
+                session.on_abort(segment.reset)
+                session.on_abort(lambda: ended.append("abort"))
+                session.attempt(segment.warm_up)
+                dist.all_reduce(torch.ones(1))
+                session.attempt(lambda s=segment: s.capture_forward(0))  # type: ignore[misc]
+                session.attempt(lambda s=segment: s.capture_backward(0))  # type: ignore[misc]
+            inside = gc.isenabled()
+            counts.add_(7)
+    except CaptureAborted as aborted:
+        error, cause = str(aborted), type(aborted.__cause__).__name__
+    drawn = not torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(9)
+    x = torch.ones(8)
+    try:
+        result = torch.equal(segments[1](x), graph_free(x, weight))  # type: ignore[arg-type]
+    except RuntimeError as refused:
+        result = "empty graph" in str(refused)
+    return {
+        "error": error, "cause": cause, "ended": ended, "right": result,
+        "graphs": sum(s.num_graphs for s in segments), "counts": counts.item(),
+        "drawn": drawn,
+        "collects": (inside, gc.isenabled()),
+    }  # fmt: skip
+
+
+def graph_free(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Eager, with the numbers that the replay drew."""
+    torch.manual_seed(9)
+    return branch(x, weight, torch.zeros(1))
+
+
+def test_all_ranks_keep_their_graphs(warm_ranks: RankPool) -> None:
+    """Without a refusal every rank has its graphs, its state as before, and its collector on."""
+    for found in warm_ranks.run(capture_where_one_refuses, None, world_size=2):
+        assert found["error"] == ""
+        assert (found["graphs"], found["ended"], found["right"]) == (4, ["end"], True)
+        assert found["counts"] == 1.0  # the one replay
+        assert found["collects"] == (False, True)
+        assert not found["drawn"]
+
+
+def test_one_refusal_undoes_all_ranks(warm_ranks: RankPool) -> None:
+    """Where one rank's capture is refused no rank has a graph, and all say whose and why."""
+    results = warm_ranks.run(capture_where_one_refuses, 1, world_size=3)
+    for rank, found in enumerate(results):
+        assert "the capture of branches was given up on every rank" in found["error"]
+        assert "rank 1: CaptureRefused: cannot capture aten._local_scalar_dense" in found["error"]
+        assert "rank 0" not in found["error"]
+        assert found["cause"] == ("CaptureRefused" if rank == 1 else "NoneType")
+        assert (found["graphs"], found["right"]) == (0, True)
+        assert found["ended"] == ["end", *["abort"] * len(found["ended"][1:])]
+        assert len(found["ended"]) == 3
+        assert found["counts"] == 0.0
+        assert found["collects"] == (False, True)
+        assert not found["drawn"]
+
+
+def enter_with(what: list[str], refusals: list[str | None]) -> str:
+    """The error of entering a session; what is captured and refused depends on the rank."""
+    rank = dist.get_rank()
+    try:
+        with CaptureSession(DEVICE, what[rank], refusal=refusals[rank]):
+            return "entered"
+    except CaptureAborted as aborted:
+        return str(aborted)
+
+
+def test_a_rank_refuses_before_anything_is_touched(warm_ranks: RankPool) -> None:
+    """A rank that cannot capture keeps the others from it, however long its reason is."""
+    args = (["attn"] * 2, [None, "no room for 3 slots " + "x" * 900])
+    found = warm_ranks.run(enter_with, *args, world_size=2)
+    assert found[0] == found[1]
+    assert "rank 1: no room for 3 slots" in found[0]
+
+
+def test_ranks_that_capture_different_things_refuse(warm_ranks: RankPool) -> None:
+    """Another scope than rank 0's is an error on all ranks, not a hang at the first replay."""
+    found = warm_ranks.run(enter_with, ["attn", "attn", "mlp"], [None] * 3, world_size=3)
+    assert set(found) == {
+        "the capture of attn was given up on every rank: rank 2: captures mlp, where rank 0 "
+        "captures attn",
+        "the capture of mlp was given up on every rank: rank 2: captures mlp, where rank 0 "
+        "captures attn",
+    }
+
+
+def test_a_lone_process_needs_no_group() -> None:
+    """One process without a process group settles with itself, and the cause is kept."""
+    with (
+        pytest.raises(CaptureAborted, match="rank 0: ZeroDivisionError") as caught,
+        CaptureSession(DEVICE, "attn"),
+    ):
+        _ = 1 / 0
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with CaptureSession(DEVICE, "attn"):
+        pass
+
+
+def test_an_interrupt_is_not_talked_over() -> None:
+    """Ctrl-C undoes the capture and goes on as it is."""
+    undone = []
+
+    def interrupted() -> None:
+        with CaptureSession(DEVICE, "attn") as session:
+            session.on_abort(lambda: undone.append(1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert undone == [1]
+    assert gc.isenabled()
+
+
+def test_a_failing_restore_aborts_and_the_rest_is_restored() -> None:
+    """If one of the functions at the end fails the others run, and the capture is given up."""
+    ran = []
+
+    def fail() -> None:
+        raise RuntimeError("hooks were registered meanwhile")
+
+    def capture() -> None:
+        with CaptureSession(DEVICE, "attn") as session:
+            session.at_end(lambda: ran.append("first"))
+            session.at_end(fail)
+            session.on_abort(lambda: ran.append("undone"))
+
+    with pytest.raises(CaptureAborted, match="hooks were registered meanwhile"):
+        capture()
+    assert ran == ["first", "undone"]
