@@ -53,16 +53,6 @@ class Cell:
         partial = SHARDED not in (self.strategy, self.outer_strategy) or self.pool != "dynamic"
         return tuple(mode for mode in MODES if partial or mode != ("attn",))
 
-    @property
-    def num_pooled_grads(self) -> int:
-        """Gradient buffers that live on between steps and belong to no tensor of the trainer.
-
-        Fixed ones of two blocks and of the root. Where gradients stay whole until the last
-        microbatch they are in memory that the graph makes for itself.
-        """
-        is_cut = {self.strategy, self.outer_strategy} & {"optim_grads", SHARDED}
-        return 3 if is_cut and self.pool != "dynamic" else 0
-
     def parallel(self, world_size: int) -> ParallelConfig:
         """The layout over this many ranks."""
         if self.outer_strategy is None:
@@ -103,15 +93,16 @@ def observe(trainer: Trainer, step: int) -> tuple[Any, ...]:
     return tuple(floats.view(torch.int32).tolist()), digests, rng
 
 
-def train(cell: Cell, graph: tuple[str, ...]) -> tuple[list[tuple[Any, ...]], int, int, int]:
-    """All steps of one run: what was observed, graphs captured, replays, unnamed externals."""
+def train(cell: Cell, graph: tuple[str, ...]) -> tuple[list[tuple[Any, ...]], int, int, list[str]]:
+    """All steps of one run: what was observed, graphs, replays, memory that no owner names."""
     device = Device("cpu")
     chosen = config(cell, graph, dist.get_world_size())
     trainer = Trainer(chosen, build_axes(chosen.parallel, device), device)
     seen = [observe(trainer, step) for step in range(STEPS)]
     counts = trainer.counts
     trainer.close()
-    return seen, counts.captured, counts.replays, counts.unnamed_externals
+    assert counts.unnamed_externals == 0
+    return seen, counts.captured, counts.replays, counts.external_places
 
 
 Run = tuple[Cell, tuple[str, ...]]
@@ -135,7 +126,7 @@ def check(runs: list[Run], ranks: list[list[Any]]) -> None:
         # No two steps look alike in any group: the comparison compares something.
         for group in zip(*(step[1] for step in reference), strict=True):
             assert len(set(group)) == STEPS
-        for (cell, mode), (seen, captured, replays, unnamed) in zip(runs, rank, strict=True):
+        for (cell, mode), (seen, captured, replays, places) in zip(runs, rank, strict=True):
             for step in range(STEPS):
                 assert seen[step] == reference[step], (cell, mode, step)
             replayed_steps = STEPS - 2
@@ -145,8 +136,7 @@ def check(runs: list[Run], ranks: list[list[Any]]) -> None:
                 ("full_iteration",): (1, replayed_steps),
             }[mode]
             assert (captured, replays) == expected, (cell, mode)
-            if mode == ("full_iteration",):
-                assert unnamed == cell.num_pooled_grads, (cell, mode)
+            assert places == [], (cell, mode)
     # Each rank has its own data, and its own dropout.
     assert len({rank[0][0][0][0] for rank in ranks}) == len(ranks)
     assert len({rank[0][0][0][2] for rank in ranks}) == len(ranks)

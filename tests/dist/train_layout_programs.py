@@ -72,7 +72,7 @@ class Run:
 
 @dataclass
 class Seen:
-    """What a rank saw: bits of every step, names, and the graphs' counts."""
+    """What a rank saw: bits of every step, names, graphs' counts, memory that no owner names."""
 
     floats: list[tuple[int, ...]]
     digests: list[dict[str, tuple[int, ...]]]
@@ -80,7 +80,7 @@ class Seen:
     names: dict[str, list[str]]
     captured: int
     replays: int
-    unnamed: int
+    places: list[str]
 
 
 def bits(
@@ -105,8 +105,9 @@ def train(run: Run, axes: Axes) -> Seen:
     counts = trainer.counts
     names = {group: named for group, (named, _) in trainer.digested.items()}
     trainer.close()
+    assert counts.unnamed_externals == 0
     return Seen(floats, digests, rng, names, counts.captured, counts.replays,
-                counts.unnamed_externals)  # fmt: skip
+                counts.external_places)  # fmt: skip
 
 
 def train_all(runs: list[Run]) -> list[Seen]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fsdp_core.config import (
+    POOLS,
     STRATEGIES,
     ConfigError,
     DataConfig,
@@ -147,13 +148,15 @@ def test_a_parameter_without_gradient_is_refused(axes: Axes) -> None:
         trainer.step(1)
 
 
-def test_every_long_lived_tensor_has_a_name(axes: Axes) -> None:
-    """A captured iteration uses no storage that the trainer cannot name, but pooled gradients."""
-    chosen = config(graph=("full_iteration",), fsdp=FsdpConfig(pool="dynamic"))
+@pytest.mark.parametrize("pool", POOLS)
+def test_every_long_lived_tensor_has_a_name(axes: Axes, pool: str) -> None:
+    """A captured iteration uses no storage that the trainer cannot name."""
+    chosen = config(graph=("full_iteration",), fsdp=FsdpConfig(pool=pool))
     trainer = Trainer(chosen, axes, Device("cpu"))
     for step in range(STEPS):
         trainer.step(step)
     assert trainer.counts.unnamed_externals == 0
+    assert trainer.counts.external_places == []
     assert {"tokens", "lr", "step_count", "loss", "rope.cos"} <= set(trainer.counts.external_names)
     trainer.close()
 
