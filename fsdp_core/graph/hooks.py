@@ -91,6 +91,35 @@ def run_hooks(hooks: CaptureHooks, phase: str, module: nn.Module) -> None:
             )
 
 
+def require_no_hooks(module: nn.Module) -> None:
+    """Refuse a module that a graph would silently rob of a hook.
+
+    Raises:
+        ValueError: the module has hooks, or an inner one has some that are not marked capturable.
+    """
+    for path, inner in module.named_modules():
+        for phase in PHASES:
+            for hook in getattr(inner, f"_{phase}").values():
+                if not path or not _is_capturable(hook):
+                    raise ValueError(
+                        f"Expected no {phase} of {path or type(module).__name__} at a capture, got "
+                        f"{_name(hook)}: take hooks off with hooks_off, and pass what has to run "
+                        "around warm-ups and captures as capture_time_hooks."
+                    )
+
+
+@contextlib.contextmanager
+def hooks_off(modules: Iterable[nn.Module]) -> Iterator[list[CaptureHooks]]:
+    """The hooks of the modules' subtrees off, what they do at capture time as `capture_time_hooks`.
+
+    Raises:
+        ValueError: a hook would be lost in a replay.
+        RuntimeError: hooks were registered inside.
+    """
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(ExtractedHooks(module)).capture_hooks for module in modules]
+
+
 @contextlib.contextmanager
 def tensor_hooks_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """No hooks on the gradients of `parameters` inside.

@@ -1,0 +1,291 @@
+"""A slot of a captured segment: two graphs, the tensors they read and write, and whose turn it is.
+
+For `fsdp_core.graph.segment`, which says what segments and slots are.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.ledger import Ledger
+from fsdp_core.graph.recorder import CaptureRefused, Recording
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Something to capture: a function of tensors.
+
+    Attributes:
+        name: as errors and ledgers show it, `layers.3.attn`.
+        function: takes tensors by position and returns a tensor or a tuple of tensors; whatever
+            else it needs is bound.
+        samples: like the inputs to come, values included, as warming up computes with them;
+            `requires_grad` says which get a gradient.
+        parameters: those that get gradients, in the order in which autograd is to bring them.
+        state: persistent tensors that the function changes by means that torch does not see (a
+            library's own kernels). What torch's operators change is found without being named.
+    """
+
+    name: str
+    function: Callable[..., torch.Tensor | Tensors]
+    samples: Tensors
+    parameters: tuple[nn.Parameter, ...]
+    state: Tensors = ()
+
+
+class Pending:
+    """A forward that awaits its backward; autograd's node holds it, the slot only looks at it."""
+
+    __slots__ = ("__weakref__", "is_done")
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+class Slot:
+    """The graphs of one slot and the tensors that they read and write.
+
+    Attributes:
+        trained: parameters that get a gradient; until the backward is captured, those that want
+            one.
+        returns_tuple: whether the function returns a tuple.
+        differentiable: for each output, whether it gets a gradient.
+    """
+
+    def __init__(
+        self,
+        maker: GraphMaker,
+        segment: Segment,
+        number: int,
+        on_replay: Callable[[int], None],
+    ) -> None:
+        self._number, self._name, self._on_replay = number, segment.name, on_replay
+        self._function = segment.function
+        self.trained = tuple(p for p in segment.parameters if p.requires_grad)
+        self._inputs = tuple(
+            s.detach().clone().requires_grad_(s.requires_grad) for s in segment.samples
+        )
+        self._wanted = tuple(s.requires_grad for s in segment.samples)
+        self._connected = self._wanted
+        self._forward, self._backward = maker.new(), maker.new()
+        self._is_captured = False
+        self.returns_tuple = False
+        self.differentiable: tuple[bool, ...] = ()
+        self.ledgers: list[Ledger] = []
+        self._outputs: Tensors = ()
+        self._grad_outputs: Tensors = ()
+        self._grads: tuple[torch.Tensor | None, ...] = ()
+        self._pending: weakref.ref[Pending] | None = None
+
+    # ---- capture
+
+    def _run(self) -> Tensors:
+        """The function on the slot's inputs, its outputs as a tuple."""
+        result = self._function(*self._inputs)
+        self.returns_tuple = isinstance(result, tuple)
+        outputs = result if isinstance(result, tuple) else (result,)
+        for number, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
+                raise ValueError(
+                    f"Expected tensors out of {self._name}, got {type(output).__name__} as output "
+                    f"{number}."
+                )
+        return outputs
+
+    def _surface(self) -> Tensors:
+        """What gets a gradient."""
+        return (*(x for x in self._inputs if x.requires_grad), *self.trained)
+
+    def run_forward(self) -> None:
+        """The forward without a graph."""
+        self._outputs = self._run()
+
+    def run_backward(self) -> None:
+        """The backward of `run_forward` without a graph."""
+        outputs = tuple(output for output in self._outputs if output.requires_grad)
+        self._outputs = ()
+        if outputs and self._surface():
+            ones = tuple(map(torch.ones_like, outputs))
+            torch.autograd.grad(outputs, self._surface(), ones, allow_unused=True)
+
+    def capture_forward(self) -> Recording:
+        """Capture the forward; its recording."""
+        if self._is_captured:
+            raise RuntimeError(
+                f"Expected slot {self._number} of {self._name} to be empty, got a captured one."
+            )
+        self._outputs = self._forward.capture(self._run)
+        self.differentiable = tuple(output.requires_grad for output in self._outputs)
+        recording = self._forward.recording
+        inputs = {x.untyped_storage().data_ptr(): i for i, x in enumerate(self._inputs)}
+        for entry in recording.external():
+            if entry.written and entry.nbytes and entry.address in inputs:
+                raise CaptureRefused(
+                    f"cannot capture {self._name}: it changes its input {inputs[entry.address]} in "
+                    "place, and a replay would change a copy. Change a clone of it."
+                )
+        self._is_captured = True
+        return recording
+
+    def capture_backward(self) -> tuple[Recording, Recording] | None:
+        """Capture the backward; its recording and the forward's, or None if there is nothing."""
+        self._require_captured()
+        outputs = tuple(output for output in self._outputs if output.requires_grad)
+        surface = self._surface()
+        if not outputs or not surface:
+            self._outputs = tuple(output.detach() for output in self._outputs)
+            return None
+        self._grad_outputs = tuple(torch.zeros_like(output) for output in outputs)
+        grads = self._backward.capture(
+            lambda: torch.autograd.grad(outputs, surface, self._grad_outputs, allow_unused=True)
+        )
+        # The autograd graph has done its work; the storages it saved belong to the graphs now.
+        self._outputs = tuple(output.detach() for output in self._outputs)
+        self._keep_connected(grads)
+        return self._backward.recording, self._forward.recording
+
+    def _keep_connected(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Let autograd see only what gets a gradient: the rest is not waited for, as in eager."""
+        remaining = iter(grads)
+        of_inputs = tuple(next(remaining) if wanted else None for wanted in self._wanted)
+        of_parameters = tuple(remaining)
+        self._connected = tuple(grad is not None for grad in of_inputs)
+        self.trained = tuple(
+            p for p, grad in zip(self.trained, of_parameters, strict=True) if grad is not None
+        )
+        self._grads = (*of_inputs, *(grad for grad in of_parameters if grad is not None))
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """The slot's own tensors by name, for ledgers."""
+        start, grads = f"{self._name} slot {self._number}", enumerate(self._grad_outputs)
+        found = {f"{start} input {i}": x.data for i, x in enumerate(self._inputs)}
+        return found | {f"{start} output gradient {i}": grad for i, grad in grads}
+
+    def _require_captured(self) -> None:
+        if not self._is_captured:
+            raise RuntimeError(
+                f"Expected a captured forward of {self._name} in slot {self._number}, got an empty "
+                "graph."
+            )
+
+    # ---- replay
+
+    def check(self, tensors: Tensors) -> None:
+        """Refuse inputs that the graphs do not fit, and a slot that is in use."""
+        self._require_captured()
+        check_inputs(self._name, self._inputs, tensors)
+        last = self._pending() if self._pending is not None else None
+        if last is not None and not last.is_done:
+            raise RuntimeError(
+                f"Expected slot {self._number} of {self._name} to be free, got one whose forward "
+                "still awaits its backward: a replay would overwrite what it saved. Capture as "
+                "many slots as there are microbatches between forward and backward."
+            )
+
+    def connected(self, tensors: Tensors) -> Tensors:
+        """The inputs, those cut from autograd that get no gradient."""
+        return tuple(
+            x if keep else x.detach() for x, keep in zip(tensors, self._connected, strict=True)
+        )
+
+    def replay_forward(self, tensors: Tensors, pending: Pending) -> Tensors:
+        """Copy the inputs in, replay, and return aliases of the static outputs."""
+        if self.ledgers:
+            self.ledgers[0].check()
+        for static, x in zip(self._inputs, tensors, strict=True):
+            _copy_in(static.detach(), x)
+        self._forward.replay()
+        self._on_replay(1)
+        self._pending = weakref.ref(pending)
+        return tuple(output.detach() for output in self._outputs)
+
+    def replay_backward(
+        self, grads: Sequence[torch.Tensor | None], pending: Pending
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Copy the outputs' gradients in, replay, and return clones of the gradients."""
+        if pending.is_done:
+            raise RuntimeError(
+                f"Expected one backward of {self._name} for each forward, got a second: its graphs "
+                "give up what the forward saved. Run it without graphs to keep it."
+            )
+        if self.ledgers:
+            self.ledgers[-1].check()
+        wanted = [grad for grad, d in zip(grads, self.differentiable, strict=True) if d]
+        for number, (static, grad) in enumerate(zip(self._grad_outputs, wanted, strict=True)):
+            if grad is None:
+                raise RuntimeError(
+                    f"Expected a gradient of each differentiable output of {self._name}, got none "
+                    f"of the one numbered {number}: the graph computes with all. Detach in the "
+                    "function what nothing goes on with."
+                )
+            _copy_in(static, grad)
+        self._backward.replay()
+        self._on_replay(1)
+        pending.is_done = True
+        return tuple(None if grad is None else grad.clone() for grad in self._grads)
+
+    def reset(self) -> None:
+        """Drop the graphs and the static tensors."""
+        self._forward.reset()
+        self._backward.reset()
+        self._is_captured = False
+        self.ledgers = []
+        self._inputs = self._outputs = self._grad_outputs = self._grads = ()
+
+
+class Replay(torch.autograd.Function):
+    """Replays a slot forward, and backward where autograd gets to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slot: Slot, pending: Pending, num_inputs: int, *tensors: torch.Tensor
+    ) -> Tensors:
+        ctx.slot, ctx.pending = slot, pending
+        ctx.set_materialize_grads(False)
+        outputs = slot.replay_forward(tensors[:num_inputs], pending)
+        ctx.mark_non_differentiable(
+            *(out for out, d in zip(outputs, slot.differentiable, strict=True) if not d)
+        )
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, None, *ctx.slot.replay_backward(grads, ctx.pending))
+
+
+def check_inputs(name: str, samples: Tensors, tensors: Tensors) -> None:
+    """Refuse inputs that were not captured.
+
+    Raises:
+        ValueError: they differ from the samples in number, shape, dtype or device, or one wants a
+            gradient where its sample does not.
+    """
+    if len(tensors) != len(samples):
+        raise ValueError(f"Expected {len(samples)} inputs of {name}, got {len(tensors)}.")
+    for number, (x, sample) in enumerate(zip(tensors, samples, strict=True)):
+        if (x.shape, x.dtype, x.device) != (sample.shape, sample.dtype, sample.device):
+            raise ValueError(
+                f"Expected the captured input {number} of {name}, {_kind(sample)}, got {_kind(x)}."
+            )
+        if x.requires_grad and not sample.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"Expected input {number} of {name} without a gradient, as captured, got one that "
+                "requires grad. Detach it, or capture with such a sample."
+            )
+
+
+def _copy_in(static: torch.Tensor, x: torch.Tensor) -> None:
+    if x.data_ptr() != static.data_ptr() or x.stride() != static.stride():
+        static.copy_(x)
+
+
+def _kind(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device}"
