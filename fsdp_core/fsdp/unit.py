@@ -21,6 +21,14 @@ _NOT_COMPILED = "FSDP gathers or releases here: compile the modules of units, or
 """What the compiler says where it meets the hooks on its way into a unit."""
 
 
+def _gather(module: Any) -> None:
+    module.unshard()
+
+
+def _release(module: Any) -> None:
+    module.reshard()
+
+
 class Unit:
     """A module, or several, whose own parameters are gathered and reduced together."""
 
@@ -76,6 +84,12 @@ class Unit:
                 self._hook_output(output, [])
                 return output
         return self.post_forward(output)
+
+    # What must happen around captures of a module that this one is inside of, where hooks are off.
+    _on_pre_forward._cuda_graph_handler = _gather
+    _on_post_forward._cuda_graph_handler = _release
+    _on_post_forward._cuda_graph_backward_pre_handler = _gather
+    _on_post_forward._cuda_graph_backward_handler = _release
 
     # ---- weights
 

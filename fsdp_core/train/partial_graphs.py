@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp_core.graph.capture import GraphMaker
-from fsdp_core.graph.ledger import Ledger, Resolver
+from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part
-from fsdp_core.train.scopes import GraphCounts, Piece, pieces_of
-from fsdp_core.train.stage_graphs import Chooser, LayerGraphs, StageGraphs
+from fsdp_core.train.scopes import Piece, pieces_of
+from fsdp_core.train.stage_graphs import CaptureTools, Chooser, LayerGraphs, StageGraphs
 
 
 class PartialGraphs:
@@ -26,7 +26,6 @@ class PartialGraphs:
         sample: like what enters a layer.
         new_maker: of graphs that share a memory pool.
         num_slots: microbatches that a stage may have between forward and backward at a time.
-        resolve: names tensors for ledgers; None: no ledgers.
 
     Raises:
         CaptureRefused: something in a scope cannot be captured; nothing is installed.
@@ -38,11 +37,10 @@ class PartialGraphs:
         stages: Sequence[DecoderStage],
         part: Part,
         sample: torch.Tensor,
+        tools: CaptureTools,
         *,
         new_maker: Callable[[], GraphMaker],
         num_slots: int,
-        resolve: Resolver | None,
-        counts: GraphCounts,
     ) -> None:
         self._part = part
         pieces = [_pieces(stage, scopes) for stage in stages]
@@ -54,9 +52,8 @@ class PartialGraphs:
                 for slot in range(num_slots):
                     # A maker a slot: slots share no memory.
                     graphs = LayerGraphs(
-                        stage, of_stage, new_maker(), part, sample,
-                        slot=slot, resolve=resolve, counts=counts,
-                    )  # fmt: skip
+                        stage, of_stage, new_maker(), part, sample, tools, slot=slot
+                    )
                     self._sets[-1].append(graphs)
         except BaseException:
             self.reset()

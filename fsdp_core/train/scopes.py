@@ -17,6 +17,7 @@ x enters each of them. The eager rest computes with what the replay gave, so tha
 choices stay connected to the router.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from torch import nn
 
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
+from fsdp_core.graph.hooks import ExtractedHooks
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.decoder import Crossing, Layer, MlpBranch, MoeBranch
 from fsdp_core.model.microbatch import Part
@@ -80,6 +82,7 @@ class Piece:
         modules: what of it is captured.
         run: x [B, T, H] and the part to what crosses.
         rest: what crossed to the owner's output [B, T, H], eagerly.
+        bypassed: modules that eager training calls, and a replay does not; theirs are no parts.
     """
 
     name: str
@@ -88,6 +91,25 @@ class Piece:
     modules: tuple[nn.Module, ...]
     run: Callable[[torch.Tensor, Part], Outputs]
     rest: Callable[[Outputs], torch.Tensor] = _whole
+    bypassed: tuple[nn.Module, ...] = ()
+
+    @contextlib.contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Capture inside: hooks are off, as a replay would not run them again.
+
+        Raises:
+            ValueError: hooks that no replay would run.
+        """
+        for module in self.bypassed:
+            if module._forward_hooks or module._forward_pre_hooks:
+                raise ValueError(
+                    f"Expected no hooks of the {type(module).__name__} of {self.name}, got some: "
+                    "a part of it is captured, and replays do not call it."
+                )
+        # Hooks of the owner run around every replay, those of anything else would be lost.
+        whole = self.modules == (self.owner,)
+        with ExtractedHooks(self.owner if whole else nn.ModuleList(self.modules)):
+            yield
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -142,6 +164,7 @@ def _front_of(name: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> Pie
         modules=tuple(modules),
         run=run,
         rest=rest,
+        bypassed=(moe,),
     )
 
 

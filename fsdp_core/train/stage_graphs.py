@@ -17,8 +17,8 @@ gathered around the whole replay, and their hooks do nothing inside.
 everything before the capture.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -37,22 +37,47 @@ def _over(piece: Piece, part: Part) -> Callable[[torch.Tensor], Outputs]:
     return lambda x: piece.run(x, part)
 
 
-@contextlib.contextmanager
-def _without_hooks(piece: Piece) -> Iterator[None]:
-    """Capture without what acts around modules: a replay would not act again."""
-    dicts = [
-        hooks
-        for module in (m for top in piece.modules for m in top.modules())
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-    ]
-    kept = [dict(hooks) for hooks in dicts]
-    for hooks in dicts:
-        hooks.clear()
+Attempt = Callable[[Callable[[], None]], None]
+"""Calls a capture, or leaves it out where an earlier one failed: `CaptureSession.attempt`."""
+
+
+def at_once(capture: Callable[[], None]) -> None:
+    """An `Attempt` that lets failures through."""
+    capture()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureTools:
+    """What all captures of a trainer have in common.
+
+    Attributes:
+        resolve: names tensors for ledgers; None: no ledgers.
+        counts: told of every launch.
+        attempt: what captures are made through.
+    """
+
+    resolve: Resolver | None
+    counts: GraphCounts
+    attempt: Attempt = at_once
+
+
+def _around(piece: Piece, capture: Callable[[Piece], None], attempt: Attempt) -> None:
+    """Capture with the piece's parameters where replays will find them, and none of its hooks."""
+
+    def captured() -> None:
+        with piece.without_hooks():
+            capture(piece)
+
+    units = [*units_in(piece.layer)[:1], *piece.inner_units]
     try:
-        yield
+        # Collectives: every rank issues them, whatever became of its captures.
+        for unit in units:
+            unit.unshard()
+            unit.wait_unshard()
+        attempt(captured)
     finally:
-        for hooks, before in zip(dicts, kept, strict=True):
-            hooks.update(before)
+        for unit in reversed(units):
+            unit.reshard()
 
 
 class LayerGraphs:
@@ -63,7 +88,6 @@ class LayerGraphs:
         part: what layers see of any microbatch that is replayed, in tensors that stay.
         sample: like what enters a layer.
         slot: for names.
-        resolve: names tensors for ledgers; None: no ledgers.
     """
 
     def __init__(
@@ -73,54 +97,41 @@ class LayerGraphs:
         maker: GraphMaker,
         part: Part,
         sample: torch.Tensor,
+        tools: CaptureTools,
         *,
         slot: int,
-        resolve: Resolver | None,
-        counts: GraphCounts,
     ) -> None:
         self._schedule = cast("FSDPModule", stage).fsdp_schedule
         self._graphs: dict[str, GraphedSegment] = {}
+        suffix = f" slot {slot}" if slot else ""
+
+        def forward(piece: Piece) -> None:
+            segment = Segment(
+                name=piece.name + suffix,
+                function=_over(piece, part),
+                samples=(sample,),
+                parameters=piece.parameters,
+            )
+            graph = GraphedSegment(
+                maker, segment, resolve=tools.resolve, on_replay=tools.counts.launched
+            )
+            self._graphs[piece.name] = graph
+            graph.warm_up()
+            self._schedule.quiesce()
+            graph.capture_forward(0)
+
+        def backward(piece: Piece) -> None:
+            self._schedule.quiesce()
+            self._graphs[piece.name].capture_backward(0)
+
         try:
-            self._capture(pieces, maker, part, sample, slot, resolve, counts)
+            for piece in pieces:
+                _around(piece, forward, tools.attempt)
+            for piece in reversed(pieces):
+                _around(piece, backward, tools.attempt)
         except BaseException:
             self.reset()
             raise
-
-    def _capture(
-        self, pieces: Sequence[Piece], maker: GraphMaker, part: Part, sample: torch.Tensor,
-        slot: int, resolve: Resolver | None, counts: GraphCounts,
-    ) -> None:  # fmt: skip
-        for piece in pieces:
-            with self._gathered(piece):
-                segment = Segment(
-                    name=piece.name + (f" slot {slot}" if slot else ""),
-                    function=_over(piece, part),
-                    samples=(sample,),
-                    parameters=piece.parameters,
-                )
-                graph = GraphedSegment(maker, segment, resolve=resolve, on_replay=counts.launched)
-                self._graphs[piece.name] = graph
-                graph.warm_up()
-                self._schedule.quiesce()
-                graph.capture_forward(0)
-        for piece in reversed(pieces):
-            with self._gathered(piece):
-                self._schedule.quiesce()
-                self._graphs[piece.name].capture_backward(0)
-
-    @contextlib.contextmanager
-    def _gathered(self, piece: Piece) -> Iterator[None]:
-        """The parameters of a piece where replays will find them, and none of its hooks."""
-        units = [*units_in(piece.layer)[:1], *piece.inner_units]
-        try:
-            for unit in units:
-                unit.unshard()
-                unit.wait_unshard()
-            with _without_hooks(piece):
-                yield
-        finally:
-            for unit in reversed(units):
-                unit.reshard()
 
     def replay(self, piece: Piece, x: torch.Tensor) -> torch.Tensor:
         """The output of the piece's owner."""

@@ -23,6 +23,7 @@ from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.capture_session import CaptureSession
 from fsdp_core.graph.ledger import AddressBook, Resolver
 from fsdp_core.layouts import AXES, axis_size
 from fsdp_core.model.backend import make_backend
@@ -45,6 +46,7 @@ from fsdp_core.train.names import (
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.partial_graphs import PartialGraphs
 from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.stage_graphs import CaptureTools
 from fsdp_core.train.tapped import open_taps
 
 
@@ -118,7 +120,8 @@ class Trainer:
         """Run step `index`; the outputs are valid, in stream order, until the next call.
 
         Raises:
-            CaptureRefused: the graph scope of the configuration cannot be captured.
+            CaptureAborted: the graph scope of the configuration cannot be captured, on this rank
+                or another; no rank has graphs, and the trainer can go on eagerly.
             StaleAddress: a graph was about to run over memory that moved.
         """
         with self.device.on(self.stream):
@@ -250,43 +253,63 @@ class Trainer:
         return self.named_tensors().now if self.config.ledger else None
 
     def _capture(self) -> None:
+        """On every rank or on none."""
         self._quiesce()
-        if self.config.graph == ("full_iteration",):
-            graph = CapturedFunction(self._maker, self._iteration, self._resolver())
-            self._iteration_graph, self.counts.captured = graph, 1
-            self.counts.enter([graph.ledger] if graph.ledger else [])
-        else:
-            self._capture_partial()
+        scopes = self.config.graph
+        what = "+".join(scopes)
+        with CaptureSession(self.device, what, generators=self.streams.generators) as session:
+            session.on_abort(self._drop_graphs)
+            if scopes == ("full_iteration",):
+                session.attempt(self._capture_iteration)
+            else:
+                self._capture_partial(session)
+        self._count_graphs()
         for root in self._roots:
             root.fsdp_schedule.pool.freeze()
         self._quiesce()
+
+    def _count_graphs(self) -> None:
+        whole, parts = self._iteration_graph, self._partial_graphs
+        if whole is not None:
+            self.counts.captured += 1
+            self.counts.enter([whole.ledger] if whole.ledger else [])
+        if parts is not None:
+            self.counts.captured += parts.num_graphs
+            self.counts.enter(parts.ledgers)
+
+    def _capture_iteration(self) -> None:
+        self._iteration_graph = CapturedFunction(self._maker, self._iteration, self._resolver())
 
     def _quiesce(self) -> None:
         for root in self._roots:
             root.fsdp_schedule.quiesce()
 
-    def _capture_partial(self) -> None:
+    def _capture_partial(self, session: CaptureSession) -> None:
         spec, device = self._activation, self.device
         sample = torch.zeros(spec.shape, dtype=spec.dtype, device=device.torch_device)
-        graphs = PartialGraphs(
+        tools = CaptureTools(resolve=self._resolver(), counts=self.counts, attempt=session.attempt)
+        self._partial_graphs = PartialGraphs(
             self.config.graph, self.stages, cast("RowInputs", self._inputs).part,
-            sample.requires_grad_(),
+            sample.requires_grad_(), tools,
             new_maker=lambda: GraphMaker(device, self.streams.generators),
-            num_slots=self._num_slots, resolve=self._resolver(), counts=self.counts,
+            num_slots=self._num_slots,
         )  # fmt: skip
-        self.counts.captured += graphs.num_graphs
-        self.counts.enter(graphs.ledgers)
-        self._partial_graphs = graphs
 
-    def close(self) -> None:
-        """Drop the graphs, then wait; a process group must not be destroyed before this."""
-        self.device.synchronize()
+    def _drop_graphs(self) -> None:
         if self._iteration_graph is not None:
             self._iteration_graph.reset()
             self._iteration_graph = None
         if self._partial_graphs is not None:
             self._partial_graphs.reset()
             self._partial_graphs = None
+
+    def close(self) -> None:
+        """Drop the graphs, then wait; a process group must not be destroyed before this.
+
+        The trainer goes on eagerly, should it be used again.
+        """
+        self.device.synchronize()
+        self._drop_graphs()
         self.device.synchronize()
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fsdp_core import determinism
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
+from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.mesh import build_axes, init_ranks
@@ -190,6 +191,8 @@ def classify(error: BaseException) -> What:
     if isinstance(error, BackendMissing):
         return "unsupported"
     cause = error.__cause__ or error.__context__
+    if cause is None and isinstance(error, CaptureAborted):
+        return "capture_refused"  # by another rank, which says why
     return classify(cause) if cause is not None else "crashed"
 
 

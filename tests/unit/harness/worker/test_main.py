@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fsdp_core.config import DataConfig, ModelConfig
+from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
@@ -180,6 +181,14 @@ def test_classify(error: BaseException, what: str) -> None:
     by_context = ValueError("while handling")
     by_context.__context__ = by_cause
     assert classify(by_context) == what
+
+
+def test_classify_of_a_rank_whose_neighbour_refused() -> None:
+    """A capture that another rank refused is refused here; what failed on this rank is named."""
+    aborted = CaptureAborted("attn", {1: "CaptureRefused: cannot capture aten.item"})
+    assert classify(aborted) == "capture_refused"
+    aborted.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert classify(aborted) == "oom"
 
 
 def test_classify_prefers_the_outermost_meaning() -> None:
