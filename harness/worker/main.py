@@ -186,13 +186,13 @@ def classify(error: BaseException) -> What:
         return "oom"
     if "illegal memory access" in text:
         return "illegal_access"
-    if isinstance(error, CaptureRefused):
+    cause = error.__cause__ or error.__context__
+    # Of a capture that another rank gave up, that rank says why.
+    elsewhere = cause is None and isinstance(error, CaptureAborted)
+    if elsewhere or isinstance(error, CaptureRefused):
         return "capture_refused"
     if isinstance(error, BackendMissing):
         return "unsupported"
-    cause = error.__cause__ or error.__context__
-    if cause is None and isinstance(error, CaptureAborted):
-        return "capture_refused"  # by another rank, which says why
     return classify(cause) if cause is not None else "crashed"
 
 
