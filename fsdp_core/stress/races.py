@@ -34,7 +34,6 @@ _ALLOCATORS = frozenset(
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 _SIZED_BY_DATA = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2"})
-_ALLOCATOR = "the allocator"
 
 
 class Named(NamedTuple):
@@ -93,7 +92,8 @@ class Race:
     later: Access
 
     def __str__(self) -> str:
-        unit = f" of unit {self.unit}" if self.unit else ""
+        is_said = self.tensor.startswith(self.unit)
+        unit = "" if is_said else f" of unit {self.unit}"
         return f"{self.tensor}{unit}: {self.later.told()}, {self.earlier.told()}, unordered"
 
 
@@ -113,10 +113,13 @@ class RaceFound(RuntimeError):
 
 @dataclass
 class _Memory:
+    """One storage: `source` is the pool's buffer that what lies in it was made from, last."""
+
     home: ClockStream
     reference: Any
     made_by: str
     label: Label | None = None
+    source: Label | None = None
     accesses: list[Access] = field(default_factory=list)
 
 
@@ -188,47 +191,58 @@ class Races(TorchDispatchMode):
         if kind.name in _ALLOCATORS:
             # No kernel runs, but work that had this memory before may: whoever uses it must come
             # after what its stream has been given so far.
-            self._touch_all(out, _ALLOCATOR, writes=True)
+            self._touch_all(out, kind.name, writes=True)
             return out
         self.clocks.current_stream().issue()
         if kind.name.startswith("c10d::"):
             self._collective(kind.name, args)
             return out
+        source, written = None, [out] if kind.is_fresh else []
         for name, value in (*zip(kind.arguments, args, strict=False), *kwargs.items()):
-            self._touch_all(value, kind.name, writes=name in kind.writes)
-        if kind.is_fresh:
-            self._touch_all(out, kind.name, writes=True)
+            if name in kind.writes:
+                written.append(value)
+            else:
+                source = self._touch_all(value, kind.name, writes=False) or source
+        for value in written:
+            self._touch_all(value, kind.name, writes=True, source=source)
         if kind.is_awaited:
             self.clocks.current_stream().synchronize()
         return out
 
     def _collective(self, name: str, args: Any) -> None:
         """c10d's schemas mark few outputs: they are in the first argument, unless it is sent."""
-        first_is_read = name == "c10d::send"
+        source = None
         for value in args[1:]:
-            self._touch_all(value, name, writes=False)
-        self._touch_all(args[0], name, writes=not first_is_read)
+            source = self._touch_all(value, name, writes=False) or source
+        self._touch_all(args[0], name, writes=name != "c10d::send", source=source)
 
-    def _touch_all(self, value: Any, operator: str, *, writes: bool) -> None:
-        if isinstance(value, torch.Tensor):
-            self._touch(value, operator, writes=writes)
-        elif isinstance(value, list | tuple | dict):
-            for leaf in tree_iter(value):
-                if isinstance(leaf, torch.Tensor):
-                    self._touch(leaf, operator, writes=writes)
+    def _touch_all(
+        self, value: Any, operator: str, *, writes: bool, source: Label | None = None
+    ) -> Label | None:
+        """Note the accesses to the tensors in `value`; the pool's buffer that they come from."""
+        found = None
+        leaves = tree_iter(value) if isinstance(value, list | tuple | dict) else (value,)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                found = self._touch(leaf, operator, writes=writes, source=source) or found
+        return found
 
-    def _touch(self, tensor: torch.Tensor, operator: str, *, writes: bool) -> None:
-        # `.device`, not `.is_meta`: a fake tensor says that it is of the CPU, and has no memory.
+    def _touch(
+        self, tensor: torch.Tensor, operator: str, *, writes: bool, source: Label | None
+    ) -> Label | None:
         if tensor.numel() == 0 or tensor.is_meta or opens_itself(type(tensor)):
-            return
+            return None
         if tensor.layout != torch.strided:
-            return
+            return None
         start = int(tensor.storage_offset()) * tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + (reach + 1) * tensor.element_size()
         storage = tensor.untyped_storage()
-        self._access(storage._cdata, self._memory_of(storage, operator), (start, stop), operator,
-                     writes=writes)  # fmt: skip
+        memory = self._memory_of(storage, operator)
+        if writes and source is not None:
+            memory.source = source
+        self._access(storage._cdata, memory, (start, stop), operator, writes=writes)
+        return memory.label or memory.source
 
     # ---- memory
 
@@ -273,7 +287,11 @@ class Races(TorchDispatchMode):
             start = int(tensor.storage_offset()) * tensor.element_size()
             if start < now.stop and now.start < start + tensor.numel() * tensor.element_size():
                 return name, unit
-        return f"memory made by {memory.made_by}", ""
+        made = f"memory made by {memory.made_by}"
+        if memory.source is None:
+            return made, ""
+        owner, role = memory.source
+        return f"{made} for the {role} buffer", self.units.get(owner, f"number {owner}")
 
     def _memory_of(self, storage: torch.UntypedStorage, operator: str) -> _Memory:
         key = storage._cdata
@@ -281,7 +299,8 @@ class Races(TorchDispatchMode):
         if memory is None or memory.reference() is None:
             reference = weakref.ref(storage, lambda gone: self._die(key, gone))
             home = self.clocks.current_stream()
-            memory = self._memory[key] = _Memory(home, reference, operator)
+            made_by = f"{operator} at {_calling_place()}"
+            memory = self._memory[key] = _Memory(home, reference, made_by)
         return memory
 
     def _die(self, key: int, reference: Any) -> None:
@@ -299,11 +318,11 @@ class Races(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was emptied or filled in place: memory died or was allocated."""
-        memory = self._memory_of(storage, _ALLOCATOR)
+        memory = self._memory_of(storage, "resize")
         self._free(storage._cdata, memory)
         if storage.nbytes():
             memory.home = self.clocks.current_stream()
-            self._access(storage._cdata, memory, (0, storage.nbytes()), _ALLOCATOR, writes=True)
+            self._access(storage._cdata, memory, (0, storage.nbytes()), "resize", writes=True)
 
 
 def _kind_of(func: Any) -> _Kind:

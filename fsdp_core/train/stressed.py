@@ -26,6 +26,9 @@ class StressedTrainer(Trainer):
         )
         with self.stressors.active():
             super().__init__(config, axes, device)
+            for root in self._roots:
+                # Made at their first use, which is to be in here.
+                _ = root.fsdp_schedule.gather_stream, root.fsdp_schedule.reduce_stream
         for root in self._roots:
             schedule = root.fsdp_schedule
             schedule.pool = self.stressors.watched(schedule.pool)

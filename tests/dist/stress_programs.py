@@ -1,0 +1,58 @@
+"""Trainings under stressors, with and without a fault in their order."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.mesh import build_axes
+from fsdp_core.train import make_trainer
+from harness.worker.stress import ORDER_FAULTS
+from tests.dist.train_layout_programs import STEPS, Run, bits
+
+DEVICE = Device("cpu")
+
+
+@dataclass(frozen=True)
+class Stressed:
+    """A run under some stressors."""
+
+    run: Run
+    stress: tuple[str, ...] = ()
+    seed: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> TrainConfig:
+        """The run as the trainer takes it."""
+        return replace(self.run.config, stress=self.stress, stress_seed=self.seed, **self.changes)
+
+
+def train(stressed: Stressed) -> tuple[list[Any], int]:
+    """What every step shows, as bits, and how often graphs were replayed."""
+    config = stressed.config
+    trainer = make_trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+    try:
+        return [bits(trainer, step) for step in range(STEPS)], trainer.counts.replays
+    finally:
+        trainer.close()
+
+
+def train_each(runs: list[Stressed]) -> list[tuple[list[Any], int]]:
+    """One run after another."""
+    return [train(run) for run in runs]
+
+
+def train_misordered(stressed: Stressed, fault: str, step: int) -> tuple[str, Any]:
+    """All steps with a fault of `harness.worker.stress` on every rank: what was raised, or seen."""
+    config = stressed.config
+    trainer = make_trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+    seen = []
+    try:
+        for number in range(STEPS):
+            if number == step:
+                ORDER_FAULTS[fault](trainer)
+            seen.append(bits(trainer, number))
+    except Exception as error:  # noqa: BLE001 - the answer
+        return type(error).__name__, str(error)
+    return "", seen
