@@ -29,7 +29,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._+=-]")
 def label(choice: Choice) -> str:
     """What a table shows for `choice`: the value alone, or all its settings if there are more."""
     if len(choice.settings) == 1 and choice.settings[0].leaf.partition(".")[0] != "parallel":
-        return _text(choice.settings[0].value)
+        (setting,) = choice.settings
+        return "none" if setting.leaf == "stress" and not setting.value else _text(setting.value)
     return token(choice)
 
 

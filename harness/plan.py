@@ -157,6 +157,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         return f"the fault {spec.plant.fault} needs {legal}, this run is on {spec.device}"
     if spec.config.get("backend") == "te" and (why := _lacks_te(spec)):
         return why
+    if "races" in spec.config.get("stress", ()) and spec.device != "cpu":
+        return f"the stressor races needs cpu, this run is on {spec.device}"
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         return f"data.path {path} is not on this machine"

@@ -65,6 +65,7 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
         plain[name] = dict(_plain_part(value)) if name in parts() else value
     plain["graph"] = list(config.graph)
     plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
+    plain["stress"] = list(config.stress)
     return plain
 
 
@@ -141,6 +142,8 @@ def decode_leaf(leaf: str, node: Node, full: str) -> Value:
     """
     if leaf == "graph":
         return _decode_graph(node, full)
+    if leaf == "stress":
+        return _decode_stress(node, full)
     if leaf == "plant":
         return decode_plant(node, full)
     kind = leaf_types()[leaf]
@@ -169,6 +172,16 @@ def _decode_graph(node: Node, full: str) -> tuple[str, ...]:
         got = "an empty list (say eager)"
         raise refuse(node, full, "eager or a list of scopes", got=got, legal=legal)
     return tuple(take_str(scope, full, legal=training.SCOPES) for scope in node.value)
+
+
+def _decode_stress(node: Node, full: str) -> tuple[str, ...]:
+    legal = (training.NO_STRESS, *training.STRESSORS)
+    if node.value == training.NO_STRESS:
+        return ()
+    if not isinstance(node.value, tuple) or not node.value:
+        got = node.shown() if node.value != () else "an empty list (say none)"
+        raise refuse(node, full, "none or a list of stressors", got=got, legal=legal)
+    return tuple(take_str(name, full, legal=training.STRESSORS) for name in node.value)
 
 
 def decode_plant(node: Node, full: str) -> PlantSpec | None:

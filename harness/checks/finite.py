@@ -12,6 +12,10 @@ from harness.checks.steps import count, show_float, show_ranks, step_table
 from harness.records import DIGEST_GROUPS, CheckResult, Difference, RunResult, StepRecord
 
 NAME = "finite"
+_POISONED = (
+    "; under stressor poison NaN is what lies in a pool's buffer before it is written and after it "
+    "is given back: look for who reads one then"
+)
 
 
 def check(
@@ -53,7 +57,8 @@ def check(
         f"{': ' + shown if shown else ''}; "
         + ("the reference is not finite there either" if same else "the reference is finite there")
         + ("" if tensor else first_tensor)
-        + f"; {show_ranks(ranks)} affected in that step",
+        + f"; {show_ranks(ranks)} affected in that step"
+        + (_POISONED if "poison" in candidate.spec.config.get("stress", ()) else ""),
         Difference(
             step=step,
             rank=rank,

@@ -146,6 +146,43 @@ _ENTRIES = (
         takes=("rank",),
         expects=("record_after_end",),
     ),
+    # What follows is for stressors: a plain run shows most of it seldom or never.
+    Fault(
+        name="gather_ignores_writes",
+        description="Gathers do not wait for what is written on the compute stream.",
+        takes=_AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+    ),
+    Fault(
+        name="compute_ignores_gather",
+        description="Compute does not wait for the gather of its weights.",
+        takes=_AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+    ),
+    Fault(
+        name="buffer_ignores_reduction",
+        description="A gradient buffer is given back while it is being reduced.",
+        takes=_AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+    ),
+    Fault(
+        name="reduction_freed_early",
+        description="Outputs of a reduction are freed while it writes them.",
+        takes=_AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+    ),
+    Fault(
+        name="early_release",
+        description="The root's weights are given back before they are used.",
+        takes=_AT_STEP,
+        expects=("nonfinite", "diverged"),
+    ),
+    Fault(
+        name="unstable_buffers",
+        description="Gathered weights get other memory each time, under captured graphs.",
+        takes=_AT_STEP,
+        expects=("stale_address",),
+    ),
 )
 
 CATALOGUE: Mapping[str, Fault] = MappingProxyType({fault.name: fault for fault in _ENTRIES})

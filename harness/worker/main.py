@@ -25,7 +25,9 @@ from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.model.backend import BackendMissing
-from fsdp_core.train import Trainer
+from fsdp_core.stress.races import RaceFound
+from fsdp_core.stress.stressors import StressorMissing
+from fsdp_core.train import Trainer, make_trainer
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -82,7 +84,7 @@ class _Session:
         init_ranks(device, store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
         with device.counting_memory():
-            trainer = Trainer(config, axes, device)
+            trainer = make_trainer(config, axes, device)
             try:
                 self._train(trainer)
             finally:
@@ -182,6 +184,8 @@ def classify(error: BaseException) -> What:
     text = str(error)
     if isinstance(error, StaleAddress):
         return "stale_address"
+    if isinstance(error, RaceFound):
+        return "race"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return "oom"
     if "illegal memory access" in text:
@@ -191,7 +195,7 @@ def classify(error: BaseException) -> What:
     elsewhere = cause is None and isinstance(error, CaptureAborted)
     if elsewhere or isinstance(error, CaptureRefused):
         return "capture_refused"
-    if isinstance(error, BackendMissing):
+    if isinstance(error, BackendMissing | StressorMissing):
         return "unsupported"
     return classify(cause) if cause is not None else "crashed"
 

@@ -1,7 +1,8 @@
 """Plants the faults of `harness.faults.catalogue` in a rank, through public seams of the trainer.
 
     before_train  the rank will run eagerly where it should capture
-    before_step   the rank dies, hangs, hoards memory, or memory moves under a graph
+    before_step   the rank dies, hangs, hoards memory, or memory moves under a graph; or from now on
+                  work is in no order (see `stress`)
     after_step    a main weight changes, and the state is digested again
     alter         a record line is dropped or damaged, or all of a rank's lines
     after_end     a line too many
@@ -9,6 +10,7 @@
 The catalogue says which faults take a step, a rank or a tensor; the decoder requires the step.
 """
 
+import functools
 import json
 import os
 import signal
@@ -22,6 +24,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
 from harness.records import EventRecord, PlantSpec, RunSpec
 from harness.worker.observe import RecordFile
+from harness.worker.stress import ORDER_FAULTS
 
 
 class PlantedError(RuntimeError):
@@ -68,6 +71,8 @@ class Plant:
             "stale_parameter": lambda: self._move_parameter(trainer),
         }
         action = actions.get(self._plant.fault)
+        if self._plant.fault in ORDER_FAULTS:
+            action = functools.partial(ORDER_FAULTS[self._plant.fault], trainer)
         if action is not None:
             self._announce(step)
             action()
