@@ -25,7 +25,8 @@ from typing import Any, Literal, Self
 from harness.codec import Json, RecordError, dumps
 
 __all__ = [
-    "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "OUTCOMES", "RECORD_KINDS", "SCHEMA_VERSION", "WHATS",
+    "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "NEVER_RAN", "OUTCOMES", "RECORD_KINDS", "SCHEMA_VERSION",
+    "TAP_HEX_CHARS", "WHATS",
     "CaseSpec", "CheckResult", "Difference", "EndRecord", "ErrorRecord", "EventRecord", "ExitCode",
     "FloatBits", "Json", "Outcome", "PlantSpec", "RankExit", "RankRecords", "Record", "RecordError",
     "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "Verdict", "What", "dumps",
@@ -49,6 +50,9 @@ DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
 """The digests of a step, in the order in which a difference is looked for."""
 DIGEST_HEX_CHARS = 32
 """Characters of one tensor's 128-bit digest; a group is their concatenation in tensor order."""
+TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8
+"""Characters of one row of taps: a digest, and its place in the step, all ones if it never ran."""
+NEVER_RAN = "f" * 8
 
 
 class ExitCode(IntEnum):
@@ -159,7 +163,13 @@ class CaseSpec(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord(Json):
-    """First line of a rank. `tensors` names, per digest group, the tensors in digest order."""
+    """First line of a rank.
+
+    Attributes:
+        tensors: per digest group, names of the tensors in digest order.
+        taps: names of the rows of taps: `layers.3.attn:output[1]`, of the second call of a step.
+        tap_stages: for each row, the stage of the pipeline that its module is in.
+    """
 
     schema: int
     rank: int
@@ -168,6 +178,8 @@ class StartRecord(Json):
     device: str
     tensors: dict[str, tuple[str, ...]]
     environment: dict[str, Any]
+    taps: tuple[str, ...] = ()
+    tap_stages: tuple[int, ...] = ()
     kind: Literal["start"] = "start"
 
 
@@ -184,6 +196,8 @@ class StepRecord(Json):
         step_s: host seconds since the previous flush, divided by the steps in it.
         live_bytes: memory in use after the step.
         peak_bytes: highest memory in use so far.
+        taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
+        pointer_changes: long-lived tensors that moved since the step before; None if not counted.
     """
 
     step: int
@@ -196,6 +210,8 @@ class StepRecord(Json):
     step_s: float
     live_bytes: int
     peak_bytes: int
+    taps: str = ""
+    pointer_changes: int | None = None
     kind: Literal["step"] = "step"
 
 

@@ -7,7 +7,7 @@
     exclude  partial mappings axis -> value: cases that match one are removed
     include  mappings key -> value: extend the cases that they fit, or add a case
     compare  the axis whose reference value every other value is compared with
-    checks   loss, state, finite, peak_memory
+    checks   loss, state, taps, finite, peak_memory
     launch   device, timeout_s, slots
 
 `harness.matrix` states what exclude and include mean. Every refusal is a `ScenarioError`.

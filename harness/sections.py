@@ -8,8 +8,8 @@ from typing import Any, Literal, NoReturn
 from harness.decode import dotted, refuse, take_float, take_int, take_mapping, take_str
 from harness.yaml_source import Node, Origin, parse_text
 
-CHECKS = ("loss", "state", "finite", "peak_memory")
-EVIDENCE = ("loss", "state")
+CHECKS = ("loss", "state", "taps", "finite", "peak_memory")
+EVIDENCE = ("loss", "state", "taps")
 LAUNCH_KEYS = ("device", "timeout_s", "slots")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT_S = 300.0

@@ -63,7 +63,7 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
     for name in _FIELDS:
         value = getattr(config, name)
         plain[name] = dict(_plain_part(value)) if name in parts() else value
-    plain["graph"] = list(config.graph)
+    plain |= {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
     plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
     plain["stress"] = list(config.stress)
     return plain
@@ -149,6 +149,10 @@ def decode_leaf(leaf: str, node: Node, full: str) -> Value:
     kind = leaf_types()[leaf]
     if kind == tuple[int, ...]:
         return tuple(take_int(entry, full) for entry in take_list(node, full, "sizes"))
+    if kind == tuple[str, ...]:
+        # An empty list is a value too: an axis compares with and without.
+        entries = take_list(node, full, "names") if node.value != () else ()
+        return tuple(take_str(entry, full) for entry in entries)
     if isinstance(kind, types.UnionType):
         if node.value is None:
             return None

@@ -37,11 +37,15 @@ MOST_KINDS = 64
 
 @dataclass(frozen=True)
 class Tap:
-    """What to watch: a module by its name, and `input`, `output` or `gradient`."""
+    """What to watch: a module by its name, and `input`, `output` or `gradient`.
+
+    `stage` is that of the pipeline, for whoever puts ranks in the order of the data.
+    """
 
     name: str
     module: nn.Module
     kind: str
+    stage: int = 0
 
 
 class Taps:
@@ -54,6 +58,7 @@ class Taps:
 
     Attributes:
         names: of the rows, `layers.3.attn:output[1]`, each tap's `calls` together.
+        stages: of the rows.
         rows: int32 [taps * calls, 6]: the digest's five columns, and the place in the step.
         calls_seen: int32 [taps], calls since `begin`; more than there are rows if some were lost.
     """
@@ -61,6 +66,7 @@ class Taps:
     def __init__(self, taps: Sequence[Tap], calls: int, device: torch.device) -> None:
         self._taps, self._calls = tuple(taps), calls
         self.names = [f"{t.name}:{t.kind}[{i}]" for t in self._taps for i in range(calls)]
+        self.stages = [t.stage for t in self._taps for _ in range(calls)]
         self._blank = torch.zeros(len(self.names), NUM_COLUMNS + 1, dtype=torch.int32)
         self._blank[:, PLACE_COLUMN] = NEVER
         self._blank = self._blank.to(device)

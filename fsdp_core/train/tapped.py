@@ -8,9 +8,12 @@ from torch import nn
 
 from fsdp_core.config import ConfigError, TrainConfig, tap_pattern
 from fsdp_core.graph.taps import Tap, Taps
+from fsdp_core.parallel.axes import Axis
 
 
-def open_taps(config: TrainConfig, stages: Sequence[nn.Module], device: torch.device) -> Taps:
+def open_taps(
+    config: TrainConfig, stages: Sequence[nn.Module], pp: Axis, device: torch.device
+) -> Taps:
     """Watch what `config.taps` means of these stages; collective where there are any.
 
     Raises:
@@ -18,10 +21,14 @@ def open_taps(config: TrainConfig, stages: Sequence[nn.Module], device: torch.de
     """
     patterns = [tap_pattern(text) for text in config.taps]
     chosen = [
-        [Tap(name, module, pattern.kind) for name, module in _callable(stages)
-         if pattern.matches(name)]
+        [
+            Tap(name, module, pattern.kind, chunk * pp.size + pp.rank)
+            for chunk, stage in enumerate(stages)
+            for name, module in _callable(stage)
+            if pattern.matches(name)
+        ]
         for pattern in patterns
-    ]  # fmt: skip
+    ]
     if patterns:
         _require_found(config.taps, chosen, device)
     # Two patterns may mean one module; it is looked into once.
@@ -29,12 +36,11 @@ def open_taps(config: TrainConfig, stages: Sequence[nn.Module], device: torch.de
     return Taps(list(taps.values()), config.microbatches, device)
 
 
-def _callable(stages: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _callable(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that are called, by the names that they have in the whole model."""
-    for stage in stages:
-        for name, module in stage.named_modules():
-            if name and not isinstance(module, nn.ModuleDict | nn.ModuleList):
-                yield name, module
+    for name, module in stage.named_modules():
+        if name and not isinstance(module, nn.ModuleDict | nn.ModuleList):
+            yield name, module
 
 
 def _require_found(

@@ -80,7 +80,7 @@ class Trainer:
             self.streams = make_streams(config, axes, device)
             self.stages = build_stages(config, axes, backend, self.streams, device)
             self._roots = list(roots(self.stages))
-            self.taps = open_taps(config, self.stages, device.torch_device)
+            self.taps = open_taps(config, self.stages, axes.pp, device.torch_device)
             self.optimizer = AdamW(self._named_states(), config.optim)
             self._inputs = make_inputs(config, axes, device)
             self._digests = Digests(self.optimizer, list(self._expert_biases()))

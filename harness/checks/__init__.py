@@ -4,6 +4,7 @@
     environment  did two legs run alike?
     loss         loss and gradient norm, bits
     state        digests, tensor by tensor
+    taps         digests of what went through modules
     finite       no NaN, no infinity
     memory       peak memory
     judge        which answer decides the case

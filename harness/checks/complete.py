@@ -14,6 +14,7 @@ from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
+    TAP_HEX_CHARS,
     RankExit,
     RankRecords,
     RunResult,
@@ -201,6 +202,13 @@ def _start_flaw(records: RankRecords, world_size: int) -> Flaw | None:
             f"expected {sorted(DIGEST_GROUPS)}",
             rank=rank,
         )
+    if len(start.taps) != len(start.tap_stages):
+        return Flaw(
+            what="corrupt_record",
+            message=f"rank {rank} names {len(start.taps)} taps and {len(start.tap_stages)} stages "
+            "of them",
+            rank=rank,
+        )
     return None
 
 
@@ -267,19 +275,31 @@ def _step_flaw(record: StepRecord, rank: int, start: StartRecord, microbatches: 
         return flaw(
             f"expected {microbatches} microbatch losses, got {len(record.microbatch_losses)}"
         )
+    if wrong := _digests_wrong(record, start):
+        return flaw(wrong)
+    return None
+
+
+def _digests_wrong(record: StepRecord, start: StartRecord) -> str:
+    """What is wrong with the digests of a step, in words; '' if nothing is."""
     if set(record.digests) != set(DIGEST_GROUPS):
-        return flaw(f"digests of {sorted(record.digests)}, expected {sorted(DIGEST_GROUPS)}")
+        return f"digests of {sorted(record.digests)}, expected {sorted(DIGEST_GROUPS)}"
     for group in DIGEST_GROUPS:
         text, names = record.digests[group], start.tensors[group]
         if len(text) != DIGEST_HEX_CHARS * len(names):
-            return flaw(
+            return (
                 f"the digest of {group} has {len(text)} characters, "
                 f"expected {DIGEST_HEX_CHARS * len(names)} for {len(names)} tensors"
             )
         # Stripping both ends leaves nothing exactly when every character is a hex digit.
         if text.strip(HEX_DIGITS):
-            return flaw(f"the digest of {group} is not lower-case hex")
-    return None
+            return f"the digest of {group} is not lower-case hex"
+    if len(record.taps) != TAP_HEX_CHARS * len(start.taps):
+        return (
+            f"the taps have {len(record.taps)} characters, "
+            f"expected {TAP_HEX_CHARS * len(start.taps)} for {len(start.taps)} rows"
+        )
+    return "the taps are not lower-case hex" if record.taps.strip(HEX_DIGITS) else ""
 
 
 def _exit_flaw(run: RunResult) -> Flaw | None:

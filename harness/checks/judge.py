@@ -10,7 +10,7 @@ Every answer is kept in the verdict, whichever decided.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from harness.checks import environment, finite, loss, memory, state
+from harness.checks import environment, finite, loss, memory, state, taps
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import Flaw, find_flaw
 from harness.records import (
@@ -30,6 +30,7 @@ Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]
 CHECKS: dict[str, Check] = {
     loss.NAME: loss.check,
     state.NAME: state.check,
+    taps.NAME: taps.check,
     finite.NAME: finite.check,
     memory.NAME: memory.check,
 }
@@ -218,13 +219,18 @@ def _decide(results: list[CheckResult]) -> CheckResult:
 
 
 def _explains(result: CheckResult) -> tuple[int, int, int]:
-    """Sort key: the failure that explains most first; a named tensor before a bare loss."""
+    """Sort key: the failure that explains most first; a named tensor before a bare loss.
+
+    What went through a module was computed before the gradients and weights of its step.
+    """
     if result.what == "nonfinite":
         return (0, _step(result), 0)
-    if result.check == state.NAME:
+    if result.check == taps.NAME:
         return (1, _step(result), 0)
-    if result.check == loss.NAME:
+    if result.check == state.NAME:
         return (1, _step(result), 1)
+    if result.check == loss.NAME:
+        return (1, _step(result), 2)
     return (2, 0, 0)
 
 

@@ -4,6 +4,7 @@ Everything heavy is imported at module level on purpose: the forkserver imports 
 and every rank is a fork of it.
 """
 
+import itertools
 import os
 import platform
 import sys
@@ -44,6 +45,9 @@ ENVIRONMENT_KEYS = (
     "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_ALGO", "NCCL_PROTO",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
 )  # fmt: skip
+
+MOST_MOVED = 8
+"""Names of tensors that moved, in the event of a run's end."""
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
@@ -104,6 +108,8 @@ class _Session:
                 pid=os.getpid(),
                 device=device.name,
                 tensors=observer.tensor_names,
+                taps=tuple(trainer.taps.names),
+                tap_stages=tuple(trainer.taps.stages),
                 environment={
                     "fingerprint": fingerprint(trainer),
                     "started_unix_s": self.started_s,
@@ -120,7 +126,7 @@ class _Session:
                 observer.observe(self.step)
         finally:
             self._flush(observer)
-        self._write_graph_event(trainer)
+        self._write_graph_event(trainer, observer)
         self.file.write(
             EndRecord(
                 rank=self.rank,
@@ -147,7 +153,7 @@ class _Session:
                 raise
             sys.stderr.write(f"steps not yet flushed are lost: {error}\n")
 
-    def _write_graph_event(self, trainer: Trainer) -> None:
+    def _write_graph_event(self, trainer: Trainer, observer: Observer) -> None:
         counts = trainer.counts
         self.file.write(
             EventRecord(
@@ -158,7 +164,13 @@ class _Session:
                     "captured": counts.captured,
                     "replays": counts.replays,
                     "ledger_names": len(counts.external_names),
+                    "ledger_places": sorted(set(counts.external_places)),
                     "ledger_unnamed": counts.unnamed_externals,
+                    "pointer_changes": observer.pointer_changes,
+                    "moved": [
+                        f"{name} (step {step})"
+                        for name, step in itertools.islice(observer.moved.items(), MOST_MOVED)
+                    ],
                 },
             )
         )

@@ -9,11 +9,14 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fsdp_core.graph.digest import NUM_COLUMNS, digest_hex
+from fsdp_core.graph.digest_words import NUM_LANES
+from fsdp_core.graph.taps import PLACE_COLUMN
 from fsdp_core.train import StepOutputs, Trainer
 from harness.records import FloatBits, Json, StepRecord, dumps
 
@@ -53,7 +56,9 @@ class Observer:
         rows = trainer.config.flush_every
         device = trainer.device.torch_device
         self._ring = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        self._pending: list[tuple[int, str, int, int]] = []
+        self._pending: list[_HostFacts] = []
+        self._pointers = trainer.pointer_changes() if trainer.config.ledger else None
+        self.pointer_changes, self.moved = 0, dict[str, int]()
         self._flushed_at = time.monotonic()
 
     @property
@@ -69,10 +74,19 @@ class Observer:
             self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
         states = trainer.rng_states().values()
         rng = "".join(_blake(state.numpy().tobytes()) for state in states)
-        device = trainer.device
-        self._pending.append((step, rng, device.live_bytes(), device.peak_bytes()))
+        device, moved = trainer.device, self._count_moved(step)
+        self._pending.append(_HostFacts(step, rng, device.live_bytes(), device.peak_bytes(), moved))
         if len(self._pending) == len(self._ring):
             self.flush()
+
+    def _count_moved(self, step: int) -> int | None:
+        if self._pointers is None:
+            return None
+        moved = self._pointers.count()
+        self.pointer_changes += moved
+        for name in self._pointers.moved:
+            self.moved.setdefault(name, step)
+        return moved
 
     def flush(self) -> None:
         """Copy the ring to the host and write the records of the steps in it."""
@@ -84,20 +98,19 @@ class Observer:
         step_s = (now - self._flushed_at) / len(self._pending)
         self._flushed_at = now
         pending, self._pending = self._pending, []
-        for row, (step, rng, live, peak) in zip(rows, pending, strict=True):
-            self._file.write(self._record(row, step, rng, step_s, live, peak))
+        for row, facts in zip(rows, pending, strict=True):
+            self._file.write(self._record(row, facts, step_s))
 
     def _pack(self, outputs: StepOutputs) -> torch.Tensor:
         floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
         digests = [outputs.digests[group].flatten() for group in self._groups]
-        return torch.cat((floats.view(torch.int32), *digests))
+        taps = self._trainer.taps
+        return torch.cat((floats.view(torch.int32), *digests, taps.rows.flatten(), taps.calls_seen))
 
-    def _record(
-        self, row: torch.Tensor, step: int, rng: str, step_s: float, live: int, peak: int
-    ) -> StepRecord:
+    def _record(self, row: torch.Tensor, facts: "_HostFacts", step_s: float) -> StepRecord:
         num_losses = self._trainer.config.microbatches
         bits = [FloatBits.from_bits(v & 0xFFFFFFFF) for v in row[: num_losses + 2].tolist()]
-        digests, nonfinite, cursor = {"rng": rng}, {}, num_losses + 2
+        digests, nonfinite, cursor = {"rng": facts.rng}, {}, num_losses + 2
         for group in self._groups:
             names = self._trainer.digested[group][0]
             stop = cursor + len(names) * NUM_COLUMNS
@@ -107,7 +120,7 @@ class Observer:
                 nonfinite[group] = bad
             cursor = stop
         return StepRecord(
-            step=step,
+            step=facts.step,
             rank=self._rank,
             loss=bits[num_losses],
             microbatch_losses=tuple(bits[:num_losses]),
@@ -115,9 +128,35 @@ class Observer:
             digests=digests,
             nonfinite=nonfinite,
             step_s=step_s,
-            live_bytes=live,
-            peak_bytes=peak,
+            live_bytes=facts.live_bytes,
+            peak_bytes=facts.peak_bytes,
+            taps=self._taps_text(row[cursor:]),
+            pointer_changes=facts.moved,
         )
+
+    def _taps_text(self, row: torch.Tensor) -> str:
+        """Rows of taps as hex: four lanes and the place in the step."""
+        taps = self._trainer.taps
+        num_rows = taps.rows.numel()
+        for name, calls in zip(taps.tap_names, row[num_rows:].tolist(), strict=True):
+            if calls > taps.calls:
+                raise ValueError(
+                    f"Expected at most {taps.calls} calls of {name} in a step, one a microbatch, "
+                    f"got {calls}: leave it out of taps."
+                )
+        lanes = row[:num_rows].view(taps.rows.shape)[:, [*range(NUM_LANES), PLACE_COLUMN]]
+        return lanes.contiguous().numpy().astype(">i4").tobytes().hex()
+
+
+@dataclass(frozen=True)
+class _HostFacts:
+    """What the host knows of a step that waits in the ring."""
+
+    step: int
+    rng: str
+    live_bytes: int
+    peak_bytes: int
+    moved: int | None
 
 
 def _blake(data: bytes) -> str:

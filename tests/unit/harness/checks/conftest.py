@@ -27,6 +27,13 @@ TENSORS = {
     "optim": ("embed.weight.exp_avg", "head.weight.exp_avg"),
     "rng": ("cpu",),
 }
+TAPS = {
+    # name of the row: (stage, place in the step)
+    "layers.0.attn:output[0]": (0, 0), "layers.0.attn:output[1]": (0, 4),
+    "layers.1.attn:output[0]": (1, 1), "layers.1.attn:output[1]": (1, 5),
+    "layers.0.attn:gradient[0]": (0, 3), "layers.0.attn:gradient[1]": (0, 7),
+    "layers.1.attn:gradient[0]": (1, 2), "layers.1.attn:gradient[1]": (1, 6),
+}  # fmt: skip
 
 
 class Lab:
@@ -43,7 +50,7 @@ class Lab:
 
     def case(self, **changes: Any) -> CaseSpec:
         checks: dict[str, dict[str, Any]] = {
-            "loss": {}, "state": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0},
+            "loss": {}, "state": {}, "taps": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0},
         }  # fmt: skip
         case = CaseSpec(
             id="dp2-attn",
@@ -79,6 +86,10 @@ class Lab:
             step_s=0.01,
             live_bytes=1000,
             peak_bytes=2000 + rank,
+            taps="".join(
+                hashlib.md5(f"{name}/{rank}/{step}".encode()).hexdigest() + f"{place:08x}"
+                for name, (_, place) in TAPS.items()
+            ),
         )
 
     def rank(self, rank: int, replays: int = 0) -> RankRecords:
@@ -88,6 +99,7 @@ class Lab:
                 schema=1, rank=rank, world_size=self.world_size, pid=100 + rank, device="cpu",
                 tensors=dict(TENSORS),
                 environment={"fingerprint": {"torch": "2.12", "threads": 1}, "host": "a"},
+                taps=tuple(TAPS), tap_stages=tuple(stage for stage, _ in TAPS.values()),
             ),
             steps=tuple(self.step(rank, step) for step in range(self.steps)),
             events=(),
