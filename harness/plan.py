@@ -152,13 +152,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         if spec.device == "cuda":
             return f"needs {spec.world_size} GPUs, this machine has {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    if spec.plant is not None and spec.device not in CATALOGUE[spec.plant.fault].devices:
-        legal = " or ".join(CATALOGUE[spec.plant.fault].devices)
-        return f"the fault {spec.plant.fault} needs {legal}, this run is on {spec.device}"
-    if spec.config.get("backend") == "te" and (why := _lacks_te(spec)):
+    if why := _lacks_device(spec) or _lacks_te(spec):
         return why
-    if "races" in spec.config.get("stress", ()) and spec.device != "cpu":
-        return f"the stressor races needs cpu, this run is on {spec.device}"
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         return f"data.path {path} is not on this machine"
@@ -166,7 +161,18 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
     return str(error) if error else ""
 
 
+def _lacks_device(spec: RunSpec) -> str:
+    if spec.plant is not None and spec.device not in CATALOGUE[spec.plant.fault].devices:
+        legal = " or ".join(CATALOGUE[spec.plant.fault].devices)
+        return f"the fault {spec.plant.fault} needs {legal}, this run is on {spec.device}"
+    if "races" in spec.config.get("stress", ()) and spec.device != "cpu":
+        return f"the stressor races needs cpu, this run is on {spec.device}"
+    return ""
+
+
 def _lacks_te(spec: RunSpec) -> str:
+    if spec.config.get("backend") != "te":
+        return ""
     if spec.device != "cuda":
         return f"backend te needs a GPU, this run is on {spec.device}"
     if not package_version("transformer-engine"):

@@ -140,12 +140,9 @@ def decode_leaf(leaf: str, node: Node, full: str) -> Value:
     Raises:
         ScenarioError: a value of the wrong type.
     """
-    if leaf == "graph":
-        return _decode_graph(node, full)
-    if leaf == "stress":
-        return _decode_stress(node, full)
-    if leaf == "plant":
-        return decode_plant(node, full)
+    own = {"graph": _decode_graph, "stress": _decode_stress, "plant": decode_plant}
+    if leaf in own:
+        return own[leaf](node, full)
     kind = leaf_types()[leaf]
     if kind == tuple[int, ...]:
         return tuple(take_int(entry, full) for entry in take_list(node, full, "sizes"))

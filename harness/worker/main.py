@@ -191,13 +191,20 @@ class _Session:
         )
 
 
+_MEANINGS: dict[type[BaseException], What] = {
+    StaleAddress: "stale_address",
+    RaceFound: "race",
+    BackendMissing: "unsupported",
+    StressorMissing: "unsupported",
+}
+
+
 def classify(error: BaseException) -> What:
     """What an exception means, following its causes."""
     text = str(error)
-    if isinstance(error, StaleAddress):
-        return "stale_address"
-    if isinstance(error, RaceFound):
-        return "race"
+    for kind, what in _MEANINGS.items():
+        if isinstance(error, kind):
+            return what
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return "oom"
     if "illegal memory access" in text:
@@ -207,8 +214,6 @@ def classify(error: BaseException) -> What:
     elsewhere = cause is None and isinstance(error, CaptureAborted)
     if elsewhere or isinstance(error, CaptureRefused):
         return "capture_refused"
-    if isinstance(error, BackendMissing | StressorMissing):
-        return "unsupported"
     return classify(cause) if cause is not None else "crashed"
 
 
