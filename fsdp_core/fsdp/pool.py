@@ -74,7 +74,12 @@ class Pool(Protocol):
         """
 
     def freeze(self) -> None:
-        """From now on no key may change its address: graphs hold it."""
+        """From now on no key of gathered parameters may change its address: graphs hold it.
+
+        Gradients' keys may. What a partial graph makes is copied to where they are; a graph of a
+        whole iteration holds buffers that nothing frees, and asks for no key when it is replayed.
+        Several units' gradients may come at once out of a replay, which the plan knows nothing of.
+        """
 
     def forget_events(self) -> None:
         """Drop recorded events; legal only when the device is idle or a capture begins or ends."""
@@ -206,7 +211,7 @@ class SlotPool:
     def _leave_home(self, home: _Home, holder: Key) -> _Home | None:
         """Another home for a key whose slot is taken; None: served dynamically in this pass."""
         key = home.key
-        if self._frozen:
+        if self._frozen and not home.is_grad:
             raise RuntimeError(
                 f"Expected the captured buffer of {key} to be free, but {holder} holds it; "
                 "a graph would read foreign data."

@@ -98,8 +98,16 @@ class Piece:
         """Capture inside: hooks are off, as a replay would not run them again.
 
         Raises:
-            ValueError: hooks that no replay would run.
+            ValueError: hooks that no replay would run, or kernels that add to gradients' buffers,
+                which may move.
         """
+        for module in nn.ModuleList(self.modules).modules():
+            if getattr(module, "fuse_wgrad_accumulation", False):
+                raise ValueError(
+                    f"Expected {self.name} without fuse_wgrad_accumulation in a partial scope, got "
+                    f"it in a {type(module).__name__}: its kernels add to FSDP's gradient buffers, "
+                    "which may move between replays. Leave it off, or capture full_iteration."
+                )
         for module in self.bypassed:
             if module._forward_hooks or module._forward_pre_hooks:
                 raise ValueError(
