@@ -93,6 +93,7 @@ def make_graphed_callables(
     modules: Sequence[nn.Module],
     samples: Sequence[Tensors],
     *,
+    parameters: Sequence[Sequence[nn.Parameter]] | None = None,
     order: Order | None = None,
     num_warmup_iters: int = 2,
     capture_time_hooks: Sequence[CaptureHooks | None] | None = None,
@@ -105,6 +106,8 @@ def make_graphed_callables(
 
     Args:
         samples: one tuple a module, like its inputs; `requires_grad` says which get gradients.
+        parameters: of each module, as its forward has them: a sharded module shows others at rest.
+            None: what the modules show now.
         order: of microbatches and chunks of modules; None: one microbatch.
         num_warmup_iters: how often the whole order is run eagerly first.
         capture_time_hooks: an entry a module, from `hooks.hooks_off` or by hand.
@@ -117,12 +120,13 @@ def make_graphed_callables(
         CaptureRefused: something in a module cannot be captured.
     """
     plan, hooks = check_request(modules, samples, order, capture_time_hooks)
+    trained = parameters_of(modules, parameters)
     segments: list[GraphedSegment] = []
     try:
         for number, (module, inputs) in enumerate(zip(modules, samples, strict=True)):
             segment = Segment(
                 name=f"{number}: {type(module).__name__}", function=module, samples=inputs,
-                parameters=gathered_parameters(module, hooks[number]),
+                parameters=tuple(trained[number]),
             )  # fmt: skip
 
             def on_phase(phase: str, number: int = number, module: nn.Module = module) -> None:
@@ -166,13 +170,19 @@ def check_request(
     return plan, canonical_hooks(len(modules), capture_time_hooks)
 
 
-def gathered_parameters(module: nn.Module, hooks: CaptureHooks) -> tuple[nn.Parameter, ...]:
-    """The module's trained parameters as its forward sees them, hooks around it."""
-    run_hooks(hooks, "forward_pre_hooks", module)
-    try:
-        return tuple(p for p in module.parameters() if p.requires_grad)
-    finally:
-        run_hooks(hooks, "forward_hooks", module)
+def parameters_of(
+    modules: Sequence[nn.Module], parameters: Sequence[Sequence[nn.Parameter]] | None
+) -> list[tuple[nn.Parameter, ...]]:
+    """Those of each module, given or shown.
+
+    Raises:
+        ValueError: parameters of another number of modules.
+    """
+    if parameters is None:
+        return [tuple(module.parameters()) for module in modules]
+    if len(parameters) != len(modules):
+        raise ValueError(f"Expected parameters of {len(modules)} modules, got {len(parameters)}.")
+    return [tuple(each) for each in parameters]
 
 
 def _steps(plan: CapturePlan, modules: Sequence[nn.Module]) -> list[Step]:

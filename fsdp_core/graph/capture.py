@@ -49,6 +49,11 @@ class GraphMaker:
         self.device, self.generators = device, tuple(generators)
         self._memory_pool = MemoryPool() if device.is_cuda else None
 
+    @property
+    def pool(self) -> Any:
+        """The memory pool's id as torch knows it, for graphs that others make; None on the CPU."""
+        return None if self._memory_pool is None else self._memory_pool.id
+
     def new(self) -> Graph:
         """An empty graph."""
         if self._memory_pool is not None:

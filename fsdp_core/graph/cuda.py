@@ -27,12 +27,18 @@ class MemoryPool:
         self._id = torch.cuda.graph_pool_handle()
         self._users: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
-    def join(self, graph: "CudaGraph") -> Any:
-        """The id to capture `graph` into."""
+    @property
+    def id(self) -> Any:
+        """The id to capture into, for graphs that are not ours."""
         if not any(user.is_captured for user in self._users):
             self._id = torch.cuda.graph_pool_handle()
-        self._users.add(graph)
         return self._id
+
+    def join(self, graph: "CudaGraph") -> Any:
+        """The id to capture `graph` into."""
+        found = self.id
+        self._users.add(graph)
+        return found
 
 
 class CudaGraph:

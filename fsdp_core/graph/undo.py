@@ -6,6 +6,7 @@ from. A run that then goes on from there differs from one that never warmed up.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -20,6 +21,14 @@ class _Writes(Recorder):
     def ignore_compile_internals(cls) -> bool:
         """Without this, code that first runs here would never be compiled."""
         return True
+
+    is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the operator, unless paused."""
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Undo:
@@ -53,6 +62,15 @@ class Undo:
         """Save every tensor from before that an operator inside writes, before it does."""
         with self._device.watching_storages(self._recorder), self._recorder:
             yield
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Not watching inside: what gathers parameters writes where others will write next."""
+        kept, self._recorder.is_paused = self._recorder.is_paused, True
+        try:
+            yield
+        finally:
+            self._recorder.is_paused = kept
 
     def _save(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -1,0 +1,347 @@
+"""Graphed modules made by TransformerEngine's `make_graphed_callables`, behind our interface.
+
+What is added around it, because it does not do it itself:
+
+    a failed capture    leaves it capturing for ever, its wrappers on the modules' classes, hooks on
+                        inner modules, gradients lost and garbage collection off: all undone
+    state               what torch's operators write in warm-ups is put back (fp8 state it puts back
+                        itself, after a failure we do)
+    random streams      are registered with its graphs
+    replays             check inputs, refuse a slot that awaits its backward and a moved parameter,
+                        and return gradients of inputs as clones, as it does those of parameters
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_core.graph.callables import GraphedModule, check_request, parameters_of
+from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.capture_order import CapturePlan, Order
+from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
+from fsdp_core.graph.ledger import Ledger, Resolver
+from fsdp_core.graph.recorder import Recording
+from fsdp_core.graph.slot import Pending, Tensors, check_inputs
+from fsdp_core.graph.undo import Undo
+
+
+class Library(Protocol):
+    """What is used of the module `transformer_engine.pytorch.graph`."""
+
+    def make_graphed_callables(self, modules: Any, sample_args: Any, **options: Any) -> Any:
+        """Capture; forwards by chunk, microbatch and module."""
+
+    def get_all_rng_states(self) -> dict[str, Any]:
+        """Generators that its graphs draw from, to add to."""
+
+    def save_fp8_tensors(self, modules: Any, recipe: Any) -> Any:
+        """State of delayed scaling."""
+
+    def restore_fp8_tensors(self, modules: Any, fp8_tensors: Any) -> None:
+        """Put it back."""
+
+    def set_capture_end(self) -> None:
+        """Tell its modules that no capture is under way."""
+
+
+def make_graphed_callables(
+    maker: GraphMaker,
+    modules: Sequence[nn.Module],
+    samples: Sequence[Tensors],
+    *,
+    parameters: Sequence[Sequence[nn.Parameter]] | None = None,
+    order: Order | None = None,
+    num_warmup_iters: int = 2,
+    capture_time_hooks: Sequence[CaptureHooks | None] | None = None,
+    resolve: Resolver | None = None,
+    on_replay: Callable[[int], None] = lambda launches: None,
+    options: Mapping[str, Any] | None = None,
+    library: Library | None = None,
+) -> list[GraphedModule]:
+    """As `callables.make_graphed_callables`, by TransformerEngine; CUDA only.
+
+    Args:
+        options: passed on: `enabled` and `recipe` for fp8, `amax_reduction_group`.
+        library: in place of TransformerEngine.
+
+    Raises:
+        ValueError: as there.
+        RuntimeError: what TransformerEngine raises; nothing is left of the capture.
+    """
+    plan, hooks = check_request(modules, samples, order, capture_time_hooks)
+    trained = parameters_of(modules, parameters)
+    te: Any = library or importlib.import_module("transformer_engine.pytorch.graph")
+    flat = [parameter for each in trained for parameter in each]
+    names = [f"{number}: {type(module).__name__}" for number, module in enumerate(modules)]
+    ledgers: list[Ledger | None] = [None] * len(modules)
+
+    def gathered(number: int) -> None:
+        if resolve is not None:
+            # Its captures show nothing else: its kernels are no operators of torch.
+            ledgers[number] = Ledger(
+                Recording(), resolve, relied=trained[number], within=names[number]
+            )
+
+    undo = Undo(maker.device, maker.generators)
+    watching = contextlib.ExitStack()
+    with (
+        undo,
+        watching,
+        _classes_kept(modules),
+        _undone_on_failure(te, modules, options or {}),
+        _gradients_kept(flat),
+        tensor_hooks_off(flat),
+        _shown(modules, trained),
+        _registered(te, maker.generators),
+    ):
+        forwards = te.make_graphed_callables(
+            tuple(modules),
+            tuple(_copies(inputs) for inputs in _nested(plan, samples)),
+            num_warmup_iters=num_warmup_iters,
+            allow_unused_input=True,
+            _order=list(plan.chunks),
+            _num_layers_per_chunk=list(plan.sizes),
+            pool=maker.pool,
+            pre_warmup_hook=lambda: _begin(watching, undo),
+            post_warmup_hook=watching.close,
+            capture_time_hooks=[
+                _apart(undo, entry, functools.partial(gathered, number))
+                for number, entry in enumerate(hooks)
+            ],
+            **(options or {}),
+        )
+    return [
+        GraphedModule(
+            module,
+            _Replays(
+                names[number], [forwards[place] for place in _places(plan, number)],
+                samples[number], ledgers[number], on_replay,
+            ),
+        )
+        for number, module in enumerate(modules)
+    ]  # fmt: skip
+
+
+# ---- the capture
+
+
+def _begin(watching: contextlib.ExitStack, undo: Undo) -> None:
+    watching.enter_context(undo.watching())
+
+
+def _apart(
+    undo: Undo, hooks: CaptureHooks, gathered: Callable[[], None]
+) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
+    """The hooks of a module as one a phase, what they write no concern of `undo`.
+
+    `gathered` is called after each forward, while its parameters are where the graphs read them.
+    """
+
+    def of(phase: str) -> Callable[[nn.Module], None]:
+        def hook(module: nn.Module) -> None:
+            with undo.paused():
+                if phase == "forward_hooks":
+                    gathered()
+                run_hooks(hooks, phase, module)
+
+        return hook
+
+    return {phase: {0: of(phase)} for phase in PHASES}
+
+
+def _nested(plan: CapturePlan, samples: Sequence[Tensors]) -> Iterator[Tensors]:
+    """Samples by chunk, microbatch and module, which is how forwards come back, too."""
+    start = 0
+    for size in plan.sizes:
+        for _ in range(plan.num_slots):
+            yield from samples[start : start + size]
+        start += size
+
+
+def _places(plan: CapturePlan, module: int) -> list[int]:
+    """Where in that nesting a module's slots are."""
+    start = 0
+    for size in plan.sizes:
+        if module < start + size:
+            first = start * plan.num_slots + module - start
+            return [first + slot * size for slot in range(plan.num_slots)]
+        start += size
+    raise ValueError(f"Expected a module below {start}, got {module}.")
+
+
+def _copies(inputs: Tensors) -> Tensors:
+    return tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
+
+
+@contextlib.contextmanager
+def _shown(
+    modules: Sequence[nn.Module], parameters: Sequence[tuple[nn.Parameter, ...]]
+) -> Iterator[None]:
+    """The modules show these parameters, whatever they hold at the moment."""
+    for module, mine in zip(modules, parameters, strict=True):
+        vars(module)["parameters"] = lambda recurse=True, mine=mine: iter(mine)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)["parameters"]
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """The very gradients that were there, if it fails, too."""
+    kept = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, kept, strict=True):
+            parameter.grad = grad
+
+
+@contextlib.contextmanager
+def _registered(te: Library, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """The generators are among those that its graphs draw from."""
+    states = te.get_all_rng_states()
+    mine = {f"fsdp_core stream {i}": generator for i, generator in enumerate(generators)}
+    states.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            del states[name]
+
+
+@contextlib.contextmanager
+def _classes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The modules' classes have the call that they had, or none of their own."""
+    calls = {type(module): vars(type(module)).get("__call__") for module in modules}
+    try:
+        yield
+    finally:
+        for kind, call in calls.items():
+            if call is not None:
+                setattr(kind, "__call__", call)  # noqa: B010  (a method, to the type checker)
+            elif "__call__" in vars(kind):
+                del kind.__call__
+
+
+@contextlib.contextmanager
+def _undone_on_failure(
+    te: Library, modules: Sequence[nn.Module], options: Mapping[str, Any]
+) -> Iterator[None]:
+    """After a failure everything that it would have put back itself."""
+    inner = [each for module in modules for each in module.modules()]
+    hooks = [(each, frozenset(each._forward_hooks)) for each in inner]
+    collects = gc.isenabled()
+    fp8_tensors = te.save_fp8_tensors(modules, options.get("recipe"))
+    try:
+        yield
+    except BaseException:
+        te.set_capture_end()
+        for each, known in hooks:
+            for number in set(each._forward_hooks) - known:
+                del each._forward_hooks[number]
+        te.restore_fp8_tensors(modules, fp8_tensors)
+        if collects:
+            gc.enable()
+        raise
+
+
+# ---- the replay
+
+
+class _Replays:
+    """Replays of a module that it captured, by slot."""
+
+    def __init__(
+        self,
+        name: str,
+        forwards: Sequence[Any],
+        samples: Tensors,
+        ledger: Ledger | None,
+        on_replay: Callable[[int], None],
+    ) -> None:
+        self._name, self._forwards, self._ledger = name, list(forwards), ledger
+        self._samples, self._on_replay = samples, on_replay
+        self._pending: list[weakref.ref[Pending] | None] = [None] * len(self._forwards)
+
+    def __call__(self, *tensors: torch.Tensor, slot: int = 0) -> Any:
+        """Replay a slot."""
+        if not 0 <= slot < len(self._forwards):
+            raise ValueError(
+                f"Expected a slot of {self._name} below {len(self._forwards)}, got {slot}."
+            )
+        check_inputs(self._name, self._samples, tensors)
+        last = self._pending[slot]
+        pending = last() if last is not None else None
+        if pending is not None and not pending.is_done:
+            raise RuntimeError(
+                f"Expected slot {slot} of {self._name} to be free, got one whose forward still "
+                "awaits its backward. Capture as many slots as there are microbatches between "
+                "forward and backward."
+            )
+        if self._ledger is not None:
+            self._ledger.check()
+        results = self._forwards[slot](*map(_with_cloned_grad, tensors))
+        self._on_replay(1)
+        flat = results if isinstance(results, tuple) else (results,)
+        node = next((result.grad_fn for result in flat if result.grad_fn is not None), None)
+        if node is not None:
+            self._pending[slot] = self._await(node)
+        return results
+
+    def _await(self, node: Any) -> weakref.ref[Pending]:
+        """Mark the slot until the node has run or is gone."""
+        pending = Pending()
+        node.metadata["slot"] = pending
+        known = weakref.ref(pending)
+
+        def begins(*_: object) -> None:
+            awaited = known()
+            if awaited is not None and awaited.is_done:
+                raise RuntimeError(
+                    f"Expected one backward of {self._name} for each forward, got a second."
+                )
+            if self._ledger is not None:
+                self._ledger.check()
+
+        def ends(*_: object) -> None:
+            awaited = known()
+            if awaited is not None:
+                awaited.is_done = True
+            self._on_replay(1)
+
+        node.register_prehook(begins)
+        node.register_hook(ends)
+        return known
+
+    def reset(self) -> None:
+        """Drop the graphs of all slots."""
+        for forward in self._forwards:
+            forward.reset()
+        self._forwards = []
+
+
+class _CloneGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
+
+
+def _with_cloned_grad(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, its gradient a copy of what it gets."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    cloned: torch.Tensor = _CloneGrad.apply(x)
+    return cloned
