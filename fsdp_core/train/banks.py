@@ -95,8 +95,9 @@ class StageBank:
             for slot, maker in enumerate(makers):
                 part = self._parts.of(size, slot).part
                 graphs = LayerGraphs(
-                    self._stage, self._pieces, maker, part, options.sample, tools, slot=slot
-                )
+                    self._stage, self._pieces, maker, part, options.sample, tools,
+                    slot=slot, variant=f"context size {size}",
+                )  # fmt: skip
                 found.graphs.append(graphs)
         except BaseException:
             found.reset()

@@ -87,7 +87,7 @@ class LayerGraphs:
         pieces: in the order in which they run.
         part: what layers see of any microbatch that is replayed, in tensors that stay.
         sample: like what enters a layer.
-        slot: for names.
+        slot, variant: for names; what tells these graphs from others of the stage.
     """
 
     def __init__(
@@ -100,10 +100,11 @@ class LayerGraphs:
         tools: CaptureTools,
         *,
         slot: int,
+        variant: str = "",
     ) -> None:
         self._schedule = cast("FSDPModule", stage).fsdp_schedule
         self._graphs: dict[str, GraphedSegment] = {}
-        suffix = f" slot {slot}" if slot else ""
+        suffix = (f" {variant}" if variant else "") + (f" slot {slot}" if slot else "")
 
         def forward(piece: Piece) -> None:
             segment = Segment(
