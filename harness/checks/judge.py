@@ -162,6 +162,8 @@ def _control_answer(
         if flaws[leg] is not None:
             return not_run("control", f"the records of the {leg} are incomplete")
     answers = [loss.check(reference, control, {}), state.check(reference, control, {})]
+    if any(records.start and records.start.taps for records in reference.ranks):
+        answers.append(taps.check(reference, control, {}))
     bad = [answer for answer in answers if answer.outcome != "passed"]
     if not bad:
         return passed("control", "the reference equals its second run bit for bit")

@@ -1,0 +1,212 @@
+"""The check of taps: the first call that differs in program order, and what was not seen."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.checks.judge import judge
+from harness.checks.taps import check
+from harness.records import NEVER_RAN, TAP_HEX_CHARS, RunResult
+
+if TYPE_CHECKING:
+    from tests.unit.harness.checks.conftest import Edits, Lab
+
+NAMES = (
+    "layers.0.attn:output[0]", "layers.0.attn:output[1]", "layers.1.attn:output[0]",
+    "layers.1.attn:output[1]", "layers.0.attn:gradient[0]", "layers.0.attn:gradient[1]",
+    "layers.1.attn:gradient[0]", "layers.1.attn:gradient[1]",
+)  # fmt: skip
+
+
+def rewrite(run: RunResult, edit: "Edits", place: tuple[int, int], rows: dict[str, str]) -> Any:
+    """The run with rows of one (rank, step) replaced."""
+    rank, step = place
+    text = run.ranks[rank].steps[step].taps
+    for name, row in rows.items():
+        start = NAMES.index(name) * TAP_HEX_CHARS
+        text = text[:start] + row + text[start + TAP_HEX_CHARS :]
+    return edit.step(run, rank, step, taps=text)
+
+
+def row(run: RunResult, rank: int, step: int, name: str) -> str:
+    """One row as it is."""
+    start = NAMES.index(name) * TAP_HEX_CHARS
+    return run.ranks[rank].steps[step].taps[start : start + TAP_HEX_CHARS]
+
+
+def other(run: RunResult, edit: "Edits", changes: dict[tuple[int, int], list[str]]) -> RunResult:
+    """The run with other digests of the named calls by (rank, step), in the same places."""
+    for place, names in changes.items():
+        rows = {name: "ab" * 16 + row(run, *place, name)[32:] for name in names}
+        run = rewrite(run, edit, place, rows)
+    return run
+
+
+def test_equal_taps_pass(lab: "Lab") -> None:
+    """Equal calls are counted over all ranks, steps and rows."""
+    reference, _, candidate = lab.legs()
+    result = check(reference, candidate, {})
+    assert result.outcome == "passed"
+    assert result.figures == {"calls": 2 * 4 * 8, "unseen": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        # A later step never comes first, whatever differs in it.
+        ({(0, 1): ["layers.1.attn:gradient[1]"], (0, 2): ["layers.0.attn:output[0]"]},
+         (1, 0, "layers.1.attn:gradient[1]")),
+        # Forward comes before backward, though it ran later.
+        ({(0, 1): ["layers.1.attn:gradient[0]", "layers.1.attn:output[1]"]},
+         (1, 0, "layers.1.attn:output[1]")),
+        # The first microbatch comes first.
+        ({(0, 1): ["layers.0.attn:output[1]", "layers.1.attn:output[0]"]},
+         (1, 0, "layers.1.attn:output[0]")),
+        # Stages in the order of the data: forward up, backward down, whatever rank holds them.
+        ({(0, 1): ["layers.1.attn:output[0]"], (1, 1): ["layers.0.attn:output[0]"]},
+         (1, 1, "layers.0.attn:output[0]")),
+        ({(0, 1): ["layers.0.attn:gradient[0]"], (1, 1): ["layers.1.attn:gradient[0]"]},
+         (1, 1, "layers.1.attn:gradient[0]")),
+        # Of equals the first rank.
+        ({(1, 3): ["layers.0.attn:output[0]"], (0, 3): ["layers.0.attn:output[0]"]},
+         (3, 0, "layers.0.attn:output[0]")),
+    ],
+)  # fmt: skip
+def test_the_first_in_program_order_is_named(
+    lab: "Lab", edit: "Edits", changes: dict[tuple[int, int], list[str]],
+    first: tuple[int, int, str],
+) -> None:  # fmt: skip
+    """Step, then direction, then microbatch, then stage, then rank; with both digests."""
+    reference, _, candidate = lab.legs()
+    result = check(reference, other(candidate, edit, changes), {})
+    assert (result.outcome, result.what) == ("failed", "diverged")
+    difference = result.difference
+    assert difference is not None
+    assert (difference.step, difference.rank, difference.tensor) == first
+    assert difference.reference == row(reference, first[1], first[0], first[2])[:32]
+    assert difference.candidate == "ab" * 16
+    assert result.figures["differing_pairs"] == len(changes)
+
+
+def test_within_a_stage_the_place_in_the_step_decides(lab: "Lab", edit: "Edits") -> None:
+    """Calls of one microbatch and stage are ordered as the reference ran them."""
+    reference, _, candidate = lab.legs()
+    stages = (0,) * len(NAMES)
+
+    def flat(run: RunResult) -> RunResult:
+        for records in run.ranks:
+            assert records.start is not None
+            start = records.start.__class__(**(vars(records.start) | {"tap_stages": stages}))
+            run = edit.rank(run, records.rank, start=start)
+        return run
+
+    changes = {(0, 0): ["layers.0.attn:gradient[0]", "layers.1.attn:gradient[0]"]}
+    result = check(flat(reference), flat(other(candidate, edit, changes)), {})
+    assert result.difference is not None
+    assert result.difference.tensor == "layers.1.attn:gradient[0]"
+    assert "the gradient of the output of layers.1.attn, call 0" in result.message
+
+
+def test_the_place_itself_is_not_compared(lab: "Lab", edit: "Edits") -> None:
+    """A graph may run calls in another order: what went through is the same."""
+    reference, _, candidate = lab.legs()
+    name = "layers.0.attn:output[0]"
+    rows = {name: row(candidate, 0, 1, name)[:32] + "0000abcd"}
+    assert check(reference, rewrite(candidate, edit, (0, 1), rows), {}).outcome == "passed"
+
+
+def test_a_call_too_few_is_a_failure(lab: "Lab", edit: "Edits") -> None:
+    """A module that ran once where the reference ran it twice is named."""
+    reference, _, candidate = lab.legs()
+    never = "0" * 32 + NEVER_RAN
+    lost = rewrite(candidate, edit, (1, 2), {"layers.1.attn:output[1]": never})
+    result = check(reference, lost, {})
+    assert (result.outcome, result.what) == ("failed", "diverged")
+    assert result.difference is not None
+    assert result.difference.tensor == "layers.1.attn:output[1]"
+    assert result.difference.candidate == "never ran"
+
+
+def test_a_module_taken_apart_is_said_and_not_failed(lab: "Lab", edit: "Edits") -> None:
+    """One that is not called in one leg at all is no difference, and no evidence either."""
+    reference, _, candidate = lab.legs()
+    never = "0" * 32 + NEVER_RAN
+    for rank in range(2):
+        for step in range(4):
+            rows = {name: never for name in NAMES if name.startswith("layers.1.attn:output")}
+            candidate = rewrite(candidate, edit, (rank, step), rows)
+    result = check(reference, candidate, {})
+    assert result.outcome == "passed"
+    assert result.figures == {"calls": 2 * 4 * 6, "unseen": 1}
+    assert "1 tap ran in one leg only, layers.1.attn:output first by name" in result.message
+
+
+def test_nothing_seen_is_no_pass(lab: "Lab", edit: "Edits") -> None:
+    """If no tap ran in both legs, or none was asked for, there is no answer."""
+    reference, _, candidate = lab.legs()
+    silent = candidate
+    for rank in range(2):
+        for step in range(4):
+            rows = dict.fromkeys(NAMES, "0" * 32 + NEVER_RAN)
+            silent = rewrite(silent, edit, (rank, step), rows)
+    result = check(reference, silent, {})
+    assert (result.outcome, result.what) == ("error", "not_run")
+    assert check(reference, candidate, {"max": 1}).what == "unsupported"
+
+    def untapped(run: RunResult) -> RunResult:
+        for records in run.ranks:
+            assert records.start is not None
+            plain = vars(records.start) | {"taps": (), "tap_stages": ()}
+            run = edit.rank(run, records.rank, start=records.start.__class__(**plain))
+        return run
+
+    result = check(untapped(reference), untapped(candidate), {})
+    assert (result.outcome, result.what) == ("error", "unsupported")
+    assert "taps: [...]" in result.message
+    result = check(reference, untapped(candidate), {})
+    assert (result.outcome, result.what) == ("error", "unsupported")
+    assert "different modules on rank 0" in result.message
+
+
+def test_taps_decide_before_what_follows_from_them(lab: "Lab", edit: "Edits") -> None:
+    """In one step what went through a module explains the weights, not the other way round."""
+    reference, control, candidate = lab.legs()
+    bad = other(candidate, edit, {(0, 2): ["layers.0.attn:output[1]"]})
+    bad = edit.digest(bad, 0, 2, "grads", 3)
+    verdict = judge(lab.case(), reference, control, bad)
+    assert verdict.outcome == "failed"
+    assert verdict.difference is not None
+    assert verdict.difference.tensor == "layers.0.attn:output[1]"
+    earlier = edit.digest(bad, 0, 1, "optim", 3)
+    verdict = judge(lab.case(), reference, control, earlier)
+    assert verdict.difference is not None
+    assert verdict.difference.quantity == "optim"
+
+
+def test_a_reference_whose_taps_differ_from_its_own_is_not_trusted(
+    lab: "Lab", edit: "Edits"
+) -> None:
+    """What went through differs between two runs of the reference: the candidate is not blamed."""
+    reference, control, candidate = lab.legs()
+    control = other(control, edit, {(1, 1): ["layers.0.attn:output[0]"]})
+    verdict = judge(lab.case(), reference, control, candidate)
+    assert (verdict.outcome, verdict.what) == ("incomparable", "nondeterministic_reference")
+
+
+@pytest.mark.parametrize(
+    ("taps", "why"),
+    [
+        (lambda text: text[:-1], "the taps have 319 characters, expected 320 for 8 rows"),
+        (lambda text: "", "the taps have 0 characters"),
+        (lambda text: text[:-1] + "G", "not lower-case hex"),
+    ],
+)
+def test_damaged_taps_are_a_flaw(lab: "Lab", edit: "Edits", taps: Any, why: str) -> None:
+    """Rows that cannot be read are never compared."""
+    reference, control, candidate = lab.legs()
+    text = candidate.ranks[1].steps[2].taps
+    damaged = edit.step(candidate, 1, 2, taps=taps(text))
+    verdict = judge(lab.case(), reference, control, damaged)
+    assert (verdict.outcome, verdict.what) == ("failed", "corrupt_record")
+    assert "rank 1, step 2: " in verdict.message
+    assert why in verdict.message
