@@ -134,11 +134,13 @@ def tensor_hooks_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         if (hooks := getattr(parameter, attribute, None))
     ]
     for parameter, attribute, _ in taken:
-        setattr(parameter, attribute, None)
+        # Not None: of the second kind torch keeps those that it has.
+        setattr(parameter, attribute, OrderedDict())
     try:
         yield
     finally:
         for parameter, attribute, hooks in taken:
+            hooks.update(getattr(parameter, attribute) or {})  # registered meanwhile
             setattr(parameter, attribute, hooks)
 
 
