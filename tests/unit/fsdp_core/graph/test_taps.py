@@ -1,0 +1,405 @@
+"""Taps: the digests of calls, the same in graphs and outside, and no bit of the run changed."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_core.device import Device
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.digest import digest_tensors, empty_rows
+from fsdp_core.graph.segment import GraphedSegment, Segment
+from fsdp_core.graph.taps import MOST_KINDS, NEVER, PLACE_COLUMN, Tap, Taps, tensors_in
+
+DEVICE = Device("cpu")
+CPU = torch.device("cpu")
+MICROBATCHES = 2
+
+
+class Block(nn.Module):
+    """Two linears, dropout and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.3, self.training)
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+KINDS = ("input", "output", "gradient")
+INNER = ("blocks.0", "blocks.0.up", "blocks.1.down", "head")
+
+
+def everything(
+    model: nn.Module, kinds: tuple[str, ...] = KINDS, names: tuple[str, ...] = ()
+) -> Taps:
+    """All modules but lists, or those of `names`."""
+    called = [(n, m) for n, m in model.named_modules() if not isinstance(m, nn.ModuleList)]
+    called = [(n, m) for n, m in called if not names or n in names]
+    taps = [Tap(name or "net", module, kind) for name, module in called for kind in kinds]
+    return Taps(taps, MICROBATCHES, CPU)
+
+
+def data(step: int) -> list[torch.Tensor]:
+    """The microbatches of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(3, 8, generator=generator) for _ in range(MICROBATCHES)]
+
+
+def rows_by_name(taps: Taps) -> dict[str, list[int]]:
+    """Rows on the host."""
+    return dict(zip(taps.names, taps.rows.tolist(), strict=True))
+
+
+def in_order(taps: Taps) -> list[str]:
+    """Names of the rows that were written, in the order in which they ran."""
+    ran = [(row[PLACE_COLUMN], name) for name, row in rows_by_name(taps).items()]
+    return [name for place, name in sorted(ran) if place != NEVER]
+
+
+def digest(*tensors: torch.Tensor) -> list[int]:
+    """The digest of one tensor, or of the digests of several."""
+    rows = empty_rows(len(tensors), CPU)
+    digest_tensors(tensors, rows)
+    if len(tensors) == 1:
+        return list(rows[0].tolist())
+    together = empty_rows(1, CPU)
+    digest_tensors([rows], together)
+    return list(together[0].tolist())
+
+
+def step_eagerly(model: nn.Module, number: int) -> None:
+    """Forward and backward of all microbatches."""
+    for x in data(number):
+        model(x).square().mean().backward()
+
+
+Watched = dict[str, list[int]]
+
+
+@dataclass
+class Seen:
+    """What a run showed: rows of taps and calls by step, and the bits that it left."""
+
+    rows: list[Watched]
+    calls: list[list[int]]
+    bits: list[torch.Tensor]
+
+
+def run(model: nn.Module, taps: Taps | None, step: Callable[[int], None], steps: int = 2) -> Seen:
+    """Steps of plain SGD."""
+    torch.manual_seed(5)
+    seen = Seen([], [], [])
+    for number in range(steps):
+        if taps is not None:
+            taps.begin()
+        model.zero_grad(set_to_none=False)
+        step(number)
+        if taps is not None:
+            seen.rows.append(rows_by_name(taps))
+            seen.calls.append(taps.calls_seen.tolist())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                seen.bits.append(parameter.grad.clone())
+                parameter.sub_(parameter.grad, alpha=0.1)
+    seen.bits += [torch.get_rng_state(), *(p.detach().clone() for p in model.parameters())]
+    return seen
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.fixture(scope="module")
+def eager() -> Seen:
+    """The tapped eager run that graphs are compared with."""
+    model = Net()
+    taps = everything(model, ("output", "gradient"), INNER)
+    return run(model, taps, lambda number: step_eagerly(model, number))
+
+
+def test_rows_are_the_digests_of_what_went_through() -> None:
+    """Input, output and the gradient of the output of each call, in the row of its number."""
+    model = Net()
+    taps = everything(model)
+    expected: dict[str, list[int]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            continue
+        calls = iter(range(MICROBATCHES))
+
+        def note(
+            module: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor,
+            name: str = name or "net", calls: Iterator[int] = calls,
+        ) -> None:  # fmt: skip
+            number = next(calls)
+            expected[f"{name}:input[{number}]"] = digest(args[0])
+            expected[f"{name}:output[{number}]"] = digest(out)
+
+            def note_gradient(grad: torch.Tensor) -> None:
+                expected[f"{name}:gradient[{number}]"] = digest(grad)
+
+            out.register_hook(note_gradient)
+
+        module.register_forward_hook(note)
+    taps.begin()
+    step_eagerly(model, 0)
+    assert {name: row[:5] for name, row in rows_by_name(taps).items()} == expected
+    assert len({tuple(row) for row in expected.values()}) > len(expected) // 2
+
+
+def test_the_place_is_the_order_of_the_step() -> None:
+    """Calls of all modules and directions are numbered as they ran, from 0 in each step."""
+    model = Net()
+    taps = everything(model, ("input", "output", "gradient"))
+    for number in range(2):
+        taps.begin()
+        step_eagerly(model, number)
+        order = in_order(taps)
+        assert order[:4] == ["net:input[0]", "blocks.0:input[0]", "blocks.0.up:input[0]",
+                             "blocks.0.up:output[0]"]  # fmt: skip
+        forward = [name for name in order if "gradient" not in name]
+        assert [name for name in order if name.endswith("[0]")] == order[: len(order) // 2]
+        assert forward[len(forward) // 2 - 1] == "net:output[0]"
+        gradients = [name for name in order if "gradient" in name]
+        assert gradients[0] in ("net:gradient[0]", "head:gradient[0]")
+        assert gradients.index("blocks.1:gradient[0]") < gradients.index("blocks.0:gradient[0]")
+        places = [row[PLACE_COLUMN] for row in rows_by_name(taps).values()]
+        assert sorted(places) == list(range(len(taps.names)))
+
+
+def graphed_blocks(model: Net, slots: int) -> Callable[[int], None]:
+    """Blocks are replayed, the rest is eager; one graph serves microbatches in turn."""
+    maker = GraphMaker(DEVICE)
+    graphs = []
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        segment = Segment(
+            name=f"blocks.{number}", function=block.forward,
+            samples=(torch.zeros(3, 8).requires_grad_(number > 0),),
+            parameters=tuple(block.parameters()),
+        )  # fmt: skip
+        graphs.append(GraphedSegment(maker, segment, num_slots=slots, resolve=None))
+        graphs[-1].warm_up()
+    for slot in range(slots):
+        for graph in graphs:
+            graph.capture_forward(slot)
+        for graph in reversed(graphs):
+            graph.capture_backward(slot)
+
+    def step(number: int) -> None:
+        for microbatch, x in enumerate(data(number)):
+            for block, graph in zip(model.blocks, graphs, strict=True):
+                block.forward = functools.partial(graph, slot=microbatch % slots)
+            model(x).square().mean().backward()
+
+    return step
+
+
+@pytest.mark.parametrize("slots", [1, MICROBATCHES])
+def test_segments_show_what_eager_calls_show(eager: Seen, slots: int) -> None:
+    """Taps inside a graph and around it give eager's rows, whichever slot a microbatch is in."""
+    model = Net()
+    taps = everything(model, ("output", "gradient"), INNER)
+    step_eagerly(model, 0)
+    got = run(model, taps, graphed_blocks(model, slots))
+    assert same(got.bits, eager.bits)
+    for a, b in zip(eager.rows, got.rows, strict=True):
+        assert {name: row[:5] for name, row in a.items()} == {n: row[:5] for n, row in b.items()}
+    assert got.calls == eager.calls == [[MICROBATCHES] * len(taps.tap_names)] * 2
+
+
+def test_a_captured_step_shows_what_an_eager_one_shows(eager: Seen) -> None:
+    """Taps and the start of a step captured whole give eager's rows and places at each replay."""
+    model = Net()
+    taps = everything(model, ("output", "gradient"), INNER)
+    static = [torch.zeros(3, 8) for _ in range(MICROBATCHES)]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def iteration() -> None:
+        taps.begin()
+        for x in static:
+            model(x).square().mean().backward()
+
+    iteration()  # once eagerly: shapes must be known before the capture
+    graph = CapturedFunction(GraphMaker(DEVICE), iteration, lambda: dict(taps.named_tensors()))
+
+    def step(number: int) -> None:
+        for into, x in zip(static, data(number), strict=True):
+            into.copy_(x)
+        graph()
+
+    got = run(model, taps, step)
+    assert same(got.bits, eager.bits)
+    assert got.rows == eager.rows
+    assert graph.ledger is not None
+    assert {"taps", "taps clock", "taps calls seen"} <= set(graph.ledger.names)
+    unnamed = [place for place in graph.ledger.places if "taps.py" in place or "digest" in place]
+    assert unnamed == []
+
+
+def test_taps_change_no_bit(eager: Seen) -> None:
+    """Gradients, weights and the generator are those of the run without taps."""
+    model = Net()
+    plain = run(model, None, lambda number: step_eagerly(model, number))
+    assert same(plain.bits, eager.bits)
+
+
+def test_hooks_that_are_taken_away_do_not_take_taps_along() -> None:
+    """Captures take the hooks off a subtree; a tap is none."""
+    model = Net()
+    taps = everything(model, ("output", "gradient"))
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    taps.begin()
+    step_eagerly(model, 0)
+    assert all(row[PLACE_COLUMN] != NEVER for row in taps.rows.tolist())
+
+
+def test_only_training_is_seen() -> None:
+    """Evaluation, and passes without gradients, between steps leave the rows as they were."""
+    model = Net()
+    taps = everything(model)
+    taps.begin()
+    step_eagerly(model, 0)
+    before = taps.rows.clone()
+    with torch.no_grad():
+        model(data(1)[0])
+    model.eval()
+    model(data(1)[0])
+    assert torch.equal(taps.rows, before)
+    assert taps.calls_seen.tolist() == [MICROBATCHES] * len(taps.tap_names)
+
+
+def test_calls_beyond_the_rows_are_counted_and_not_written() -> None:
+    """A third call of two changes no row, and shows in the count."""
+    model = Net()
+    taps = Taps([Tap("head", model.head, "output"), Tap("net", model, "input")], 2, CPU)
+    taps.begin()
+    step_eagerly(model, 0)
+    before = taps.rows.clone()
+    model.head(torch.ones(1, 8))
+    assert torch.equal(taps.rows, before)
+    assert taps.calls_seen.tolist() == [3, 2]
+
+
+def test_what_never_ran_says_so() -> None:
+    """A step begins with no row written; a call that is left out leaves its row so."""
+    model = Net()
+    taps = everything(model, ("output",))
+    step_eagerly(model, 0)
+    taps.begin()
+    model.head(torch.ones(1, 8))
+    rows = rows_by_name(taps)
+    assert rows.pop("head:output[0]")[PLACE_COLUMN] == 0
+    assert all(row == [0, 0, 0, 0, 0, NEVER] for row in rows.values())
+
+
+def test_swapped_outputs_differ() -> None:
+    """Several tensors are digested together, each in its place; a dataclass shows its fields."""
+
+    @dataclass(frozen=True)
+    class Pair:
+        first: torch.Tensor
+        second: torch.Tensor
+
+    class Splits(nn.Module):
+        def forward(self, x: torch.Tensor, swap: bool) -> Pair:
+            return Pair(x[1], x[0]) if swap else Pair(x[0], x[1])
+
+    model = Splits()
+    taps = Taps([Tap("splits", model, "output")], 2, CPU)
+    taps.begin()
+    x = torch.arange(8.0).view(2, 4)
+    model(x, False)
+    model(x, True)
+    first, second = taps.rows[:, :5].tolist()
+    assert first == digest(x[0], x[1])
+    assert second == digest(x[1], x[0])
+    assert first != second
+
+
+def test_records_among_inputs_are_left_alone() -> None:
+    """Plans that a module is given describe its data; tensors in tuples and dicts are seen."""
+    a, b, c = (torch.ones(n) for n in (1, 2, 3))
+
+    @dataclass
+    class Plan:
+        offsets: torch.Tensor
+
+    value = ((a, Plan(b)), {"key": [c]})
+    assert [t.numel() for t in tensors_in(value, open_records=False)] == [1, 3]
+    assert [t.numel() for t in tensors_in(value)] == [1, 2, 3]
+
+
+def test_what_cannot_be_digested_is_refused_by_name() -> None:
+    """A tensor without a bit pattern names its tap and says what to do."""
+    model = nn.Identity()
+    taps = Taps([Tap("layers.0", model, "output")], 1, CPU)
+    taps.begin()
+    with pytest.raises(ValueError, match=r"layers\.0:output.*leave it out of taps.*complex64"):
+        model(torch.ones(2, dtype=torch.complex64))
+
+
+def test_many_shapes_are_forgotten_again() -> None:
+    """Shapes that depend on the data do not pile up, and each is still digested."""
+    model = nn.Identity()
+    taps = Taps([Tap("x", model, "output")], 1, CPU)
+    for size in range(1, 2 * MOST_KINDS):
+        taps.begin()
+        model(torch.ones(size))
+        assert taps.rows[0, :5].tolist() == digest(torch.ones(size))
+    kinds = {name.rpartition(" ")[2] for name, _ in taps.named_tensors() if "scratch" in name}
+    assert len(kinds) == MOST_KINDS
+
+
+def test_close_leaves_the_modules_as_they_were() -> None:
+    """After `close` nothing is written, and the modules hold nothing of the taps."""
+    model = Net()
+    plain = copy.deepcopy([sorted(vars(module)) for module in model.modules()])
+    taps = everything(model)
+    taps.close()
+    taps.close()
+    assert [sorted(vars(module)) for module in model.modules()] == plain
+    taps.begin()
+    step_eagerly(model, 0)
+    assert all(row[PLACE_COLUMN] == NEVER for row in taps.rows.tolist())
+
+
+def test_no_taps_cost_nothing() -> None:
+    """Without taps there are no rows, no names, and a step begins without any work."""
+    taps = Taps([], 2, CPU)
+    taps.begin()
+    assert taps.rows.shape == (0, 6)
+    assert list(names_of(taps)) == []
+
+
+def names_of(taps: Taps) -> Iterator[str]:
+    """Names for the ledger."""
+    for name, _ in taps.named_tensors():
+        yield name
