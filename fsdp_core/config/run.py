@@ -13,6 +13,7 @@ from fsdp_core.config.rule import (
     Rule,
     at_least,
     fraction,
+    is_bool,
     obey,
     one_of,
 )
@@ -85,6 +86,7 @@ class TrainConfig:
     seed: int = 1234
     flush_every: int = 1
     graph_warmup_steps: int = 2
+    graph_optimizer: bool = True
     ledger: bool = True
     stress: tuple[str, ...] = ()
     stress_seed: int = 0
@@ -101,6 +103,7 @@ class TrainConfig:
         one_of("backend", self.backend, BACKENDS)
         one_of("dtype", self.dtype, DTYPES)
         one_of("fp8", self.fp8, EIGHT_BITS)
+        is_bool("graph_optimizer", self.graph_optimizer)
         obey(LAYOUT_RULES, self)
         obey(GRAPH_RULES, self)
         obey(EIGHT_BITS_RULES, self)

@@ -6,7 +6,8 @@
     moe_preprocess    after moe_router: what the dispatcher works out before tokens travel
     moe               a whole expert branch
     layer             a whole layer
-    full_iteration    all microbatches forward and backward
+    full_iteration    all microbatches forward and backward; the optimizer's step, too, unless
+                      `graph_optimizer` is false
 
 All but the last are partial: FSDP gathers and reduces around them, so what it gathers must not
 move. Where experts take as many tokens as are sent (dropless), shapes depend on the data, and
@@ -54,6 +55,10 @@ class Graphed(Protocol):
     @property
     def graph_warmup_steps(self) -> int:
         """Steps before the capture."""
+
+    @property
+    def graph_optimizer(self) -> bool:
+        """Whether full_iteration holds the optimizer's step."""
 
 
 def _error(run: Graphed, expected: str, legal: tuple[object, ...] = ()) -> ConfigError:
@@ -119,6 +124,17 @@ def _captured_experts_have_capacity(run: Graphed) -> ConfigError | None:
         "model.capacity_factor",
         expected=f"a number > 0 (drop and pad), as the scope {scopes[0]} runs experts",
         got=None,
+    )
+
+
+def _optimizer_is_of_full_iteration(run: Graphed) -> ConfigError | None:
+    if run.graph_optimizer or not run.graph or "full_iteration" in run.graph:
+        return None
+    return ConfigError(
+        "graph_optimizer",
+        expected="true, as no partial scope holds the optimizer",
+        got=False,
+        legal=(True,),
     )
 
 
@@ -188,6 +204,9 @@ GRAPH_RULES: tuple[Rule[Graphed], ...] = (
     Rule("captured_experts_have_capacity",
          "Dropless experts have shapes that depend on the data: what runs them is drop and pad.",
          _captured_experts_have_capacity),
+    Rule("optimizer_is_of_full_iteration",
+         "Only full_iteration holds the optimizer's step, and may leave it out.",
+         _optimizer_is_of_full_iteration),
     Rule("full_iteration_has_one_cp",
          "Dynamic cp chooses a size a microbatch, a graph of all microbatches has one.",
          _full_iteration_has_one_cp),

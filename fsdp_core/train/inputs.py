@@ -45,6 +45,13 @@ class Inputs(Protocol):
     def microbatches(self) -> list[Microbatch]:
         """Those of the step that was filled in; collective where tokens are counted."""
 
+    def smaller(self, microbatches: int, rows: int) -> list[Microbatch]:
+        """The first ones of the step that was filled in, and of each the first rows.
+
+        Raises:
+            ValueError: more than there are, or none; microbatches without rows.
+        """
+
     def samples(self) -> dict[int, Part]:
         """For each context size that a microbatch may have, a part like those to come."""
 
@@ -75,10 +82,14 @@ class RowInputs:
         self.tokens = torch.zeros(whole, dtype=torch.int64, device=device.torch_device)
         self.targets = torch.zeros_like(self.tokens)
         self._plan = dense_plan(seq, cp.size, cp.rank, device.torch_device)
-        weight = 1.0 / (self.shape[0] * self.shape[1])
-        self._microbatches = [
-            Microbatch(tokens, {"part": Part(self._plan, cp, targets, None, weight)})
-            for tokens, targets in zip(self.tokens.unbind(), self.targets.unbind(), strict=True)
+        self._microbatches = self._first(config.microbatches, config.micro_batch_size)
+
+    def _first(self, microbatches: int, rows: int) -> list[Microbatch]:
+        weight = 1.0 / (rows * self.shape[1])
+        tokens, targets = (t[:microbatches, :rows].unbind() for t in (self.tokens, self.targets))
+        return [
+            Microbatch(mine, {"part": Part(self._plan, self._cp, theirs, None, weight)})
+            for mine, theirs in zip(tokens, targets, strict=True)
         ]
 
     def fill(self, step: int) -> None:
@@ -93,6 +104,16 @@ class RowInputs:
     def microbatches(self) -> list[Microbatch]:
         """The same static tensors at each step."""
         return self._microbatches
+
+    def smaller(self, microbatches: int, rows: int) -> list[Microbatch]:
+        """See `Inputs`; views of the same static tensors."""
+        most = self.tokens.shape[:2]
+        if not (1 <= microbatches <= most[0] and 1 <= rows <= most[1]):
+            raise ValueError(
+                f"Expected at most {most[0]} microbatches of {most[1]} rows, and one at least, got "
+                f"{microbatches} of {rows}."
+            )
+        return self._first(microbatches, rows)
 
     @property
     def part(self) -> Part:
@@ -167,6 +188,13 @@ class PackInputs:
             Microbatch(local.tokens, {"part": replace(local.part, weight=weight)})
             for local in self._local
         ]
+
+    def smaller(self, microbatches: int, rows: int) -> list[Microbatch]:
+        """See `Inputs`: packs are always whole."""
+        raise ValueError(
+            f"Expected whole steps of packed documents, got one of {microbatches} microbatches of "
+            f"{rows} rows."
+        )
 
     def samples(self) -> dict[int, Part]:
         """For each size, that of a pack with one document, as long as there may be."""

@@ -1,18 +1,19 @@
 """The training step of one rank, eager or graphed, on any layout.
 
     step(i)   fill the static inputs -> iteration, eager or replayed -> static outputs
-    iteration zero gradients; forward and backward of all microbatches through the pipeline; digest
-              of gradients; gradient norm, clipping, AdamW, experts' biases, cast to model weights;
-              digest of weights and moments
+    iteration
+      gradients  zero gradients; forward and backward of all microbatches through the pipeline;
+                 digest of gradients
+      update     gradient norm, clipping, AdamW, experts' biases, cast to model weights; digest of
+                 weights and moments
 
 Inputs and outputs are static tensors in every mode, so eager and graphed runs differ in nothing but
-who issues the work. Scope `full_iteration` captures the whole iteration, optimizer and all
-collectives included; scope `attn` captures each layer's attention branch, forward and backward.
+who issues the work. Scope `full_iteration` captures the whole iteration, all collectives included,
+with the update or without; partial scopes capture parts of layers, forward and backward.
 """
 
 import functools
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,21 +23,20 @@ from fsdp_core.data import mix
 from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
-from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.graph.capture_session import CaptureSession
-from fsdp_core.graph.ledger import AddressBook, Resolver
+from fsdp_core.graph.ledger import AddressBook
 from fsdp_core.layouts import AXES, axis_size
 from fsdp_core.model.backend import make_backend
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.axes import Axes
-from fsdp_core.parallel.pipeline import Pipeline, PipelineOptions
+from fsdp_core.parallel.pipeline import Microbatch, Pipeline, PipelineOptions
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.parallel.rng import RandomStream
 from fsdp_core.parallel.stage_transfer import TensorSpec
 from fsdp_core.train.build import TORCH_DTYPES, build_stages, make_streams, roots
-from fsdp_core.train.inputs import RowInputs, make_inputs
+from fsdp_core.train.captures import Captures
+from fsdp_core.train.inputs import make_inputs
 from fsdp_core.train.names import (
     PointerChanges,
     enter_attributes,
@@ -44,9 +44,7 @@ from fsdp_core.train.names import (
     enter_stage,
 )
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
-from fsdp_core.train.partial_graphs import PartialGraphs
 from fsdp_core.train.scopes import GraphCounts
-from fsdp_core.train.stage_graphs import CaptureTools
 from fsdp_core.train.tapped import open_taps
 
 
@@ -72,7 +70,6 @@ class Trainer:
         _require_same(config, axes)
         self.config, self.axes, self.device = config, axes, device
         self.stream = device.new_stream()
-        self.counts = GraphCounts()
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
         backend = make_backend(config.backend, fp8=config.fp8)
         make_deterministic(config.seed)
@@ -85,11 +82,16 @@ class Trainer:
             self._inputs = make_inputs(config, axes, device)
             self._digests = Digests(self.optimizer, list(self._expert_biases()))
             self.outputs = self._empty_outputs()
-            self._pipeline = self._make_pipeline()
+            self._pipelines: dict[int, Pipeline] = {}
         seed_all(mix(config.seed, dist.get_rank()))
-        self._maker = GraphMaker(device, self.streams.generators)
-        self._iteration_graph: CapturedFunction | None = None
-        self._partial_graphs: PartialGraphs | None = None
+        self._graphs = Captures(
+            config, device, self.stages, self.streams, lambda: self.named_tensors().now
+        )
+
+    @property
+    def counts(self) -> GraphCounts:
+        """What graphs did."""
+        return self._graphs.counts
 
     @property
     def data_checksum(self) -> str:
@@ -128,26 +130,81 @@ class Trainer:
             self._inputs.fill(index)
             if self.config.graph and index == self.config.graph_warmup_steps:
                 self._capture()
-            if self._iteration_graph is not None:
-                self._iteration_graph()
-                self.counts.replays += 1
+            if self._graphs.iteration is not None:
+                self._graphs.iteration()
+                self.counts.launched(1)
+                if not self.config.graph_optimizer:
+                    self._update()
             else:
                 self._iteration()
         return self.outputs
 
+    def smaller_step(
+        self, index: int, *, microbatches: int | None = None, rows: int | None = None
+    ) -> StepOutputs:
+        """A step of fewer microbatches or rows of each, the same on every rank: an epoch's last.
+
+        Eager, but that partial scopes are replayed where only the microbatches are fewer. Losses of
+        microbatches that there are none of are 0.
+
+        Raises:
+            ValueError: more than there are in a whole step, or none; packs of documents.
+        """
+        config = self.config
+        number = config.microbatches if microbatches is None else microbatches
+        rows = config.micro_batch_size if rows is None else rows
+        with self.device.on(self.stream):
+            self._inputs.fill(index)
+            batch = self._inputs.smaller(number, rows)
+            self._set_loss_scale(1.0 / number)
+            try:
+                self._gradients(batch, self._pipeline_of(rows))
+            finally:
+                self._set_loss_scale(1.0 / config.microbatches)
+            self._update()
+        return self.outputs
+
+    def evaluate(self, index: int) -> torch.Tensor:
+        """The mean loss over the tokens of step `index`, trained on or not: float32 scalar.
+
+        Eagerly, without dropout or gradients; outputs, weights and random states stay as they are.
+        """
+        with self.device.on(self.stream):
+            self._inputs.fill(index)
+            for stage in self.stages:
+                stage.eval()
+            try:
+                losses = self._pipeline.forward_only(
+                    self._inputs.microbatches(), broadcast_loss=self.axes.pp.size > 1
+                )
+            finally:
+                for stage in self.stages:
+                    stage.train()
+            assert losses is not None
+            return mean_loss(losses, self.axes)
+
     def _iteration(self) -> None:
-        config, outputs = self.config, self.outputs
+        self._all_gradients()
+        self._update()
+
+    def _all_gradients(self) -> None:
+        self._gradients(self._inputs.microbatches(), self._pipeline)
+
+    def _gradients(self, microbatches: list[Microbatch], pipeline: Pipeline) -> None:
+        outputs, number = self.outputs, len(microbatches)
         self.taps.begin()
         for root in self._roots:
             root.zero_main_grads()
-        losses = self._pipeline.forward_backward(
-            self._inputs.microbatches(), broadcast_loss=self.axes.pp.size > 1
-        )
+        losses = pipeline.forward_backward(microbatches, broadcast_loss=self.axes.pp.size > 1)
         assert losses is not None
-        outputs.losses.copy_(losses)
+        outputs.losses[:number].copy_(losses)
+        outputs.losses[number:].zero_()
         outputs.loss.copy_(mean_loss(losses, self.axes))
         self._require_grads()
         self._digests.update("grads", outputs)
+
+    def _update(self) -> None:
+        config, outputs = self.config, self.outputs
         outputs.grad_norm.copy_(clip_grads(self.stages, self.axes, config.optim.clip_grad_norm))
         self.optimizer.step()
         for _, router in self._biased_routers():
@@ -157,6 +214,10 @@ class Trainer:
                 root.refresh_model_weights()
         self._digests.update("weights", outputs)
         self._digests.update("optim", outputs)
+
+    def _set_loss_scale(self, scale: float) -> None:
+        for stage in self.stages:
+            stage.set_loss_scale(scale)
 
     def _require_grads(self) -> None:
         """A parameter that got no gradient would be updated by that of the step before."""
@@ -201,10 +262,9 @@ class Trainer:
             digests=self._digests.empty(device),
         )
 
-    @property
-    def _activation(self) -> TensorSpec:
+    def _activation(self, rows: int) -> TensorSpec:
         """What goes from layer to layer."""
-        (rows, tokens), axes = self._inputs.shape, self.axes
+        tokens, axes = self._inputs.shape[1], self.axes
         tokens //= axes.tp.size if axes.sequence_parallel else 1
         shape = (rows, tokens, self.config.model.hidden)
         return TensorSpec(shape, TORCH_DTYPES[self.config.dtype])
@@ -215,17 +275,26 @@ class Trainer:
         schedule = make_schedule(self.axes.pp.size, len(self.stages), self.config.microbatches)
         return max(slots_needed(schedule, rank) for rank in range(schedule.pp))
 
-    def _make_pipeline(self) -> Pipeline:
-        # Gradients are reduced after each microbatch: kept whole until the last one they would
-        # take the memory that sharding them saves.
-        # Graphs give memory that their next replay overwrites, while a send may be under way.
-        options = PipelineOptions(
-            gradient_sync="every",
-            num_slots=self._num_slots,
-            copy_sent=self.config.graph not in ((), ("full_iteration",)),
-        )
-        device = self.device.torch_device
-        return Pipeline(self.stages, self.axes.pp, self._activation, device, options=options)
+    def _pipeline_of(self, rows: int) -> Pipeline:
+        """The pipeline for microbatches of that many rows."""
+        if rows not in self._pipelines:
+            # Gradients are reduced after each microbatch: kept whole until the last one they would
+            # take the memory that sharding them saves.
+            # Graphs give memory that their next replay overwrites, while a send may be under way.
+            options = PipelineOptions(
+                gradient_sync="every",
+                num_slots=self._num_slots,
+                copy_sent=self.config.graph not in ((), ("full_iteration",)),
+            )
+            self._pipelines[rows] = Pipeline(
+                self.stages, self.axes.pp, self._activation(rows), self.device.torch_device,
+                options=options,
+            )  # fmt: skip
+        return self._pipelines[rows]
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return self._pipeline_of(self._inputs.shape[0])
 
     def named_tensors(self) -> AddressBook:
         """Every long-lived tensor that a graph may use, by name, looked up when it is asked for."""
@@ -249,59 +318,14 @@ class Trainer:
 
     # ---- graphs
 
-    def _resolver(self) -> Resolver | None:
-        return self.named_tensors().now if self.config.ledger else None
-
     def _capture(self) -> None:
-        """On every rank or on none."""
-        self._quiesce()
-        scopes = self.config.graph
-        what = "+".join(scopes)
-        with CaptureSession(self.device, what, generators=self.streams.generators) as session:
-            session.on_abort(self._drop_graphs)
-            if scopes == ("full_iteration",):
-                session.attempt(self._capture_iteration)
-            else:
-                self._capture_partial(session)
-        self._count_graphs()
-        for root in self._roots:
-            root.fsdp_schedule.pool.freeze()
-        self._quiesce()
-
-    def _count_graphs(self) -> None:
-        whole, parts = self._iteration_graph, self._partial_graphs
-        if whole is not None:
-            self.counts.captured += 1
-            self.counts.enter([whole.ledger] if whole.ledger else [])
-        if parts is not None:
-            self.counts.captured += parts.num_graphs
-            self.counts.enter(parts.ledgers)
-
-    def _capture_iteration(self) -> None:
-        self._iteration_graph = CapturedFunction(self._maker, self._iteration, self._resolver())
-
-    def _quiesce(self) -> None:
-        for root in self._roots:
-            root.fsdp_schedule.quiesce()
-
-    def _capture_partial(self, session: CaptureSession) -> None:
-        spec, device = self._activation, self.device
-        sample = torch.zeros(spec.shape, dtype=spec.dtype, device=device.torch_device)
-        tools = CaptureTools(resolve=self._resolver(), counts=self.counts, attempt=session.attempt)
-        self._partial_graphs = PartialGraphs(
-            self.config.graph, self.stages, cast("RowInputs", self._inputs).part,
-            sample.requires_grad_(), tools,
-            new_maker=lambda: GraphMaker(device, self.streams.generators),
-            num_slots=self._num_slots,
-        )  # fmt: skip
-
-    def _drop_graphs(self) -> None:
-        if self._iteration_graph is not None:
-            self._iteration_graph.reset()
-            self._iteration_graph = None
-        if self._partial_graphs is not None:
-            self._partial_graphs.reset()
-            self._partial_graphs = None
+        if self.config.graph == ("full_iteration",):
+            whole = self._iteration if self.config.graph_optimizer else self._all_gradients
+            self._graphs.capture_iteration(whole)
+            return
+        spec = self._activation(self._inputs.shape[0])
+        sample = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device.torch_device)
+        self._graphs.capture_parts(self._inputs, sample, self._num_slots)
 
     def close(self) -> None:
         """Drop the graphs, then wait; a process group must not be destroyed before this.
@@ -309,7 +333,7 @@ class Trainer:
         The trainer goes on eagerly, should it be used again.
         """
         self.device.synchronize()
-        self._drop_graphs()
+        self._graphs.drop()
         self.device.synchronize()
 
 

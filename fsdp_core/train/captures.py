@@ -1,0 +1,122 @@
+"""The graphs of a trainer: captured on every rank or on none, counted, and dropped.
+
+Before a capture, and after it, each stage's schedule is quiet: events do not cross. Then pools are
+frozen, since graphs hold addresses. Of a capture that fails nothing is left but the failure.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.capture_session import CaptureSession
+from fsdp_core.graph.ledger import Resolver
+from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.parallel.rng import RandomStreams
+from fsdp_core.train.build import roots
+from fsdp_core.train.inputs import Inputs, RowInputs
+from fsdp_core.train.partial_graphs import PartialGraphs
+from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.stage_graphs import CaptureTools
+
+
+class Captures:
+    """Graphs of the scopes that a configuration asks for; none until `capture`.
+
+    Args:
+        streams: of random numbers, whose states captures leave alone.
+        resolve: names every tensor that graphs may use.
+
+    Attributes:
+        counts: what the graphs did.
+        iteration: the graph of scope full_iteration.
+        parts: those of partial scopes.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: Device,
+        stages: Sequence[DecoderStage],
+        streams: RandomStreams,
+        resolve: Callable[[], Resolver],
+    ) -> None:
+        self._config, self._device, self._streams = config, device, streams
+        self._stages, self._resolve = stages, resolve
+        self.counts = GraphCounts()
+        self.iteration: CapturedFunction | None = None
+        self.parts: PartialGraphs | None = None
+
+    def capture_iteration(self, function: Callable[[], None]) -> None:
+        """Capture scope full_iteration.
+
+        Raises:
+            CaptureAborted: it cannot be captured, here or on another rank.
+        """
+        with self._session() as session:
+            session.attempt(lambda: self._capture_iteration(function))
+        self._keep()
+
+    def capture_parts(self, inputs: Inputs, sample: torch.Tensor, num_slots: int) -> None:
+        """Capture partial scopes.
+
+        Args:
+            sample: like what enters a layer.
+            num_slots: microbatches that a stage may have between forward and backward at a time.
+
+        Raises:
+            CaptureAborted: a scope cannot be captured, here or on another rank.
+        """
+        with self._session() as session:
+            tools = CaptureTools(
+                resolve=self._resolver, counts=self.counts, attempt=session.attempt
+            )
+            self.parts = PartialGraphs(
+                self._config.graph, self._stages, cast("RowInputs", inputs).part,
+                sample.requires_grad_(), tools, new_maker=self._new_maker, num_slots=num_slots,
+            )  # fmt: skip
+        self._keep()
+
+    def _capture_iteration(self, function: Callable[[], None]) -> None:
+        self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
+
+    def _new_maker(self) -> GraphMaker:
+        return GraphMaker(self._device, self._streams.generators)
+
+    @property
+    def _resolver(self) -> Resolver | None:
+        return self._resolve() if self._config.ledger else None
+
+    def _session(self) -> CaptureSession:
+        self._quiesce()
+        what, generators = "+".join(self._config.graph), self._streams.generators
+        session = CaptureSession(self._device, what, generators=generators)
+        session.on_abort(self.drop)
+        return session
+
+    def _keep(self) -> None:
+        counts, whole, parts = self.counts, self.iteration, self.parts
+        if whole is not None:
+            counts.captured += 1
+            counts.enter([whole.ledger] if whole.ledger else [])
+        if parts is not None:
+            counts.captured += parts.num_graphs
+            counts.enter(parts.ledgers)
+        for root in roots(self._stages):
+            root.fsdp_schedule.pool.freeze()
+        self._quiesce()
+
+    def _quiesce(self) -> None:
+        for root in roots(self._stages):
+            root.fsdp_schedule.quiesce()
+
+    def drop(self) -> None:
+        """Drop the graphs; what they stood in for runs eagerly again."""
+        if self.iteration is not None:
+            self.iteration.reset()
+        if self.parts is not None:
+            self.parts.reset()
+        self.iteration = self.parts = None
