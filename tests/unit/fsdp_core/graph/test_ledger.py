@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.host import HostGraph
-from fsdp_core.graph.ledger import Ledger, StaleAddress
+from fsdp_core.graph.ledger import AddressBook, AddressLog, Ledger, StaleAddress
 
 DEVICE = Device("cpu")
 Names = dict[str, torch.Tensor]
@@ -156,7 +156,7 @@ def test_unnamed_moved() -> None:
     graph.capture(lambda: y.add_(x.sum()))
     ledger = Ledger(graph.recording, lambda: {"y": y})
     move_storage({"x": x}, "x")
-    with pytest.raises(StaleAddress, match="storage of 65536 bytes that aten.sum.default uses at"):
+    with pytest.raises(StaleAddress, match=r"storage of 65536 bytes that aten\.sum\.default uses at"):
         ledger.check()
 
 
@@ -224,3 +224,120 @@ def test_a_stale_graph_does_not_run() -> None:
     with pytest.raises(StaleAddress, match="x: captured at"):
         captured()
     assert (held == 1).all()
+
+
+def test_an_address_book_looks_up_when_it_is_asked() -> None:
+    """A name gives the tensor of now, and one that has none now is no name."""
+    book, held = AddressBook(), {"x": torch.ones(2)}
+    book.enter("x", lambda: held.get("x"))
+    book.hold("y", torch.zeros(3))
+    assert book.now() is book
+    assert (list(book), len(book)) == (["x", "y"], 2)
+    held["x"] = torch.ones(5)
+    assert book["x"].numel() == 5
+    del held["x"]
+    assert (list(book), len(book), book.get("x"), book.get("z")) == (["y"], 1, None, None)
+    with pytest.raises(KeyError):
+        book["x"]
+    with pytest.raises(ValueError, match="Expected a name of one tensor, got y again"):
+        book.hold("y", torch.zeros(3))
+
+
+def test_a_check_looks_up_only_what_the_graph_uses() -> None:
+    """However many tensors the program names, a replay asks for those of its graph."""
+    asked: list[str] = []
+    book, x, y = AddressBook(), torch.ones(4), torch.zeros(4)
+
+    def getter(name: str, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def look() -> torch.Tensor:
+            asked.append(name)
+            return tensor
+
+        return look
+
+    for name, tensor in {"x": x, "y": y, "other": torch.ones(4)}.items():
+        book.enter(name, getter(name, tensor))
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: y.add_(x))
+    ledger = Ledger(graph.recording, book.now)
+    asked.clear()
+    ledger.check()
+    assert sorted(asked) == ["x", "y"]
+
+
+def test_own_tensors_are_named_beside_the_programs() -> None:
+    """Static tensors of the graph's owner have names of their own, and are checked too."""
+    x, static = torch.ones(1 << 14), torch.ones(1 << 14)
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: x.add_(static))
+    ledger = Ledger(graph.recording, lambda: {"x": x}, own=lambda: {"input 0": static})
+    assert ledger.names == ["x", "input 0"]
+    assert ledger.places == []
+    ledger.check()
+    move_storage({"static": static}, "static")
+    with pytest.raises(StaleAddress, match=r"^stale_address: input 0: captured at"):
+        ledger.check()
+
+
+def test_what_a_kernel_reads_unseen_is_watched_if_it_is_relied_on() -> None:
+    """A weight that no operator showed is checked all the same."""
+    names = {"weight": torch.ones(1 << 14), "other": torch.ones(3)}
+    graph = HostGraph(DEVICE)
+    graph.capture(lambda: torch.ones(3) * 2)
+    assert Ledger(graph.recording, lambda: names).names == []
+    ledger = Ledger(graph.recording, lambda: names, relied=[names["weight"]])
+    assert ledger.names == ["weight"]
+    move_storage(names, "weight")
+    with pytest.raises(StaleAddress, match="weight: captured at"):
+        ledger.check()
+
+
+def test_memory_without_a_name_is_described_by_the_module_that_uses_it() -> None:
+    """The operator and the module's name, in what was captured; in a backward pass the node."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = [torch.full((4,), 2.0)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.table[0]
+
+    model = nn.Sequential(nn.Identity(), Inner())
+    x = torch.ones(4, requires_grad=True)
+    forward, backward = HostGraph(DEVICE), HostGraph(DEVICE)
+    out = forward.capture(lambda: model(x))
+    backward.capture(lambda: torch.autograd.grad(out, x, torch.ones(4)))
+    found = Ledger(forward.recording, lambda: {"x": x.detach()}, within="layers.3").places
+    assert found == ["storage of 16 bytes that aten.mul.Tensor uses in layers.3.1"]
+    found = Ledger(backward.recording, dict, forward.recording, within="layers.3").places
+    assert found == ["storage of 16 bytes that aten.mul.Tensor uses of MulBackward0 in layers.3"]
+
+
+def test_memory_of_what_died_in_the_partner_may_be_an_external_tensors() -> None:
+    """Who owns an address is asked of the storage that is there, not of who was there once."""
+    x = torch.ones(1 << 14)
+    forward, backward = HostGraph(DEVICE), HostGraph(DEVICE)
+    forward.capture(lambda: (x * 3).sum())
+    fresh = torch.ones(1 << 14)
+    backward.capture(lambda: fresh * 2)
+    for entry in forward.recording.storages:
+        if entry.internal:
+            entry.address = fresh.data_ptr()
+    ledger = Ledger(backward.recording, lambda: {"fresh": fresh}, forward.recording)
+    assert ledger.names == ["fresh"]
+
+
+def test_the_log_counts_what_moved_between_two_looks() -> None:
+    """Tensors that were replaced, made or dropped are named; contents do not count."""
+    names = {"x": torch.ones(4), "y": torch.ones(4)}
+    log = AddressLog(lambda: names)
+    assert log.look() == 0
+    names["x"].add_(1)
+    assert (log.look(), log.moved) == (0, [])
+    replace(names, "y")
+    assert (log.look(), log.moved) == (1, ["y"])
+    names["z"] = torch.ones(1)
+    del names["x"]
+    assert (log.look(), sorted(log.moved)) == (2, ["x", "z"])
+    assert log.look() == 0
