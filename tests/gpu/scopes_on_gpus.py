@@ -1,0 +1,95 @@
+"""Programs that train eagerly and with graphs on GPUs, and say where the bits part."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
+from fsdp_core.device import Device
+from fsdp_core.mesh import build_axes
+from fsdp_core.train import Trainer
+
+STEPS, WARMUP = 20, 2
+SCOPES = {
+    "moe_tiny": ("attn", "moe_router", "attn+moe_router+moe_preprocess", "attn+moe", "layer",
+                 "full_iteration"),
+    "dense_tiny_dropout": ("attn", "mlp", "attn+mlp", "layer", "full_iteration"),
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4": {"dp": 4},
+    "tp2": {"dp": 2, "tp": 2, "sequence_parallel": True},
+    "ep2 etp2": {"dp": 4, "ep": 2, "etp": 2},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "alone": {"dp": 1},
+}
+SHARED: dict[str, Any] = {"strategy": "optim_grads_params"}
+Step = dict[str, bytes]
+
+
+def config_of(
+    preset: str, layout: str, scope: str = "", *, backend: str = "torch", fp8: str = "none",
+    pool: str = "double", strategy: str = "optim_grads_params",
+) -> TrainConfig:  # fmt: skip
+    """A run: tiny models, 20 steps of 2 microbatches."""
+    degrees = dict(LAYOUTS[layout])
+    overrides: dict[str, Any] = {}
+    if preset.startswith("moe"):
+        overrides["capacity_factor"] = 1.25
+        # Experts under tp are cut by etp, or their tokens lie along the sequence.
+        degrees |= {"etp": degrees.get("tp", degrees.get("etp", 1))}
+    return TrainConfig(
+        model=model_from_preset(preset, overrides),
+        parallel=ParallelConfig(**degrees),
+        fsdp=FsdpConfig(strategy=strategy, pool=pool),
+        graph=tuple(scope.split("+")) if scope else (),
+        backend=backend,
+        fp8=fp8,
+        steps=STEPS,
+        microbatches=4 if "pp" in degrees else 2,
+        micro_batch_size=4,
+        graph_warmup_steps=WARMUP,
+        seed=5,
+    )
+
+
+def train(config: TrainConfig, device: Device) -> tuple[list[Step], int]:
+    """Bits of every step's outputs and random states by name, and how many graphs there were."""
+    if config.fp8 == "delayed":
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        # Else TransformerEngine goes on to reduce the amaxes of models that are gone.
+        FP8GlobalStateManager.reset()
+    trainer, steps = Trainer(config, build_axes(config.parallel, device), device), []
+    for index in range(config.steps):
+        outputs = trainer.step(index)
+        device.synchronize()
+        seen = dict(outputs.named_tensors()) | {
+            f"random state {name}": state for name, state in trainer.rng_states().items()
+        }
+        steps.append({n: t.detach().cpu().numpy().tobytes() for n, t in seen.items()})
+    graphs = trainer.counts.captured
+    trainer.close()
+    return steps, graphs
+
+
+def first_difference(one: list[Step], other: list[Step]) -> str:
+    """Where two runs part: step and name, or empty."""
+    for index, (a, b) in enumerate(zip(one, other, strict=True)):
+        for name in a:
+            if a[name] != b[name]:
+                return f"step {index}: {name}"
+    return ""
+
+
+def compare(kind: str, eager: TrainConfig, scopes: tuple[str, ...]) -> dict[str, str]:
+    """By scope, where its run parts from the eager one; "again" is eager's second run."""
+    device = Device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+    expected, _ = train(eager, device)
+    found = {"again": first_difference(expected, train(eager, device)[0])}
+    for scope in scopes:
+        steps, graphs = train(replace(eager, graph=tuple(scope.split("+"))), device)
+        found[scope] = first_difference(expected, steps) if graphs else "nothing was captured"
+    dist.barrier()
+    return found
