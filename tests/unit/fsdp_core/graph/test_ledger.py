@@ -156,7 +156,8 @@ def test_unnamed_moved() -> None:
     graph.capture(lambda: y.add_(x.sum()))
     ledger = Ledger(graph.recording, lambda: {"y": y})
     move_storage({"x": x}, "x")
-    with pytest.raises(StaleAddress, match=r"storage of 65536 bytes that aten\.sum\.default uses at"):
+    why = r"storage of 65536 bytes that aten\.sum\.default uses at"
+    with pytest.raises(StaleAddress, match=why):
         ledger.check()
 
 

@@ -15,7 +15,14 @@ from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
-from harness.records import EventRecord, FloatBits, RunSpec, StepRecord, parse_record
+from harness.records import (
+    NEVER_RAN,
+    EventRecord,
+    FloatBits,
+    RunSpec,
+    StepRecord,
+    parse_record,
+)
 from harness.worker.observe import Observer, RecordFile
 
 Spec = Callable[..., RunSpec]
@@ -196,3 +203,56 @@ def test_full_disk_is_an_error() -> None:
     """A line that cannot be written raises, it is not lost in silence."""
     with pytest.raises(OSError, match="No space left"):
         RecordFile(Path("/dev/full")).write(EventRecord(name="x", rank=0, step=0))
+
+
+def test_taps_are_recorded_as_they_ran(spec: Spec, tmp_path: Path) -> None:
+    """Each row of a step is its digest and its place; the names say which call of which module."""
+    chosen = spec(steps=3, flush_every=2, taps=["layers.*.attn:output", "norm:gradient"])
+    trainer = make_trainer(chosen)
+    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    expected = []
+    for step in range(3):
+        trainer.step(step)
+        rows = trainer.taps.rows
+        text, _ = digest_hex(rows[:, :5].contiguous())
+        places = [f"{place & 0xFFFFFFFF:08x}" for place in rows[:, 5].tolist()]
+        expected.append([text[32 * i : 32 * i + 32] + place for i, place in enumerate(places)])
+        observer.observe(step)
+    observer.flush()
+    names = trainer.taps.names
+    assert {name.partition("[")[0] for name in names} == {
+        *(f"layers.{i}.attn:output" for i in range(trainer.config.model.layers)), "norm:gradient",
+    }  # fmt: skip
+    for record, wanted in zip(read(tmp_path / "r"), expected, strict=True):
+        assert record.taps == "".join(wanted)
+        assert len(set(wanted)) == len(names)
+        assert not any(row.endswith(NEVER_RAN) for row in wanted)
+
+
+def test_a_module_called_too_often_is_refused_by_name(spec: Spec, tmp_path: Path) -> None:
+    """What would not be recorded is said, not left out."""
+    trainer = make_trainer(spec(steps=1, taps=["norm:output"]))
+    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    trainer.step(0)
+    trainer.taps.calls_seen.add_(1)
+    calls = trainer.config.microbatches
+    with pytest.raises(ValueError, match=rf"at most {calls} calls of norm:output in a step"):
+        observer.observe(0)
+
+
+@pytest.mark.parametrize("ledger", [True, False])
+def test_moved_pointers_are_counted_with_the_ledger(
+    spec: Spec, tmp_path: Path, ledger: bool
+) -> None:
+    """Each step has the number of tensors that moved since the one before, or no number."""
+    trainer = make_trainer(spec(steps=3, flush_every=3, ledger=ledger))
+    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    for step in range(3):
+        trainer.step(step)
+        if step == 1:
+            trainer.optimizer.lr = trainer.optimizer.lr.clone()
+        observer.observe(step)
+    moved = [record.pointer_changes for record in read(tmp_path / "r")]
+    assert moved == ([0, 1, 0] if ledger else [None] * 3)
+    assert observer.pointer_changes == int(ledger)
+    assert observer.moved == ({"lr": 1} if ledger else {})
