@@ -7,8 +7,10 @@ Both check the address ledger before each replay. What a captured module needs a
 (parameters gathered at stable addresses, side streams idle) is the caller's business.
 """
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +39,30 @@ class Graph(Protocol):
         """Release what the graph holds."""
 
 
+class Spec(NamedTuple):
+    """What memory a tensor takes."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Spec":
+        """That of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every element has a place of its own and there is none between them."""
+        dims = sorted((st, sz) for sz, st in zip(self.shape, self.stride, strict=True) if sz != 1)
+        expected = 1
+        for stride, size in dims:
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+
 class GraphMaker:
     """Makes graphs for one device; CUDA graphs of one maker share a private memory pool.
 
@@ -48,6 +74,27 @@ class GraphMaker:
     def __init__(self, device: Device, generators: Sequence[torch.Generator] = ()) -> None:
         self.device, self.generators = device, tuple(generators)
         self._memory_pool = MemoryPool() if device.is_cuda else None
+        self._shared: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def shared(self, purpose: str, specs: Sequence[Spec]) -> tuple[torch.Tensor, ...]:
+        """Zeros like `specs`, the same memory for everyone who asks for the same.
+
+        For what is written before a replay or in it and is read up right after it: graphs that run
+        one after another can all have it in one place.
+        """
+        used: Counter[Spec] = Counter()
+        found = []
+        for spec in specs:
+            key = (purpose, spec, used[spec])
+            used[spec] += 1
+            tensor = self._shared.get(key)
+            if tensor is None:
+                tensor = torch.empty_strided(
+                    spec.shape, spec.stride, dtype=spec.dtype, device=self.device.torch_device
+                ).zero_()
+                self._shared[key] = tensor
+            found.append(tensor)
+        return tuple(found)
 
     @property
     def pool(self) -> Any:

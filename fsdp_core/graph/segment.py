@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.capture import GraphMaker, Spec
 from fsdp_core.graph.hooks import tensor_hooks_off
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import Recording
@@ -64,6 +64,7 @@ class GraphedSegment:
         self._on_phase = on_phase
         self._slots = [Slot(maker, segment, number, on_replay) for number in range(num_slots)]
         self._stream: Any = None
+        self._warmed: list[Spec | None] = []
 
     # ---- capture
 
@@ -91,7 +92,7 @@ class GraphedSegment:
     def run_backward(self, slot: int, undo: Undo) -> None:
         """Run the backward of `run_forward`."""
         with self._between("backward_pre_hooks", "backward_hooks"), undo.watching():
-            self._slot(slot).run_backward()
+            self._warmed = self._slot(slot).run_backward()
 
     def capture_forward(self, slot: int) -> None:
         """Capture the forward pass of a slot.
@@ -116,7 +117,7 @@ class GraphedSegment:
         self._require_stream()
         with self._between("backward_pre_hooks", "backward_hooks"):
             with self.undo():
-                recordings = self._slot(slot).capture_backward()
+                recordings = self._slot(slot).capture_backward(self._warmed)
             if recordings is not None:
                 self._enter(*recordings, slot)
 

@@ -4,18 +4,19 @@ For `fsdp_core.graph.segment`, which says what segments and slots are.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.capture import GraphMaker, Spec
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.graph.recorder import CaptureRefused, Recording
 
 Tensors = tuple[torch.Tensor, ...]
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class Slot:
         on_replay: Callable[[int], None],
     ) -> None:
         self._number, self._name, self._on_replay = number, segment.name, on_replay
+        self._maker = maker
         self._function = segment.function
         self.trained = tuple(p for p in segment.parameters if p.requires_grad)
         self._inputs = tuple(
@@ -83,6 +85,7 @@ class Slot:
         self._grad_outputs: Tensors = ()
         self._grads: tuple[torch.Tensor | None, ...] = ()
         self._pending: weakref.ref[Pending] | None = None
+        self._versions: tuple[int, ...] = ()
 
     # ---- capture
 
@@ -107,13 +110,15 @@ class Slot:
         """The forward without a graph."""
         self._outputs = self._run()
 
-    def run_backward(self) -> None:
-        """The backward of `run_forward` without a graph."""
+    def run_backward(self) -> list[Spec | None]:
+        """The backward of `run_forward` without a graph: what its gradients are like."""
         outputs = tuple(output for output in self._outputs if output.requires_grad)
         self._outputs = ()
-        if outputs and self._surface():
-            ones = tuple(map(torch.ones_like, outputs))
-            torch.autograd.grad(outputs, self._surface(), ones, allow_unused=True)
+        if not outputs or not self._surface():
+            return []
+        ones = tuple(map(torch.ones_like, outputs))
+        grads = torch.autograd.grad(outputs, self._surface(), ones, allow_unused=True)
+        return [None if grad is None else Spec.of(grad) for grad in grads]
 
     def capture_forward(self) -> Recording:
         """Capture the forward; its recording."""
@@ -123,6 +128,7 @@ class Slot:
             )
         self._outputs = self._forward.capture(self._run)
         self.differentiable = tuple(output.requires_grad for output in self._outputs)
+        self._require_known_leaves()
         recording = self._forward.recording
         inputs = {x.untyped_storage().data_ptr(): i for i, x in enumerate(self._inputs)}
         for entry in recording.external():
@@ -134,18 +140,50 @@ class Slot:
         self._is_captured = True
         return recording
 
-    def capture_backward(self) -> tuple[Recording, Recording] | None:
-        """Capture the backward; its recording and the forward's, or None if there is nothing."""
+    def _require_known_leaves(self) -> None:
+        """Refuse a function whose gradients would go where no replay brings them."""
+        known = set(map(id, self._surface()))
+        nodes = [output.grad_fn for output in self._outputs if output.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            leaf = getattr(node, "variable", None) if node.name() == _LEAF else None
+            if leaf is not None and id(leaf) not in known:
+                raise CaptureRefused(
+                    f"cannot capture {self._name}: it computes with a tensor {_kind(leaf)} that "
+                    "needs a gradient and is no input and none of its parameters. Pass it as one, "
+                    "or detach it."
+                )
+            before = {each for each, _ in node.next_functions if each is not None} - seen
+            seen |= before
+            nodes += before
+
+    def capture_backward(
+        self, warmed: Sequence[Spec | None] = ()
+    ) -> tuple[Recording, Recording] | None:
+        """Capture the backward; its recording and the forward's, or None if there is nothing.
+
+        Args:
+            warmed: what gradients were like in the warm-up, if there was one. Such gradients leave
+                the graph through memory that all graphs share; others have memory of their own.
+        """
         self._require_captured()
         outputs = tuple(output for output in self._outputs if output.requires_grad)
         surface = self._surface()
         if not outputs or not surface:
             self._outputs = tuple(output.detach() for output in self._outputs)
             return None
-        self._grad_outputs = tuple(torch.zeros_like(output) for output in outputs)
-        grads = self._backward.capture(
-            lambda: torch.autograd.grad(outputs, surface, self._grad_outputs, allow_unused=True)
+        self._grad_outputs = self._maker.shared(
+            "gradients of outputs", [Spec.of(torch.empty_like(output)) for output in outputs]
         )
+        dense = [spec for spec in warmed if spec is not None and spec.is_dense]
+        shared = self._maker.shared("gradients", dense)
+
+        def backward() -> list[torch.Tensor | None]:
+            found = torch.autograd.grad(outputs, surface, self._grad_outputs, allow_unused=True)
+            return [*_moved_out(found, shared)]
+
+        grads = self._backward.capture(backward)
         # The autograd graph has done its work; the storages it saved belong to the graphs now.
         self._outputs = tuple(output.detach() for output in self._outputs)
         self._keep_connected(grads)
@@ -164,9 +202,11 @@ class Slot:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The slot's own tensors by name, for ledgers."""
-        start, grads = f"{self._name} slot {self._number}", enumerate(self._grad_outputs)
+        start = f"{self._name} slot {self._number}"
         found = {f"{start} input {i}": x.data for i, x in enumerate(self._inputs)}
-        return found | {f"{start} output gradient {i}": grad for i, grad in grads}
+        found |= {f"{start} output gradient {i}": g for i, g in enumerate(self._grad_outputs)}
+        grads = enumerate(self._grads)
+        return found | {f"{start} gradient {i}": grad for i, grad in grads if grad is not None}
 
     def _require_captured(self) -> None:
         if not self._is_captured:
@@ -204,6 +244,7 @@ class Slot:
         self._forward.replay()
         self._on_replay(1)
         self._pending = weakref.ref(pending)
+        self._versions = tuple(output._version for output in self._outputs)
         return tuple(output.detach() for output in self._outputs)
 
     def replay_backward(
@@ -215,6 +256,12 @@ class Slot:
                 f"Expected one backward of {self._name} for each forward, got a second: its graphs "
                 "give up what the forward saved. Run it without graphs to keep it."
             )
+        for number, (output, version) in enumerate(zip(self._outputs, self._versions, strict=True)):
+            if output._version != version:
+                raise RuntimeError(
+                    f"Expected output {number} of {self._name} unchanged until its backward, which "
+                    "may read it, got one that was changed in place. Use an operation out of place."
+                )
         if self.ledgers:
             self.ledgers[-1].check()
         wanted = [grad for grad, d in zip(grads, self.differentiable, strict=True) if d]
@@ -238,6 +285,7 @@ class Slot:
         self._is_captured = False
         self.ledgers = []
         self._inputs = self._outputs = self._grad_outputs = self._grads = ()
+        self._versions = ()
 
 
 class Replay(torch.autograd.Function):
@@ -259,6 +307,23 @@ class Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (None, None, None, *ctx.slot.replay_backward(grads, ctx.pending))
+
+
+def _moved_out(
+    grads: Sequence[torch.Tensor | None], shared: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor | None]:
+    """The gradients, each copied to the first place that is like it and free."""
+    free = list(shared)
+    for grad in grads:
+        place = None
+        if grad is not None:
+            fits = (i for i, each in enumerate(free) if Spec.of(each) == Spec.of(grad))
+            found = next(fits, None)
+            place = None if found is None else free.pop(found)
+        if grad is None or place is None:
+            yield grad
+        else:
+            yield place.copy_(grad)
 
 
 def check_inputs(name: str, samples: Tensors, tensors: Tensors) -> None:
