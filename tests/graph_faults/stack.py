@@ -1,0 +1,309 @@
+"""A small sharded network as a program, over the interface that users of graphs have.
+
+    modules    each block captured forward and backward, FSDP's hooks around the replays
+    plain      the same without FSDP, on one rank
+    whole      all microbatches of a step, forward and backward, in one graph; the optimizer outside
+    fused      the same with experts that one kernel computes, which does not call their layers
+
+Before step `DROPPED` the graphs are dropped, and training goes on eagerly.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_core.device import Device
+from fsdp_core.fsdp import fully_shard
+from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.pool import Pool, make_pool
+from fsdp_core.graph.callables import GraphedModule, make_graphed_callables
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession
+from fsdp_core.graph.digest import Digester, empty_rows
+from fsdp_core.graph.hooks import hooks_off
+from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.graph.undo import Undo
+from fsdp_core.model.moe.axes import MoeAxes
+from fsdp_core.model.moe.fused import FusedExperts, make_fused_experts
+from fsdp_core.parallel.axes import Axis
+from fsdp_core.stress.stressors import Stressors
+from tests.graph_faults.programs import STEPS, WARMUP, Digests, Leg
+
+ROWS, HIDDEN, FFN, BLOCKS, MICROBATCHES, EXPERTS = 8, 16, 24, 2, 2, 2
+DROPPED = STEPS - 1
+
+
+class Block(nn.Module):
+    """x + dropout(down(gelu(up(x)))), and a count of the rows that it has seen."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, FFN, bias=False)
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.refuses = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, hidden]."""
+        if self.refuses and x.requires_grad:
+            raise CaptureRefused("cannot capture the block: it was told to refuse")
+        self.seen.add_(len(x))
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.1, self.training)
+
+
+class FusedBlock(nn.Module):
+    """x + experts(x), in one kernel, gate_up and down being units of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one = {name: Axis(name, 1, 0, cast("Any", None)) for name in ("ep", "etp", "tp")}
+        axes = MoeAxes(**one, tokens=(), num_averaged=1, sequence_parallel=False)
+        self.experts = cast("FusedExperts", make_fused_experts(EXPERTS, HIDDEN, FFN, axes))
+        self.bypasses = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, hidden]."""
+        rows = x.view(EXPERTS, -1, HIDDEN)
+        compute = self.experts._run if self.bypasses else self.experts
+        return x + compute(rows, None).view_as(x)
+
+
+class Net(nn.Module):
+    """Blocks, then a linear head."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
+        self.head = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, hidden]."""
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+class StackProgram:
+    """The network as a program.
+
+    Attributes:
+        model: its blocks are units of FSDP, if it is sharded.
+        optimizer: torch's own, outside of every graph.
+        refuses: the capture is to fail in its last block, and training to go on eagerly.
+    """
+
+    def __init__(self, kind: str, leg: Leg, device: Device) -> None:
+        self.kind, self.leg, self.device = kind, leg, device
+        self.stressors = Stressors(leg.stress, device=device, seed=0, rank=dist.get_rank())
+        self.refuses = False
+        with self.stressors.active():
+            self.stream = device.new_stream("main")
+            with device.on(self.stream):
+                self._build()
+        self._modules: list[GraphedModule] = []
+        self._whole: CapturedFunction | None = None
+
+    def _build(self) -> None:
+        target = self.device.torch_device
+        torch.manual_seed(7)
+        self.model: Any = Net(FusedBlock if self.kind == "fused" else Block)
+        for parameter in self.model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        self.model.to(target)
+        if self.kind != "plain":
+            self._shard()
+        torch.manual_seed(11 + dist.get_rank())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        shape = (MICROBATCHES, ROWS, HIDDEN)
+        self.x, self.y = torch.zeros(shape, device=target), torch.zeros(shape, device=target)
+        self._loss = torch.zeros((), device=target)
+
+    def _shard(self) -> None:
+        mesh = init_device_mesh(self.device.kind, (dist.get_world_size(),))
+        pool: Pool = make_pool("double", self.device, persistent_on_miss=True)
+        pool = self.stressors.watched(pool)
+        options: dict[str, Any] = {"mesh": mesh, "pool": pool, "keep_grads": True}
+        for block in self.model.blocks:
+            inner = (block.experts.gate_up, block.experts.down) if self.kind == "fused" else (block,)
+            for module in inner:
+                fully_shard(module, **options)
+        fully_shard(self.model, **options)
+        if (races := self.stressors.races) is not None:
+            races.units = {group.owner: group.name for group in self.model.fsdp_groups}
+
+    # ---- a step
+
+    def step(self, index: int) -> None:
+        """See `Program`."""
+        with self.stressors.active(), self.device.on(self.stream):
+            self.stressors.before_step()
+            generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
+            for static in (self.x, self.y):
+                static.copy_(torch.randn(static.shape, generator=generator))
+            if self.leg.graphed and index == WARMUP:
+                self._capture()
+            if index == DROPPED:
+                self._drop()
+            self.optimizer.zero_grad(set_to_none=self._whole is None)
+            if self._whole is None:
+                self.microbatches()
+            else:
+                self._whole()
+            self.optimizer.step()
+        self.stressors.after_step()
+
+    def microbatches(self) -> None:
+        """Forward and backward of all."""
+        total = torch.zeros_like(self._loss)
+        for x, y in zip(self.x.unbind(), self.y.unbind(), strict=True):
+            loss = (self.model(x.clone().requires_grad_()) - y).square().mean() / MICROBATCHES
+            loss.backward()
+            total += loss.detach()
+        self._loss.copy_(total)
+
+    # ---- graphs
+
+    def _capture(self) -> None:
+        maker, is_sharded = GraphMaker(self.device), self.kind != "plain"
+        resolve = self._named if self.leg.ledger else None
+        if is_sharded:
+            self.model.fsdp_schedule.quiesce()
+        if self.kind in ("whole", "fused"):
+            with Undo(self.device, ()) as undo, undo.watching():
+                self.microbatches()
+            if is_sharded:
+                self.model.fsdp_schedule.quiesce()
+            self.optimizer.zero_grad(set_to_none=False)
+            self._whole = CapturedFunction(maker, self._zeroed_microbatches, resolve)
+        else:
+            try:
+                self._capture_modules(maker, resolve)
+            except CaptureAborted:
+                if not self.refuses:
+                    raise
+        if is_sharded:
+            self.model.fsdp_schedule.pool.freeze()
+            self.model.fsdp_schedule.quiesce()
+
+    def _zeroed_microbatches(self) -> None:
+        if self.kind != "plain":
+            self.model.zero_main_grads()
+        self.microbatches()
+
+    def _capture_modules(self, maker: GraphMaker, resolve: Any) -> None:
+        blocks = list(self.model.blocks)
+        sample = torch.zeros(ROWS, HIDDEN, device=self.device.torch_device, requires_grad=True)
+        blocks[-1].refuses = self.refuses
+        state = [block.seen for block in blocks]
+        try:
+            with CaptureSession(self.device, "blocks", state=state) as session:
+                hooks = session_hooks(session, blocks)
+                session.attempt(
+                    lambda: self._modules.extend(
+                        make_graphed_callables(
+                            maker, blocks, [(sample,)] * len(blocks), resolve=resolve,
+                            parameters=[_computed_with(block) for block in blocks],
+                            capture_time_hooks=hooks,
+                        )
+                    )
+                )  # fmt: skip
+        finally:
+            blocks[-1].refuses = False
+        for graphed in self._modules:
+            graphed.install()
+
+    def _named(self) -> Mapping[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {"x": self.x, "y": self.y, "loss": self._loss}
+        found |= dict(self.model.named_buffers())
+        if self.kind == "plain":
+            return found | {name: p.data for name, p in self.model.named_parameters()}
+        for group in self.model.fsdp_groups:
+            found[f"{group.name} main weight"] = group.main_weight
+            found[f"{group.name} main grad"] = group.gradients.main_grad
+            found |= {
+                f"{group.name}.{name}": p.data
+                for name, p in zip(group.names, group.unsharded, strict=True)
+            }
+        return found
+
+    def _drop(self) -> None:
+        for graphed in self._modules:
+            graphed.reset()
+        if self._whole is not None:
+            self._whole.reset()
+        self._modules, self._whole = [], None
+
+    # ---- what it shows
+
+    def loss(self) -> torch.Tensor:
+        """See `Program`."""
+        return self._loss
+
+    def digests(self) -> Digests:
+        """See `Program`."""
+        tensors = {f"weight {i}": t for i, t in enumerate(self.weights())}
+        for i, parameter in enumerate(self.model.parameters()):
+            if parameter.grad is not None:
+                tensors[f"grad {i}"] = _local(parameter.grad)
+        tensors |= dict(self.model.named_buffers())
+        kept = {name: t for name, t in tensors.items() if t.numel()}
+        rows = empty_rows(len(kept), self.device.torch_device)
+        values = list(kept.values())
+        Digester(values, list(kept))(values, rows)
+        found = {name: tuple(row) for name, row in zip(kept, rows.tolist(), strict=True)}
+        for number, state in enumerate(self.device.rng_states()):
+            found[f"rng {number}"] = (hash(state.numpy().tobytes()),)
+        return found
+
+    def weights(self) -> list[torch.Tensor]:
+        """See `Program`."""
+        return [_local(parameter.detach()) for parameter in self.model.parameters()]
+
+    def close(self) -> None:
+        """See `Program`."""
+        self._drop()
+        self.device.synchronize()
+        self.stressors.close()
+
+
+def session_hooks(session: CaptureSession, blocks: list[nn.Module]) -> Any:
+    """The blocks' hooks off until the session ends."""
+    stack = contextlib.ExitStack()
+    session.at_end(stack.close)
+    return stack.enter_context(hooks_off(blocks))
+
+
+def _computed_with(block: nn.Module) -> list[nn.Parameter]:
+    """The block's parameters as its forward has them: gathered, where it is a unit."""
+    units = units_in(block)
+    if not units:
+        return list(block.parameters())
+    return [p for unit in units for group in unit.groups for p in group.unsharded]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+KINDS: Mapping[str, int] = MappingProxyType({"modules": 2, "plain": 1, "whole": 2, "fused": 2})
+"""Ranks of each kind."""
+
+
+def maker_of(kind: str) -> Callable[[Leg, Device], StackProgram]:
+    """Makes the network of a kind."""
+    return lambda leg, device: StackProgram(kind, leg, device)
+
+
+def blocks_of(program: StackProgram) -> Iterator[Block]:
+    """The blocks."""
+    return (cast("Block", block) for block in program.model.blocks)
