@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_core.device import opens_itself
 from fsdp_core.graph.capture import GraphMaker, Spec
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.graph.recorder import CaptureRefused, Recording
@@ -239,8 +240,11 @@ class Slot:
         """Copy the inputs in, replay, and return aliases of the static outputs."""
         if self.ledgers:
             self.ledgers[0].check()
-        for static, x in zip(self._inputs, tensors, strict=True):
-            _copy_in(static.detach(), x)
+        own = {static.untyped_storage().data_ptr() for static in self._inputs}
+        # An output that is an input comes back as an alias of what is about to be overwritten.
+        apart = [x.clone() if _lies_in(x, own) else x for x in tensors]
+        for static, x in zip(self._inputs, apart, strict=True):
+            static.detach().copy_(x)
         self._forward.replay()
         self._on_replay(1)
         self._pending = weakref.ref(pending)
@@ -272,7 +276,7 @@ class Slot:
                     f"of the one numbered {number}: the graph computes with all. Detach in the "
                     "function what nothing goes on with."
                 )
-            _copy_in(static, grad)
+            static.copy_(grad)
         self._backward.replay()
         self._on_replay(1)
         pending.is_done = True
@@ -347,9 +351,9 @@ def check_inputs(name: str, samples: Tensors, tensors: Tensors) -> None:
             )
 
 
-def _copy_in(static: torch.Tensor, x: torch.Tensor) -> None:
-    if x.data_ptr() != static.data_ptr() or x.stride() != static.stride():
-        static.copy_(x)
+def _lies_in(x: torch.Tensor, storages: set[int]) -> bool:
+    # A wrapper (a pending collective's result, say) has no storage, and what it holds is its own.
+    return not opens_itself(type(x)) and x.untyped_storage().data_ptr() in storages
 
 
 def _kind(x: torch.Tensor) -> str:

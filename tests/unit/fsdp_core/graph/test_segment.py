@@ -4,12 +4,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.hooks import PHASES
+from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.segment import GraphedSegment, Segment
 
 DEVICE = Device("cpu")
@@ -95,3 +98,281 @@ def test_many_inputs_and_outputs_equal_eager() -> None:
     expected = train(eager, lambda *inputs, slot: eager(*inputs))
     got = train(module, graphed)
     assert [same(a, b) for a, b in zip(expected, got, strict=True)] == [True] * len(expected)
+
+
+# ---- what it leaves, and what it refuses
+
+
+def segment_of(
+    function: Callable[..., Any], *samples: torch.Tensor, parameters: tuple[nn.Parameter, ...] = ()
+) -> Segment:
+    """A segment by its function."""
+    return Segment(name="part", function=function, samples=samples, parameters=parameters)
+
+
+def wanted(*shape: int) -> torch.Tensor:
+    """A sample that gets a gradient."""
+    return torch.ones(*shape, requires_grad=True)
+
+
+def test_warm_up_and_capture_leave_no_trace() -> None:
+    """Buffers that the function writes, what it says it changes unseen, and numbers: as before."""
+    seen, unseen = torch.zeros(3), torch.zeros(3)
+
+    def unseen_write(x: torch.Tensor) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            unseen.add_(1)
+        seen.add_(1)
+        return F.dropout(x, 0.5)
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    segment = Segment(
+        name="part", function=unseen_write, samples=(wanted(3),), parameters=(), state=(unseen,)
+    )
+    graphed = GraphedSegment(GraphMaker(DEVICE), segment, resolve=None)
+    graphed.warm_up(3)
+    assert (seen.tolist(), unseen.tolist()) == ([0.0] * 3, [0.0] * 3)
+    graphed.capture_forward(0)
+    graphed.capture_backward(0)
+    assert (seen.tolist(), unseen.tolist()) == ([0.0] * 3, [0.0] * 3)
+    assert torch.equal(state, torch.get_rng_state())
+    graphed(wanted(3))
+    assert seen.tolist() == [1.0] * 3
+
+
+def test_a_failed_warm_up_leaves_no_trace() -> None:
+    """What was written before the failure is put back."""
+    seen = torch.zeros(2)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.add_(x.detach())
+        raise ZeroDivisionError
+
+    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(function, wanted(2)))
+    with pytest.raises(ZeroDivisionError):
+        graphed.warm_up()
+    assert seen.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "samples", "said"),
+    [
+        (lambda x: [x], (wanted(2),), "tensors out of part, got list as output 0"),
+        (lambda x: (x, None), (wanted(2),), "tensors out of part, got NoneType as output 1"),
+    ],
+    ids=["a list", "None among outputs"],
+)
+def test_outputs_that_are_no_tensors_are_refused(
+    function: Callable[..., Any], samples: tuple[torch.Tensor, ...], said: str
+) -> None:
+    """Only tensors leave a graph."""
+    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(function, *samples))
+    with pytest.raises(ValueError, match=said):
+        graphed.warm_up()
+
+
+def test_a_changed_input_is_refused() -> None:
+    """A function that writes into its input would write into the graph's copy of it."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1)
+
+    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(function, torch.ones(2)))
+    with pytest.raises(CaptureRefused, match="changes its input 0 in place"):
+        graphed.capture_forward(0)
+
+
+def test_a_forgotten_parameter_is_refused() -> None:
+    """A bound tensor that needs a gradient and is not named would never get one."""
+    linear, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    table = leaf * 2  # of a computation that is not captured
+    for function in (linear, lambda x: x * table):
+        segment = segment_of(function, wanted(1, 2), parameters=tuple(linear.parameters())[:1])
+        graphed = GraphedSegment(GraphMaker(DEVICE), segment)
+        with pytest.raises(CaptureRefused, match=r"needs a gradient and is no input and none of"):
+            graphed.capture_forward(0)
+
+
+def test_an_output_without_the_gradient_it_was_captured_with_raises() -> None:
+    """The graph adds all gradients up: a missing one is not taken for zeros."""
+    graphed = capture(segment_of(lambda x: (x * 2, x * 3), wanted(2)))
+    one, _ = graphed(wanted(2))
+    with pytest.raises(RuntimeError, match="got none of the one numbered 1"):
+        one.sum().backward()
+
+
+def test_an_output_changed_before_the_backward_raises() -> None:
+    """The graph may have saved it: a backward would compute with what was written into it."""
+    graphed = capture(segment_of(lambda x: x.exp(), wanted(2)))
+    x = wanted(2)
+    out = graphed(x)
+    assert isinstance(out, torch.Tensor)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="output 0 of part unchanged until its backward"):
+        out.sum().backward()
+    del out
+    out = graphed(x)
+    assert isinstance(out, torch.Tensor)
+    (out * 2).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x.detach().exp())
+
+
+def test_returned_gradients_are_nobody_elses() -> None:
+    """What autograd hands out is kept as it is by a caller, whatever is replayed after."""
+    weight = nn.Parameter(torch.full((2,), 3.0))
+    graphed = capture(segment_of(lambda x: x * weight, wanted(2), parameters=(weight,)))
+    kept = []
+    for number in range(3):
+        x = torch.full((2,), float(number), requires_grad=True)
+        out = graphed(x)
+        assert isinstance(out, torch.Tensor)
+        kept.append(torch.autograd.grad(out, [x, weight], torch.full((2,), 10.0**number)))
+    assert [[grad[0].item() for grad in grads] for grads in kept] == [[3, 0], [30, 10], [300, 200]]
+
+
+def test_slots_and_segments_share_what_gradients_leave_through() -> None:
+    """Memory of gradients does not grow with slots and segments, and each gets its own values."""
+    maker = GraphMaker(DEVICE)
+    weights = [nn.Parameter(torch.full((64,), value)) for value in (2.0, 5.0)]
+    graphs = []
+    for weight in weights:
+        segment = segment_of(lambda x, w=weight: x * w, wanted(64), parameters=(weight,))
+        graphed = GraphedSegment(maker, segment, num_slots=2)
+        graphed.warm_up()
+        graphs.append(graphed)
+    for slot in range(2):
+        for graphed in graphs:
+            graphed.capture_forward(slot)
+            graphed.capture_backward(slot)
+    named = [g._slot(s).named_tensors() for g in graphs for s in range(2)]
+    places = {
+        tensor.data_ptr() for each in named for name, tensor in each.items() if "gradient" in name
+    }
+    assert len(places) == 3  # of an output, of an input, of a parameter
+    x = wanted(64)
+    out = graphs[1](graphs[0](x, slot=1), slot=0)  # type: ignore[arg-type]
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    assert x.grad is not None
+    grads = [tensor.grad for tensor in (x, *weights)]
+    assert [None if g is None else g.unique().tolist() for g in grads] == [[10.0], [5.0], [2.0]]
+
+
+def test_gradient_hooks_run_once() -> None:
+    """A hook on a parameter's gradient acts around the replay, not inside of the graph as well."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_hook(lambda grad: grad * 10)
+    graphed = capture(segment_of(lambda x: x * weight, wanted(2), parameters=(weight,)))
+    out = graphed(wanted(2))
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [10, 10]
+
+
+def test_forward_alone_without_grad() -> None:
+    """Under `no_grad` the forward replays alone and holds no slot, but takes none in use either."""
+    launches: list[int] = []
+    graphed = GraphedSegment(
+        GraphMaker(DEVICE), segment_of(lambda x: x * 2, wanted(2)), on_replay=launches.append
+    )
+    graphed.warm_up()
+    graphed.capture_forward(0)
+    graphed.capture_backward(0)
+    with torch.no_grad():
+        graphed(wanted(2))
+        out = graphed(wanted(2))
+        assert isinstance(out, torch.Tensor)
+        assert not out.requires_grad
+    assert launches == [1, 1]
+    held = graphed(wanted(2))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="still awaits its backward"):
+        graphed(wanted(2))
+    del held
+    graphed(wanted(2))
+
+
+def test_a_function_without_gradients_has_one_graph() -> None:
+    """Nothing to differentiate: no backward graph, and outputs need no gradient."""
+    graphed = capture(segment_of(lambda x, y: (x + y, x > y), torch.ones(2), torch.ones(2)))
+    assert graphed.num_graphs == 1
+    outputs = graphed(torch.ones(2), torch.zeros(2))
+    assert [out.requires_grad for out in outputs] == [False, False]
+    assert outputs[1].tolist() == [True, True]
+
+
+def test_inputs_of_any_layout_are_copied_in() -> None:
+    """Strided, transposed and expanded inputs, and one that lies where the static one does."""
+    graphed = capture(segment_of(lambda x: x + 1, torch.ones(3, 3)))
+    base = torch.arange(18.0).view(3, 6)
+    for x in (base[:, ::2], base[:, :3].t(), base[0, 0].expand(3, 3)):
+        out = graphed(x)
+        assert isinstance(out, torch.Tensor)
+        assert torch.equal(out, x + 1)
+    static = graphed._slot(0).named_tensors()["part slot 0 input 0"]
+    static.copy_(base[:, :3])
+    out = graphed(static.t())
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, base[:, :3].t() + 1)
+
+
+def test_outputs_that_are_inputs_may_come_back_in_another_order() -> None:
+    """Aliases of the slot's own inputs are read before any of them is overwritten."""
+    graphed = capture(segment_of(lambda x, y: (x, y, x - y), torch.zeros(2), torch.zeros(2)))
+    x, y, _ = graphed(torch.full((2,), 5.0), torch.full((2,), 3.0))
+    outputs = graphed(y, x)
+    assert [out.tolist() for out in outputs] == [[3, 3], [5, 5], [-2, -2]]
+
+
+def test_reset_gives_memory_back() -> None:
+    """After `reset` no tensor of the graphs lives, and a replay says that there is none."""
+    device = Device("cpu")
+    with device.counting_memory():
+        x = wanted(1000)
+        before = device.live_bytes()
+        graphed = capture(segment_of(lambda x: (x * 2).exp(), x), num_slots=2)
+        assert device.live_bytes() > before
+        graphed.reset()
+        assert device.live_bytes() == before
+    with pytest.raises(RuntimeError, match="Expected a captured forward of part in slot 0"):
+        graphed(x)
+
+
+def test_captures_out_of_order_are_refused() -> None:
+    """A backward before its forward, a slot twice, a slot that there is not."""
+    graphed = GraphedSegment(GraphMaker(DEVICE), segment_of(lambda x: x * 2, wanted(2)))
+    with pytest.raises(RuntimeError, match="Expected a captured forward"):
+        graphed.capture_backward(0)
+    graphed.capture_forward(0)
+    with pytest.raises(RuntimeError, match="to be empty, got a captured one"):
+        graphed.capture_forward(0)
+    with pytest.raises(ValueError, match="a slot of part below 1, got 1"):
+        graphed.capture_forward(1)
+    with pytest.raises(ValueError, match="at least one slot of part, got 0"):
+        GraphedSegment(GraphMaker(DEVICE), graphed.segment, num_slots=0)
+
+
+def test_phases_are_told_around_warm_ups_and_captures() -> None:
+    """The owner hears of each phase outside of it, of those that fail as well."""
+    phases: list[str] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if len(phases) > 20:
+            raise ZeroDivisionError
+        return x * 2
+
+    graphed = GraphedSegment(
+        GraphMaker(DEVICE), segment_of(function, wanted(2)), num_slots=2, on_phase=phases.append
+    )
+    graphed.warm_up()
+    graphed.capture_forward(0)
+    graphed.capture_backward(0)
+    assert phases == list(PHASES) * 3
+    phases *= 3
+    with pytest.raises(ZeroDivisionError):
+        graphed.capture_forward(1)
+    assert phases[-2:] == ["forward_pre_hooks", "forward_hooks"]
+    graphed(wanted(2))
+    assert len(phases) == 38
