@@ -15,6 +15,7 @@ start; so it is once a rank has gathered many threads.
 """
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -256,6 +257,8 @@ def _serve(number: int, pipe: "connection.Connection[Any, Any]", folder: str) ->
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     _die_with_parent()
+    # What was imported is no garbage: every capture collects it, which took longer than to capture.
+    gc.freeze()
     pipe.send_bytes(b"ready")
     while True:
         try:
