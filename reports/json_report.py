@@ -1,5 +1,6 @@
 """The report for programs: every verdict in full, and a version to go by."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -55,6 +56,7 @@ def _case(case: CaseReport) -> dict[str, Any]:
         "peak_bytes": {
             leg.leg: {str(rank): peak for rank, peak in leg.peaks.items()} for leg in case.memory
         },
+        "addresses": {leg.leg: dataclasses.asdict(leg) for leg in case.addresses},
         "environments": case.environments,
         "environment_note": case.environment_note,
     }

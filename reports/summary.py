@@ -15,6 +15,7 @@ from harness.checks import exit_code
 from harness.checks.environment import different_keys, fingerprint
 from harness.records import CaseSpec, Outcome, RunResult, Verdict
 from harness.store import LEGS
+from reports.addresses import LegAddresses, leg_addresses
 from reports.frames import Frames, load
 from reports.loss_curve import LossCurve, loss_curve
 from reports.text import clean, one_line, tail
@@ -58,6 +59,7 @@ class CaseReport:
     command: str
     curve: LossCurve | None
     memory: tuple[LegMemory, ...]
+    addresses: tuple[LegAddresses, ...]
     environments: dict[str, str]
     environment_note: str
     output: Output | None
@@ -188,6 +190,7 @@ def _case(frames: Frames, letters: _Environments, spec: CaseSpec, verdict: Verdi
         command=f"harness rerun {shlex.quote(str(frames.folder.case_folder(spec.id)))}",
         curve=loss_curve(frames.step_frame, spec.reference.key, spec.candidate.key, rank),
         memory=tuple(_leg_memory(frames, leg, run) for leg, run in runs.items()),
+        addresses=tuple(leg_addresses(leg, run) for leg, run in runs.items()),
         environments=environments,
         environment_note=_environment_note(runs, environments),
         output=_output(frames, spec, verdict, runs),
