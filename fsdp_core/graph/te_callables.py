@@ -77,8 +77,6 @@ def make_graphed_callables(
     """
     plan, hooks = check_request(modules, samples, order, capture_time_hooks)
     trained = parameters_of(modules, parameters)
-    te: Any = library or importlib.import_module("transformer_engine.pytorch.graph")
-    flat = [parameter for each in trained for parameter in each]
     names = [f"{number}: {type(module).__name__}" for number, module in enumerate(modules)]
     ledgers: list[Ledger | None] = [None] * len(modules)
 
@@ -90,33 +88,20 @@ def make_graphed_callables(
             )
 
     undo = Undo(maker.device, maker.generators)
-    watching = contextlib.ExitStack()
-    with (
-        undo,
-        watching,
-        _classes_kept(modules),
-        _undone_on_failure(te, modules, options or {}),
-        _gradients_kept(flat),
-        tensor_hooks_off(flat),
-        _shown(modules, trained),
-        _registered(te, maker.generators),
-    ):
-        forwards = te.make_graphed_callables(
-            tuple(modules),
-            tuple(_copies(inputs) for inputs in _nested(plan, samples)),
-            num_warmup_iters=num_warmup_iters,
-            allow_unused_input=True,
-            _order=list(plan.chunks),
-            _num_layers_per_chunk=list(plan.sizes),
-            pool=maker.pool,
-            pre_warmup_hook=lambda: _begin(watching, undo),
-            post_warmup_hook=watching.close,
-            capture_time_hooks=[
-                _apart(undo, entry, functools.partial(gathered, number))
-                for number, entry in enumerate(hooks)
-            ],
-            **(options or {}),
-        )
+    told = [
+        _apart(undo, entry, functools.partial(gathered, number))
+        for number, entry in enumerate(hooks)
+    ]
+    te: Any = library or importlib.import_module("transformer_engine.pytorch.graph")
+    forwards = _capture(
+        te, maker, undo, modules, trained,
+        sample_args=tuple(_copies(inputs) for inputs in _nested(plan, samples)),
+        num_warmup_iters=num_warmup_iters,
+        _order=list(plan.chunks),
+        _num_layers_per_chunk=list(plan.sizes),
+        capture_time_hooks=told,
+        **(options or {}),
+    )  # fmt: skip
     return [
         GraphedModule(
             module,
@@ -130,6 +115,38 @@ def make_graphed_callables(
 
 
 # ---- the capture
+
+
+def _capture(
+    te: Library,
+    maker: GraphMaker,
+    undo: Undo,
+    modules: Sequence[nn.Module],
+    parameters: Sequence[tuple[nn.Parameter, ...]],
+    **options: Any,
+) -> Sequence[Any]:
+    """The library's forwards; whatever it leaves behind is put right."""
+    flat = [parameter for each in parameters for parameter in each]
+    watching = contextlib.ExitStack()
+    with (
+        undo,
+        watching,
+        _classes_kept(modules),
+        _undone_on_failure(te, modules, options.get("recipe")),
+        _gradients_kept(flat),
+        tensor_hooks_off(flat),
+        _shown(modules, parameters),
+        _registered(te, maker.generators),
+    ):
+        made: Sequence[Any] = te.make_graphed_callables(
+            tuple(modules),
+            allow_unused_input=True,
+            pool=maker.pool,
+            pre_warmup_hook=lambda: _begin(watching, undo),
+            post_warmup_hook=watching.close,
+            **options,
+        )
+    return made
 
 
 def _begin(watching: contextlib.ExitStack, undo: Undo) -> None:
@@ -233,14 +250,12 @@ def _classes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _undone_on_failure(
-    te: Library, modules: Sequence[nn.Module], options: Mapping[str, Any]
-) -> Iterator[None]:
+def _undone_on_failure(te: Library, modules: Sequence[nn.Module], recipe: Any) -> Iterator[None]:
     """After a failure everything that it would have put back itself."""
     inner = [each for module in modules for each in module.modules()]
     hooks = [(each, frozenset(each._forward_hooks)) for each in inner]
     collects = gc.isenabled()
-    fp8_tensors = te.save_fp8_tensors(modules, options.get("recipe"))
+    fp8_tensors = te.save_fp8_tensors(modules, recipe)
     try:
         yield
     except BaseException:
