@@ -49,7 +49,8 @@ class LegAddresses:
         else:
             last = max(step for step, count in self.moved.items() if count)
             parts.append(
-                f"{sum(counts)} pointers moved, at most {max(counts)} in a step, last in step {last}"
+                f"{sum(counts)} pointers moved, at most {max(counts)} in a step, "
+                f"last in step {last}"
             )
             if self.names:
                 parts.append(f"the first of them {', '.join(self.names)}")
