@@ -8,16 +8,17 @@ from fsdp_core.config.rule import ConfigError, Rule, broken
 from fsdp_core.config.run import TrainConfig
 
 
-def _graphs_with_one_cp(run: TrainConfig) -> ConfigError | None:
-    if not run.graph or not run.parallel.dynamic_cp:
+def _graphs_of_packs_by_torch(run: TrainConfig) -> ConfigError | None:
+    if not run.graph or not run.parallel.dynamic_cp or run.backend != "te":
         return None
-    expected = "no sizes, as graphs hold one context size (more are not built so far)"
-    return ConfigError("parallel.dynamic_cp", expected=expected, got=run.parallel.dynamic_cp)
+    expected = "torch, as graphs of packs by TransformerEngine's attention are not built so far"
+    return ConfigError("backend", expected=expected, got=run.backend, legal=("torch",))
 
 
 NOT_BUILT: tuple[Rule[TrainConfig], ...] = (
-    Rule("graphs_of_dynamic_cp_are_not_built",
-         "Partial scopes with dynamic cp are not built so far.", _graphs_with_one_cp),
+    Rule("te_graphs_of_dynamic_cp_are_not_built",
+         "Partial scopes with dynamic cp are built with the torch backend only, so far.",
+         _graphs_of_packs_by_torch),
 )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ frozen, since graphs hold addresses. Of a capture that fails nothing is left but
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
@@ -16,10 +17,11 @@ from fsdp_core.graph.capture_session import CaptureSession
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.parallel.rng import RandomStreams
+from fsdp_core.train.banks import Capturing, DynamicGraphs
 from fsdp_core.train.build import roots
-from fsdp_core.train.inputs import Inputs, RowInputs
+from fsdp_core.train.inputs import Inputs, PackInputs
 from fsdp_core.train.partial_graphs import PartialGraphs
-from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.scopes import GraphCounts, refusal
 from fsdp_core.train.stage_graphs import CaptureTools
 
 
@@ -48,7 +50,7 @@ class Captures:
         self._stages, self._resolve = stages, resolve
         self.counts = GraphCounts()
         self.iteration: CapturedFunction | None = None
-        self.parts: PartialGraphs | None = None
+        self.parts: PartialGraphs | DynamicGraphs | None = None
 
     def capture_iteration(self, function: Callable[[], None]) -> None:
         """Capture scope full_iteration.
@@ -70,15 +72,27 @@ class Captures:
         Raises:
             CaptureAborted: a scope cannot be captured, here or on another rank.
         """
-        with self._session() as session:
+        with self._session(refusal(self._stages, self._config.graph)) as session:
             tools = CaptureTools(
                 resolve=self._resolver, counts=self.counts, attempt=session.attempt
             )
-            self.parts = PartialGraphs(
-                self._config.graph, self._stages, cast("RowInputs", inputs).part,
-                sample.requires_grad_(), tools, new_maker=self._new_maker, num_slots=num_slots,
-            )  # fmt: skip
+            options: dict[str, Any] = {"new_maker": self._new_maker, "num_slots": num_slots}
+            scopes, sample = self._config.graph, sample.requires_grad_()
+            if isinstance(inputs, PackInputs):
+                capturing = Capturing(
+                    context=inputs.context, samples=inputs.samples(), sample=sample, tools=tools,
+                    between=self._meet, **options,
+                )  # fmt: skip
+                self.parts = DynamicGraphs(scopes, self._stages, capturing)
+            else:
+                (part,) = inputs.samples().values()
+                self.parts = PartialGraphs(scopes, self._stages, part, sample, tools, **options)
         self._keep()
+
+    def _meet(self) -> None:
+        """Nothing is under way, here or on another rank."""
+        self._quiesce()
+        dist.barrier()
 
     def _capture_iteration(self, function: Callable[[], None]) -> None:
         self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
@@ -90,10 +104,10 @@ class Captures:
     def _resolver(self) -> Resolver | None:
         return self._resolve() if self._config.ledger else None
 
-    def _session(self) -> CaptureSession:
+    def _session(self, refused: str | None = None) -> CaptureSession:
         self._quiesce()
         what, generators = "+".join(self._config.graph), self._streams.generators
-        session = CaptureSession(self._device, what, generators=generators)
+        session = CaptureSession(self._device, what, generators=generators, refusal=refused)
         session.on_abort(self.drop)
         return session
 

@@ -177,10 +177,12 @@ def test_close_leaves_an_eager_trainer(axes: Axes, graph: tuple[str, ...]) -> No
 
 def test_what_is_not_built_is_not_trained_as_something_else(axes: Axes) -> None:
     """A configuration that the trainer would silently make less of is refused first thing."""
-    chosen = config(graph=("attn",), parallel=ParallelConfig(dp=2, dynamic_cp=(1, 2)))
+    parallel = ParallelConfig(dp=2, dynamic_cp=(1, 2))
+    model = replace(MODEL, seq=8)
+    chosen = config(model=model, graph=("attn",), parallel=parallel, backend="te")
     with pytest.raises(ConfigError, match="built so far") as caught:
         Trainer(chosen, axes, Device("cpu"))
-    assert caught.value.key == "parallel.dynamic_cp"
+    assert caught.value.key == "backend"
 
 
 def test_axes_of_another_layout_are_refused(axes: Axes) -> None:

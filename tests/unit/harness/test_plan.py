@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import (
+    ConfigError,
     ModelConfig,
     ParallelConfig,
     TrainConfig,
+    built,
     model_from_preset,
     to_plain,
 )
+from fsdp_core.config.rule import Rule
 from harness import plan as planning
 from harness.errors import UsageError
 from harness.machine import num_cores
@@ -182,14 +185,21 @@ def test_ranks_of_one_replica_share_their_tokens() -> None:
     assert (each[0] - fixed) / (each[1] - fixed) == pytest.approx(8, rel=0.01)
 
 
-def test_what_is_not_built_is_skipped_with_its_rule() -> None:
+def test_what_is_not_built_is_skipped_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A legal run that the trainer cannot make yet is planned as skipped, with the reason."""
-    parallel = ParallelConfig(dp=2, dynamic_cp=(1, 2))
-    config = TrainConfig(graph=("attn",), parallel=parallel).to_dict()
-    plan = make_plan([case("a", 2, config=config), case("b", 2)], slots=4)
+
+    def odd(run: TrainConfig) -> ConfigError | None:
+        expected = "an even seed (others are not built so far)"
+        return ConfigError("seed", expected=expected, got=run.seed) if run.seed % 2 else None
+
+    rule = Rule("odd_seeds_are_not_built", "Odd seeds are not built so far.", odd)
+    monkeypatch.setattr(built, "NOT_BUILT", (rule,))
+    config = TrainConfig(seed=7).to_dict()
+    even = TrainConfig(seed=8).to_dict()
+    plan = make_plan([case("a", 2, config=config), case("b", 2, config=even)], slots=4)
     assert [c.id for c in plan.skipped] == ["a"]
-    assert plan.skipped[0].skip_reason.startswith("parallel.dynamic_cp: expected no sizes")
-    assert plan.skipped[0].skip_reason.endswith("rule: graphs_of_dynamic_cp_are_not_built")
+    assert plan.skipped[0].skip_reason.startswith("seed: expected an even seed")
+    assert plan.skipped[0].skip_reason.endswith("rule: odd_seeds_are_not_built")
 
 
 def test_resume_plans_what_is_left_and_keeps_reasons() -> None:

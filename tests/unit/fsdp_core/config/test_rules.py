@@ -150,8 +150,9 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
                              {"model": {"vocab_size": 256}}),
 }  # fmt: skip
 NOT_BUILT_EXAMPLES: dict[str, tuple[str, Values]] = {
-    "graphs_of_dynamic_cp_are_not_built":
-        ("parallel.dynamic_cp", {"graph": ("attn",), "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
+    "te_graphs_of_dynamic_cp_are_not_built":
+        ("backend", {"graph": ("attn",), "backend": "te",
+                     "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
 }  # fmt: skip
 KINDS: dict[str, Any] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,
@@ -239,7 +240,8 @@ def test_what_is_built_is_not_refused() -> None:
         {"parallel": {"dp": 4, "dp_outer": 2}, "graph": ("attn",)},
         {"parallel": {"tp": 2, "cp": 2, "sequence_parallel": True}, "graph": ("attn",)},
         {"parallel": {"pp": 2, "tp": 2}, "graph": ("full_iteration",)},
-        {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}},
+        {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}, "graph": ("attn",)},
+        {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}, "backend": "te"},
         {"model": MOE, "parallel": {"dp": 4, "ep": 2, "etp": 2}, "graph": ("attn",)},
     )
     for values in built:
