@@ -60,12 +60,18 @@ FAULTS = (
         plant=trainer_faults.outputs_marked_at_capture,
     ),
     GraphFault(
-        name="F02",
+        name="F02a",
         what="hooks of inner layers count in Python, and are captured",
         program="modules",
         plant=stack_faults.ramp_in_python,
         right=stack_faults.ramp_on_device,
         refused=stack_faults.ramp_in_python_refused,
+    ),
+    GraphFault(
+        name="F02b",
+        what="units inside of what is captured gather at capture, and at no replay",
+        program="nested",
+        plant=stack_faults.inner_units_left_alone,
     ),
     GraphFault(
         name="F03a",
@@ -92,10 +98,22 @@ FAULTS = (
         plant=trainer_faults.pre_hooks_not_put_back,
     ),
     GraphFault(
-        name="F13",
+        name="F13a",
         what="the all-reduce over replicas is off while the step is captured",
         program="hsdp",
         plant=trainer_faults.all_reduce_off_at_capture,
+    ),
+    GraphFault(
+        name="F13b",
+        what="all microbatches are replayed from the first one's graph, which does not reduce",
+        program="each",
+        plant=stack_faults.one_graph(0),
+    ),
+    GraphFault(
+        name="F13c",
+        what="all microbatches are replayed from the last one's graph, which reduces",
+        program="each",
+        plant=stack_faults.one_graph(1),
     ),
     GraphFault(
         name="F14",

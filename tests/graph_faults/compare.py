@@ -16,7 +16,9 @@ from tests.graph_faults.programs import Leg, Shown, make_device, nothing, run_le
 STRESS = ("jitter", "poison", "scramble", "races")
 COLUMNS = ("plain", "ledger", *STRESS)
 PLAIN_ASPECTS = ("loss5", "loss", "weights", "digests")
-NOT_SEEN, MISSING = "·", "–"
+NOT_SEEN = "·"
+MOST_WORDS = 160
+"""Characters of a message in the table."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,21 @@ def false_alarms(legs: Legs) -> list[str]:
     ]  # fmt: skip
 
 
-def said(legs: Legs, fault: GraphFault) -> str:
-    """The messages, one a kind, without what changes from run to run."""
-    shown = [*(s for of_column in legs.planted.values() for s in of_column), *legs.refused]
-    found = dict.fromkeys(brief(s.said) for s in shown if s.said)
-    return "<br>".join(found)
+def said(legs: Legs) -> list[tuple[str, str]]:
+    """By what, and the message that the first rank got; each message once."""
+    found: dict[str, str] = {}
+    runs = [*legs.planted.items(), *([("refusal", legs.refused)] if legs.refused else [])]
+    for by, shown in runs:
+        text = next((s.said for s in shown if s.said), "")
+        if text:
+            found.setdefault(brief(text), by)
+    return [(by, text) for text, by in found.items()]
 
 
 def brief(text: str) -> str:
-    """The first line of a message, without addresses and lines of files."""
+    """The first words of a message, without what changes from run to run."""
     line = text.splitlines()[0].replace("|", "\\|")
+    line = re.sub(r"CaptureAborted: the capture of \w+ was given up on every rank: rank \d: ", "", line)
     line = re.sub(r"0x[0-9a-f]+", "0x…", line)
     line = re.sub(r"(\w+\.py):\d+", r"\1", line)
-    return line if len(line) <= 200 else f"{line[:199]}…"
+    return line if len(line) <= MOST_WORDS else f"{line[: MOST_WORDS - 1]}…"

@@ -1,14 +1,17 @@
 """A small sharded network as a program, over the interface that users of graphs have.
 
     modules    each block captured forward and backward, FSDP's hooks around the replays
+    nested     the same, and an inner layer of each block is a unit, gathered around replays, too
     plain      the same without FSDP, on one rank
     whole      all microbatches of a step, forward and backward, in one graph; the optimizer outside
+    each       a graph for the first microbatch and one for the last, which reduces
     fused      the same with experts that one kernel computes, which does not call their layers
 
 Before step `DROPPED` the graphs are dropped, and training goes on eagerly.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -23,11 +26,13 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp import fully_shard
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.pool import Pool, make_pool
+from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.callables import GraphedModule, make_graphed_callables
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession
 from fsdp_core.graph.digest import Digester, empty_rows
 from fsdp_core.graph.hooks import hooks_off
+from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.undo import Undo
 from fsdp_core.model.moe.axes import MoeAxes
@@ -100,18 +105,21 @@ class StackProgram:
         model: its blocks are units of FSDP, if it is sharded.
         optimizer: torch's own, outside of every graph.
         refuses: the capture is to fail in its last block, and training to go on eagerly.
+        gathers_inner: units inside of a block act around its replays.
+        chosen: which graph each microbatch is replayed from, in kind `each`.
     """
 
     def __init__(self, kind: str, leg: Leg, device: Device) -> None:
         self.kind, self.leg, self.device = kind, leg, device
         self.stressors = Stressors(leg.stress, device=device, seed=0, rank=dist.get_rank())
-        self.refuses = False
+        self.refuses, self.gathers_inner = False, True
+        self.chosen = list(range(MICROBATCHES))
         with self.stressors.active():
             self.stream = device.new_stream("main")
             with device.on(self.stream):
                 self._build()
         self._modules: list[GraphedModule] = []
-        self._whole: CapturedFunction | None = None
+        self._whole: list[CapturedFunction] = []
 
     def _build(self) -> None:
         target = self.device.torch_device
@@ -126,7 +134,9 @@ class StackProgram:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         shape = (MICROBATCHES, ROWS, HIDDEN)
         self.x, self.y = torch.zeros(shape, device=target), torch.zeros(shape, device=target)
+        self.one_x, self.one_y = torch.zeros_like(self.x[0]), torch.zeros_like(self.y[0])
         self._loss = torch.zeros((), device=target)
+        self._captures = False
 
     def _shard(self) -> None:
         mesh = init_device_mesh(self.device.kind, (dist.get_world_size(),))
@@ -134,8 +144,7 @@ class StackProgram:
         pool = self.stressors.watched(pool)
         options: dict[str, Any] = {"mesh": mesh, "pool": pool, "keep_grads": True}
         for block in self.model.blocks:
-            inner = (block.experts.gate_up, block.experts.down) if self.kind == "fused" else (block,)
-            for module in inner:
+            for module in _units_of(self.kind, block):
                 fully_shard(module, **options)
         fully_shard(self.model, **options)
         if (races := self.stressors.races) is not None:
@@ -154,22 +163,34 @@ class StackProgram:
                 self._capture()
             if index == DROPPED:
                 self._drop()
-            self.optimizer.zero_grad(set_to_none=self._whole is None)
-            if self._whole is None:
-                self.microbatches()
-            else:
-                self._whole()
+            self.optimizer.zero_grad(set_to_none=not self._whole)
+            self._loss.zero_()
+            for number in range(MICROBATCHES):
+                self._microbatch(number)
             self.optimizer.step()
         self.stressors.after_step()
 
-    def microbatches(self) -> None:
-        """Forward and backward of all."""
-        total = torch.zeros_like(self._loss)
-        for x, y in zip(self.x.unbind(), self.y.unbind(), strict=True):
-            loss = (self.model(x.clone().requires_grad_()) - y).square().mean() / MICROBATCHES
-            loss.backward()
-            total += loss.detach()
-        self._loss.copy_(total)
+    def _microbatch(self, number: int) -> None:
+        if not self._whole:
+            self._forward_backward(number)
+        elif self.kind == "each":
+            self.one_x.copy_(self.x[number])
+            self.one_y.copy_(self.y[number])
+            self._whole[self.chosen[number]]()
+        elif number == 0:
+            self._whole[0]()
+
+    def _forward_backward(self, number: int) -> None:
+        is_each = self.kind == "each"
+        if is_each:
+            self.model.set_requires_gradient_sync(number == MICROBATCHES - 1)
+            if not self._whole and not self._captures:
+                self.one_x.copy_(self.x[number])
+                self.one_y.copy_(self.y[number])
+        x, y = (self.one_x, self.one_y) if is_each else (self.x[number], self.y[number])
+        loss = (self.model(x.clone().requires_grad_()) - y).square().mean() / MICROBATCHES
+        loss.backward()
+        self._loss.add_(loss.detach())
 
     # ---- graphs
 
@@ -178,13 +199,8 @@ class StackProgram:
         resolve = self._named if self.leg.ledger else None
         if is_sharded:
             self.model.fsdp_schedule.quiesce()
-        if self.kind in ("whole", "fused"):
-            with Undo(self.device, ()) as undo, undo.watching():
-                self.microbatches()
-            if is_sharded:
-                self.model.fsdp_schedule.quiesce()
-            self.optimizer.zero_grad(set_to_none=False)
-            self._whole = CapturedFunction(maker, self._zeroed_microbatches, resolve)
+        if self.kind in ("whole", "fused", "each"):
+            self._capture_whole(maker, resolve)
         else:
             try:
                 self._capture_modules(maker, resolve)
@@ -195,12 +211,27 @@ class StackProgram:
             self.model.fsdp_schedule.pool.freeze()
             self.model.fsdp_schedule.quiesce()
 
-    def _zeroed_microbatches(self) -> None:
-        if self.kind != "plain":
-            self.model.zero_main_grads()
-        self.microbatches()
+    def _capture_whole(self, maker: GraphMaker, resolve: Resolver | None) -> None:
+        numbers = range(MICROBATCHES)
+        parts = [[number] for number in numbers] if self.kind == "each" else [[*numbers]]
 
-    def _capture_modules(self, maker: GraphMaker, resolve: Any) -> None:
+        def run(part: list[int]) -> None:
+            if part[0] == 0:
+                self.model.zero_main_grads()
+            for number in part:
+                self._forward_backward(number)
+
+        self._captures = True
+        with Undo(self.device, ()) as undo, undo.watching():
+            run([*numbers])
+        self.model.fsdp_schedule.quiesce()
+        graphs = []
+        for part in parts:
+            graphs.append(CapturedFunction(maker, functools.partial(run, part), resolve))
+            self.model.fsdp_schedule.quiesce()
+        self._whole, self._captures = graphs, False
+
+    def _capture_modules(self, maker: GraphMaker, resolve: Resolver | None) -> None:
         blocks = list(self.model.blocks)
         sample = torch.zeros(ROWS, HIDDEN, device=self.device.torch_device, requires_grad=True)
         blocks[-1].refuses = self.refuses
@@ -221,9 +252,12 @@ class StackProgram:
             blocks[-1].refuses = False
         for graphed in self._modules:
             graphed.install()
+            for unit in units_in(graphed.module)[1:] if self.gathers_inner else ():
+                graphed.module.forward = _around(unit, graphed.module.forward)
 
     def _named(self) -> Mapping[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {"x": self.x, "y": self.y, "loss": self._loss}
+        found |= {"one x": self.one_x, "one y": self.one_y}
         found |= dict(self.model.named_buffers())
         if self.kind == "plain":
             return found | {name: p.data for name, p in self.model.named_parameters()}
@@ -239,9 +273,9 @@ class StackProgram:
     def _drop(self) -> None:
         for graphed in self._modules:
             graphed.reset()
-        if self._whole is not None:
-            self._whole.reset()
-        self._modules, self._whole = [], None
+        for graph in self._whole:
+            graph.reset()
+        self._modules, self._whole = [], []
 
     # ---- what it shows
 
@@ -283,6 +317,24 @@ def session_hooks(session: CaptureSession, blocks: list[nn.Module]) -> Any:
     return stack.enter_context(hooks_off(blocks))
 
 
+def _around(unit: Unit, replay: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The replay with what the unit's hooks do, which are inside of what is captured."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        args, _ = unit.pre_forward((x,), {})
+        result: torch.Tensor = unit.post_forward(replay(*args))
+        return result
+
+    return forward
+
+
+def _units_of(kind: str, block: Any) -> tuple[nn.Module, ...]:
+    """What of a block becomes a unit, innermost first."""
+    if kind == "fused":
+        return block.experts.gate_up, block.experts.down
+    return (block.down, block) if kind == "nested" else (block,)
+
+
 def _computed_with(block: nn.Module) -> list[nn.Parameter]:
     """The block's parameters as its forward has them: gathered, where it is a unit."""
     units = units_in(block)
@@ -295,7 +347,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-KINDS: Mapping[str, int] = MappingProxyType({"modules": 2, "plain": 1, "whole": 2, "fused": 2})
+KINDS: Mapping[str, int] = MappingProxyType({"modules": 2, "nested": 2, "plain": 1, "whole": 2, "each": 2, "fused": 2})
 """Ranks of each kind."""
 
 

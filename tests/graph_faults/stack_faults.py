@@ -80,6 +80,13 @@ ramp_in_python_refused = _ramped(on_device=False, marked=False)
 
 
 @contextlib.contextmanager
+def inner_units_left_alone(moments: Moments) -> Iterator[None]:
+    """F02: hooks of units inside act at capture, and at no replay."""
+    moments.before(WARMUP, lambda program: setattr(program, "gathers_inner", False))
+    yield
+
+
+@contextlib.contextmanager
 def hooks_lost(moments: Moments) -> Iterator[None]:
     """F03: what is put back is what was emptied for the capture."""
     del moments
@@ -132,13 +139,25 @@ def gradients_dereferenced(moments: Moments) -> Iterator[None]:
     step = StackProgram.step
 
     def stepped(program: StackProgram, index: int) -> None:
-        if program._whole is not None:
+        if program._whole:
             for parameter in program.model.parameters():
                 parameter.grad = None
         step(program, index)
 
     with mock.patch.object(StackProgram, "step", stepped):
         yield
+
+
+def one_graph(number: int) -> Planting:
+    """F13: every microbatch is replayed from the graph of one, with its flags and decisions."""
+
+    @contextlib.contextmanager
+    def plant(moments: Moments) -> Iterator[None]:
+        chosen = [number] * stack.MICROBATCHES
+        moments.before(WARMUP, lambda program: setattr(program, "chosen", chosen))
+        yield
+
+    return plant
 
 
 # ---- state

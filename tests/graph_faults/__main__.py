@@ -1,0 +1,76 @@
+"""Plant the faults of graphs under FSDP and print what sees them.
+
+    python -m tests.graph_faults [NAME ...] [--device cuda] [--columns plain,ledger] [--write]
+
+`--write` puts the table into `fsdp_core/graph/FAULTS.md`; it takes all faults and all columns. Exit
+codes: 0, 1 a clean program was wronged or a fault could not be run, 4 usage.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tests.dist.rank_pool import RankError, RankPool
+from tests.graph_faults.catalogue import FAULTS, GraphFault
+from tests.graph_faults.compare import COLUMNS, Legs, false_alarms, join, run_on_rank
+from tests.graph_faults.table import names, render, write
+
+TIMEOUT_S = 300.0
+MAX_RANKS = 4
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.graph_faults", exit_on_error=False)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--write", action="store_true")
+    try:
+        asked = parser.parse_args(arguments)
+    except argparse.ArgumentError as error:
+        print(error, file=sys.stderr)
+        return 4
+    columns = tuple(c for c in COLUMNS if c in asked.columns.split(","))
+    unknown = (set(asked.names) - set(names())) | (set(asked.columns.split(",")) - set(COLUMNS))
+    if unknown:
+        print(f"no such fault or column: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 4
+    if asked.device == "cuda":
+        columns = tuple(c for c in columns if c != "races")
+    chosen = [fault for fault in FAULTS if not asked.names or fault.name in asked.names]
+    results, failed = _run(chosen, columns, asked.device)
+    table = render(results)
+    print(table)
+    if asked.write:
+        if len(results) != len(FAULTS) or columns != COLUMNS:
+            print("--write takes all faults, all columns and the CPU", file=sys.stderr)
+            return 4
+        write(table)
+    return int(failed or any(false_alarms(legs) for _, legs in results))
+
+
+def _run(
+    chosen: list[GraphFault], columns: tuple[str, ...], device: str
+) -> tuple[list[tuple[GraphFault, Legs]], bool]:
+    results, failed = [], False
+    pool = RankPool(MAX_RANKS, timeout_s=TIMEOUT_S, device=device)
+    try:
+        for fault in chosen:
+            try:
+                ranks = pool.run(
+                    run_on_rank, fault.name, columns, device, True, world_size=fault.num_ranks
+                )
+            except RankError as error:
+                failed = True
+                print(f"{fault.name}: {error}", file=sys.stderr)
+                continue
+            results.append((fault, join(ranks)))
+            print(f"{fault.name} done", file=sys.stderr, flush=True)
+    finally:
+        pool.close()
+    return results, failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
