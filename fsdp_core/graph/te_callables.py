@@ -12,7 +12,6 @@ What is added around it, because it does not do it itself:
 """
 
 import contextlib
-import functools
 import gc
 import importlib
 import weakref
@@ -88,10 +87,6 @@ def make_graphed_callables(
             )
 
     undo = Undo(maker.device, maker.generators)
-    told = [
-        _apart(undo, entry, functools.partial(gathered, number))
-        for number, entry in enumerate(hooks)
-    ]
     te: Any = library or importlib.import_module("transformer_engine.pytorch.graph")
     forwards = _capture(
         te, maker, undo, modules, trained,
@@ -99,7 +94,7 @@ def make_graphed_callables(
         num_warmup_iters=num_warmup_iters,
         _order=list(plan.chunks),
         _num_layers_per_chunk=list(plan.sizes),
-        capture_time_hooks=told,
+        capture_time_hooks=_apart(undo, hooks, gathered),
         **(options or {}),
     )  # fmt: skip
     return [
@@ -154,23 +149,23 @@ def _begin(watching: contextlib.ExitStack, undo: Undo) -> None:
 
 
 def _apart(
-    undo: Undo, hooks: CaptureHooks, gathered: Callable[[], None]
-) -> dict[str, dict[int, Callable[[nn.Module], None]]]:
-    """The hooks of a module as one a phase, what they write no concern of `undo`.
+    undo: Undo, hooks: Sequence[CaptureHooks], gathered: Callable[[int], None]
+) -> list[dict[str, dict[int, Callable[[nn.Module], None]]]]:
+    """The hooks of each module as one a phase, what they write no concern of `undo`.
 
-    `gathered` is called after each forward, while its parameters are where the graphs read them.
+    `gathered` is called after each forward, while parameters are where the graphs read them.
     """
 
-    def of(phase: str) -> Callable[[nn.Module], None]:
+    def of(number: int, phase: str) -> Callable[[nn.Module], None]:
         def hook(module: nn.Module) -> None:
             with undo.paused():
                 if phase == "forward_hooks":
-                    gathered()
-                run_hooks(hooks, phase, module)
+                    gathered(number)
+                run_hooks(hooks[number], phase, module)
 
         return hook
 
-    return {phase: {0: of(phase)} for phase in PHASES}
+    return [{phase: {0: of(number, phase)} for phase in PHASES} for number in range(len(hooks))]
 
 
 def _nested(plan: CapturePlan, samples: Sequence[Tensors]) -> Iterator[Tensors]:
