@@ -28,7 +28,9 @@ from torch.utils._pytree import tree_iter
 from fsdp_core.device import opens_itself
 from fsdp_core.stress.clocks import Clocks, ClockStream
 
-_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_HERE = Path(__file__).parent
+_FOLDERS = (str(Path(torch.__file__).parent), str(_HERE), str(_HERE.parent / "graph"), "<")
+"""Whose frames are no place in a program: torch's, ours, and those that capture and replay."""
 _ALLOCATORS = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -343,7 +345,7 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _calling_place() -> str:
-    """`file:line` of the innermost frame outside torch and this package."""
+    """`file:line` of the innermost frame of the program."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -43,6 +43,13 @@ def train_each(runs: list[Stressed]) -> list[tuple[list[Any], int]]:
     return [train(run) for run in runs]
 
 
+def train_misordered_each(
+    runs: list[Stressed], fault: str, steps: list[int]
+) -> list[tuple[str, Any]]:
+    """One run after another, each with the fault from its step on."""
+    return [train_misordered(run, fault, step) for run, step in zip(runs, steps, strict=True)]
+
+
 def train_misordered(stressed: Stressed, fault: str, step: int) -> tuple[str, Any]:
     """All steps with a fault of `harness.worker.stress` on every rank: what was raised, or seen."""
     config = stressed.config
