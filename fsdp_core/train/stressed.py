@@ -1,7 +1,10 @@
 """The trainer under stress: the same steps, with the stressors of its configuration active."""
 
+import contextlib
 from collections.abc import Iterator
+from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
@@ -16,9 +19,14 @@ from fsdp_core.train.trainer import Trainer
 class StressedTrainer(Trainer):
     """A trainer whose every method runs under stress.
 
+    What runs work raises `RaceFound` at its end if, under `races`, memory was touched on two streams
+    in no order.
+
     Raises:
-        StressorMissing: the device lacks one of them.
+        StressorMissing: the device lacks one of the stressors.
     """
+
+    takes_stress: ClassVar[bool] = True
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
         self.stressors = Stressors(
@@ -45,18 +53,30 @@ class StressedTrainer(Trainer):
         for name, tensor in self.named_tensors().items():
             yield Named(name, units.get(name.split(" ")[0], ""), tensor)
 
-    def step(self, index: int) -> StepOutputs:
-        """See `Trainer`.
-
-        Raises:
-            RaceFound: under `races`, the step touched memory on two streams in no order.
-        """
+    @contextlib.contextmanager
+    def _stressed(self) -> Iterator[None]:
         with self.stressors.active():
             with self.device.on(self.stream):
                 self.stressors.before_step()
-            outputs = super().step(index)
+            yield
         self.stressors.after_step()
-        return outputs
+
+    def step(self, index: int) -> StepOutputs:
+        """See `Trainer`."""
+        with self._stressed():
+            return super().step(index)
+
+    def smaller_step(
+        self, index: int, *, microbatches: int | None = None, rows: int | None = None
+    ) -> StepOutputs:
+        """See `Trainer`."""
+        with self._stressed():
+            return super().smaller_step(index, microbatches=microbatches, rows=rows)
+
+    def evaluate(self, index: int) -> torch.Tensor:
+        """See `Trainer`."""
+        with self._stressed():
+            return super().evaluate(index)
 
     def redigest_state(self) -> None:
         """See `Trainer`."""

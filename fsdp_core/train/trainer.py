@@ -14,6 +14,7 @@ with the update or without; partial scopes capture parts of layers, forward and 
 
 import functools
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -62,11 +63,18 @@ class Trainer:
 
     Raises:
         ConfigError: the configuration asks for what is not built yet.
-        ValueError: axes of another layout.
+        ValueError: axes of another layout; stressors, which a `StressedTrainer` takes.
     """
+
+    takes_stress: ClassVar[bool] = False
 
     def __init__(self, config: TrainConfig, axes: Axes, device: Device) -> None:
         refuse_not_built(config)
+        if config.stress and not self.takes_stress:
+            raise ValueError(
+                f"Expected no stressors for a plain trainer, got {', '.join(config.stress)}; "
+                "make_trainer makes one that runs under stress."
+            )
         _require_same(config, axes)
         self.config, self.axes, self.device = config, axes, device
         self.stream = device.new_stream()
