@@ -29,25 +29,30 @@ def main(arguments: Sequence[str]) -> int:
     try:
         asked = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
-        print(error, file=sys.stderr)
+        _tell(error)
         return 4
     columns = tuple(c for c in COLUMNS if c in asked.columns.split(","))
     unknown = (set(asked.names) - set(names())) | (set(asked.columns.split(",")) - set(COLUMNS))
     if unknown:
-        print(f"no such fault or column: {', '.join(sorted(unknown))}", file=sys.stderr)
+        _tell(f"no such fault or column: {', '.join(sorted(unknown))}")
         return 4
     if asked.device == "cuda":
         columns = tuple(c for c in columns if c != "races")
     chosen = [fault for fault in FAULTS if not asked.names or fault.name in asked.names]
     results, failed = _run(chosen, columns, asked.device)
     table = render(results)
-    print(table)
+    sys.stdout.write(f"{table}\n")
     if asked.write:
         if len(results) != len(FAULTS) or columns != COLUMNS:
-            print("--write takes all faults, all columns and the CPU", file=sys.stderr)
+            _tell("--write takes all faults, all columns and the CPU")
             return 4
         write(table)
     return int(failed or any(false_alarms(legs) for _, legs in results))
+
+
+def _tell(text: object) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _run(
@@ -63,10 +68,10 @@ def _run(
                 )
             except RankError as error:
                 failed = True
-                print(f"{fault.name}: {error}", file=sys.stderr)
+                _tell(f"{fault.name}: {error}")
                 continue
             results.append((fault, join(ranks)))
-            print(f"{fault.name} done", file=sys.stderr, flush=True)
+            _tell(f"{fault.name} done")
     finally:
         pool.close()
     return results, failed

@@ -36,7 +36,7 @@ from fsdp_core.graph.ledger import Resolver
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.undo import Undo
 from fsdp_core.model.moe.axes import MoeAxes
-from fsdp_core.model.moe.fused import FusedExperts, make_fused_experts
+from fsdp_core.model.moe.fused import make_fused_experts
 from fsdp_core.parallel.axes import Axis
 from fsdp_core.stress.stressors import Stressors
 from tests.graph_faults.programs import STEPS, WARMUP, Digests, Leg
@@ -72,7 +72,7 @@ class FusedBlock(nn.Module):
         super().__init__()
         one = {name: Axis(name, 1, 0, cast("Any", None)) for name in ("ep", "etp", "tp")}
         axes = MoeAxes(**one, tokens=(), num_averaged=1, sequence_parallel=False)
-        self.experts = cast("FusedExperts", make_fused_experts(EXPERTS, HIDDEN, FFN, axes))
+        self.experts = make_fused_experts(EXPERTS, HIDDEN, FFN, axes)
         self.bypasses = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -347,7 +347,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-KINDS: Mapping[str, int] = MappingProxyType({"modules": 2, "nested": 2, "plain": 1, "whole": 2, "each": 2, "fused": 2})
+KINDS: Mapping[str, int] = MappingProxyType(
+    {"modules": 2, "nested": 2, "plain": 1, "whole": 2, "each": 2, "fused": 2}
+)
 """Ranks of each kind."""
 
 

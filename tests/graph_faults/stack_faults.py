@@ -24,11 +24,11 @@ CAPTURED = WARMUP + 1
 
 @contextlib.contextmanager
 def hooks_left_on(moments: Moments) -> Iterator[None]:
-    """F01: nothing takes hooks off, nothing refuses them: they act inside of warm-up and capture."""
+    """F01: nothing takes hooks off or refuses them: they act inside of warm-up and capture."""
     del moments
     with (
-        mock.patch.object(stack, "hooks_off", lambda blocks: contextlib.nullcontext(None)),
-        mock.patch.object(callables, "require_no_hooks", lambda module: None),
+        mock.patch.object(stack, "hooks_off", return_value=contextlib.nullcontext(None)),
+        mock.patch.object(callables, "require_no_hooks"),
     ):
         yield
 
@@ -37,7 +37,7 @@ def hooks_left_on(moments: Moments) -> Iterator[None]:
 def hooks_left_on_refused(moments: Moments) -> Iterator[None]:
     """The same with the check that there are none."""
     del moments
-    with mock.patch.object(stack, "hooks_off", lambda blocks: contextlib.nullcontext(None)):
+    with mock.patch.object(stack, "hooks_off", return_value=contextlib.nullcontext(None)):
         yield
 
 
@@ -54,7 +54,8 @@ class _Ramp:
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """The output, scaled."""
         self.calls += 1
-        return output * (1 + self.calls / 64)
+        scaled: torch.Tensor = output * (1 + self.calls / 64)
+        return scaled
 
 
 def _ramped(*, on_device: bool, marked: bool) -> Planting:

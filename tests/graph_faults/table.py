@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tests.graph_faults.catalogue import FAULTS, GraphFault
 from tests.graph_faults.compare import (
-    COLUMNS,
     NOT_SEEN,
     PLAIN_ASPECTS,
     STRESS,
@@ -58,7 +57,7 @@ def render(results: list[tuple[GraphFault, Legs]]) -> str:
         f"{', '.join(missed) or 'none'}. Harmless here, nothing to see: "
         f"{', '.join(harmless) or 'none'}.",
         "",
-        f"Clean runs of the same programs: {clean}, of {len(COLUMNS)} kinds. False alarms: {alarms}.",
+        f"Clean runs of the same programs: {clean}. False alarms: {alarms}.",
     ]
     return "\n".join(lines)
 

@@ -127,7 +127,8 @@ def masks_frozen(moments: Moments) -> Iterator[None]:
     def frozen(replay: Any) -> Any:
         def replayed(graph: Any) -> None:
             if not streams:
-                return replay(graph)
+                replay(graph)
+                return
             own = streams[0].get_states()
             streams[0].set_states(baked)
             replay(graph)
