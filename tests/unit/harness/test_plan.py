@@ -83,6 +83,15 @@ def test_a_fault_that_needs_a_gpu_is_skipped_on_the_cpu() -> None:
     assert plan.runs == ()
 
 
+def test_races_are_skipped_on_gpus() -> None:
+    """Streams of a GPU cannot be watched, and a run that watches nothing must not pass."""
+    config = TrainConfig(stress=("poison", "races")).to_dict()
+    cases = [case(device, 1, device=device, config=config) for device in ("cpu", "cuda")]
+    plan = make_plan(cases, slots=4)
+    reason = "the stressor races needs cpu, this run is on cuda"
+    assert [c.skip_reason for c in plan.cases] == ["", reason]
+
+
 @pytest.mark.parametrize(
     ("device", "version", "reason"),
     [

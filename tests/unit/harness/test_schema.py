@@ -98,6 +98,8 @@ def test_every_leaf_has_a_decoder_that_refuses_a_list_of_lists(leaf: str, tmp_pa
         ("{model.q_lora_rank: null}", "model.q_lora_rank", None),
         ("{model.capacity_factor: 1}", "model.capacity_factor", 1.0),
         ("{graph: eager}", "graph", ()),
+        ("{stress: none}", "stress", ()),
+        ("{stress: [poison, jitter]}", "stress", ("poison", "jitter")),
         ("{plant: none}", "plant", None),
         ("{plant: ~}", "plant", None),
         ("{plant: {fault: ulp, step: 1, rank: last}}", "plant",
@@ -110,6 +112,24 @@ def test_legal_values_decode(text: str, leaf: str, value: Any, tmp_path: Path) -
     """Each legal way to write a value gives exactly that value, with its type."""
     decoded = value_of(load(tmp_path, base=f"base: {text}"), leaf)
     assert (decoded, type(decoded)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("poison", "expected none or a list of stressors, got 'poison'"),
+        ("[]", "got an empty list (say none)"),
+        ("[poisn]", "stress: expected one of the legal values"),
+        ("[races, races]", "expected each stressor once"),
+    ],
+)
+def test_stress_is_none_or_a_list(text: str, said: str, tmp_path: Path) -> None:
+    """A word for a list, nothing at all, and a wrong or doubled name are refused by the key."""
+    from harness.matrix import expand
+
+    with pytest.raises(ScenarioError) as caught:
+        expand(load(tmp_path, base=f"base: {{stress: {text}}}"), "cpu")
+    assert said in str(caught.value)
 
 
 def test_a_quoted_number_is_a_string(tmp_path: Path) -> None:
@@ -288,7 +308,7 @@ def test_a_world_size_that_fits_is_accepted(product: str, dp: int, tmp_path: Pat
 
 def test_the_fast_plain_form_equals_to_dict() -> None:
     """`plain_config` is `to_dict`, only faster, and hands out nothing that is shared."""
-    config = TrainConfig(graph=("attn",), parallel=ParallelConfig(dp=2, dynamic_cp=(1, 2)))
+    config = TrainConfig(graph=("attn",), stress=("poison",), parallel=ParallelConfig(dp=2, dynamic_cp=(1, 2)))
     plain = settings.plain_config(config)
     assert plain == config.to_dict()
     plain["model"]["hidden"] = 0

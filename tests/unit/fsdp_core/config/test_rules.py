@@ -31,6 +31,9 @@ STEPS = {"steps": 2}
 
 Values = dict[str, Any]
 EXAMPLES: dict[str, tuple[str, Values, Values]] = {
+    "stressors_are_known": ("stress", {"stress": ("poisson",)}, {"stress": ("poison",)}),
+    "stressors_differ": ("stress", {"stress": ("jitter", "jitter")},
+                         {"stress": ("jitter", "races")}),
     # rule: (key at fault, values that break it, what to change)
     "heads_divide_hidden": ("heads", {"model": {"heads": 5, "kv_heads": 5}},
                             {"model": {"head_dim": 16}}),

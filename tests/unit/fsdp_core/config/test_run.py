@@ -246,6 +246,8 @@ def test_from_dict_checks_rules() -> None:
         TrainConfig.from_dict(plain | {"fsdp": {"strategy": "zero"}})
     with pytest.raises(ConfigError, match="graph"):
         TrainConfig.from_dict(plain | {"graph": ["atn"]})
+    with pytest.raises(ConfigError, match="stress_seed: expected an integer >= 0, got -1"):
+        TrainConfig.from_dict(plain | {"stress_seed": -1})
 
 
 def test_strategies_are_listed_by_how_much_they_cut() -> None:

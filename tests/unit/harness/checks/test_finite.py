@@ -51,6 +51,18 @@ def test_gradient_is_named_before_the_norm_made_of_it(lab: Any, edit: Any) -> No
     assert "the reference is finite there;" in answer.message
 
 
+def test_poison_is_said_where_nan_comes_from_it(lab: Any, edit: Any) -> None:
+    """Under that stressor, and only there, NaN means a buffer that was read out of its time."""
+    reference, _, candidate = lab.legs()
+    bad = edit.step(candidate, 1, 2, loss=NAN)
+    plain = finite.check(reference, bad, {}).message
+    bad.spec.config["stress"] = ["poison"]
+    poisoned = finite.check(reference, bad, {}).message
+    assert "poison" not in plain
+    assert poisoned.startswith(plain)
+    assert "under stressor poison NaN is what lies in a pool's buffer" in poisoned
+
+
 def test_shared_nonfinite_still_fails(lab: Any, edit: Any) -> None:
     """A reference that is non-finite in the same place is mentioned and excuses nothing."""
     reference, _, candidate = lab.legs()

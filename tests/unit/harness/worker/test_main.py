@@ -11,6 +11,9 @@ from fsdp_core.graph.capture_session import CaptureAborted
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
+from fsdp_core.stress.clocks import Clocks
+from fsdp_core.stress.races import Access, Race, RaceFound
+from fsdp_core.stress.stressors import StressorMissing
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -158,12 +161,17 @@ def test_degrees_that_do_not_fit_the_world_are_an_error(rank: Any, spec: Spec) -
     assert "Expected 2 ranks" in error.message
 
 
+_STREAM = Clocks().new_stream("gather")
+_ACCESS = Access(0, 4, _STREAM, 1, True, "aten::zero_", "a.py:1", None)
+_RACE = Race("w", "root", _ACCESS, _ACCESS)
 CLASSES: list[tuple[BaseException, str]] = [
     (StaleAddress(["w"], "moved"), "stale_address"),
     (torch.OutOfMemoryError("CUDA out of memory"), "oom"),
     (MemoryError(), "oom"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), "illegal_access"),
+    (StressorMissing("races"), "unsupported"),
+    (RaceFound([_RACE]), "race"),
     (CaptureRefused("cannot capture aten.item"), "capture_refused"),
     (BackendMissing("backend: te"), "unsupported"),
     (RuntimeError("something else"), "crashed"),
