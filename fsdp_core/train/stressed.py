@@ -19,8 +19,8 @@ from fsdp_core.train.trainer import Trainer
 class StressedTrainer(Trainer):
     """A trainer whose every method runs under stress.
 
-    What runs work raises `RaceFound` at its end if, under `races`, memory was touched on two streams
-    in no order.
+    What runs work raises `RaceFound` at its end if, under `races`, memory was touched on two
+    streams in no order.
 
     Raises:
         StressorMissing: the device lacks one of the stressors.
