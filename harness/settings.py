@@ -65,7 +65,6 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
         plain[name] = dict(_plain_part(value)) if name in parts() else value
     plain |= {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
     plain["parallel"]["dynamic_cp"] = list(config.parallel.dynamic_cp)
-    plain["stress"] = list(config.stress)
     return plain
 
 

@@ -308,7 +308,9 @@ def test_a_world_size_that_fits_is_accepted(product: str, dp: int, tmp_path: Pat
 
 def test_the_fast_plain_form_equals_to_dict() -> None:
     """`plain_config` is `to_dict`, only faster, and hands out nothing that is shared."""
-    config = TrainConfig(graph=("attn",), stress=("poison",), parallel=ParallelConfig(dp=2, dynamic_cp=(1, 2)))
+    config = TrainConfig(
+        graph=("attn",), stress=("poison",), parallel=ParallelConfig(dp=2, dynamic_cp=(1, 2))
+    )
     plain = settings.plain_config(config)
     assert plain == config.to_dict()
     plain["model"]["hidden"] = 0
