@@ -13,7 +13,7 @@ from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part
-from fsdp_core.train.scopes import Piece, pieces_of
+from fsdp_core.train.scopes import pieces_in
 from fsdp_core.train.stage_graphs import CaptureTools, Chooser, LayerGraphs, StageGraphs
 
 
@@ -43,7 +43,7 @@ class PartialGraphs:
         num_slots: int,
     ) -> None:
         self._part = part
-        pieces = [_pieces(stage, scopes) for stage in stages]
+        pieces = [pieces_in(stage, scopes) for stage in stages]
         self._sets: list[list[LayerGraphs]] = []
         self._installed: list[StageGraphs] = []
         try:
@@ -92,8 +92,3 @@ class PartialGraphs:
         for graphs in itertools.chain(*self._sets):
             graphs.reset()
         self._installed, self._sets = [], []
-
-
-def _pieces(stage: DecoderStage, scopes: Sequence[str]) -> list[Piece]:
-    layers = stage.numbered_layers.items()
-    return [piece for number, layer in layers for piece in pieces_of(number, layer, scopes)]

@@ -18,7 +18,7 @@ choices stay connected to the router.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,7 @@ from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.hooks import ExtractedHooks
 from fsdp_core.graph.ledger import Ledger
-from fsdp_core.model.decoder import Crossing, Layer, MlpBranch, MoeBranch
+from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
 from fsdp_core.model.microbatch import Part
 from fsdp_core.model.moe.layer import Routed
 from fsdp_core.model.moe.preprocess import Plan
@@ -145,6 +145,24 @@ def pieces_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Piec
         yield _forward_of(name, layer, branch)
     elif "moe_router" in scopes:
         yield _front_of(name, layer, branch, plans="moe_preprocess" in scopes)
+
+
+def pieces_in(stage: DecoderStage, scopes: Sequence[str]) -> list[Piece]:
+    """The pieces of all layers of a stage, in the order in which they run."""
+    layers = stage.numbered_layers.items()
+    return [piece for number, layer in layers for piece in pieces_of(number, layer, scopes)]
+
+
+def refusal(stages: Iterable[DecoderStage], scopes: Sequence[str]) -> str | None:
+    """Why pieces of the stages cannot be captured, as far as it shows before it is tried."""
+    try:
+        for stage in stages:
+            for piece in pieces_in(stage, scopes):
+                with piece.without_hooks():
+                    pass
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _forward_of(name: str, layer: Layer, module: nn.Module) -> Piece:

@@ -106,7 +106,7 @@ class LayerGraphs:
         self._graphs: dict[str, GraphedSegment] = {}
         suffix = (f" {variant}" if variant else "") + (f" slot {slot}" if slot else "")
 
-        def forward(piece: Piece) -> None:
+        def warm_up(piece: Piece) -> None:
             segment = Segment(
                 name=piece.name + suffix,
                 function=_over(piece, part),
@@ -118,18 +118,21 @@ class LayerGraphs:
             )
             self._graphs[piece.name] = graph
             graph.warm_up()
+
+        def forward(piece: Piece) -> None:
             self._schedule.quiesce()
-            graph.capture_forward(0)
+            self._graphs[piece.name].capture_forward(0)
 
         def backward(piece: Piece) -> None:
             self._schedule.quiesce()
             self._graphs[piece.name].capture_backward(0)
 
         try:
-            for piece in pieces:
-                _around(piece, forward, tools.attempt)
-            for piece in reversed(pieces):
-                _around(piece, backward, tools.attempt)
+            # All warm-ups first: they run what ranks do together, a capture on a GPU does not. So a
+            # rank whose capture fails leaves no other one waiting.
+            for capture, order in ((warm_up, 1), (forward, 1), (backward, -1)):
+                for piece in pieces[::order]:
+                    _around(piece, capture, tools.attempt)
         except BaseException:
             self.reset()
             raise

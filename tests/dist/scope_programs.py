@@ -27,7 +27,7 @@ class Scoped:
 
     Attributes:
         events: what is done in order: ("step", index), ("evaluate", index),
-            ("smaller", index, microbatches, rows) or ("close",).
+            ("smaller", index, microbatches, rows), ("shown",) or ("close",).
     """
 
     run: Run
@@ -68,6 +68,8 @@ def act(trainer: Trainer, event: Event) -> Any:
     if kind == "smaller":
         index, microbatches, rows = values
         trainer.smaller_step(index, microbatches=microbatches, rows=rows)
+        return _state(trainer)
+    if kind == "shown":
         return _state(trainer)
     trainer.close()
     return None

@@ -11,6 +11,7 @@ from fsdp_core.fsdp.pool import DoublePool, Key, Pool, make_pool
 NUMEL = 64
 NBYTES = 2 * NUMEL
 GATHER = [Key(owner, "gather") for owner in range(5)]
+GRADS = [Key(owner, "grad") for owner in range(3)]
 GRAD = [Key(owner, "grad") for owner in range(5)]
 
 
@@ -244,6 +245,20 @@ def test_a_frozen_pool_refuses_a_change(device: Device, persistent: bool, grad_m
         assert str(holder) in str(caught.value)
         give(pool, holder)
         assert take(pool, rival).data_ptr() == home
+
+
+def test_gradients_of_a_frozen_pool_may_move(device: Device) -> None:
+    """After `freeze` a gradient's key whose buffer is taken gets another, and keeps it."""
+    pool = DoublePool(device, persistent_on_miss=True)
+    homes = cycle(pool, GRADS)
+    assert homes[2] == homes[0]
+    pool.freeze()
+    take(pool, GRADS[0])
+    moved = take(pool, GRADS[2]).data_ptr()
+    assert moved not in homes
+    give(pool, GRADS[0], GRADS[2])
+    pool.end_of_pass()
+    assert cycle(pool, GRADS) == [*homes[:2], moved]
 
 
 def test_a_frozen_pool_serves_keys_that_no_graph_holds(device: Device) -> None:

@@ -1,0 +1,103 @@
+"""Captures of the trainer that fail, and what is left of graphs that are dropped."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_core.device import Device
+from fsdp_core.graph.capture_session import CaptureAborted
+from fsdp_core.mesh import build_axes
+from fsdp_core.train import Trainer
+from tests.dist.scope_programs import STEPS, Scoped, act
+
+Seen = list[Any]
+
+
+def _trainer(scoped: Scoped, device: Device) -> Trainer:
+    return Trainer(scoped.config, build_axes(scoped.run.parallel, device), device)
+
+
+def whole_step(trainer: Trainer, index: int) -> Any:
+    """A step that is never captured."""
+    return act(trainer, ("smaller", index, None, None))
+
+
+def never_captured(scoped: Scoped) -> Seen:
+    """What a run shows whose steps are all eager."""
+    trainer = _trainer(scoped, Device("cpu"))
+    return [whole_step(trainer, index) for index in range(STEPS)]
+
+
+def _look(module: Any, args: Any, output: Any) -> None:
+    del module, args, output
+
+
+def _read(module: Any, args: Any, output: Any) -> None:
+    del module, args
+    output.sum().item()
+
+
+_read._cuda_graph_capturable = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def hooked(trainer: Trainer, module: str, hook: Callable[..., None]) -> Iterator[None]:
+    """A hook on a module of the last layer, on rank 1 alone."""
+    handle = None
+    if dist.get_rank() == 1:
+        handle = trainer.stages[-1].get_submodule(module).register_forward_hook(hook)
+    yield
+    if handle is not None:
+        handle.remove()
+
+
+def fail_and_go_on(scoped: Scoped, module: str, reads: bool) -> tuple[str, str, Seen, Seen]:
+    """A capture that fails on rank 1.
+
+    Returns:
+        The error and its cause; what the trainer shows that goes on eagerly; and one that captures
+        again once nothing is in the way.
+    """
+    texts: list[tuple[str, str]] = []
+    shown: list[Seen] = []
+    for retries in (False, True):
+        trainer = _trainer(scoped, Device("cpu"))
+        seen = [whole_step(trainer, 0)]
+        with hooked(trainer, module, _read if reads else _look):
+            try:
+                trainer.step(1)
+            except CaptureAborted as error:
+                texts.append((str(error), type(error.__cause__).__name__))
+        assert trainer.counts.captured == 0
+        for index in range(1, STEPS):
+            if retries:
+                trainer.step(index)
+            seen.append(act(trainer, ("shown",)) if retries else whole_step(trainer, index))
+        assert bool(trainer.counts.replays) == retries
+        trainer.close()
+        shown.append(seen)
+    assert texts[0] == texts[1]
+    (text, cause), (eager, again) = texts[0], shown
+    return text, cause, eager, again
+
+
+def memory_left(scoped: Scoped) -> tuple[int, int, int]:
+    """Live bytes after `close` of an eager and a graphed run, and before it of the latter."""
+    found = []
+    for run in (Scoped(scoped.run), scoped):
+        device = Device("cpu")
+        with device.counting_memory():
+            trainer = _trainer(run, device)
+            for index in range(STEPS):
+                trainer.step(index)
+            gc.collect()
+            before = device.live_bytes()
+            trainer.close()
+            gc.collect()
+            found.append((before, device.live_bytes()))
+            del trainer
+    (_, eager), (graphed, left) = found
+    return eager, left, graphed

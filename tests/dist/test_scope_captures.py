@@ -1,0 +1,47 @@
+"""Captures of the trainer that are refused or fail, and what is left when graphs are dropped."""
+
+import pytest
+
+from tests.dist.rank_pool import RankPool
+from tests.dist.scope_failures import fail_and_go_on, memory_left, never_captured
+from tests.dist.scope_programs import CAPACITY, MIXED, Scoped
+from tests.dist.train_layout_programs import Run
+
+RUN = Run({"dp": 2, "ep": 2}, "moe_tiny", MIXED | CAPACITY)
+ROUTER, LAYER = ("attn", "mlp", "moe_router"), ("layer",)
+
+
+@pytest.mark.parametrize(
+    ("scope", "module", "reads", "said"),
+    [
+        (LAYER, "layers.1.attn.attention", False, "Expected no forward_hooks of attn.attention"),
+        (ROUTER, "layers.1.mlp.moe.router", False, "Expected no forward_hooks of "),
+        (ROUTER, "layers.1.mlp.moe", False, "Expected no hooks of the MoeLayer of layers.1.mlp"),
+        (("attn",), "layers.1.attn.norm", True, "cannot capture aten._local_scalar_dense"),
+    ],
+    ids=["inside", "part", "bypassed", "reads data"],
+)
+def test_all_ranks_capture_or_none(
+    warm_ranks: RankPool, scope: tuple[str, ...], module: str, reads: bool, said: str
+) -> None:
+    """Where one rank cannot, all say why, go on with eager's bits, and may try again."""
+    scoped = Scoped(RUN, scope)
+    expected = warm_ranks.run(never_captured, Scoped(RUN), world_size=2)
+    ranks = warm_ranks.run(fail_and_go_on, scoped, module, reads, world_size=2)
+    for rank, bits in zip(ranks, expected, strict=True):
+        text, cause, eager, again = rank
+        assert "was given up on every rank: rank 1: " in text
+        assert said in text
+        assert cause == (
+            "CaptureRefused" if reads and (text, cause) == ranks[1][:2] else "NoneType"
+        )
+        assert eager == bits
+        assert again == bits
+
+
+def test_nothing_is_left_of_graphs(warm_ranks: RankPool) -> None:
+    """After `close` a trainer holds what one without graphs holds, to the byte."""
+    for scope in (ROUTER, LAYER, ("full_iteration",)):
+        for eager, left, graphed in warm_ranks.run(memory_left, Scoped(RUN, scope), world_size=2):
+            assert graphed > eager + 2**16
+            assert left == eager, scope
