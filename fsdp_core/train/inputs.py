@@ -182,19 +182,25 @@ class PackInputs:
 
     def microbatches(self) -> list[Microbatch]:
         """Those of the step, weighed by the tokens of all ranks."""
-        counted = torch.stack([local.part.num_counted for local in self._local]).sum()
-        weight = loss_weight(counted, self._number, self._axes)
+        return self._first(self._number)
+
+    def _first(self, microbatches: int) -> list[Microbatch]:
+        first = self._local[:microbatches]
+        counted = torch.stack([local.part.num_counted for local in first]).sum()
+        weight = loss_weight(counted, microbatches, self._axes)
         return [
             Microbatch(local.tokens, {"part": replace(local.part, weight=weight)})
-            for local in self._local
+            for local in first
         ]
 
     def smaller(self, microbatches: int, rows: int) -> list[Microbatch]:
-        """See `Inputs`: packs are always whole."""
-        raise ValueError(
-            f"Expected whole steps of packed documents, got one of {microbatches} microbatches of "
-            f"{rows} rows."
-        )
+        """See `Inputs`; collective. A pack is one row: there are no fewer."""
+        if rows != 1 or not 1 <= microbatches <= self._number:
+            raise ValueError(
+                f"Expected at most {self._number} microbatches of 1 row, as packs are, and one at "
+                f"least, got {microbatches} of {rows}."
+            )
+        return self._first(microbatches)
 
     def samples(self) -> dict[int, Part]:
         """For each size, that of a pack with one document, as long as there may be."""

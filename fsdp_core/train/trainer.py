@@ -156,11 +156,11 @@ class Trainer:
         microbatches that there are none of are 0.
 
         Raises:
-            ValueError: more than there are in a whole step, or none; packs of documents.
+            ValueError: more than there are in a whole step, or none; other rows of packs than one.
         """
         config = self.config
         number = config.microbatches if microbatches is None else microbatches
-        rows = config.micro_batch_size if rows is None else rows
+        rows = self._inputs.shape[0] if rows is None else rows
         with self.device.on(self.stream):
             self._inputs.fill(index)
             batch = self._inputs.smaller(number, rows)
