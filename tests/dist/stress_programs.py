@@ -6,7 +6,7 @@ from typing import Any
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
-from fsdp_core.train import make_trainer
+from fsdp_core.train import Trainer, make_trainer
 from harness.worker.stress import ORDER_FAULTS
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
@@ -36,6 +36,28 @@ def train(stressed: Stressed) -> tuple[list[Any], int]:
         return [bits(trainer, step) for step in range(STEPS)], trainer.counts.replays
     finally:
         trainer.close()
+
+
+def other_steps(stressed: Stressed) -> list[Any]:
+    """A step, evaluation, a smaller step, state digested again, and a step after the graphs."""
+    config = stressed.config
+    trainer = make_trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+    seen: list[Any] = [bits(trainer, step) for step in range(STEPS - 1)]
+    seen.append(trainer.evaluate(7).item())
+    seen.append(trainer.smaller_step(STEPS - 1, microbatches=1).loss.item())
+    trainer.redigest_state()
+    trainer.close()
+    return [*seen, bits(trainer, STEPS)]
+
+
+def refused(stressed: Stressed) -> str:
+    """What a plain trainer says."""
+    config = stressed.config
+    try:
+        Trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def train_each(runs: list[Stressed]) -> list[tuple[list[Any], int]]:

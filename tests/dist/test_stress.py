@@ -6,14 +6,19 @@ from typing import Any
 import pytest
 
 from tests.dist.rank_pool import RankPool
-from tests.dist.stress_programs import Stressed, train_each, train_misordered_each
+from tests.dist.stress_programs import (
+    Stressed,
+    other_steps,
+    refused,
+    train_each,
+    train_misordered_each,
+)
 from tests.dist.train_layout_programs import STEPS, WARMUP, Run
 
 FULL, ATTN = ("full_iteration",), ("attn",)
 LATE, RACES = ("jitter", "poison", "scramble"), ("races",)
 SHARDED = Run({"dp": 2}, dtype="bf16", fsdp={"pool": "double"})
 RIGHT = {
-    "dense DP2 attn": replace(SHARDED, graph=ATTN),
     "dense DP2 full_iteration": replace(SHARDED, graph=FULL, fsdp={"pool": "dynamic"}),
     "dense PP2 traced": Run({"pp": 2}, "dense_tiny_dropout", fsdp={"pool": "traced"}),
     "experts EP2": Run({"dp": 2, "ep": 2}, "moe_tiny", fsdp={"reduce_dtype": "bf16"}),
@@ -28,6 +33,19 @@ def test_a_right_program_keeps_its_bits(name: str, warm_ranks: RankPool) -> None
     for plain, *stressed in warm_ranks.run(train_each, runs, world_size=2):
         assert stressed == [plain, plain]
         assert bool(plain[1]) == bool(run.graph)
+
+
+def test_all_that_a_trainer_does_is_under_stress(warm_ranks: RankPool) -> None:
+    """Evaluation, smaller steps and steps after the graphs are gone keep their bits, too."""
+    run = replace(SHARDED, graph=ATTN)
+    plain = warm_ranks.run(other_steps, Stressed(run), world_size=2)
+    assert warm_ranks.run(other_steps, Stressed(run, (*LATE, *RACES)), world_size=2) == plain
+
+
+def test_a_plain_trainer_refuses_stressors(warm_ranks: RankPool) -> None:
+    """It would train without them and say nothing."""
+    for text in warm_ranks.run(refused, Stressed(SHARDED, LATE), world_size=2):
+        assert text.startswith("Expected no stressors for a plain trainer, got jitter, poison")
 
 
 def outcomes(ranks: RankPool, run: Run, fault: str, step: int, *stress: tuple[str, ...]) -> Any:
