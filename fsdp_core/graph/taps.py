@@ -7,14 +7,15 @@
 A call's digest is written into the next free row of its tap, with the tap's place in the order of
 all that ran in the step. Which row is next, and the place, are counted on the device: a graph that
 holds a tap counts on at each replay, as a call does. So rows are the same whoever issues the work,
-also where one graph serves several microbatches.
+also where one graph serves several microbatches. A module that is called more often than a tap has
+rows, as one that layers share, folds further calls into its last row.
 
 Calls are watched at `Module._call_impl`, around hooks and around whatever stands in for `forward`:
 a module is seen once a call, be it captured, replaced by a replay, or eager. Hooks would be taken
 away while graphs are captured. Only training passes are seen, not those without gradients.
 
-**Cost** of a tap: its tensors are read once, or copied and read once on CUDA, plus ten launches of
-small kernels. It needs no sync. Nothing is computed with a digest, so no bit of the run changes.
+**Cost** of a tap: its tensors are read once, or copied and read once on CUDA, plus some 15 launches
+of small kernels. It needs no sync. Nothing is computed with a digest, so no bit of the run changes.
 """
 
 import functools
@@ -26,11 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, empty_rows
-from fsdp_core.graph.digest_words import INT_OF_SIZE
+from fsdp_core.graph.digest_words import INT_OF_SIZE, NUM_LANES
 
 NEVER = -1
 """Place of a row that no call has written in this step."""
 PLACE_COLUMN = NUM_COLUMNS
+_FOLD = 0x01000193
+"""Odd, so that what was folded stays in all bits: a row times this plus the next, modulo 2**32."""
 MOST_KINDS = 64
 """Shapes whose plans are kept; the longest unused goes. What a graph has captured stays."""
 
@@ -60,7 +63,7 @@ class Taps:
         names: of the rows, `layers.3.attn:output[1]`, each tap's `calls` together.
         stages: of the rows.
         rows: int32 [taps * calls, 6]: the digest's five columns, and the place in the step.
-        calls_seen: int32 [taps], calls since `begin`; more than there are rows if some were lost.
+        calls_seen: int32 [taps], calls since `begin`.
     """
 
     def __init__(self, taps: Sequence[Tap], calls: int, device: torch.device) -> None:
@@ -74,6 +77,9 @@ class Taps:
         self.calls_seen = torch.zeros(len(self._taps), dtype=torch.int32, device=device)
         self._clock = torch.zeros(1, dtype=torch.int32, device=device)
         self._numbers = torch.arange(calls, dtype=torch.int32).to(device)[:, None]
+        self._is_last = self._numbers == calls - 1
+        fold = [[_FOLD] * NUM_LANES + [0, 1], [1] * NUM_COLUMNS + [0]]
+        self._keep, self._add = torch.tensor(fold, dtype=torch.int32).to(device)[:, None].unbind()
         self._device = device
         self._digests: dict[tuple[Any, ...], _Digest] = {}
         modules = dict.fromkeys(tap.module for tap in self._taps)
@@ -85,11 +91,6 @@ class Taps:
     def tap_names(self) -> list[str]:
         """`layers.3.attn:output`, in the order of `calls_seen`."""
         return [f"{tap.name}:{tap.kind}" for tap in self._taps]
-
-    @property
-    def calls(self) -> int:
-        """Rows of each tap."""
-        return self._calls
 
     def begin(self) -> None:
         """A step begins: no row is written. Device work alone, so a graph may hold it."""
@@ -113,6 +114,8 @@ class Taps:
         yield "taps calls seen", self.calls_seen
         yield "taps clock", self._clock
         yield "taps numbers", self._numbers
+        yield "taps last", self._is_last
+        yield "taps fold", self._keep
         for number, digest in enumerate(self._digests.values()):
             for index, tensor in enumerate(digest.tensors()):
                 yield f"taps scratch {index} of kind {number}", tensor
@@ -156,8 +159,9 @@ class Taps:
             line = torch.cat((digest, self._clock[:, None]), dim=1)
             seen = self.calls_seen[tap : tap + 1]
             own = self.rows[tap * self._calls : (tap + 1) * self._calls]
-            # A call beyond the last row is counted, and written nowhere.
-            own.copy_(torch.where(self._numbers == seen, line, own))
+            again = self._is_last & (seen >= self._calls)
+            folded = own * self._keep + line * self._add
+            own.copy_(torch.where(self._numbers == seen, line, torch.where(again, folded, own)))
             seen.add_(1)
             self._clock.add_(1)
 

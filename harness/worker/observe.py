@@ -104,8 +104,8 @@ class Observer:
     def _pack(self, outputs: StepOutputs) -> torch.Tensor:
         floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
         digests = [outputs.digests[group].flatten() for group in self._groups]
-        taps = self._trainer.taps
-        return torch.cat((floats.view(torch.int32), *digests, taps.rows.flatten(), taps.calls_seen))
+        rows = self._trainer.taps.rows.flatten()
+        return torch.cat((floats.view(torch.int32), *digests, rows))
 
     def _record(self, row: torch.Tensor, facts: "_HostFacts", step_s: float) -> StepRecord:
         num_losses = self._trainer.config.microbatches
@@ -136,15 +136,8 @@ class Observer:
 
     def _taps_text(self, row: torch.Tensor) -> str:
         """Rows of taps as hex: four lanes and the place in the step."""
-        taps = self._trainer.taps
-        num_rows = taps.rows.numel()
-        for name, calls in zip(taps.tap_names, row[num_rows:].tolist(), strict=True):
-            if calls > taps.calls:
-                raise ValueError(
-                    f"Expected at most {taps.calls} calls of {name} in a step, one a microbatch, "
-                    f"got {calls}: leave it out of taps."
-                )
-        lanes = row[:num_rows].view(taps.rows.shape)[:, [*range(NUM_LANES), PLACE_COLUMN]]
+        rows = row.view(self._trainer.taps.rows.shape)
+        lanes = rows[:, [*range(NUM_LANES), PLACE_COLUMN]]
         return lanes.contiguous().numpy().astype(">i4").tobytes().hex()
 
 

@@ -296,16 +296,27 @@ def test_only_training_is_seen() -> None:
     assert taps.calls_seen.tolist() == [MICROBATCHES] * len(taps.tap_names)
 
 
-def test_calls_beyond_the_rows_are_counted_and_not_written() -> None:
-    """A third call of two changes no row, and shows in the count."""
-    model = Net()
-    taps = Taps([Tap("head", model.head, "output"), Tap("net", model, "input")], 2, CPU)
-    taps.begin()
-    step_eagerly(model, 0)
-    before = taps.rows.clone()
-    model.head(torch.ones(1, 8))
-    assert torch.equal(taps.rows, before)
-    assert taps.calls_seen.tolist() == [3, 2]
+def test_calls_beyond_the_rows_are_folded_into_the_last() -> None:
+    """Of a module that is called more often no call is lost, nor the order of calls."""
+    shared, other = nn.Identity(), nn.Identity()
+
+    def rows_of(*values: float) -> list[list[int]]:
+        taps = Taps([Tap("x", shared, "output"), Tap("y", other, "output")], 2, CPU)
+        taps.begin()
+        for value in values:
+            shared(torch.full((2,), value))
+        other(torch.zeros(1))
+        taps.close()
+        assert taps.calls_seen.tolist() == [len(values), 1]
+        assert taps.rows[:, PLACE_COLUMN].tolist() == [0, 1, len(values), NEVER]
+        return [row[:4] for row in taps.rows[:2].tolist()]
+
+    first, last = rows_of(1, 2, 3, 4)
+    assert [first] == rows_of(1, 2)[:1] == rows_of(1, 3, 2, 4)[:1]
+    others = [rows_of(*v)[1] for v in ((1, 2), (1, 3, 2, 4), (1, 2, 4, 3), (1, 2, 3), (1, 2, 3, 5))]
+    assert last not in others
+    assert len({tuple(row) for row in others}) == len(others)
+    assert rows_of(1, 2, 3, 4) == [first, last]
 
 
 def test_what_never_ran_says_so() -> None:

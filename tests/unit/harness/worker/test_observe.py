@@ -229,17 +229,6 @@ def test_taps_are_recorded_as_they_ran(spec: Spec, tmp_path: Path) -> None:
         assert not any(row.endswith(NEVER_RAN) for row in wanted)
 
 
-def test_a_module_called_too_often_is_refused_by_name(spec: Spec, tmp_path: Path) -> None:
-    """What would not be recorded is said, not left out."""
-    trainer = make_trainer(spec(steps=1, taps=["norm:output"]))
-    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
-    trainer.step(0)
-    trainer.taps.calls_seen.add_(1)
-    calls = trainer.config.microbatches
-    with pytest.raises(ValueError, match=rf"at most {calls} calls of norm:output in a step"):
-        observer.observe(0)
-
-
 @pytest.mark.parametrize("ledger", [True, False])
 def test_moved_pointers_are_counted_with_the_ledger(
     spec: Spec, tmp_path: Path, ledger: bool
