@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fsdp_core.device import Device
 from tests.graph_faults import stack, stack_faults, trainer_faults, training
-from tests.graph_faults.programs import Leg, Planting, Program, nothing
+from tests.graph_faults.programs import WARMUP, Leg, Planting, Program, nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,6 @@ class GraphFault:
         plant: the fault.
         right: what the program does instead where it is right; the reference does it, too.
         refused: the same fault with the check that stops it, where the plant takes one away.
-        why: a word on what the row shows.
         quick: columns that the suite's short test runs.
     """
 
@@ -29,8 +28,7 @@ class GraphFault:
     plant: Planting
     right: Planting = nothing
     refused: Planting | None = None
-    why: str = ""
-    quick: tuple[str, ...] = ("plain",)
+    quick: tuple[str, ...] = ()
 
     @property
     def maker(self) -> Callable[[Leg, Device], Program]:
@@ -66,6 +64,7 @@ FAULTS = (
         plant=stack_faults.ramp_in_python,
         right=stack_faults.ramp_on_device,
         refused=stack_faults.ramp_in_python_refused,
+        quick=("plain",),
     ),
     GraphFault(
         name="F02b",
@@ -78,6 +77,7 @@ FAULTS = (
         what="hooks are gone once they are put back",
         program="modules",
         plant=stack_faults.hooks_lost,
+        quick=("plain",),
     ),
     GraphFault(
         name="F03b",
@@ -90,12 +90,14 @@ FAULTS = (
         what="a fused kernel reads weights of units whose hooks nobody runs",
         program="fused",
         plant=stack_faults.kernel_bypasses_hooks,
+        quick=("plain",),
     ),
     GraphFault(
         name="F08",
         what="the hooks that gather are not put back after the capture",
         program="layer",
         plant=trainer_faults.pre_hooks_not_put_back,
+        quick=("plain",),
     ),
     GraphFault(
         name="F13a",
@@ -108,6 +110,7 @@ FAULTS = (
         what="all microbatches are replayed from the first one's graph, which does not reduce",
         program="each",
         plant=stack_faults.one_graph(0),
+        quick=("plain",),
     ),
     GraphFault(
         name="F13c",
@@ -120,6 +123,7 @@ FAULTS = (
         what="gathered weights get other memory each time",
         program="attn",
         plant=trainer_faults.misordered("unstable_buffers"),
+        quick=("ledger",),
     ),
     GraphFault(
         name="F17",
@@ -133,12 +137,14 @@ FAULTS = (
         what="gradients are set to None between replays, the optimizer is outside",
         program="whole",
         plant=stack_faults.gradients_dereferenced,
+        quick=("plain",),
     ),
     GraphFault(
         name="F19a",
         what="replays return the static gradients themselves",
         program="plain",
         plant=trainer_faults.gradients_alias,
+        quick=("plain",),
     ),
     GraphFault(
         name="F19b",
@@ -153,16 +159,24 @@ FAULTS = (
         plant=trainer_faults.misordered("gather_ignores_writes"),
     ),
     GraphFault(
-        name="F32",
+        name="F32a",
         what="compute does not wait for the gather of its weights",
         program="attn",
         plant=trainer_faults.misordered("compute_ignores_gather"),
+        quick=("races",),
+    ),
+    GraphFault(
+        name="F32b",
+        what="the same inside of a step that is captured whole",
+        program="full",
+        plant=trainer_faults.misordered("compute_ignores_gather", WARMUP),
     ),
     GraphFault(
         name="F33",
         what="the root's weights are given back before they are used",
         program="attn",
         plant=trainer_faults.misordered("early_release"),
+        quick=("poison",),
     ),
     GraphFault(
         name="F34a",
@@ -182,6 +196,7 @@ FAULTS = (
         program="modules",
         plant=stack_faults.capture_leaves_wreck,
         right=stack_faults.capture_refused,
+        quick=("plain",),
     ),
     GraphFault(
         name="F65",
@@ -194,5 +209,6 @@ FAULTS = (
         what="the warm-up's counts of tokens stay",
         program="router",
         plant=trainer_faults.warm_up_leaves_state,
+        quick=("plain",),
     ),
 )

@@ -179,12 +179,12 @@ def gradients_alias(moments: Moments) -> Iterator[None]:
 # ---- order and memory
 
 
-def misordered(name: str) -> Planting:
-    """A fault of `harness.worker.stress`, from the first step that only replays."""
+def misordered(name: str, step: int = CAPTURED) -> Planting:
+    """A fault of `harness.worker.stress`, by default from the first step that only replays."""
 
     @contextlib.contextmanager
     def plant(moments: Moments) -> Iterator[None]:
-        moments.before(CAPTURED, lambda p: ORDER_FAULTS[name](cast("Training", p).trainer))
+        moments.before(step, lambda p: ORDER_FAULTS[name](cast("Training", p).trainer))
         yield
 
     return plant
