@@ -7,7 +7,16 @@ import pytest
 
 from fsdp_core.config import STRATEGIES
 from tests.dist.rank_pool import RankPool
-from tests.dist.scope_programs import CAPACITY, MIXED, STEPS, WARMUP, Scoped, Seen, train_all
+from tests.dist.scope_programs import (
+    CAPACITY,
+    MIXED,
+    STEADY,
+    STEPS,
+    WARMUP,
+    Scoped,
+    Seen,
+    train_all,
+)
 from tests.dist.train_layout_programs import Run
 
 ATTN, LAYER, FULL = ("attn",), ("layer",), ("full_iteration",)
@@ -135,3 +144,32 @@ def test_evaluation_and_smaller_steps_between_replays(warm_ranks: RankPool) -> N
     assert parts.replays == 2 * num_pieces(ALL_PARTS, 1, 1) * (3 * 2 + 1)
     assert layer.replays == 2 * num_pieces(LAYER, 1, 1) * (3 * 2 + 1)
     assert full.replays == 3
+
+
+def test_smaller_steps_are_those_of_a_smaller_run(warm_ranks: RankPool) -> None:
+    """The first step of one microbatch of one row is that of a run that is configured so."""
+    run = Run({"dp": 2, "ep": 2}, "moe_tiny", MIXED | CAPACITY | {"aux_loss": 0.1})
+    shown = ("shown",)
+    large = replace(run, micro_batch_size=2)
+    runs = [
+        Scoped(replace(run, microbatches=1), events=(("step", 0), shown)),
+        Scoped(large, events=(("smaller", 0, 1, 1), shown)),
+    ]
+    for expected, found in warm_ranks.run(train_all, runs, world_size=2):
+        losses, *others = expected.bits[1]
+        assert found.bits[1] == ([*losses, 0.0], *others)
+
+
+def test_evaluation_changes_nothing(warm_ranks: RankPool) -> None:
+    """It has the loss of a step without dropout, draws no numbers, and leaves the steps alone."""
+    run = Run({"dp": 2, "ep": 2}, "moe_tiny", MIXED | CAPACITY)
+    plain = replace(run, overrides=run.overrides | {"dropout": 0.0})
+    runs = [
+        Scoped(run),
+        Scoped(run, events=(("evaluate", 5), *STEADY[:1], ("evaluate", 6), *STEADY[1:])),
+        Scoped(plain, events=(("evaluate", 0), ("step", 0))),
+    ]
+    for steady, between, dry in warm_ranks.run(train_all, runs, world_size=2):
+        assert [between.bits[i] for i in (1, 3, 4)] == steady.bits
+        evaluated, (floats, _, _) = dry.bits
+        assert evaluated == [floats[-2]]
