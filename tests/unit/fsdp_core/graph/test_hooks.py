@@ -79,6 +79,7 @@ def test_hooks_go_back_as_they_were() -> None:
     dictionaries = [getattr(module, name) for name in DICTIONARIES]
     log.clear()
     with ExtractedHooks(module):
+        assert not any(getattr(module, name) for name in DICTIONARIES)
         plain = run(module)
         assert log == []
         assert not torch.equal(plain, expected_out), "the hook with keywords changes the output"

@@ -72,6 +72,7 @@ def train(module: Router, call: Callable[..., Any]) -> list[object]:
             x, outputs = forwards[microbatch]
             (outputs[0].square().sum() + outputs[1].sum()).backward()
             seen += [x.grad, *(output.detach().clone() for output in outputs)]
+            seen += [output.requires_grad for output in outputs]
         for parameter in module.parameters():
             seen.append(None if parameter.grad is None else parameter.grad.clone())
         seen.append(module.counts.clone())
@@ -82,7 +83,7 @@ def same(one: object, other: object) -> bool:
     """Bits of tensors, or two times None."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other) and one.dtype == other.dtype
-    return one is other
+    return one == other
 
 
 def test_many_inputs_and_outputs_equal_eager() -> None:
@@ -258,6 +259,19 @@ def test_slots_and_segments_share_what_gradients_leave_through() -> None:
     assert x.grad is not None
     grads = [tensor.grad for tensor in (x, *weights)]
     assert [None if g is None else g.unique().tolist() for g in grads] == [[10.0], [5.0], [2.0]]
+
+
+def test_an_input_without_a_gradient_ends_the_path() -> None:
+    """Where the function lets no gradient through, nothing upstream gets one: None, not zeros."""
+    graphed = capture(segment_of(lambda x, y: x * y.detach(), wanted(2), wanted(2)))
+    upstream = wanted(2)
+    x = wanted(2)
+    out = graphed(x, upstream * 2)
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]
+    assert upstream.grad is None
 
 
 def test_gradient_hooks_run_once() -> None:
