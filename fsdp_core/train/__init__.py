@@ -3,7 +3,9 @@
     build      stages of the decoder on a device, sharded
     inputs     what a rank has of every microbatch, in static tensors
     outputs    what a step shows: losses, norm, digests
-    scopes     captures of parts of a layer
+    scopes     what of a layer each scope captures, and what stays eager
+    stage_graphs, partial_graphs, banks    graphs of a stage, of all stages, of all context sizes
+    captures   all graphs of a trainer, on every rank or on none
     trainer    the step
     stressed   the same under stressors; `make_trainer` gives the one that a configuration asks for
 
