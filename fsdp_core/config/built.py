@@ -15,10 +15,23 @@ def _graphs_of_packs_by_torch(run: TrainConfig) -> ConfigError | None:
     return ConfigError("backend", expected=expected, got=run.backend, legal=("torch",))
 
 
+def _delayed_scales_outside_of_graphs(run: TrainConfig) -> ConfigError | None:
+    if run.fp8 != "delayed" or not set(run.graph) - {"full_iteration"}:
+        return None
+    expected = (
+        "current or block, as scales that follow earlier steps are moved once a step, and partial "
+        "scopes that leave them to that are not built so far"
+    )
+    return ConfigError("fp8", expected=expected, got=run.fp8, legal=("current", "block"))
+
+
 NOT_BUILT: tuple[Rule[TrainConfig], ...] = (
     Rule("te_graphs_of_dynamic_cp_are_not_built",
          "Partial scopes with dynamic cp are built with the torch backend only, so far.",
          _graphs_of_packs_by_torch),
+    Rule("delayed_fp8_in_partial_scopes_is_not_built",
+         "Partial scopes compute in fp8 with scales of now only, so far.",
+         _delayed_scales_outside_of_graphs),
 )  # fmt: skip
 
 

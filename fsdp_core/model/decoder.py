@@ -200,6 +200,7 @@ class DecoderStage(nn.Module):
         streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
 
     Attributes:
+        around: what its layers compute in (fp8).
         on_microbatch: told the part and the slot of each microbatch before its layers run.
 
     Raises:
@@ -224,7 +225,7 @@ class DecoderStage(nn.Module):
         numbers = range(config.layers) if layers is None else layers
         cut = {"sequence_parallel": axes.sequence_parallel}
         self.rope = make.rope
-        self._around = backend.around(axes)
+        self.around = backend.around(axes)
         self.embedding = (
             VocabEmbedding(config.vocab_size, config.hidden, axes.tp, **cut) if is_first else None
         )
@@ -248,7 +249,7 @@ class DecoderStage(nn.Module):
             self.on_microbatch(part, microbatch)
         if self.embedding is not None:
             x = self._without_padding(self.embedding(x), part)
-        with self._around():
+        with self.around():
             for layer in self.numbered_layers.values():
                 x = layer(x, part)
         if self.head is None or self.norm is None:

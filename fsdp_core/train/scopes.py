@@ -18,6 +18,7 @@ choices stay connected to the router.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -125,7 +126,7 @@ class Piece:
         found = (p for module in self.modules for p in module.parameters())
         return tuple(dict.fromkeys(found))
 
-    @property
+    @functools.cached_property
     def inner_units(self) -> list[Unit]:
         """FSDP units inside, outermost first: they act around the replay, none inside of it."""
         return [unit for unit in units_in(*self.modules) if self.layer not in unit.modules]

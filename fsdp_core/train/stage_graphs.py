@@ -33,8 +33,12 @@ from fsdp_core.model.microbatch import Part
 from fsdp_core.train.scopes import GraphCounts, Outputs, Piece
 
 
-def _over(piece: Piece, part: Part) -> Callable[[torch.Tensor], Outputs]:
-    return lambda x: piece.run(x, part)
+def _over(stage: DecoderStage, piece: Piece, part: Part) -> Callable[[torch.Tensor], Outputs]:
+    def run(x: torch.Tensor) -> Outputs:
+        with stage.around():
+            return piece.run(x, part)
+
+    return run
 
 
 Attempt = Callable[[Callable[[], None]], None]
@@ -109,7 +113,7 @@ class LayerGraphs:
         def warm_up(piece: Piece) -> None:
             segment = Segment(
                 name=piece.name + suffix,
-                function=_over(piece, part),
+                function=_over(stage, piece, part),
                 samples=(sample,),
                 parameters=piece.parameters,
             )

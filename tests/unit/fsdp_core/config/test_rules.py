@@ -156,6 +156,8 @@ NOT_BUILT_EXAMPLES: dict[str, tuple[str, Values]] = {
     "te_graphs_of_dynamic_cp_are_not_built":
         ("backend", {"graph": ("attn",), "backend": "te",
                      "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
+    "delayed_fp8_in_partial_scopes_is_not_built":
+        ("fp8", {"graph": ("attn",), "backend": "te", "fp8": "delayed"}),
 }  # fmt: skip
 KINDS: dict[str, Any] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,
