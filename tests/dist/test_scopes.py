@@ -55,7 +55,7 @@ def check(runs: list[Scoped], ranks: list[list[Seen]]) -> None:
 def compare(pool: RankPool, run: Run, scopes: list[tuple[str, ...]], **options: Any) -> list[Seen]:
     """Run eagerly and under each of `scopes`; the first rank's."""
     runs = [Scoped(run, scope, **options) for scope in ((), *scopes)]
-    ranks = pool.run(train_all, runs, world_size=runs[0].world_size)
+    ranks = pool.run(train_all, runs, world_size=runs[0].world_size, timeout_s=180.0)
     check(runs, ranks)
     first: list[Seen] = ranks[0][1:]
     return first
