@@ -1,10 +1,10 @@
-"""Graphs of training code over either maker: whole functions, and modules with their backward.
+"""Graphs of training code over either maker, and the simplest use: one graph of a function.
 
+    GraphMaker         makes graphs, and what the graphs of one model share
     CapturedFunction   one graph of a function that runs forward and backward itself
-    CapturedModule     two graphs of a module, joined to autograd: forward, and backward
 
-Both check the address ledger before each replay. What a captured module needs around its capture
-(parameters gathered at stable addresses, side streams idle) is the caller's business.
+The ledger of addresses is checked before each replay. Parts of a step that autograd joins are
+captured by `fsdp_core.graph.segment`.
 """
 
 import weakref
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.cuda import CudaGraph, MemoryPool
@@ -140,123 +139,3 @@ class CapturedFunction:
         """Drop the graph."""
         self.graph.reset()
         self._function = self.result = None
-
-
-class CapturedModule:
-    """Forward and backward graphs of a module of one tensor argument plus constants.
-
-    The module's input shape, its parameters' addresses and its training mode are fixed at capture.
-    One microbatch may be between forward and backward at a time: the graphs have one set of saved
-    activations. Of several modules that share a memory pool, capture all forwards in the order of
-    the model and then all backwards in the reverse order: memory that a forward saved is reused as
-    soon as its backward is captured.
-
-    Args:
-        sample: like the inputs to come; its values are not used.
-        constants: further arguments, the same at each call; tensors in them stay where they are.
-        parameters: those that get a gradient, in the order in which autograd gets them.
-        resolve: names every tensor that the graphs may use; None leaves the ledger out.
-    """
-
-    def __init__(
-        self,
-        maker: GraphMaker,
-        module: nn.Module,
-        sample: torch.Tensor,
-        constants: Sequence[Any],
-        parameters: Sequence[nn.Parameter],
-        *,
-        resolve: Resolver | None,
-    ) -> None:
-        self._device, self._resolve = maker.device, resolve
-        original = module.forward
-        self._function = lambda x: original(x, *constants)
-        self._parameters = tuple(parameters)
-        self._input = torch.zeros_like(sample).requires_grad_(sample.requires_grad)
-        self._surface = ((self._input,) if sample.requires_grad else ()) + self._parameters
-        self._forward, self._backward = maker.new(), maker.new()
-        self.ledgers: list[Ledger] = []
-        self._output: torch.Tensor
-        self._grad_output: torch.Tensor
-        self._grads: tuple[torch.Tensor | None, ...] = ()
-
-    def warm_up(self, iterations: int = 2) -> None:
-        """Run forward and backward eagerly on the static input, leaving the generators alone."""
-        states = self._device.rng_states()
-        for _ in range(iterations):
-            output = self._function(self._input)
-            torch.autograd.grad(output, self._surface, torch.ones_like(output))
-            del output
-        self._device.set_rng_states(states)
-
-    def capture_forward(self) -> None:
-        """Capture the forward pass."""
-        self._output = self._forward.capture(lambda: self._function(self._input))
-        self._grad_output = torch.zeros_like(self._output)
-        self._enter(self._forward.recording, None)
-
-    def capture_backward(self) -> None:
-        """Capture the backward pass of the captured forward."""
-        grads = self._backward.capture(
-            lambda: torch.autograd.grad(self._output, self._surface, self._grad_output)
-        )
-        self._grads = grads if self._input.requires_grad else (None, *grads)
-        # The autograd graph has done its work; the storages it saved belong to the graphs now.
-        self._output = self._output.detach()
-        self._enter(self._backward.recording, self._forward.recording)
-
-    def _enter(self, recording: Recording, partner: Recording | None) -> None:
-        if self._resolve is not None:
-            self.ledgers.append(Ledger(recording, self._resolve, partner))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Replay forward now and, when autograd asks, backward."""
-        if x.shape != self._input.shape or x.dtype != self._input.dtype:
-            raise ValueError(
-                f"Expected the captured input {tuple(self._input.shape)} {self._input.dtype}, "
-                f"got {tuple(x.shape)} {x.dtype}."
-            )
-        result: torch.Tensor = _Replay.apply(self, x, *self._parameters)
-        return result
-
-    def replay_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy the input in, replay, and return an alias of the static output."""
-        if self.ledgers:
-            self.ledgers[0].check()
-        if x.data_ptr() != self._input.data_ptr():
-            self._input.data.copy_(x)
-        self._forward.replay()
-        return self._output.detach()
-
-    def replay_backward(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Copy the output's gradient in, replay, and return the static gradients.
-
-        They are the very tensors, held here too: autograd copies what it cannot have to itself.
-        Given an alias of its own, it would keep that as a parameter's `grad`, and the next replay
-        would overwrite what was to be added to.
-        """
-        if self.ledgers:
-            self.ledgers[1].check()
-        if grad.data_ptr() != self._grad_output.data_ptr():
-            self._grad_output.copy_(grad)
-        self._backward.replay()
-        return self._grads
-
-    def reset(self) -> None:
-        """Drop both graphs."""
-        self._forward.reset()
-        self._backward.reset()
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, captured: CapturedModule, x: torch.Tensor, *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        del parameters
-        ctx.captured = captured
-        return captured.replay_forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.captured.replay_backward(grad))

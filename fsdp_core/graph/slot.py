@@ -255,6 +255,7 @@ class Slot:
         self, grads: Sequence[torch.Tensor | None], pending: Pending
     ) -> tuple[torch.Tensor | None, ...]:
         """Copy the outputs' gradients in, replay, and return clones of the gradients."""
+        self._require_captured()
         if pending.is_done:
             raise RuntimeError(
                 f"Expected one backward of {self._name} for each forward, got a second: its graphs "

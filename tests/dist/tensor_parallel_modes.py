@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, fully_shard
-from fsdp_core.graph.capture import CapturedFunction, CapturedModule, GraphMaker
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.cuts import cut_of
 from fsdp_core.parallel.rng import RandomStreams
@@ -170,26 +171,24 @@ def replay_and_eager(sequence_parallel: bool) -> list[list[bool]]:
 def block_graph_and_eager(sequence_parallel: bool) -> list[list[bool]]:
     """A block as two graphs, forward and backward, against the block: agreement of every bit.
 
-    With dropout: who warms up before the capture puts the random states back.
+    With dropout: the warm-up puts the random states back.
     """
     axis, agreed = whole_axis(), []
     eager, graphed = (cast("Mlp", net_on(axis, sequence_parallel).layers[0]) for _ in range(2))
     time = TIME // axis.size if sequence_parallel else TIME
     sample = torch.zeros(BATCH, time, HIDDEN).requires_grad_()
-    graph = CapturedModule(
-        GraphMaker(Device("cpu")), graphed, sample, (), list(graphed.parameters()), resolve=None
+    segment = Segment(
+        name="block", function=graphed, samples=(sample,), parameters=tuple(graphed.parameters())
     )
-    states = [stream.get_state() for stream in (graphed.own, graphed.shared)]
+    graph = GraphedSegment(GraphMaker(Device("cpu")), segment)
     graph.warm_up()
-    for stream, state in zip((graphed.own, graphed.shared), states, strict=True):
-        stream.set_state(state)
-    graph.capture_forward()
-    graph.capture_backward()
+    graph.capture_forward(0)
+    graph.capture_backward(0)
     for step in range(STEPS):
         place = axis.rank * sequence_parallel
         x = draw(f"x {step} of {place}", BATCH, time, HIDDEN, dtype=torch.float32)
         inputs = [x.clone().requires_grad_() for _ in range(2)]
-        outputs = [eager(inputs[0]), graph(inputs[1])]
+        outputs = [eager(inputs[0]), cast("torch.Tensor", graph(inputs[1]))]
         for out in outputs:
             out.square().sum().backward()
         found = []

@@ -1,4 +1,4 @@
-"""Captured functions and modules: eager's bits through forward and backward, or a refusal."""
+"""Captured functions, and modules as segments: eager's bits forward and backward, or a refusal."""
 
 import copy
 import functools
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core.device import Device
-from fsdp_core.graph.capture import CapturedFunction, CapturedModule, GraphMaker
-from fsdp_core.graph.ledger import StaleAddress
+from fsdp_core.graph.capture import CapturedFunction, GraphMaker
+from fsdp_core.graph.ledger import Resolver, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.rope import apply_rope, rope_tables
 
 DEVICE = Device("cpu")
@@ -76,27 +77,42 @@ def sample() -> torch.Tensor:
     return torch.zeros(2, TIME, 16, requires_grad=True)
 
 
+class Captured(GraphedSegment):
+    """A captured module of one input and constants."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        constants: tuple[torch.Tensor, ...],
+        like: torch.Tensor,
+        resolve: Resolver | None,
+    ) -> None:
+        segment = Segment(
+            name="module", function=lambda x: module(x, *constants), samples=(like,),
+            parameters=tuple(module.parameters()),
+        )  # fmt: skip
+        super().__init__(GraphMaker(DEVICE), segment, resolve=resolve)
+        self.warm_up()
+        self.capture_forward(0)
+        self.capture_backward(0)
+
+    def replay(self, x: torch.Tensor) -> torch.Tensor:
+        """The one output."""
+        result = self(x)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
 def captured_module(
     module: nn.Module, constants: tuple[torch.Tensor, ...], *, named: bool = True
-) -> CapturedModule:
+) -> Captured:
     """Captured forward and backward, the ledger knowing every parameter and constant."""
 
     def resolve() -> dict[str, torch.Tensor]:
         found = {name: p.data for name, p in module.named_parameters()}
         return found | {f"constant {i}": c for i, c in enumerate(constants)}
 
-    captured = CapturedModule(
-        GraphMaker(DEVICE),
-        module,
-        sample(),
-        constants,
-        list(module.parameters()),
-        resolve=resolve if named else None,
-    )
-    captured.warm_up()
-    captured.capture_forward()
-    captured.capture_backward()
-    return captured
+    return Captured(module, constants, sample(), resolve if named else None)
 
 
 def train(
@@ -132,26 +148,12 @@ def test_module_equals_eager(make: Make, dropout: float, dtype: torch.dtype) -> 
     if dtype == torch.bfloat16:
         eager = eager.bfloat16()
     module = copy.deepcopy(eager)
-    graphed = captured_module_of(module, constants, dtype)
+    graphed = Captured(module, constants, sample().detach().to(dtype).requires_grad_(), None)
     expected = train(eager, lambda x: eager(x.to(dtype), *constants).float(), 3, 3)
-    got = train(module, lambda x: graphed(x.to(dtype)).float(), 3, 3)
+    got = train(module, lambda x: graphed.replay(x.to(dtype)).float(), 3, 3)
     assert len(expected) == len(got)
     for index, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert torch.equal(a, b), index
-
-
-def captured_module_of(
-    module: nn.Module, constants: tuple[torch.Tensor, ...], dtype: torch.dtype
-) -> CapturedModule:
-    """Captured for inputs of `dtype`."""
-    like = sample().detach().to(dtype).requires_grad_()
-    captured = CapturedModule(
-        GraphMaker(DEVICE), module, like, constants, list(module.parameters()), resolve=None
-    )
-    captured.warm_up()
-    captured.capture_forward()
-    captured.capture_backward()
-    return captured
 
 
 def test_capture_leaves_no_trace() -> None:
@@ -175,7 +177,7 @@ def test_parameters_are_read_in_place() -> None:
         for parameter in module.parameters():
             parameter.zero_()
     x = inputs(0)
-    assert torch.equal(graphed(x), x)
+    assert torch.equal(graphed.replay(x), x)
 
 
 def test_forward_without_grad() -> None:
@@ -183,7 +185,7 @@ def test_forward_without_grad() -> None:
     module, constants = branch(0.0)
     graphed = captured_module(module, constants)
     with torch.no_grad():
-        result = graphed(inputs(4))
+        result = graphed.replay(inputs(4))
         assert torch.equal(result, module(inputs(4), *constants))
     assert not result.requires_grad
 
@@ -201,8 +203,8 @@ def test_wrong_input_is_refused(wrong: torch.Tensor) -> None:
     """Another shape or dtype than captured is an error with both, never a broadcast copy."""
     module, constants = branch(0.0)
     graphed = captured_module(module, constants)
-    with pytest.raises(ValueError, match=r"Expected the captured input \(2, 12, 16\)") as caught:
-        graphed(wrong)
+    with pytest.raises(ValueError, match=r"captured input 0 of module, \(2, 12, 16\)") as caught:
+        graphed.replay(wrong)
     assert str(tuple(wrong.shape)) in str(caught.value)
     assert str(wrong.dtype) in str(caught.value)
 
@@ -214,29 +216,27 @@ def test_moved_parameter_is_stale_in_both_graphs() -> None:
     assert isinstance(module, Branch)
     assert "up.weight" in graphed.ledgers[0].names
     assert "down.weight" in graphed.ledgers[1].names
-    output = graphed(inputs(0))
+    output = graphed.replay(inputs(0))
     kept = module.down.weight.data
     module.down.weight.data = kept.clone()
     with pytest.raises(StaleAddress, match=r"down\.weight"):
         output.sum().backward()
+    del output
     with pytest.raises(StaleAddress, match=r"down\.weight"):
-        graphed(inputs(1))
+        graphed.replay(inputs(1))
     module.down.weight.data = kept
-    graphed(inputs(1)).sum().backward()
+    graphed.replay(inputs(1)).sum().backward()
 
 
 def test_pair_has_no_unnamed_externals() -> None:
-    """Of a captured pair every external storage but the static input and gradient has a name."""
+    """Of a captured pair every external storage has the name of who owns it."""
     module, constants = attention(0.1)
     graphed = captured_module(module, constants)
     forward, backward = graphed.ledgers
-    assert set(forward.names) == {n for n, _ in module.named_parameters()} | {
-        "constant 0",
-        "constant 1",
-    }
-    # The graph's own static tensors: the input (both), and the output's gradient (backward).
-    assert len(forward.places) == 1
-    assert len(backward.places) <= 2
+    used = {n for n, _ in module.named_parameters()} | {"constant 0", "constant 1"}
+    assert set(forward.names) == used | {"module slot 0 input 0"}
+    assert "module slot 0 output gradient 0" in backward.names
+    assert [*forward.places, *backward.places] == []
 
 
 def test_data_dependent_module_is_refused() -> None:
@@ -296,9 +296,9 @@ def test_reset_drops_both_graphs() -> None:
     module, constants = branch(0.0)
     graphed = captured_module(module, constants, named=False)
     assert graphed.ledgers == []
-    output = graphed(inputs(0))
+    output = graphed.replay(inputs(0))
     graphed.reset()
     with pytest.raises(RuntimeError, match="empty"):
         output.sum().backward()
     with pytest.raises(RuntimeError, match="empty"):
-        graphed(inputs(0))
+        graphed.replay(inputs(0))
