@@ -229,11 +229,16 @@ def test_a_hook_inside_that_no_replay_would_run_is_refused() -> None:
 def test_a_capturable_hook_inside_stays() -> None:
     """A hook that says that it only computes on tensors runs on while others are off."""
     module = Outer()
-    module.inner.register_forward_hook(marked(lambda m, args, out: out * 3, capturable=True))
+    plain = run(module)
+    triple = marked(lambda m, args, out: out * 3, capturable=True)
+    handle = module.inner.register_forward_hook(triple)
     expected = run(module)
     with ExtractedHooks(module):
         assert torch.equal(run(module), expected)
     assert torch.equal(run(module), expected)
+    with ExtractedHooks(module):
+        handle.remove()
+    assert torch.equal(run(module), plain)
 
 
 def test_hooks_of_all_modules_are_refused() -> None:
