@@ -108,17 +108,14 @@ def cells(legs: Legs, column: str, *, planted: bool = True) -> str:
 
 
 def false_alarms(legs: Legs) -> list[str]:
-    """Columns that see something in the clean program."""
+    """Columns that see something in the clean program, or stop it."""
     return [
         column
-        for column in legs.clean
+        for column, shown in legs.clean.items()
         if any(
-            s.stopped_at >= 0 or s.said for s in legs.clean[column]
-        ) or any(
-            first_difference(aspect, legs.reference, legs.clean[column]) != NOT_SEEN
-            for aspect in PLAIN_ASPECTS
+            first_difference(aspect, legs.reference, shown) != NOT_SEEN for aspect in PLAIN_ASPECTS
         )
-    ]  # fmt: skip
+    ]
 
 
 def said(legs: Legs) -> list[tuple[str, str]]:

@@ -80,7 +80,7 @@ RIGHT = _shown([2.0, 1.5, 1.0], [1, 2, 3])
     [
         (RIGHT, "· | · | · | ·", "· / ·"),
         (_shown([2.0, 1.5000001, 1.0], [1, 2, 3]), "· | 1 | · | ·", "1 / ·"),
-        (_shown([2.0, 1.5, 1.1], [1, 2, 3]), "2 | 2 | · | ·", "2 / ·"),
+        (_shown([2.0, 1.5, 1.00001], [1, 2, 3]), "2 | 2 | · | ·", "2 / ·"),
         (_shown([2.0, 1.5, 1.0], [1, 0, 3]), "· | · | · | 1", "· / 1"),
         (_shown([2.0, 1.5, 1.0], [1, 2, 3], weights="v"), "· | · | end | ·", "· / ·"),
         (
@@ -101,6 +101,13 @@ def test_cells(other: Shown, plain: str, stressed: str) -> None:
     legs = Legs([RIGHT, RIGHT], {}, {"plain": [RIGHT, other], "poison": [other, RIGHT]}, [])
     assert cells(legs, "plain") == plain
     assert cells(legs, "poison") == stressed
+
+
+def test_the_first_step_of_all_ranks_counts() -> None:
+    """Ranks that differ from different steps on are named by the earliest."""
+    late, early = _shown([2.0, 1.5, 0.5], [1, 2, 0]), _shown([2.0, 0.5, 0.5], [1, 0, 0])
+    legs = Legs([RIGHT, RIGHT], {}, {"poison": [late, early]}, [])
+    assert cells(legs, "poison") == "1 / 1"
 
 
 def test_only_the_ledger_is_the_ledger() -> None:
