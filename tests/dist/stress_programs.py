@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
@@ -10,7 +13,12 @@ from fsdp_core.train import Trainer, make_trainer
 from harness.worker.stress import ORDER_FAULTS
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
-DEVICE = Device("cpu")
+
+def device() -> Device:
+    """This rank's: its GPU where it has one, as `RankPool` says."""
+    if dist.get_backend() == "nccl":
+        return Device("cuda", torch.cuda.current_device())
+    return Device("cpu")
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Stressed:
 def train(stressed: Stressed) -> tuple[list[Any], int]:
     """What every step shows, as bits, and how often graphs were replayed."""
     config = stressed.config
-    trainer = make_trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+    trainer = make_trainer(config, build_axes(config.parallel, device()), device())
     try:
         return [bits(trainer, step) for step in range(STEPS)], trainer.counts.replays
     finally:
@@ -41,7 +49,7 @@ def train(stressed: Stressed) -> tuple[list[Any], int]:
 def other_steps(stressed: Stressed) -> list[Any]:
     """A step, evaluation, a smaller step, state digested again, and a step after the graphs."""
     config = stressed.config
-    trainer = make_trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+    trainer = make_trainer(config, build_axes(config.parallel, device()), device())
     seen: list[Any] = [bits(trainer, step) for step in range(STEPS - 1)]
     seen.append(trainer.evaluate(7).item())
     seen.append(trainer.smaller_step(STEPS - 1, microbatches=1).loss.item())
@@ -54,7 +62,7 @@ def refused(stressed: Stressed) -> str:
     """What a plain trainer says."""
     config = stressed.config
     try:
-        Trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+        Trainer(config, build_axes(config.parallel, device()), device())
     except ValueError as error:
         return str(error)
     return ""
@@ -75,7 +83,7 @@ def train_misordered_each(
 def train_misordered(stressed: Stressed, fault: str, step: int) -> tuple[str, Any]:
     """All steps with a fault of `harness.worker.stress` on every rank: what was raised, or seen."""
     config = stressed.config
-    trainer = make_trainer(config, build_axes(config.parallel, DEVICE), DEVICE)
+    trainer = make_trainer(config, build_axes(config.parallel, device()), device())
     seen = []
     try:
         for number in range(STEPS):

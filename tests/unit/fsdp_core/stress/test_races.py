@@ -141,6 +141,20 @@ def test_a_covered_access_is_still_found_through_the_one_that_covers_it() -> Non
     assert (race.earlier.stream.name, race.later.stream.name) == ("one", "two")
 
 
+def test_a_read_does_not_hide_the_write_before_it() -> None:
+    """A stream that reads too races with the write, not with the other's read of the same bytes."""
+    with watching() as races:
+        memory = torch.zeros(8)
+        one = CPU.new_stream("one")
+        one.wait_stream(CPU.current_stream())
+        with CPU.on(one):
+            memory.add_(1)
+            memory.sum()
+        memory.sum()
+        CPU.synchronize()
+    assert [race.earlier.operator for race in races.found] == ["aten::add_"]
+
+
 def test_a_read_by_the_host_orders_what_follows() -> None:
     """`item` waits for its stream, so work issued after it comes after that stream's."""
     with watching() as races:
