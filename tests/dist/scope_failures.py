@@ -98,6 +98,8 @@ def memory_left(scoped: Scoped) -> tuple[int, int, int]:
             trainer.close()
             gc.collect()
             found.append((before, device.live_bytes()))
+            modules = [module for stage in trainer.stages for module in stage.modules()]
+            assert not any("forward" in vars(module) for module in modules)
             del trainer
     (_, eager), (graphed, left) = found
     return eager, left, graphed
