@@ -161,6 +161,11 @@ class GraphedSegment:
 
     # ---- replay
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a slot's last forward still awaits its backward."""
+        return any(slot.is_waiting for slot in self._slots)
+
     def __call__(self, *tensors: torch.Tensor, slot: int = 0) -> torch.Tensor | Tensors:
         """Replay forward now and, when autograd asks, backward.
 

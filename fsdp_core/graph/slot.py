@@ -218,12 +218,17 @@ class Slot:
 
     # ---- replay
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the last forward still awaits its backward."""
+        last = self._pending() if self._pending is not None else None
+        return last is not None and not last.is_done
+
     def check(self, tensors: Tensors) -> None:
         """Refuse inputs that the graphs do not fit, and a slot that is in use."""
         self._require_captured()
         check_inputs(self._name, self._inputs, tensors)
-        last = self._pending() if self._pending is not None else None
-        if last is not None and not last.is_done:
+        if self.is_waiting:
             raise RuntimeError(
                 f"Expected slot {self._number} of {self._name} to be free, got one whose forward "
                 "still awaits its backward: a replay would overwrite what it saved. Capture as "

@@ -118,11 +118,22 @@ class StageBank:
         Raises:
             ValueError: more sequences, tokens or microbatches than there is room for, or a size
                 that nothing was captured for.
-            RuntimeError: a group that was made anew, or nothing is captured.
+            RuntimeError: a group that was made anew, nothing is captured, or the slot's last
+                microbatch still awaits its backward.
         """
         slots = self._bank.select(part.cp.size)
+        self._parts.of(part.cp.size, slot)
+        self._require_free(slot)
         self._parts.follow(part, slot)
         return slots.graphs[slot]
+
+    def _require_free(self, slot: int) -> None:
+        # Of any size: they share the slot's memory, and each knows of its own replays only.
+        if any(slots.graphs[slot].is_waiting for slots in self._bank.sets):
+            raise RuntimeError(
+                f"Expected slot {slot} to be free, got one whose microbatch still awaits its "
+                "backward: graphs of another context size would overwrite what it saved."
+            )
 
     @property
     def graphs(self) -> list[LayerGraphs]:

@@ -153,6 +153,11 @@ class LayerGraphs:
         return piece.rest(outputs)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether a microbatch that went forward still awaits its backward."""
+        return any(graph.is_waiting for graph in self._graphs.values())
+
+    @property
     def num_graphs(self) -> int:
         """Captured graphs."""
         return sum(graph.num_graphs for graph in self._graphs.values())

@@ -103,6 +103,16 @@ def _forward(trainer: Trainer, part: Part, slot: int) -> str:
     return ""
 
 
+def _waiting(trainer: Trainer) -> str:
+    """What is said to a microbatch of another size in a slot whose own awaits its backward."""
+    samples = inputs_of(trainer).samples()
+    tokens = torch.zeros_like(samples[2].targets)
+    loss = trainer.stages[0](tokens, samples[2], microbatch=0)
+    message = _forward(trainer, samples[1], 0)
+    del loss
+    return message
+
+
 def _too_many_sequences(trainer: Trainer) -> str:
     capacity = inputs_of(trainer)._capacities[1]
     ids = torch.zeros(1, dtype=torch.int64)
@@ -147,6 +157,7 @@ def refused(run: Run) -> tuple[dict[str, str], Bits, Bits]:
                 "group": _forward(trainer, _other_group(trainer), 0),
                 "sequences": _too_many_sequences(trainer),
                 "rows": _of_rows(trainer, step, 2),
+                "waiting": _waiting(trainer),
             }
             replays = trainer.counts.replays
             seen.append(_between(trainer, step))

@@ -81,6 +81,7 @@ def test_what_was_not_captured_is_refused(warm_ranks: RankPool) -> None:
         assert "RuntimeError: Expected the process group that is kept" in messages["group"]
         assert "Expected at most 8 sequences in a pack of 9 slots" in messages["sequences"]
         assert "Expected at most 2 microbatches of 1 row" in messages["rows"]
+        assert "RuntimeError: Expected slot 0 to be free" in messages["waiting"]
         assert seen == expected
 
 

@@ -48,6 +48,7 @@ class Captured:
     part: Part
     resolve: Any
     is_dropped: bool = False
+    is_waiting: bool = False
 
     def reset(self) -> None:
         """Note it."""
@@ -139,6 +140,26 @@ def test_a_microbatch_goes_to_its_size_and_slot(
         assert torch.equal(now, part.plan.positions if index == 1 else old)
     with pytest.raises(ValueError, match="got one in slot 2"):
         bank.choose(part, 2)
+
+
+def test_a_slot_is_refused_while_any_size_of_it_waits(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes share a slot's memory: none is replayed between forward and backward of another."""
+    assert mesh.size() == 1
+    log = Log(monkeypatch)
+    bank = bank_of(log, Stage())
+    bank.capture()
+    log.made[0].is_waiting = True  # size 4 in slot 0
+    before = [each.part.plan.positions.clone() for each in log.made]
+    for size in SIZES:
+        with pytest.raises(RuntimeError, match="Expected slot 0 to be free"):
+            bank.choose(part_of((3, 3, 3), size), 0)
+    for each, old in zip(log.made, before, strict=True):
+        assert torch.equal(each.part.plan.positions, old)
+    assert cast("Any", bank.choose(part_of((3,), 1), 1)) is log.made[3]
+    log.made[0].is_waiting = False
+    assert cast("Any", bank.choose(part_of((3,), 1), 0)) is log.made[2]
 
 
 def test_ledgers_know_the_metadata(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
