@@ -15,6 +15,7 @@ NAMES = (
     [
         ("norm", "output", ["norm"]),
         ("norm:gradient", "gradient", ["norm"]),
+        ("layers.0.attn.norm", "output", ["layers.0.attn.norm"]),
         ("layers.*:input", "input", ["layers.0"]),
         ("layers.*.attn:output", "output", ["layers.0.attn", "layers.10.attn"]),
         ("layers.1*.attn", "output", ["layers.10.attn"]),
@@ -22,7 +23,7 @@ NAMES = (
         ("**.norm", "output", ["layers.0.attn.norm"]),
         ("**", "output", list(NAMES)),
         ("*", "output", ["embedding", "norm", "head"]),
-        ("layersx0", "output", []),
+        ("norm.norm", "output", []),
     ],
 )
 def test_a_pattern_means_names(text: str, kind: str, meant: list[str]) -> None:
@@ -30,6 +31,7 @@ def test_a_pattern_means_names(text: str, kind: str, meant: list[str]) -> None:
     pattern = tap_pattern(text)
     assert pattern.kind == kind
     assert [name for name in NAMES if pattern.matches(name)] == meant
+    assert not pattern.matches("layers_0_attn_norm") or text.startswith("*")
 
 
 @pytest.mark.parametrize(
