@@ -336,21 +336,32 @@ def test_capture_leaves_no_trace(make: Make) -> None:
 
 
 class Fails(Block):
-    """Raises in its forward at the given call."""
+    """Raises in its forward at the given call; 0: in its first backward."""
 
     def __init__(self, call: int) -> None:
         super().__init__()
-        self.left = call
+        self.left, self.is_told = call, call != 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.left -= 1
         if self.left == 0:
             raise ZeroDivisionError("told to")
-        return super().forward(x)
+        out = super().forward(x)
+        if self.left < 0 and not self.is_told:
+            self.is_told = True
+            out.register_hook(fail)
+        return out
+
+
+def fail(grad: torch.Tensor) -> None:
+    """Raise in a backward pass."""
+    raise ZeroDivisionError("told to")
 
 
 @both
-@pytest.mark.parametrize("call", [1, 3], ids=["in the warm-up", "in the capture"])
+@pytest.mark.parametrize(
+    "call", [1, 3, 0], ids=["in the warm-up", "in the capture", "in a backward"]
+)
 def test_a_failed_capture_leaves_everything_as_it_was(make: Make, call: int) -> None:
     """The error comes through, and hooks, wrappers, flags, gradients and state are undone."""
     torch.manual_seed(0)
