@@ -19,7 +19,9 @@ base:
   flush_every: 2
   taps: ["layers.*.attn.**:output", "layers.*:gradient"]
 axes:
-  plant: [none, {fault: positive_zero, step: 3, rank: last, tensor: layers.1.attn.attention.wk.weight}]
+  plant:
+    - none
+    - {fault: positive_zero, step: 3, rank: last, tensor: layers.1.attn.attention.wk.weight}
   graph: [eager, [attn]]
 compare: {axis: graph, reference: eager, expect: bitwise}
 checks: {state: {}, taps: {}}
