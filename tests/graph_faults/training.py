@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -104,8 +104,3 @@ MODES: Mapping[str, Mode] = MappingProxyType(
 def maker_of(mode: str) -> Callable[[Leg, Device], Training]:
     """Makes the trainer in a mode."""
     return lambda leg, device: Training(MODES[mode], leg, device)
-
-
-def unplanned(mode: Mode, **changes: Any) -> Mode:
-    """The mode with other fields."""
-    return replace(mode, **changes)
