@@ -60,15 +60,6 @@ def test_the_three_runs_of_a_case(tmp_path: Path) -> None:
     assert CaseSpec.from_json(case.to_json()) == case
 
 
-def test_no_stress_is_called_so(tmp_path: Path) -> None:
-    """In labels and ids, not by the word for no graph."""
-    axes = {"graph": ["eager", ["attn"]], "stress": ["none", ["jitter", "poison"]]}
-    found = {case.id: case.labels["stress"] for case in cases(tmp_path, axes=axes)}
-    assert found == {
-        "no_stress-attn": "none", "stress_jitter+poison-attn": "jitter+poison",
-    }  # fmt: skip
-
-
 def test_cases_share_their_reference(tmp_path: Path) -> None:
     """Cases that differ in the compared axis only have one reference run between them."""
     first, second, *_ = cases(tmp_path)
