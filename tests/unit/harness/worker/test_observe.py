@@ -227,6 +227,8 @@ def test_taps_are_recorded_as_they_ran(spec: Spec, tmp_path: Path) -> None:
         assert record.taps == "".join(wanted)
         assert len(set(wanted)) == len(names)
         assert not any(row.endswith(NEVER_RAN) for row in wanted)
+    # Each step begins anew: no row of one is left in the next.
+    assert len({row for wanted in expected for row in wanted}) == 3 * len(names)
 
 
 @pytest.mark.parametrize("ledger", [True, False])
