@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import scopes
-from benchmarks.scopes import EAGER, Result, config_of, jobs, parser, table, wrong
+from benchmarks.scopes import __main__ as scopes
+from benchmarks.scopes.__main__ import EAGER, config_of, jobs, parser, table, wrong
+from benchmarks.scopes.measure import Job, Result
 from fsdp_core.config import ConfigError
 
 LOSSES = ["40490fdb", "40490fda", "40490fd9"]
@@ -59,7 +60,7 @@ def test_a_failure_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1 where a scope failed or has other bits, 0 where all is well."""
 
     def run(losses: list[str]) -> int:
-        def measure(job: scopes.Job, number: int) -> Result:
+        def measure(job: Job, number: int) -> Result:
             kept = LOSSES if job.scope == EAGER else losses
             return replace(result(job.scope, 1.0, kept), number=number)
 

@@ -1,0 +1,1 @@
+"""Step time and memory of graph scopes beside eager: `python -m benchmarks.scopes`."""
