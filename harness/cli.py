@@ -59,7 +59,7 @@ _keyword = click.option(
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 _slots = click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time.")
 _ranks_per_gpu = click.option(
-    "--ranks-per-gpu", type=click.IntRange(1), default=1, metavar="N",
+    "--ranks-per-gpu", type=click.IntRange(1), metavar="N",
     help="Let N ranks share a GPU: layouts larger than the machine run, their times say nothing.",
 )  # fmt: skip
 _jobs = click.option("--jobs", type=click.IntRange(1), help="Runs that may run at a time.")

@@ -46,7 +46,7 @@ class Request:
     keyword: str | None = None
     device: str | None = None
     slots: int | None = None
-    ranks_per_gpu: int = 1
+    ranks_per_gpu: int | None = None
     jobs: int | None = None
     out: Path | None = None
     exit_first: bool = False
@@ -148,7 +148,10 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     device = folder.cases[0].candidate.device
     machine.resolve_device(device, here)
     slots, devices = _slots(
-        request.slots or _stored_slots(folder), device, here, request.ranks_per_gpu
+        request.slots or _stored_slots(folder),
+        device,
+        here,
+        request.ranks_per_gpu or _stored_ranks_per_gpu(folder),
     )
 
     def finished(key: str) -> bool:
@@ -173,8 +176,13 @@ def _stored_slots(folder: RunFolder) -> int | None:
     return stored if isinstance(stored, int) and not cuda else None
 
 
+def _stored_ranks_per_gpu(folder: RunFolder) -> int | None:
+    devices = folder.manifest.get("devices")
+    return max(map(devices.count, devices)) if isinstance(devices, list) and devices else None
+
+
 def prepare_rerun(
-    case_folder: Path, *, slots: int | None, ranks_per_gpu: int, jobs: int | None
+    case_folder: Path, *, slots: int | None, ranks_per_gpu: int | None, jobs: int | None
 ) -> Prepared:
     """Plan one case again, from its folder and nothing else.
 
@@ -201,12 +209,23 @@ def prepare_rerun(
 
 
 def _slots(
-    wanted: int | None, device: Literal["cpu", "cuda"], here: Machine, ranks_per_gpu: int
+    wanted: int | None,
+    device: Literal["cpu", "cuda"],
+    here: Machine,
+    ranks_per_gpu: int | None,
 ) -> tuple[int, tuple[str, ...]]:
-    """Number of slots, and the GPU of each."""
+    """Number of slots, and the GPU of each.
+
+    Raises:
+        UsageError: GPUs to share where there are none.
+    """
     if device == "cpu":
+        if ranks_per_gpu is not None:
+            raise UsageError(
+                f"--ranks-per-gpu {ranks_per_gpu}: expected a run on GPUs, this one is on the CPU"
+            )
         return (machine.default_slots(here) if wanted is None else wanted), ()
-    devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu)
+    devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)
     # Fewer GPUs than wanted: the plan skips what does not fit, and says so.
     slots = min(len(devices) if wanted is None else wanted, len(devices))
     return slots, devices[:slots]

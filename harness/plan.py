@@ -150,7 +150,7 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
     """Why this machine cannot make the run, or ""."""
     if spec.world_size > slots:
         if spec.device == "cuda":
-            return f"needs {spec.world_size} GPUs, this machine has {slots}"
+            return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
     if why := _lacks_device(spec) or _lacks_te(spec):
         return why

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -180,8 +181,24 @@ def test_gpus_are_slots(
     assert code == 0
     assert engine.options["devices"] == ("GPU-0", "GPU-1")
     assert {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"} == {
-        "needs 4 GPUs, this machine has 2"
+        "needs GPUs for 4 ranks, this machine has them for 2"
     }
+
+
+def test_ranks_share_gpus_and_go_on_sharing(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two ranks a GPU there are twice the slots; a resumed run has them untold."""
+    gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=1) for i in range(2))
+    here = dataclasses.replace(machine.describe(), gpus=gpus, versions={"torch": "2.13.0+cu130"})
+    monkeypatch.setattr(machine, "describe", lambda: here)
+    large = ("run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 4}]")
+    code, answer = run_json(capsys, *large, "--ranks-per-gpu", "2", "--out", "r")
+    assert (code, {v["outcome"] for v in answer["verdicts"]}) == (0, {"passed"})
+    assert engine.options["devices"] == ("GPU-0", "GPU-1", "GPU-0", "GPU-1")
+    shutil.rmtree("r/runs")
+    assert run_json(capsys, "run", "--resume", "r")[0] == 0
+    assert engine.options["devices"] == ("GPU-0", "GPU-1", "GPU-0", "GPU-1")
 
 
 def test_rerun_needs_the_case_folder_alone(

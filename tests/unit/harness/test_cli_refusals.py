@@ -25,6 +25,8 @@ from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
         (["small.yaml", "--out", "small.yaml"], "expected a folder or nothing"),
         (["small.yaml", "--slots", "0"], "--slots"),
         (["small.yaml", "--jobs", "x"], "--jobs"),
+        (["small.yaml", "--ranks-per-gpu", "0"], "--ranks-per-gpu"),
+        (["small.yaml", "--ranks-per-gpu", "2"], "--ranks-per-gpu 2: expected a run on GPUs"),
         (["small.yaml", "--device", "tpu"], "--device"),
         (["small.yaml", "--frobnicate"], "--frobnicate"),
         (["small.yaml", "other.yaml"], "other.yaml"),

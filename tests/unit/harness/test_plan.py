@@ -63,7 +63,7 @@ def test_large_worlds_go_first_and_cases_stay_together() -> None:
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        ("cuda", "needs 8 GPUs, this machine has 4"),
+        ("cuda", "needs GPUs for 8 ranks, this machine has them for 4"),
         ("cpu", "needs 8 rank slots, 4 are stated (--slots)"),
     ],
 )
