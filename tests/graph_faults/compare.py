@@ -135,4 +135,4 @@ def brief(text: str) -> str:
     line = re.sub(r"CaptureAborted: the capture of \w+ was given up on .*?: rank \d: ", "", line)
     line = re.sub(r"0x[0-9a-f]+", "0x…", line)
     line = re.sub(r"(\w+\.py):\d+", r"\1", line)
-    return line if len(line) <= MOST_WORDS else f"{line[: MOST_WORDS - 1]}…"
+    return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS].rpartition(' ')[0]} …"
