@@ -196,8 +196,7 @@ def _experts_under_tp_need_sequence_parallel(layout: Layout) -> ConfigError | No
 
 
 def _seq_multiple(parallel: ParallelConfig, cp: int) -> int:
-    chunks = 2 * cp if cp > 1 else 1
-    return chunks * (parallel.tp if parallel.sequence_parallel else 1)
+    return 2 * cp * (parallel.tp if parallel.sequence_parallel else 1)
 
 
 def _cp_cuts_seq(layout: Layout) -> ConfigError | None:
@@ -224,8 +223,8 @@ def _sequence_parallel_cuts_seq(layout: Layout) -> ConfigError | None:
 def _dynamic_cp_cuts_seq(layout: Layout) -> ConfigError | None:
     parallel, seq = layout.parallel, layout.model.seq
     for size in parallel.dynamic_cp:
-        # Packed sequences are padded to it also where one rank has them whole.
-        multiple = 2 * size * (parallel.tp if parallel.sequence_parallel else 1)
+        # Of size 1, too: packed sequences are padded to it where one rank has them whole.
+        multiple = _seq_multiple(parallel, size)
         if seq % multiple:
             unit = "2 * size * tp" if parallel.sequence_parallel else "2 * size"
             expected = f"{unit} = {multiple} to divide seq={seq} for each size"

@@ -91,8 +91,8 @@ class RankPool:
     Args:
         num_ranks: the largest world; ranks start when a call first needs them.
         timeout_s: default limit of a call.
-        device: `cpu`, or `cuda`: rank n has GPU n.
-        ranks_per_gpu: of a `cuda` pool; ranks that share GPUs are hosts of their own to NCCL.
+        device: `cpu`, or `cuda`, where each rank has a GPU or a share of one.
+        ranks_per_gpu: of a `cuda` pool; ranks that share a GPU are of different hosts to NCCL.
     """
 
     def __init__(

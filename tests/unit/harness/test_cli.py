@@ -168,13 +168,17 @@ def test_cuda_without_a_gpu_is_no_verdict(
     assert not engine.made
 
 
-def test_gpus_are_slots(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On CUDA there are as many slots as GPUs, and the engine is told which."""
+@pytest.fixture
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs that torch is built for."""
     gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=1) for i in range(2))
     here = dataclasses.replace(machine.describe(), gpus=gpus, versions={"torch": "2.13.0+cu130"})
     monkeypatch.setattr(machine, "describe", lambda: here)
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_gpus_are_slots(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CUDA there are as many slots as GPUs, and the engine is told which."""
     code, answer = run_json(
         capsys, "run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 2}, {dp: 4}]"
     )
@@ -185,13 +189,11 @@ def test_gpus_are_slots(
     }
 
 
+@pytest.mark.usefixtures("_two_gpus")
 def test_ranks_share_gpus_and_go_on_sharing(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With two ranks a GPU there are twice the slots; a resumed run has them untold."""
-    gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=1) for i in range(2))
-    here = dataclasses.replace(machine.describe(), gpus=gpus, versions={"torch": "2.13.0+cu130"})
-    monkeypatch.setattr(machine, "describe", lambda: here)
     large = ("run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 4}]")
     code, answer = run_json(capsys, *large, "--ranks-per-gpu", "2", "--out", "r")
     assert (code, {v["outcome"] for v in answer["verdicts"]}) == (0, {"passed"})

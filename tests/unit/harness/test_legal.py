@@ -169,21 +169,24 @@ ABOUT: dict[str, tuple[str, set[str]]] = {
 def test_sixty_four_ranks_and_all_scopes_list_at_once_without_torch() -> None:
     """A laptop lists the nightly files, 95,284 cases of 64 ranks, and torch is not imported."""
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "from harness.cli import main\n"
-        "began = time.process_time(); code = main(['list', '--count', *sys.argv[1:]])\n"
-        "print(code, time.process_time() - began, 'torch' in sys.modules)"
+        "from tests.pace import in_paces\n"
+        "codes = []\n"
+        "work = lambda: codes.append(main(['list', '--count', *sys.argv[1:]]))\n"
+        "paces = in_paces(work, times=1)\n"
+        "print(codes[0], paces, 'torch' in sys.modules)"
     )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[3])}
     paths = [str(NIGHTLY / f"{name}.yaml") for name in ABOUT]
     command = [sys.executable, "-c", code, *paths]
     said = subprocess.check_output(command, text=True, env=environment).splitlines()
-    exit_code, seconds, torch = said[-1].split()
+    exit_code, paces, torch = said[-1].split()
     assert (exit_code, torch) == ("0", "False")
     numbers = [1525, 1525, 8142, 37_400, 31_128, 15_564]
     assert said[:-2] == [f"{p}: {n} cases" for p, n in zip(paths, numbers, strict=True)]
     assert said[-2].startswith(f"{sum(numbers)} cases in 6 files, ")
-    assert float(seconds) < 16  # 8 on a machine that has nothing else to do
+    assert float(paces) < 170  # 84 to 88 measured, on processors busy and idle
 
 
 @pytest.mark.parametrize("name", ABOUT)

@@ -349,24 +349,24 @@ def test_an_id_does_not_depend_on_other_cases(tmp_path: Path) -> None:
     assert set(ids(tmp_path, axes={"parallel": DPS[1:], "graph": GRAPHS})) < whole
 
 
-def test_ten_thousand_cases_expand_in_two_seconds_without_torch(tmp_path: Path) -> None:
+def test_ten_thousand_cases_expand_at_once_without_torch(tmp_path: Path) -> None:
     """A laptop expands a matrix of 10,000 cases at once, and torch is not imported for it."""
     cases(tmp_path, axes={"seed": [1], "graph": GRAPHS})
     path = tmp_path / "case.yaml"
     axes = {"seed": list(range(100)), "steps": list(range(3, 53)), "graph": GRAPHS}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"axes": axes}))
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "from harness.matrix import expand; from harness.schema import load_scenario\n"
-        "began = time.process_time(); cases = expand(load_scenario(sys.argv[1]), 'cpu')\n"
-        "print(len(cases), time.process_time() - began, 'torch' in sys.modules)"
+        "from tests.pace import in_paces\n"
+        "c = []; work = lambda: c.append(expand(load_scenario(sys.argv[1]), 'cpu'))\n"
+        "paces = in_paces(work); print(len(c[0]), paces, 'torch' in sys.modules)"
     )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", code, str(path)]
-    said = subprocess.check_output(command, text=True, env=environment)
-    count, seconds, torch = said.split()
+    count, paces, torch = subprocess.check_output(command, text=True, env=environment).split()
     assert (count, torch) == ("10000", "False")
-    assert float(seconds) < 2.0
+    assert float(paces) < 6  # 2.6 to 3.2 measured
 
 
 def test_too_many_combinations_are_refused_before_they_are_made(tmp_path: Path) -> None:
