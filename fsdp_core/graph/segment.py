@@ -15,7 +15,7 @@ which they run: memory that a forward saved is used again as soon as its backwar
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class GraphedSegment:
         on_replay: told the number of launches of each replay.
         on_phase: told before and after each forward and backward of a warm-up or capture, outside
             of it, which phase of `hooks.PHASES` begins: gathers and releases parameters.
+        relied: what the function uses beside its parameters and no operator of torch shows, as it
+            is when a graph has been captured; for ledgers.
 
     Attributes:
         ledgers: those of all captured graphs.
@@ -54,6 +56,7 @@ class GraphedSegment:
         resolve: Resolver | None = None,
         on_replay: Callable[[int], None] = lambda launches: None,
         on_phase: Callable[[str], None] = lambda phase: None,
+        relied: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"Expected at least one slot of {segment.name}, got {num_slots}.")
@@ -61,7 +64,7 @@ class GraphedSegment:
         self.ledgers: list[Ledger] = []
         self.num_graphs = 0
         self._maker, self._resolve = maker, resolve
-        self._on_phase = on_phase
+        self._on_phase, self._relied = on_phase, relied
         self._slots = [Slot(maker, segment, number, on_replay) for number in range(num_slots)]
         self._stream: Any = None
         self._warmed: list[Spec | None] = []
@@ -147,7 +150,7 @@ class GraphedSegment:
             ledger = Ledger(
                 recording, self._resolve, partner, own=self._slots[slot].named_tensors,
                 # Kernels of libraries read weights past torch's dispatcher.
-                relied=self.segment.parameters, within=self.segment.name,
+                relied=(*self.segment.parameters, *self._relied()), within=self.segment.name,
             )  # fmt: skip
             self.ledgers.append(ledger)
             self._slots[slot].ledgers.append(ledger)
@@ -166,8 +169,14 @@ class GraphedSegment:
         """Whether a slot's last forward still awaits its backward."""
         return any(slot.is_waiting for slot in self._slots)
 
-    def __call__(self, *tensors: torch.Tensor, slot: int = 0) -> torch.Tensor | Tensors:
+    def __call__(
+        self, *tensors: torch.Tensor, slot: int = 0, after: Callable[[], None] | None = None
+    ) -> torch.Tensor | Tensors:
         """Replay forward now and, when autograd asks, backward.
+
+        Args:
+            after: called when the backward has been replayed, on its stream, before autograd goes
+                on: for what follows it once a step, and no graph may hold.
 
         Raises:
             ValueError: inputs that differ from the samples in number, shape, dtype or device, or
@@ -177,7 +186,7 @@ class GraphedSegment:
         """
         chosen = self._slot(slot)
         chosen.check(tensors)
-        pending = Pending()
+        pending = Pending(after)
         results: Tensors = Replay.apply(
             chosen, pending, len(tensors), *chosen.connected(tensors), *chosen.trained
         )

@@ -43,12 +43,18 @@ class Segment:
 
 
 class Pending:
-    """A forward that awaits its backward; autograd's node holds it, the slot only looks at it."""
+    """A forward that awaits its backward; autograd's node holds it, the slot only looks at it.
 
-    __slots__ = ("__weakref__", "is_done")
+    Attributes:
+        is_done: the backward ran.
+        after: what is done once it has been replayed, eagerly.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "after", "is_done")
+
+    def __init__(self, after: Callable[[], None] | None = None) -> None:
         self.is_done = False
+        self.after = after
 
 
 class Slot:
@@ -286,6 +292,8 @@ class Slot:
         self._backward.replay()
         self._on_replay(1)
         pending.is_done = True
+        if pending.after is not None:
+            pending.after()
         return tuple(None if grad is None else grad.clone() for grad in self._grads)
 
     def reset(self) -> None:
