@@ -91,6 +91,9 @@ class Trainer:
             self._digests = Digests(self.optimizer, list(self._expert_biases()))
             self.outputs = self._empty_outputs()
             self._pipelines: dict[int, Pipeline] = {}
+            self._whole_steps = 0
+            self._captured_at: int | None = None
+            self._is_closed = False
         seed_all(mix(config.seed, dist.get_rank()))
         self._graphs = Captures(
             config, device, self.stages, self.streams, lambda: self.named_tensors().now
@@ -129,15 +132,19 @@ class Trainer:
     def step(self, index: int) -> StepOutputs:
         """Run step `index`; the outputs are valid, in stream order, until the next call.
 
+        Scopes are captured once the trainer has taken `graph_warmup_steps` whole steps itself,
+        also where it goes on with a run that another one began.
+
         Raises:
             CaptureAborted: the graph scope of the configuration cannot be captured, on this rank
-                or another; no rank has graphs, and the trainer can go on eagerly.
+                or another; no rank has graphs. The trainer can go on eagerly with another step, or
+                try the same step again.
             StaleAddress: a graph was about to run over memory that moved.
         """
         with self.device.on(self.stream):
             self._inputs.fill(index)
-            if self.config.graph and index == self.config.graph_warmup_steps:
-                self._capture()
+            if self._is_capture_due(index):
+                self._capture(index)
             if self._graphs.iteration is not None:
                 self._graphs.iteration()
                 self.counts.launched(1)
@@ -210,6 +217,7 @@ class Trainer:
         outputs.loss.copy_(mean_loss(losses, self.axes))
         self._require_grads()
         self._digests.update("grads", outputs)
+        self._whole_steps += pipeline is self._pipeline and number == self.config.microbatches
 
     def _update(self) -> None:
         config, outputs = self.config, self.outputs
@@ -326,7 +334,17 @@ class Trainer:
 
     # ---- graphs
 
-    def _capture(self) -> None:
+    def _is_capture_due(self, index: int) -> bool:
+        """After warming up, once; again where the attempt failed and the step is taken again."""
+        has_graphs = not (self._graphs.iteration is self._graphs.parts is None)
+        if not self.config.graph or self._is_closed or has_graphs:
+            return False
+        if self._captured_at is None:
+            return self._whole_steps >= self.config.graph_warmup_steps
+        return self._captured_at == index
+
+    def _capture(self, index: int) -> None:
+        self._captured_at = index
         if self.config.graph == ("full_iteration",):
             whole = self._iteration if self.config.graph_optimizer else self._all_gradients
             self._graphs.capture_iteration(whole)
@@ -340,6 +358,7 @@ class Trainer:
 
         The trainer goes on eagerly, should it be used again.
         """
+        self._is_closed = True
         self.device.synchronize()
         self._graphs.drop()
         self.device.synchronize()
