@@ -228,7 +228,10 @@ class EventRecord(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord(Json):
-    """The exception that ended the rank, already classified by the rank itself."""
+    """The exception that ended the rank, already classified by the rank itself.
+
+    `blames` is the rank that had failed before, as far as this one heard of it.
+    """
 
     rank: int
     step: int
@@ -236,6 +239,7 @@ class ErrorRecord(Json):
     type: str
     message: str
     traceback: str
+    blames: int | None = None
     kind: Literal["error"] = "error"
 
 

@@ -13,12 +13,17 @@ graphs only if all have them. Inside, garbage collection is off: it could destro
 another is captured, which CUDA forbids.
 
 A failure inside of `attempt` waits for the end, so that the rank goes on to issue the collectives
-around the captures which the others wait in. One that is raised elsewhere ends the body, and other
-ranks may then wait in vain until their process groups' timeout.
+around the captures which the others wait in. Where the captured functions themselves hold some
+(`communicates`), nobody can make up for those that the failed one did not issue: there the body
+ends at once. Either way a rank that failed waits at the end for the others with a patience of its
+own, far below the process groups' timeout: one that stands in a collective of the failed function
+never comes. Then it raises `CaptureLost` and has to end, which ends the others' waiting, too; they
+find in its notes why it left.
 """
 
 import gc
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,12 +31,16 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.device import Device
+from fsdp_core.graph.capture_notes import CaptureNotes
 from fsdp_core.graph.undo import Undo
 
 # torch 2.13 renamed it; the old name warns there and the new one is absent before.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _MESSAGE_BYTES = 512
 _NAME_BYTES = 96
+_MOST_NAMED = 8
+PATIENCE = timedelta(seconds=10)
+"""How long a rank that failed waits for the others, unless told otherwise."""
 
 
 class CaptureAborted(RuntimeError):
@@ -47,6 +56,19 @@ class CaptureAborted(RuntimeError):
         super().__init__(f"the capture of {what} was given up on every rank: {reasons}")
 
 
+class CaptureLost(RuntimeError):
+    """A capture failed, and not all ranks can be met again: every process of the run has to end.
+
+    Attributes:
+        refusals: why, by rank of the default process group, the first to fail first.
+    """
+
+    def __init__(self, what: str, refusals: dict[int, str], then: str) -> None:
+        self.refusals = refusals
+        reasons = "; ".join(f"rank {rank}: {why}" for rank, why in refusals.items())
+        super().__init__(f"the capture of {what} failed: {reasons or 'no rank said why'}; {then}")
+
+
 class CaptureSession:
     """Around warm-ups and captures of one kind. See the module's docstring; use it once.
 
@@ -55,6 +77,8 @@ class CaptureSession:
         generators: whose states are put back, beside the device's default ones.
         state: tensors that warm-ups may change, which are put back.
         refusal: why this rank cannot capture, if it cannot; every rank then raises on entry.
+        communicates: what is captured holds collectives, so a rank that failed must not go on.
+        patience: how long a rank that failed waits for the others to get to the end.
     """
 
     def __init__(
@@ -65,7 +89,11 @@ class CaptureSession:
         generators: Sequence[torch.Generator] = (),
         state: Sequence[torch.Tensor] = (),
         refusal: str | None = None,
+        communicates: bool = False,
+        patience: timedelta = PATIENCE,
     ) -> None:
+        self._communicates, self._patience = communicates, patience
+        self._notes: CaptureNotes | None = None
         self._device, self._what, self._refusal = device, what, refusal
         self._generators, self._state = tuple(generators), tuple(state)
         self._failure: Exception | None = None
@@ -82,6 +110,7 @@ class CaptureSession:
         refusals = exchange_refusals(self._device, self._what, self._refusal)
         if refusals:
             raise CaptureAborted(self._what, refusals)
+        self._notes = CaptureNotes()
         # Graphs that are garbage already go now.
         gc.collect()
         self._collects = gc.isenabled()
@@ -98,13 +127,19 @@ class CaptureSession:
         self._on_abort.append(function)
 
     def attempt(self, function: Callable[[], None]) -> None:
-        """Call it unless something failed before; if it raises, the session fails at its end."""
+        """Call it unless something failed before; if it raises, the session fails at its end.
+
+        Raises:
+            Exception: what it raised, where functions communicate.
+        """
         if self._failure is not None:
             return
         try:
             function()
-        except Exception as error:  # noqa: BLE001  (every rank is told, then it is raised)
-            self._failure = error
+        except Exception as error:
+            self._fail(error)
+            if self._communicates:
+                raise
 
     def __exit__(
         self,
@@ -116,33 +151,63 @@ class CaptureSession:
 
         Raises:
             CaptureAborted: a capture failed on some rank; raised from this rank's own error.
+            CaptureLost: the same, and a rank does not get here, or has gone.
         """
         try:
             ended = self._call(self._at_end)
             # The first failure is the cause; what the body raised then may follow from it.
-            failure = self._failure or (error if isinstance(error, Exception) else None)
-            failure = failure or ended
+            failure = (error if isinstance(error, Exception) else None) or ended
+            if self._failure is None and failure is not None:
+                self._fail(failure)
             if error is not None and not isinstance(error, Exception):
                 self._call(self._on_abort)
                 return  # interrupted: no time to talk
-            self._settle(failure)
+            self._settle()
         finally:
             if self._collects:
                 gc.enable()
 
-    def _settle(self, failure: Exception | None) -> None:
-        refusal = None if failure is None else f"{type(failure).__name__}: {failure}"
+    def _fail(self, error: Exception) -> None:
+        """Remember this rank's first failure, and tell those who may never hear of it otherwise."""
+        self._failure = error
+        if self._notes is not None:
+            self._notes.tell(_in_words(error))
+
+    def _settle(self) -> None:
+        failure, notes = self._failure, self._notes
+        assert notes is not None
+        refusal = None if failure is None else _in_words(failure)
         try:
+            notes.arrive()
+            missing = () if failure is None else notes.missing(self._patience)
+            if missing or notes.someone_left():
+                notes.leave()
+                raise self._lost(notes, missing, "")
             refusals = exchange_refusals(self._device, self._what, refusal)
+        except CaptureLost as lost:
+            self._call(self._on_abort)
+            raise lost from failure
         except Exception as lost:  # noqa: BLE001  (the own failure matters more)
             self._call(self._on_abort)
-            refusal = f"{refusal or 'captured'}, and no word of the others: {lost}"
-            raise CaptureAborted(self._what, {_rank(): refusal}) from failure or lost
+            raise self._lost(notes, (), str(lost)) from failure or lost
         if refusals:
             also = self._call(self._on_abort)
             if also is not None:
                 refusals[_rank()] = f"{refusals.get(_rank(), 'captured')}, and undoing: {also}"
             raise CaptureAborted(self._what, refusals) from failure
+
+    def _lost(self, notes: CaptureNotes, missing: Sequence[int], said: str) -> CaptureLost:
+        refusals = notes.told()
+        if not refusals and self._failure is not None:
+            refusals = {_rank(): _in_words(self._failure)}
+        then = f"rank {_rank()} got no word of the others: {said}"
+        if missing:
+            named = ", ".join(str(rank) for rank in missing[:_MOST_NAMED])
+            more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+            then = f"without rank {named}{more} at its end, this process has to end"
+        elif not said:
+            then = "another rank has left"
+        return CaptureLost(self._what, refusals, then)
 
     @staticmethod
     def _call(functions: list[Callable[[], None]]) -> Exception | None:
@@ -182,6 +247,10 @@ def exchange_refusals(device: Device, what: str, refusal: str | None) -> dict[in
         elif captured != first:
             found[rank] = f"captures {captured}, where rank 0 captures {first}"
     return found
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _rank() -> int:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
-from fsdp_core.graph.capture_session import CaptureSession
+from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.model.decoder import DecoderStage
+from fsdp_core.parallel.axes import world_timeout
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train.banks import Capturing, DynamicGraphs
 from fsdp_core.train.build import roots
@@ -57,6 +58,7 @@ class Captures:
 
         Raises:
             CaptureAborted: it cannot be captured, here or on another rank.
+            CaptureLost: the same, and not all ranks can be met again.
         """
         with self._session() as session:
             session.attempt(lambda: self._capture_iteration(function))
@@ -71,6 +73,7 @@ class Captures:
 
         Raises:
             CaptureAborted: a scope cannot be captured, here or on another rank.
+            CaptureLost: the same, and not all ranks can be met again.
         """
         with self._session(refusal(self._stages, self._config.graph)) as session:
             tools = CaptureTools(
@@ -107,7 +110,11 @@ class Captures:
     def _session(self, refused: str | None = None) -> CaptureSession:
         self._quiesce()
         what, generators = "+".join(self._config.graph), self._streams.generators
-        session = CaptureSession(self._device, what, generators=generators, refusal=refused)
+        session = CaptureSession(
+            self._device, what, generators=generators, refusal=refused,
+            communicates=communicates(self._config),
+            patience=min(PATIENCE, world_timeout() / 10),
+        )  # fmt: skip
         session.on_abort(self.drop)
         return session
 
@@ -134,3 +141,11 @@ class Captures:
         if self.parts is not None:
             self.parts.reset()
         self.iteration = self.parts = None
+
+
+def communicates(config: TrainConfig) -> bool:
+    """Whether what partial scopes capture holds collectives, beside FSDP's around it."""
+    layout = config.parallel
+    if layout.tp > 1 or layout.cp > 1 or layout.dynamic_cp:
+        return True
+    return layout.ep * layout.etp > 1 and not set(config.graph) <= {"attn", "mlp"}

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from harness.engine.first_failure import FirstFailure, claim
 from harness.engine.gpus import gpu_environment
-from harness.engine.outcome import RankEvidence, classify
+from harness.engine.outcome import RankEvidence, classify, signal_name
 from harness.engine.output import CAP_BYTES, CappedOutput
 from harness.engine.process import (
     ChildWakeup,
@@ -149,9 +150,9 @@ def lead(
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             crew = _Crew(job, rank_main, listener, limits)
             os.fchdir(folder_fd)
-            store = open_store(listener)
+            crew.store = open_store(listener)
             crew.watch_to_the_end()
-            del store
+            crew.store = None
     finally:
         kill_children()
     _write_outcome(job, crew, started_unix_s)
@@ -164,6 +165,7 @@ class _Crew:
         self, job: Job, rank_main: RankMain, listener: socket.socket, limits: Limits
     ) -> None:
         self.started_s = time.monotonic()
+        self.store: object = None
         self.watch = Watch(
             num_ranks=job.spec.world_size,
             timeout_s=job.spec.timeout_s,
@@ -253,7 +255,12 @@ class _Crew:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._pids[pid]
-                self.watch.ended(rank, os.waitstatus_to_exitcode(status), time.monotonic())
+                code = os.waitstatus_to_exitcode(status)
+                self.watch.ended(rank, code, time.monotonic())
+                # Whoever exits with 1 has told the others itself, or is one of them.
+                if code not in (0, 1) and rank in self.watch.failed_order:
+                    how = f"died by {signal_name(-code)}" if code < 0 else f"exited with {code}"
+                    claim(self.store, FirstFailure(rank, how))
 
     def _signal_running(self, number: int) -> None:
         for pid in self._pids:

@@ -10,9 +10,9 @@
     could not be forked                           not_run
 
 One failing rank takes the others with it, so most of the evidence is collateral. A rank is a
-*victim* if its record only says that a peer went away or that it waited too long for one; the
-culprit is the first rank to fail that is not a victim, else one that was still running: the one
-with the fewest steps, else the only one whose stack does not wait inside torch.distributed.
+*victim* if its record blames another, or only says that a peer went away or that it waited too long
+for one; the culprit is the first rank to fail that is not a victim, else one that was still
+running: the one with the fewest steps, else the only one whose stack does not wait in a collective.
 """
 
 import re
@@ -37,7 +37,9 @@ OUTSIDE_SIGNALS = frozenset(
 )
 """Signals that come from outside of the program: a person, a scheduler, the kernel."""
 MESSAGE_CHARS = 500
-WAITING_PLACE = "torch/distributed/"
+WAITING_PLACES = (
+    "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/collectives.py",
+)  # fmt: skip
 """Files in which a rank waits for the others."""
 _STACK_HEAD = "Current thread 0x"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -139,11 +141,13 @@ def _culprit(ordered: Sequence[RankEvidence], place: dict[int, int]) -> RankEvid
 
 
 def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool:
+    if error.blames not in (None, error.rank):
+        return True
     if error.what not in ("", "crashed", "hang"):
         return False
-    if _mentions(error.message, DISK_FULL):
+    if mentions(error.message, DISK_FULL):
         return False
-    if error.what == "hang" or _mentions(error.message, PEER_LOST):
+    if error.what == "hang" or mentions(error.message, PEER_LOST):
         return True
     return first_silent is not None and first_silent < place
 
@@ -164,7 +168,7 @@ def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
 def _how(rank: RankEvidence) -> tuple[What, str]:
     """What ended this rank, and one clause that says so."""
     error, name = rank.records.error, f"rank {rank.rank}"
-    if _mentions(error.message if error is not None else rank.stderr_tail, DISK_FULL):
+    if mentions(error.message if error is not None else rank.stderr_tail, DISK_FULL):
         return "interrupted", f"{name} could not write: no space left on the disk"
     if error is not None:
         told = f"{error.type}: {_first_line(error.message)}" if error.type else error.message
@@ -178,9 +182,9 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
     """The same of a rank that left no error record: its exit code and what it printed."""
     verb = f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
     how = f"rank {rank.rank} {verb} {_where(rank)}"
-    if _mentions(rank.stderr_tail, ILLEGAL_ACCESS):
+    if mentions(rank.stderr_tail, ILLEGAL_ACCESS):
         return "illegal_access", f"{how}: CUDA illegal memory access"
-    if _mentions(rank.stderr_tail, OUT_OF_MEMORY):
+    if mentions(rank.stderr_tail, OUT_OF_MEMORY):
         return "oom", f"{how}: CUDA out of memory"
     if -code in OUTSIDE_SIGNALS:
         return "killed", f"{how}, not sent by the harness"
@@ -199,7 +203,11 @@ def _hang(
         error = victims[0].records.error
         told = _first_line(error.message) if error is not None else ""
         message = f"still running: {steps}; rank {victims[0].rank} waited and gave up: {told}"
-    return "hang", message, _hung(running)
+    hung = _hung(running)
+    if hung is not None and len(running) + len(victims) > 1:
+        (rank,) = (r for r in running if r.rank == hung)
+        message = f"the others waited for rank {hung}, {_where(rank)}{_inside(rank)}; {message}"
+    return "hang", message, hung
 
 
 def _hung(running: Sequence[RankEvidence]) -> int | None:
@@ -208,7 +216,9 @@ def _hung(running: Sequence[RankEvidence]) -> int | None:
     behind = [rank for rank, step in steps.items() if step == min(steps.values())]
     if len(behind) == 1:
         return behind[0]
-    waiting = {r.rank for r in running if any(WAITING_PLACE in frame for frame in r.stack)}
+    waiting = {
+        r.rank for r in running if any(p in frame for p in WAITING_PLACES for frame in r.stack)
+    }
     elsewhere = [r.rank for r in running if r.stack and r.rank not in waiting]
     all_known = len(waiting) + len(elsewhere) == len(running)
     return elsewhere[0] if waiting and all_known and len(elsewhere) == 1 else None
@@ -251,7 +261,8 @@ def _names(ranks: Sequence[RankEvidence]) -> str:
     return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
 
 
-def _mentions(text: str, phrases: Sequence[str]) -> bool:
+def mentions(text: str, phrases: Sequence[str]) -> bool:
+    """Whether one of the phrases, which are in lower case, is in the text."""
     lower = text.lower()
     return any(phrase in lower for phrase in phrases)
 

@@ -146,6 +146,36 @@ _ENTRIES = (
         takes=("rank",),
         expects=("record_after_end",),
     ),
+    Fault(
+        name="handshake_raise",
+        description="The rank raises an exception as ranks agree to capture.",
+        takes=("rank",),
+        expects=("crashed",),
+    ),
+    Fault(
+        name="warm_up_raise",
+        description="The rank raises an exception in a warm-up, before what ranks exchange there.",
+        takes=("rank",),
+        expects=("crashed",),
+    ),
+    Fault(
+        name="capture_raise",
+        description="The rank raises an exception in a capture, at the same place.",
+        takes=("rank",),
+        expects=("crashed",),
+    ),
+    Fault(
+        name="capture_oom",
+        description="The allocator refuses in a capture.",
+        takes=("rank",),
+        expects=("oom",),
+    ),
+    Fault(
+        name="capture_sigkill",
+        description="The rank kills itself with SIGKILL in a capture.",
+        takes=("rank",),
+        expects=("killed",),
+    ),
     # What follows is for stressors: a plain run shows most of it seldom or never.
     Fault(
         name="gather_ignores_writes",

@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from fsdp_core import determinism
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.graph.capture_session import CaptureAborted
+from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.mesh import build_axes, init_ranks
@@ -29,6 +30,8 @@ from fsdp_core.model.backend import BackendMissing
 from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
+from harness.engine.first_failure import FirstFailure, claim, find
+from harness.engine.outcome import PEER_LOST, mentions
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -48,6 +51,8 @@ ENVIRONMENT_KEYS = (
 
 MOST_MOVED = 8
 """Names of tensors that moved, in the event of a run's end."""
+PATIENCE = timedelta(seconds=1)
+"""How long a rank that lost another waits to be told why."""
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
@@ -74,6 +79,7 @@ class _Session:
         self.file = RecordFile(folder / f"rank{rank}.jsonl")
         self.plant = Plant(spec, rank, self.file)
         self.step = -1
+        self.store: dist.Store | None = None
         # Seconds since the epoch, so the times below are `time.time()` too.
         self.started_s = psutil.Process().create_time()
 
@@ -84,8 +90,8 @@ class _Session:
         config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         gpu = int(os.environ["LOCAL_RANK"]) if self.spec.device == "cuda" else 0
         device = Device(self.spec.device, gpu)
-        store = dist.TCPStore("127.0.0.1", store_port)
-        init_ranks(device, store, self.rank, self.spec.world_size, self.spec.timeout_s)
+        self.store = dist.TCPStore("127.0.0.1", store_port)
+        init_ranks(device, self.store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
         with device.counting_memory():
             trainer = make_trainer(config, axes, device)
@@ -179,16 +185,37 @@ class _Session:
         """Write the error record; the rank exits without touching the device again."""
         text = "".join(traceback.format_exception(error))
         sys.stderr.write(text)
-        self.file.write(
-            ErrorRecord(
-                rank=self.rank,
-                step=self.step,
-                what=classify(error),
-                type=type(error).__name__,
-                message=str(error)[:4000],
-                traceback=text[-8000:],
+        before = self._failed_before(error)
+        message = str(error)[:4000]
+        if before is not None and before.told not in message:
+            message += f"; before that, rank {before.rank} failed: {before.told}"
+        try:
+            self.file.write(
+                ErrorRecord(
+                    rank=self.rank,
+                    step=self.step,
+                    what=classify(error),
+                    type=type(error).__name__,
+                    message=message,
+                    traceback=text[-8000:],
+                    blames=None if before is None else before.rank,
+                )
             )
-        )
+        finally:
+            if before is None:
+                told = f"{type(error).__name__}: {error}".partition("\n")[0]
+                claim(self.store, FirstFailure(self.rank, f"at step {self.step}: {told}"))
+
+    def _failed_before(self, error: Exception) -> FirstFailure | None:
+        """Which rank had failed before this one, if this one's error only follows from that."""
+        if isinstance(error, CaptureAborted | CaptureLost):
+            first, why = next(iter(error.refusals.items()), (self.rank, ""))
+            alone = isinstance(error, CaptureAborted) and self.rank in error.refusals
+            return None if alone or first == self.rank else FirstFailure(first, why)
+        if not mentions(str(error), PEER_LOST):
+            return None
+        found = find(self.store, PATIENCE)
+        return None if found is None or found.rank == self.rank else found
 
 
 _MEANINGS: dict[type[BaseException], What] = {
@@ -211,7 +238,7 @@ def classify(error: BaseException) -> What:
         return "illegal_access"
     cause = error.__cause__ or error.__context__
     # Of a capture that another rank gave up, that rank says why.
-    elsewhere = cause is None and isinstance(error, CaptureAborted)
+    elsewhere = cause is None and isinstance(error, CaptureAborted | CaptureLost)
     if elsewhere or isinstance(error, CaptureRefused):
         return "capture_refused"
     return classify(cause) if cause is not None else "crashed"

@@ -2,7 +2,8 @@
 
     before_train  the rank will run eagerly where it should capture
     before_step   the rank dies, hangs, hoards memory, or memory moves under a graph; or from now on
-                  work is in no order (see `stress`)
+                  work is in no order (see `stress`); or it will fail as this step captures
+                  (see `capture_faults`)
     after_step    a main weight changes, and the state is digested again
     alter         a record line is dropped or damaged, or all of a rank's lines
     after_end     a line too many
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
@@ -23,6 +25,7 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
 from harness.records import EventRecord, PlantSpec, RunSpec
+from harness.worker.capture_faults import PLACES, plant_in_capture
 from harness.worker.observe import RecordFile
 from harness.worker.stress import ORDER_FAULTS
 
@@ -57,9 +60,9 @@ class Plant:
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Act before `step` runs."""
-        if self._plant is None or step != self._plant.step:
+        if self._plant is None or step != self._step_of(trainer):
             return
-        actions = {
+        actions: dict[str, Callable[[], None]] = {
             "sigkill": self._sigkill,
             "hang": self._hang,
             "exit": self._exit,
@@ -70,12 +73,21 @@ class Plant:
             "illegal_access": lambda: self._illegal_access(trainer),
             "stale_parameter": lambda: self._move_parameter(trainer),
         }
-        action = actions.get(self._plant.fault)
+        action = actions.get(PLACES.get(self._fault, self._fault))
+        if self._fault in PLACES:
+            assert action is not None
+            action = functools.partial(plant_in_capture, trainer, self._fault, action)
         if self._plant.fault in ORDER_FAULTS:
             action = functools.partial(ORDER_FAULTS[self._plant.fault], trainer)
         if action is not None:
             self._announce(step)
             action()
+
+    def _step_of(self, trainer: Trainer) -> int | None:
+        """Captures have a step of their own."""
+        assert self._plant is not None
+        captures = self._fault in PLACES
+        return trainer.config.graph_warmup_steps if captures else self._plant.step
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Act after the optimizer of `step`, before its digests are read."""

@@ -1,6 +1,7 @@
 """Captures on all ranks or on none: each rank learns which refused and why, and is as it was."""
 
 import gc
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import GraphMaker
-from fsdp_core.graph.capture_session import CaptureAborted, CaptureSession
+from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost, CaptureSession
 from fsdp_core.graph.segment import GraphedSegment, Segment
 from tests.dist.rank_pool import RankPool
 
@@ -137,6 +138,73 @@ def test_ranks_that_capture_different_things_refuse(warm_ranks: RankPool) -> Non
         "the capture of mlp was given up on every rank: rank 2: captures mlp, where rank 0 "
         "captures attn",
     }
+
+
+def fail_where_others_wait(failing: int, communicates: bool) -> tuple[str, list[int], list[str]]:
+    """Ranks meet inside of what they capture, but for one that fails before; who fails, and why.
+
+    Once it has given up it comes after all, where a process would end and so release the others.
+    """
+    rank, done = dist.get_rank(), []
+
+    def function() -> None:
+        if rank == failing:
+            raise ZeroDivisionError("before the others' collective")
+        dist.all_reduce(torch.ones(1))
+
+    session = CaptureSession(
+        DEVICE, "attn", communicates=communicates, patience=timedelta(seconds=0.1)
+    )
+    try:
+        with session:
+            session.on_abort(lambda: done.append("undone"))
+            session.attempt(function)
+            done.append("went on")
+    except CaptureLost as lost:
+        if rank == failing:
+            dist.all_reduce(torch.ones(1))
+        return str(lost), list(lost.refusals), done
+    return "kept", [], done
+
+
+@pytest.mark.parametrize("communicates", [True, False])
+def test_a_rank_that_others_wait_for_inside_gives_up(
+    warm_ranks: RankPool, communicates: bool
+) -> None:
+    """It says for whom it waited; the others, once they are free, say that it failed first."""
+    found = warm_ranks.run(fail_where_others_wait, 1, communicates, world_size=3)
+    for rank, (text, refusals, done) in enumerate(found):
+        assert text.startswith(
+            "the capture of attn failed: rank 1: ZeroDivisionError: before the others' collective; "
+        )
+        assert refusals == [1]
+        went_on = [] if rank == 1 and communicates else ["went on"]
+        assert done == [*went_on, "undone"]
+    assert "without rank 0, 2 at its end, this process has to end" in found[1][0]
+    assert "another rank has left" in found[0][0]
+
+
+def fail_alike_or_not(failing: list[int]) -> str:
+    """Ranks that communicate inside of what they capture fail before that, all or none."""
+
+    def function() -> None:
+        if dist.get_rank() in failing:
+            raise ZeroDivisionError
+
+    try:
+        with CaptureSession(DEVICE, "attn", communicates=True) as session:
+            session.attempt(function)
+    except CaptureAborted as aborted:
+        return str(aborted)
+    return "kept"
+
+
+def test_ranks_that_fail_alike_go_on_together(warm_ranks: RankPool) -> None:
+    """Where every rank gets to the end nobody is lost, and the next capture is a new one."""
+    told = "rank 0: ZeroDivisionError: ; rank 1: ZeroDivisionError: "
+    for text in warm_ranks.run(fail_alike_or_not, [0, 1], world_size=2):
+        assert text == f"the capture of attn was given up on every rank: {told}"
+    assert warm_ranks.run(fail_alike_or_not, [], world_size=2) == ["kept"] * 2
 
 
 def test_a_lone_process_needs_no_group() -> None:

@@ -33,6 +33,7 @@ def rank(
     message: str = "",
     tail: str = "",
     end: bool = False,
+    blames: int | None = None,
 ) -> RankEvidence:
     """Evidence of one rank; `what` gives it an error record."""
     one = FloatBits(bits="3f800000", value=1.0)
@@ -53,7 +54,8 @@ def rank(
         error=None
         if what is None
         else ErrorRecord(
-            rank=number, step=steps, what=what, type="E", message=message, traceback=""
+            rank=number, step=steps, what=what, type="E", message=message, traceback="",
+            blames=blames,
         ),
         end=EndRecord(rank=number, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0)
         if end
@@ -115,6 +117,13 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = 
                                            "oom", 1),
     "error and victims": ([lost(0), rank(1, 1, what="stale_address", message="w")], [0, 1],
                           False, "stale_address", 1),
+    "blames another that failed later": (
+        [rank(0, 1, what="capture_refused", blames=1), rank(1, 1, what="oom")], [0, 1], False,
+        "oom", 1,
+    ),
+    "blames a silent death": ([rank(0, 1, what="oom", blames=1), rank(1, -9)], [0, 1], False,
+                              "killed", 1),
+    "blames itself": ([rank(0, 1, what="oom", blames=0), lost(1)], [1, 0], False, "oom", 0),
     "only victims": ([lost(0), lost(1)], [1, 0], False, "crashed", 1),
     "one left early": ([lost(0), rank(1, 0)], [0], False, "crashed", 1),
     "one finished well, victims": ([lost(0), good(1)], [0], False, "crashed", 0),
@@ -154,11 +163,14 @@ def test_the_order_of_ranks_does_not_matter(row: str) -> None:
 
 
 def test_a_hang_names_the_ranks_and_their_last_steps() -> None:
-    """The message of a hang says who was still running and how far each had come."""
+    """A hang says who kept the others waiting, who was still running and how far each had come."""
     ranks = [good(0), ended(1), ended(2, steps=0)]
     message = classify(ranks, timed_out=True, timeout_s=5.0)[1]
     expected = "rank 1 after step 2, rank 2 before its first step"
-    assert message == f"time was up after 5 s; still running: {expected}"
+    assert message == (
+        "the others waited for rank 2, before its first step; time was up after 5 s; "
+        f"still running: {expected}"
+    )
 
 
 def stack(*frames: tuple[str, int, str], more: str = "") -> str:
@@ -170,6 +182,9 @@ def stack(*frames: tuple[str, int, str], more: str = "") -> str:
 
 WAITING = stack(
     ("/site/torch/distributed/distributed_c10d.py", 44, "all_gather"), ("/a/train.py", 9, "step")
+)
+WAITING_IN_A_LAYER = stack(
+    ("/site/torch/_ops.py", 875, "__call__"), ("/a/fsdp_core/parallel/collectives.py", 101, "f")
 )
 SLEEPING = stack(("/a/plant.py", 114, "_hang"), ("/a/train.py", 7, "step"))
 OTHER_THREAD = (
@@ -185,6 +200,7 @@ def stuck(number: int, tail: str) -> RankEvidence:
     ("tails", "culprit"),
     [
         ((WAITING, SLEEPING, WAITING), 1),
+        ((WAITING, WAITING_IN_A_LAYER, SLEEPING), 2),
         ((WAITING, stack(("/a/plant.py", 1, "_hang"), more="\n" + OTHER_THREAD)), 1),
         ((WAITING, stack(("/a/plant.py", 1, "_hang"), more=OTHER_THREAD)), 1),
         ((WAITING, WAITING), None),
@@ -207,6 +223,7 @@ def test_a_hang_says_where_each_rank_was() -> None:
     """The innermost frame of every stack is in the message, without its folder."""
     message = classify([stuck(0, WAITING), stuck(1, SLEEPING)], timed_out=True, timeout_s=5.0)[1]
     assert message == (
+        "the others waited for rank 1, after step 2 in _hang (plant.py:114); "
         "time was up after 5 s; still running: rank 0 after step 2 in all_gather "
         "(distributed_c10d.py:44), rank 1 after step 2 in _hang (plant.py:114)"
     )

@@ -1,19 +1,23 @@
 """One rank from start to end: its record lines in order, its exit code, its classified errors."""
 
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_core.config import DataConfig, ModelConfig
-from fsdp_core.graph.capture_session import CaptureAborted
+from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
 from fsdp_core.stress.clocks import Clocks
 from fsdp_core.stress.races import Access, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
+from harness.engine.first_failure import FirstFailure, claim, find
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -24,7 +28,8 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.worker.main import classify
+from harness.streams import rank_path, read_rank
+from harness.worker.main import _Session, classify
 
 Spec = Callable[..., RunSpec]
 
@@ -197,6 +202,48 @@ def test_classify_of_a_rank_whose_neighbour_refused() -> None:
     assert classify(aborted) == "capture_refused"
     aborted.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert classify(aborted) == "oom"
+
+
+def test_classify_of_a_capture_that_lost_ranks() -> None:
+    """What failed on this rank is named; where it is unknown a capture was refused elsewhere."""
+    lost = CaptureLost("attn", {1: "PlantedError: x"}, "another rank has left")
+    assert classify(lost) == "capture_refused"
+    lost.__cause__ = MemoryError()
+    assert classify(lost) == "oom"
+
+
+LOST = RuntimeError("Connection closed by peer [127.0.0.1]:80")
+BEFORE = FirstFailure(3, "died by SIGKILL")
+BLAMES: list[tuple[Exception, FirstFailure | None, int | None, str]] = [
+    (LOST, BEFORE, 3, "rank 3 failed: died by SIGKILL"),
+    (LOST, None, None, "Connection closed"),
+    (RuntimeError("something else"), BEFORE, None, "something else"),
+    (CaptureAborted("attn", {1: "KeyError: x"}), None, 1, "rank 1: KeyError: x"),
+    (CaptureAborted("attn", {0: "KeyError: x", 1: "KeyError: y"}), None, None, "rank 1: KeyErr"),
+    (CaptureLost("attn", {1: "KeyError: x", 0: "OSError: y"}, "z"), None, 1, "rank 1: KeyError"),
+    (CaptureLost("attn", {0: "OSError: y"}, "z"), None, None, "rank 0: OSError"),
+    (CaptureLost("attn", {}, "z"), None, None, "no rank said why"),
+]
+
+
+@pytest.mark.parametrize(("error", "before", "blames", "told"), BLAMES)
+def test_a_rank_says_who_failed_before_it(
+    spec: Spec, tmp_path: Path, error: Exception, before: FirstFailure | None,
+    blames: int | None, told: str,
+) -> None:  # fmt: skip
+    """A rank that lost another blames it, with its reason; one that failed by itself says so."""
+    session = _Session(spec(), tmp_path, 0)
+    store = session.store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    if before is not None:
+        claim(store, before)
+    session.fail(error)
+    record = read_rank(rank_path(tmp_path, 0), 0).error
+    assert record is not None
+    assert record.blames == blames
+    assert told in record.message
+    first = find(store, timedelta(milliseconds=1))
+    assert first == before or (blames is None and first is not None and first.rank == 0)
 
 
 def test_classify_prefers_the_outermost_meaning() -> None:
