@@ -1,10 +1,7 @@
 """The single place that chooses between torch and TransformerEngine."""
 
-import contextlib
 import ctypes
 import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -12,14 +9,12 @@ import torch
 from torch import nn
 
 from fsdp_core.config import ModelConfig
+from fsdp_core.model.around import Around, Plain
 from fsdp_core.parallel.axes import Axes
 
 if TYPE_CHECKING:
     from fsdp_core.model.parts import Parts
     from fsdp_core.model.rope import RopeTable
-
-Around = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of one forward pass."""
 
 
 class Backend(Protocol):
@@ -84,7 +79,7 @@ class TorchBackend:
     def around(self, axes: Axes) -> Around:
         """Nothing."""
         del axes
-        return contextlib.nullcontext
+        return Plain()
 
 
 class TransformerEngineBackend:
@@ -92,14 +87,19 @@ class TransformerEngineBackend:
 
     Args:
         fp8: none, delayed, current or block: see `te.precision`.
-        fused_experts: experts by its operators over both layers, not layer by layer.
+        fused_experts: experts by its operators over both layers, not layer by layer; None: where it
+            has grouped kernels for that, see `te.experts.fuses`.
+        dtype: compute dtype.
 
     Raises:
         BackendMissing: TransformerEngine or CUDA is absent.
         ValueError: an unknown `fp8`.
     """
 
-    def __init__(self, *, fp8: str = "none", fused_experts: bool = True) -> None:
+    def __init__(
+        self, *, fp8: str = "none", fused_experts: bool | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
         if importlib.util.find_spec("transformer_engine") is None:
             raise BackendMissing(
                 "backend: te needs the package transformer-engine, which is not installed here; "
@@ -112,12 +112,15 @@ class TransformerEngineBackend:
         _prefer_cudnn_of_torch()
         import transformer_engine.pytorch as te
 
-        self._te: Any = te
-        self._fp8, self._fused_experts = fp8, fused_experts
-        if fp8 != "none":
-            from fsdp_core.model.te.precision import recipe_of
+        from fsdp_core.model.te.experts import fuses
+        from fsdp_core.model.te.precision import recipe_of
 
-            recipe_of(fp8)
+        self._te: Any = te
+        recipe = None if fp8 == "none" else recipe_of(fp8)
+        if fused_experts is None:
+            # In blocks its operators found no kernel at any width (2.20.2 on Hopper).
+            fused_experts = fp8 != "block" and fuses(te, recipe, dtype)
+        self._fp8, self._fused_experts = fp8, fused_experts
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
         """`te.Linear` without bias, parameters in float32 as FSDP's main weights are."""
@@ -157,13 +160,17 @@ def _prefer_cudnn_of_torch() -> None:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def make_backend(name: str, *, fp8: str = "none", fused_experts: bool | None = None) -> Backend:
+def make_backend(
+    name: str, *, fp8: str = "none", fused_experts: bool | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Backend:  # fmt: skip
     """The backend called `name`.
 
     Args:
         fp8: none, delayed, current or block; of `te` only.
-        fused_experts: compute an expert's layers at once; None: where the backend has a kernel of
-            its own for it, which is `te`, but not in blocks of fp8.
+        fused_experts: compute an expert's layers at once; None: where the backend has kernels of
+            its own for it, which `te` has for some recipes, on some machines.
+        dtype: compute dtype.
 
     Raises:
         BackendMissing: `te` where TransformerEngine or CUDA is absent.
@@ -175,8 +182,7 @@ def make_backend(name: str, *, fp8: str = "none", fused_experts: bool | None = N
                 "Expected fused_experts False for fp8 block, got True: TransformerEngine's grouped "
                 "operators find no kernel for it (2.20.2 on Hopper, at any width)."
             )
-        fuses = fp8 != "block" if fused_experts is None else fused_experts
-        return TransformerEngineBackend(fp8=fp8, fused_experts=fuses)
+        return TransformerEngineBackend(fp8=fp8, fused_experts=fused_experts, dtype=dtype)
     if fp8 != "none":
         raise ValueError(f"Expected backend te for fp8, got backend {name} and fp8 {fp8}.")
     return TorchBackend(fused_experts=fused_experts is True)

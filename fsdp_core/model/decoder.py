@@ -200,7 +200,7 @@ class DecoderStage(nn.Module):
         streams: what dropout draws from; made with the axes pp, dp_outer, dp, cp and tp.
 
     Attributes:
-        around: what its layers compute in (fp8).
+        around: what its layers compute in (fp8), see `model.around`.
         on_microbatch: told the part and the slot of each microbatch before its layers run.
 
     Raises:

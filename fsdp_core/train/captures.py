@@ -61,6 +61,7 @@ class Captures:
             CaptureLost: the same, and not all ranks can be met again.
         """
         with self._session() as session:
+            self._remember(session)
             session.attempt(lambda: self._capture_iteration(function))
         self._keep()
 
@@ -76,6 +77,7 @@ class Captures:
             CaptureLost: the same, and not all ranks can be met again.
         """
         with self._session(refusal(self._stages, self._config.graph)) as session:
+            self._remember(session)
             tools = CaptureTools(
                 resolve=self._resolver, counts=self.counts, attempt=session.attempt
             )
@@ -117,6 +119,11 @@ class Captures:
         )  # fmt: skip
         session.on_abort(self.drop)
         return session
+
+    def _remember(self, session: CaptureSession) -> None:
+        """Warm-ups run kernels that write what torch does not see: scales of fp8."""
+        for stage in self._stages:
+            session.at_end(stage.around.remember(stage))
 
     def _keep(self) -> None:
         counts, whole, parts = self.counts, self.iteration, self.parts

@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.ledger import AddressBook, AddressLog, Getter
+from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.optim import AdamW
 
 _FLAT = ("main_weight", "model_weight", "gathered")
@@ -36,6 +37,12 @@ def enter_stage(
     for path, module in stage.named_modules():
         for name in module._buffers:
             book.enter(f"{path}.{name}".lstrip(".") + suffix, _buffer(module, name))
+
+
+def enter_state(book: AddressBook, stage: DecoderStage, suffix: str) -> None:
+    """Names of what kernels keep from pass to pass, as `enter_stage`'s: scales of fp8."""
+    for name, getter in stage.around.state(stage):
+        book.enter(name + suffix, getter)
 
 
 def enter_optimizer(book: AddressBook, optimizer: AdamW) -> None:

@@ -11,7 +11,8 @@ changes with the number of microbatches, so slots share no memory.
 
 **Around a replay.** FSDP gathers parameters before it and reduces gradients after it. Hooks of the
 layer, which is a unit, run as in eager training. Units inside of what is captured (experts) are
-gathered around the whole replay, and their hooks do nothing inside.
+gathered around the whole replay, and their hooks do nothing inside. What modules do in Python for
+scales of fp8 is done by `model.around`.
 
 **Eager** are evaluation, forward passes without gradients, microbatches of other shapes, and
 everything before the capture.
@@ -28,6 +29,7 @@ from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.segment import GraphedSegment, Segment
+from fsdp_core.model.around import Around, Begin
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part
 from fsdp_core.train.scopes import GraphCounts, Outputs, Piece
@@ -35,10 +37,16 @@ from fsdp_core.train.scopes import GraphCounts, Outputs, Piece
 
 def _over(stage: DecoderStage, piece: Piece, part: Part) -> Callable[[torch.Tensor], Outputs]:
     def run(x: torch.Tensor) -> Outputs:
-        with stage.around():
+        with stage.around.captured():
             return piece.run(x, part)
 
     return run
+
+
+def _state_of(piece: Piece, around: Around) -> list[torch.Tensor]:
+    """What its kernels write from pass to pass."""
+    held = (get() for module in piece.modules for _, get in around.state(module))
+    return [tensor for tensor in held if tensor is not None]
 
 
 Attempt = Callable[[Callable[[], None]], None]
@@ -107,6 +115,7 @@ class LayerGraphs:
         variant: str = "",
     ) -> None:
         self._schedule = cast("FSDPModule", stage).fsdp_schedule
+        around, self._begins = stage.around, dict[str, Begin]()
         self._graphs: dict[str, GraphedSegment] = {}
         suffix = (f" {variant}" if variant else "") + (f" slot {slot}" if slot else "")
 
@@ -118,10 +127,13 @@ class LayerGraphs:
                 parameters=piece.parameters,
             )
             graph = GraphedSegment(
-                maker, segment, resolve=tools.resolve, on_replay=tools.counts.launched
-            )
+                maker, segment, resolve=tools.resolve, on_replay=tools.counts.launched,
+                relied=lambda: _state_of(piece, around),
+            )  # fmt: skip
             self._graphs[piece.name] = graph
             graph.warm_up()
+            # What its modules make at their first forward is there now.
+            self._begins[piece.name] = around.replays(piece.modules)
 
         def forward(piece: Piece) -> None:
             self._schedule.quiesce()
@@ -147,7 +159,8 @@ class LayerGraphs:
         args: tuple[torch.Tensor, ...] = (x,)
         for unit in units:
             args, _ = unit.pre_forward(args, {})
-        outputs: Outputs = self._graphs[piece.name](*args)
+        after = self._begins[piece.name]()
+        outputs: Outputs = self._graphs[piece.name](*args, after=after)
         for unit in reversed(units):
             outputs = unit.post_forward(outputs)
         return piece.rest(outputs)
@@ -171,7 +184,7 @@ class LayerGraphs:
         """Drop the graphs; a second time does nothing."""
         for graph in self._graphs.values():
             graph.reset()
-        self._graphs = {}
+        self._graphs, self._begins = {}, {}
 
 
 Chooser = Callable[[Part, int], LayerGraphs | None]

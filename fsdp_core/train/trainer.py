@@ -43,6 +43,7 @@ from fsdp_core.train.names import (
     enter_attributes,
     enter_optimizer,
     enter_stage,
+    enter_state,
 )
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts
@@ -79,7 +80,7 @@ class Trainer:
         self.config, self.axes, self.device = config, axes, device
         self.stream = device.new_stream()
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
-        backend = make_backend(config.backend, fp8=config.fp8)
+        backend = make_backend(config.backend, fp8=config.fp8, dtype=TORCH_DTYPES[config.dtype])
         make_deterministic(config.seed)
         with device.on(self.stream):
             self.streams = make_streams(config, axes, device)
@@ -318,6 +319,7 @@ class Trainer:
         for number, (root, stage) in enumerate(zip(self._roots, self.stages, strict=True)):
             suffix = f" of chunk {number}" if number else ""
             enter_stage(book, stage, root.fsdp_groups, suffix)
+            enter_state(book, stage, suffix)
         enter_optimizer(book, self.optimizer)
         for stream in self.streams.streams:
             if stream.state is not None:

@@ -2,8 +2,8 @@
 
 For what does not need its kernels: names and cuts of parameters, the order of tokens, groups that
 are passed, offsets of packed sequences. Signatures are those of version 2.20, as far as they are
-used. Sequence parallel gathers and scatters dim 0, whatever that is; context parallel takes each
-sequence in 2 * cp chunks, rank r those of r and 2 * cp - 1 - r.
+used; fp8 is in `te_fp8_stand_in`. Sequence parallel gathers and scatters dim 0, whatever that is;
+context parallel takes each sequence in 2 * cp chunks, rank r those of r and 2 * cp - 1 - r.
 """
 
 import math
@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_core.model.backend import RmsNorm, TransformerEngineBackend
-from fsdp_core.parallel.axes import Axis
+from fsdp_core.model.around import Around
+from fsdp_core.model.backend import TransformerEngineBackend
+from fsdp_core.model.te import precision
+from fsdp_core.parallel.axes import Axes, Axis
 from fsdp_core.parallel.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
+from tests.dist import te_fp8_stand_in as fp8
 
 
 def axis_of(group: Any) -> Axis:
@@ -49,6 +53,7 @@ class Linear(nn.Module):
         assert not bias
         assert params_dtype == torch.float32
         self.axis, self.sp, self.mode = axis_of(tp_group), sequence_parallel, parallel_mode
+        self.fp8_meta: dict[str, Any] = {}
         size = self.axis.size
         if parallel_mode == "row":
             in_features //= size
@@ -61,9 +66,12 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[d, ..., in] -> [d, ..., out]; d is what sequence parallel cuts."""
+        if fp8.Manager.enabled:
+            fp8.prepare(self, 1)
         if self.mode == "column":
             x = gather_from(x, self.axis, 0) if self.sp else copy_to(x, self.axis)
-        out = F.linear(x, torch.cat([getattr(self, name) for name in self.weight_names]))
+        weight = torch.cat([getattr(self, name) for name in self.weight_names])
+        out = fp8.multiply(self, x, weight)
         if self.mode == "row":
             out = reduce_scatter_to(out, self.axis, 0) if self.sp else reduce_from(out, self.axis)
         return out
@@ -118,6 +126,7 @@ class LayerNormMLP(nn.Module):
         assert (normalization, zero_centered_gamma, activation) == ("RMSNorm", False, "swiglu")
         assert (bias, set_parallel_mode, params_dtype) == (False, True, torch.float32)
         self.axis, self.sp, self.eps = axis_of(tp_group), sequence_parallel, eps
+        self.fp8_meta: dict[str, Any] = {}
         width = ffn_hidden_size // self.axis.size
         self.layer_norm_weight = _parameter(hidden_size)
         self.fc1_weight = _parameter(2 * width, hidden_size)
@@ -125,10 +134,12 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[d, ..., H] -> the same."""
+        if fp8.Manager.enabled:
+            fp8.prepare(self, 2)
         x = _norm(x, self.layer_norm_weight, self.eps)
         x = gather_from(x, self.axis, 0) if self.sp else copy_to(x, self.axis)
-        gate, up = F.linear(x, self.fc1_weight).chunk(2, -1)
-        out = F.linear(F.silu(gate) * up, self.fc2_weight)
+        gate, up = fp8.multiply(self, x, self.fc1_weight).chunk(2, -1)
+        out = fp8.multiply(self, F.silu(gate) * up, self.fc2_weight, 1)
         return reduce_scatter_to(out, self.axis, 0) if self.sp else reduce_from(out, self.axis)
 
 
@@ -183,18 +194,19 @@ class DotProductAttention(nn.Module):
         if qkv_format == "bshd":
             assert attn_mask_type == "causal"
             length = q.shape[1] * self.axis.size
-            starts = torch.tensor([0, length])
-            return self._attend(q, k, v, starts, torch.tensor([length]))
+            starts = torch.arange(2) * length
+            return self._attend(q, k, v, starts, starts.diff())
         assert (qkv_format, attn_mask_type, pad_between_seqs) == ("thd", "padding_causal", True)
         assert cu_seqlens_q is cu_seqlens_kv
         assert cu_seqlens_q_padded is cu_seqlens_kv_padded
         assert cu_seqlens_q is not None
         assert cu_seqlens_q_padded is not None
         assert cu_seqlens_q.dtype == cu_seqlens_q_padded.dtype == torch.int32
-        assert int(cu_seqlens_q_padded[-1]) == q.shape[0] * self.axis.size
         assert max_seqlen_q == max_seqlen_kv
         assert max_seqlen_q is not None
-        assert max_seqlen_q >= int(cu_seqlens_q_padded.diff().max())
+        with _disable_current_modes():  # kernels read offsets on the device
+            assert int(cu_seqlens_q_padded[-1]) == q.shape[0] * self.axis.size
+            assert max_seqlen_q >= int(cu_seqlens_q_padded.diff().max())
         out = self._attend(q[None], k[None], v[None], cu_seqlens_q_padded, cu_seqlens_q.diff())
         return out[0]
 
@@ -204,7 +216,7 @@ class DotProductAttention(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         axis = self.axis
         k, v = (gather_from(t, axis, 1) for t in (k, v))
-        tokens = [_tokens(starts, lengths, axis.size, rank) for rank in range(axis.size)]
+        tokens = [_tokens(starts, lengths, q.shape[1], axis.size, r) for r in range(axis.size)]
         mine, theirs = tokens[axis.rank], torch.cat(tokens, 1)
         same = mine[0][:, None] == theirs[0][None, :]
         sees = same & (mine[1][:, None] >= theirs[1][None, :])
@@ -220,15 +232,16 @@ class DotProductAttention(nn.Module):
         return torch.where(valid, out, torch.nan)
 
 
-def _tokens(starts: torch.Tensor, lengths: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """Sequence, place in it and whether it counts, of each token of a rank: int64 [3, T]."""
-    found = []
-    for number, length in enumerate(lengths.tolist()):
-        chunk = int(starts[number + 1] - starts[number]) // (2 * size)
-        for part in (rank, 2 * size - 1 - rank):
-            place = torch.arange(part * chunk, (part + 1) * chunk)
-            found.append(torch.stack([torch.full_like(place, number), place, place < length]))
-    return torch.cat(found, 1)
+def _tokens(
+    starts: torch.Tensor, lengths: torch.Tensor, local: int, size: int, rank: int
+) -> torch.Tensor:
+    """Sequence, place in it and whether it counts, of a rank's `local` tokens: int64 [3, T]."""
+    here, token = starts.long() // size, torch.arange(local)
+    number = torch.searchsorted(here, token, right=True) - 1
+    inside, chunk = token - here[number], here.diff()[number] // 2
+    part = torch.where(inside < chunk, rank, 2 * size - 1 - rank)
+    place = part * chunk + inside % chunk
+    return torch.stack([number, place, (place < lengths[number]).long()])
 
 
 # ---- experts
@@ -245,12 +258,20 @@ class GroupedLinear(nn.Module):
         assert not bias
         assert torch.float32 in (params_dtype, dtype)
         self.num_gemms = num_gemms
+        self.fp8_meta: dict[str, Any] = {}
         for i in range(num_gemms):
             shape = (out_features, in_features)
             self.register_parameter(f"weight{i}", _parameter(*shape, device=device))
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
         """Rows by expert."""
+        if fp8.Manager.enabled:
+            fp8.prepare(self, self.num_gemms)
+            weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+            parts = zip(inp.split(m_splits), weights, strict=True)
+            return torch.cat(
+                [fp8.multiply(self, *each, i, asks=False) for i, each in enumerate(parts)]
+            )
         return _grouped(inp, m_splits, [getattr(self, f"weight{i}") for i in range(self.num_gemms)])
 
 
@@ -314,17 +335,22 @@ class Sequential(nn.Sequential):
 class StandIn(TransformerEngineBackend):
     """The backend over these modules."""
 
-    def __init__(self, *, fused_experts: bool) -> None:
+    def __init__(self, *, fused_experts: bool, fp8_recipe: str = "none") -> None:
         ops = SimpleNamespace(
             GroupedLinear=OpsGroupedLinear, ScaledSwiGLU=ScaledSwiGLU, Sequential=Sequential
         )
         self._te = SimpleNamespace(
-            RMSNorm=RmsNorm, Linear=Linear, LayerNormLinear=LayerNormLinear,
+            RMSNorm=fp8.RMSNorm, Linear=Linear, LayerNormLinear=LayerNormLinear,
             LayerNormMLP=LayerNormMLP, DotProductAttention=DotProductAttention,
-            GroupedLinear=GroupedLinear, ops=ops,
+            GroupedLinear=GroupedLinear, ops=ops, autocast=fp8.autocast,
+            quantization=SimpleNamespace(FP8GlobalStateManager=fp8.Manager),
         )  # fmt: skip
-        self._fp8, self._fused_experts = "none", fused_experts
+        self._fp8, self._fused_experts = fp8_recipe, fused_experts
 
     def norm(self, hidden: int, eps: float) -> nn.Module:
         """On the CPU."""
-        return RmsNorm(hidden, eps)
+        return fp8.RMSNorm(hidden, eps)
+
+    def around(self, axes: Axes) -> Around:
+        """With the stand-in's recipe."""
+        return precision.autocast(self._te, self._fp8, axes, fp8.Delayed())

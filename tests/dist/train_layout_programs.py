@@ -41,6 +41,8 @@ class Run:
     overrides: dict[str, Any] = field(default_factory=dict)
     graph: tuple[str, ...] = ()
     dtype: str = "fp32"
+    backend: str = "torch"
+    fp8: str = "none"
     microbatches: int = 2
     micro_batch_size: int = 1
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +64,8 @@ class Run:
             optim=OptimConfig(clip_grad_norm=self.clip, lr=self.lr),
             graph=self.graph,
             dtype=self.dtype,
+            backend=self.backend,
+            fp8=self.fp8,
             steps=STEPS,
             microbatches=self.microbatches,
             micro_batch_size=self.micro_batch_size,
@@ -88,6 +92,7 @@ def bits(
 ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], dict[str, str]]:
     """One step: losses, loss and norm; digests; random states."""
     outputs = trainer.step(step)
+    trainer.device.synchronize()  # on CUDA they are read on another stream than they are made on
     floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
     digests = {group: tuple(rows.flatten().tolist()) for group, rows in outputs.digests.items()}
     rng = {

@@ -44,20 +44,19 @@ class FusedExperts(nn.Module):
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, kernel: Kernel | None) -> None:
         super().__init__()
-        self.gate_up, self.down, self._kernel = gate_up, down, kernel
+        self.gate_up, self.down, self.kernel = gate_up, down, kernel
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
         """Rows as `Dispatch` laid them out, and back; under etp a part of their sum."""
-        kernel = self._kernel
-        if kernel is None:
+        if self.kernel is None:
             gate, up = self.gate_up(rows, groups).chunk(2, -1)
             result: torch.Tensor = self.down(F.silu(gate) * up, groups)
             return result
         return run_fused((self.gate_up, self.down), self._run, rows, groups)
 
     def _run(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-        assert self._kernel is not None
-        return self._kernel(self.gate_up, self.down, rows, groups)
+        assert self.kernel is not None
+        return self.kernel(self.gate_up, self.down, rows, groups)
 
 
 def name_gate_up(experts: nn.Module, gate_up: GroupedLinear) -> None:

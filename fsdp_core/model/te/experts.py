@@ -171,6 +171,9 @@ class OpsKernel:
     weights, also in their list of inputs, which TransformerEngine 2.20 makes once. The views stay
     until the next call, for the backward pass asks the operators for them. Scales are one: tokens'
     weights are applied where outputs are combined. Not a module, so nothing of it is in the model.
+
+    Attributes:
+        operators: that keep scales of fp8.
     """
 
     def __init__(self, te: Any, sizes: tuple[int, int, int], multiple: int) -> None:
@@ -180,6 +183,7 @@ class OpsKernel:
         self._first = _without_parameters(make(local, hidden, 2 * width, **options))
         self._last = _without_parameters(make(local, width, hidden, **options))
         self._all = te.ops.Sequential(self._first, te.ops.ScaledSwiGLU(), self._last)
+        self.operators: tuple[Any, ...] = (self._first, self._last)
         self._multiple = multiple
 
     def __call__(
@@ -192,7 +196,7 @@ class OpsKernel:
             named = {f"weight{i}": tensor for i, tensor in enumerate(tensors)}
             operator._parameters.update(named)  # type: ignore[arg-type]
         self._set_inputs(first, last)
-        sizes = torch.tensor(flat.sizes, dtype=torch.int64, device=rows.device)
+        sizes = _on_device(flat.sizes, rows.device)
         scales = torch.ones(flat.rows.shape[0], dtype=rows.dtype, device=rows.device)
         return flat.restore(self._all(flat.rows, sizes, scales, sizes))
 
@@ -204,6 +208,32 @@ class OpsKernel:
         (fuser,) = groups
         fuser._basic_op_params = [list(first), [], list(last)]
         fuser._flat_basic_op_params = [*first, *last]
+
+
+def _on_device(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Sizes as int64, without a copy from the host where it can be: a capture holds none."""
+    if len(set(sizes)) == 1:
+        return torch.full((len(sizes),), sizes[0], dtype=torch.int64, device=device)
+    return torch.tensor(sizes, dtype=torch.int64, device=device)
+
+
+def fuses(te: Any, recipe: Any, dtype: torch.dtype) -> bool:
+    """Whether TransformerEngine has grouped kernels here that take sizes on the device.
+
+    Else its operators read sizes back to the host in each call, forward and backward: slower than
+    `GroupedLinear`, which takes them from there, and nothing that a capture can hold (2.20.2:
+    `is_op_fuser_grouped_tensor_path_supported`; cuBLASLt 13.4 at least on Hopper in 16 bits, 13.5
+    for current scaling, 13.6 for blocks; delayed scaling nowhere).
+
+    Args:
+        te: the module `transformer_engine.pytorch`.
+        recipe: of fp8, or None.
+        dtype: compute dtype.
+    """
+    supported: bool = te.ops.basic.grouped_linear.is_op_fuser_grouped_tensor_path_supported(
+        recipe, dtype
+    )
+    return supported
 
 
 def make_experts(

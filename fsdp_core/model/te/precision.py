@@ -17,13 +17,12 @@ their own; ranks of ep lie across tp x cp groups, or across dp, and need nothing
 the rows of an expert are whole before it multiplies them.
 """
 
-import contextlib
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_core.model.backend import Around
+from fsdp_core.model.around import Around, Plain
+from fsdp_core.model.te.scaling import Scaling
 from fsdp_core.parallel.axes import Axes
 
 ROW_MULTIPLE = 16
@@ -48,24 +47,17 @@ def recipe_of(fp8: str) -> Any:
     return recipes[fp8]()
 
 
-def autocast(te: Any, fp8: str, axes: Axes) -> Around:
+def autocast(te: Any, fp8: str, axes: Axes, recipe: Any = None) -> Around:
     """What is around the layers' forward. A collective over all ranks, for delayed scaling.
 
     Args:
         te: the module `transformer_engine.pytorch`.
+        recipe: in place of the one of that name.
     """
     if fp8 == "none":
-        return contextlib.nullcontext
-    recipe = recipe_of(fp8)
+        return Plain()
     group = amax_group(axes) if fp8 == "delayed" else None
-
-    def around() -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = te.autocast(
-            enabled=True, recipe=recipe, amax_reduction_group=group
-        )
-        return context
-
-    return around
+    return Scaling(te, recipe_of(fp8) if recipe is None else recipe, group)
 
 
 def amax_group(axes: Axes) -> dist.ProcessGroup | None:

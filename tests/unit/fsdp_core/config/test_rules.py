@@ -16,11 +16,13 @@ from fsdp_core.config import (
     ModelConfig,
     ParallelConfig,
     TrainConfig,
+    built,
     divisors,
     model_from_preset,
     not_built,
     refuse_not_built,
 )
+from fsdp_core.config.rule import Rule
 
 MLA: dict[str, Any] = {
     "attention": "mla", "kv_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
@@ -152,13 +154,6 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
                              {"model": {"vocab_size": 255}, "data": {"kind": "text"}},
                              {"model": {"vocab_size": 256}}),
 }  # fmt: skip
-NOT_BUILT_EXAMPLES: dict[str, tuple[str, Values]] = {
-    "te_graphs_of_dynamic_cp_are_not_built":
-        ("backend", {"graph": ("attn",), "backend": "te",
-                     "parallel": {"dp": 2, "dynamic_cp": (1, 2)}}),
-    "delayed_fp8_in_partial_scopes_is_not_built":
-        ("fp8", {"graph": ("attn",), "backend": "te", "fp8": "delayed"}),
-}  # fmt: skip
 KINDS: dict[str, Any] = {
     "model": ModelConfig, "parallel": ParallelConfig, "fsdp": FsdpConfig, "data": DataConfig,
 }  # fmt: skip
@@ -214,7 +209,7 @@ def test_the_examples_are_the_rules() -> None:
     names = [rule.name for about, rules in RULES.items() if about != "not built" for rule in rules]
     assert len(set(names)) == len(names)
     assert set(names) == set(EXAMPLES)
-    assert {rule.name for rule in NOT_BUILT} == set(NOT_BUILT_EXAMPLES)
+    assert NOT_BUILT == (), "and a rule of what is not built has one"
 
 
 @pytest.mark.parametrize("rule", EXAMPLES)
@@ -228,15 +223,19 @@ def test_a_broken_rule_is_named(rule: str) -> None:
     build(changed(values, change))
 
 
-@pytest.mark.parametrize("rule", NOT_BUILT_EXAMPLES)
-def test_what_is_not_built_is_legal_and_refused_by_the_trainer(rule: str) -> None:
-    """A configuration may ask for it, `refuse_not_built` says no."""
-    key, values = NOT_BUILT_EXAMPLES[rule]
-    asked = build(values)
+def test_what_is_not_built_is_refused_by_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration that is legal may not be built yet: `refuse_not_built` names the rule."""
+
+    def no_te(run: TrainConfig) -> ConfigError | None:
+        return ConfigError("backend", expected="torch, so far", got="te") if run.graph else None
+
+    rule = Rule("te_is_not_built", "Nothing of it is built.", no_te)
+    monkeypatch.setattr(built, "NOT_BUILT", (rule,))
+    asked = build({"graph": ("attn",)})
     with pytest.raises(ConfigError) as caught:
         refuse_not_built(asked)
-    assert "built so far" in str(caught.value)
-    assert (caught.value.rule, caught.value.key) == (rule, key)
+    assert (caught.value.rule, caught.value.key) == ("te_is_not_built", "backend")
+    assert not_built(build({})) is None
 
 
 def test_what_is_built_is_not_refused() -> None:
@@ -247,6 +246,8 @@ def test_what_is_built_is_not_refused() -> None:
         {"parallel": {"pp": 2, "tp": 2}, "graph": ("full_iteration",)},
         {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}, "graph": ("attn",)},
         {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}, "backend": "te"},
+        {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}, "backend": "te", "graph": ("attn",)},
+        {"backend": "te", "fp8": "delayed", "graph": ("attn",)},
         {"model": MOE, "parallel": {"dp": 4, "ep": 2, "etp": 2}, "graph": ("attn",)},
     )
     for values in built:
