@@ -62,7 +62,7 @@ def rank_main(job: Job, rank: int) -> None:
         losses, index = [], 0
         # Beyond the capture by as many replays again.
         for index in range(2 * config.graph_warmup_steps + 2):
-            losses.append(trainer.step(index).loss.clone())
+            losses.append(loss_of(trainer, index))
         settle(place)
         times = timed(trainer, range(index + 1, index + 1 + job.steps), losses)
         on_cuda = device.is_cuda
@@ -83,13 +83,19 @@ def timed(trainer: Trainer, steps: Sequence[int], losses: list[torch.Tensor]) ->
     """Milliseconds of each step; on CUDA between events, so that the host may run ahead."""
     host, events = [time.perf_counter()], [_event(trainer)]
     for index in steps:
-        losses.append(trainer.step(index).loss.clone())
+        losses.append(loss_of(trainer, index))
         host.append(time.perf_counter())
         events.append(_event(trainer))
     trainer.device.synchronize()
     if trainer.device.is_cuda:
         return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return [1e3 * (b - a) for a, b in itertools.pairwise(host)]
+
+
+def loss_of(trainer: Trainer, index: int) -> torch.Tensor:
+    """The loss of a step, copied in the order of the stream that the next step overwrites it on."""
+    with trainer.device.on(trainer.stream):
+        return trainer.step(index).loss.clone()
 
 
 def _event(trainer: Trainer) -> Any:

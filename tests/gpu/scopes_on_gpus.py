@@ -9,22 +9,28 @@ import torch.distributed as dist
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
 from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
+from fsdp_core.parallel.axes import Axes
 from fsdp_core.train import Trainer
+from tests.conftest import RANKS_PER_GPU
 
-STEPS, WARMUP = 20, 2
+STEPS, WARMUP = 20 if RANKS_PER_GPU == 1 else 6, 2
+"""Where ranks share GPUs, collectives go through sockets, milliseconds each."""
 SCOPES = {
     "moe_tiny": ("attn", "moe_router", "attn+moe_router+moe_preprocess", "attn+moe", "layer",
                  "full_iteration"),
     "dense_tiny_dropout": ("attn", "mlp", "attn+mlp", "layer", "full_iteration"),
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "tp2 alone": {"tp": 2, "sequence_parallel": True},
+    "ep2": {"dp": 2, "ep": 2},
+    "pp2": {"pp": 2},
     "dp4": {"dp": 4},
     "tp2": {"dp": 2, "tp": 2, "sequence_parallel": True},
     "ep2 etp2": {"dp": 4, "ep": 2, "etp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
     "alone": {"dp": 1},
 }
-SHARED: dict[str, Any] = {"strategy": "optim_grads_params"}
 Step = dict[str, bytes]
 
 
@@ -32,7 +38,7 @@ def config_of(
     preset: str, layout: str, scope: str = "", *, backend: str = "torch", fp8: str = "none",
     pool: str = "double", strategy: str = "optim_grads_params",
 ) -> TrainConfig:  # fmt: skip
-    """A run: tiny models, 20 steps of 2 microbatches."""
+    """A run: tiny models, steps of 2 microbatches, or 4 in pipelines."""
     degrees = dict(LAYOUTS[layout])
     overrides: dict[str, Any] = {}
     if preset.startswith("moe"):
@@ -54,14 +60,14 @@ def config_of(
     )
 
 
-def train(config: TrainConfig, device: Device) -> tuple[list[Step], int]:
+def train(config: TrainConfig, axes: Axes, device: Device) -> tuple[list[Step], int]:
     """Bits of every step's outputs and random states by name, and how many graphs there were."""
     if config.fp8 == "delayed":
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         # Else TransformerEngine goes on to reduce the amaxes of models that are gone.
         FP8GlobalStateManager.reset()
-    trainer, steps = Trainer(config, build_axes(config.parallel, device), device), []
+    trainer, steps = Trainer(config, axes, device), []
     for index in range(config.steps):
         outputs = trainer.step(index)
         device.synchronize()
@@ -86,10 +92,11 @@ def first_difference(one: list[Step], other: list[Step]) -> str:
 def compare(kind: str, eager: TrainConfig, scopes: tuple[str, ...]) -> dict[str, str]:
     """By scope, where its run parts from the eager one; "again" is eager's second run."""
     device = Device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
-    expected, _ = train(eager, device)
-    found = {"again": first_difference(expected, train(eager, device)[0])}
+    axes = build_axes(eager.parallel, device)
+    expected, _ = train(eager, axes, device)
+    found = {"again": first_difference(expected, train(eager, axes, device)[0])}
     for scope in scopes:
-        steps, graphs = train(replace(eager, graph=tuple(scope.split("+"))), device)
+        steps, graphs = train(replace(eager, graph=tuple(scope.split("+"))), axes, device)
         found[scope] = first_difference(expected, steps) if graphs else "nothing was captured"
     dist.barrier()
     return found

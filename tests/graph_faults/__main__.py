@@ -2,20 +2,22 @@
 
     python -m tests.graph_faults [NAME ...] [--device cuda] [--columns plain,ledger] [--write]
 
-`--write` puts the table into `fsdp_core/graph/FAULTS.md`; it takes all faults and all columns. Exit
-codes: 0, 1 a clean program was wronged or a fault could not be run, 4 usage.
+Rows come as they are done, on the standard error stream, then the table. On GPUs as many ranks may
+share one as RANKS_PER_GPU says. `--write` puts the table into `fsdp_core/graph/FAULTS.md`; it takes
+all faults and all columns. Exit codes: 0, 1 a clean program was wronged or a fault could not be
+run, 4 usage.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from tests.conftest import RANKS_PER_GPU
 from tests.dist.rank_pool import RankError, RankPool
 from tests.graph_faults.catalogue import FAULTS, GraphFault
 from tests.graph_faults.compare import COLUMNS, Legs, false_alarms, join, run_on_rank
-from tests.graph_faults.table import names, render, write
+from tests.graph_faults.table import names, render, row_of, write
 
-TIMEOUT_S = 300.0
 MAX_RANKS = 4
 
 
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="of one fault")
     try:
         asked = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         _tell("--write takes all faults, all columns and the CPU")
         return 4
     chosen = [fault for fault in FAULTS if not asked.names or fault.name in asked.names]
-    results, failed = _run(chosen, columns, asked.device)
+    results, failed = _run(chosen, columns, asked.device, asked.timeout_s)
     table = render(results)
     sys.stdout.write(f"{table}\n")
     if asked.write and not failed:
@@ -56,14 +59,15 @@ def _tell(text: object) -> None:
 
 
 def _run(
-    chosen: list[GraphFault], columns: tuple[str, ...], device: str
+    chosen: list[GraphFault], columns: tuple[str, ...], device: str, timeout_s: float
 ) -> tuple[list[tuple[GraphFault, Legs]], bool]:
     results, failed = [], False
     # Faults of one program have one clean run beside them.
     clean = set()
-    pool = RankPool(MAX_RANKS, timeout_s=TIMEOUT_S, device=device)
+    pool = RankPool(MAX_RANKS, timeout_s=timeout_s, device=device, ranks_per_gpu=RANKS_PER_GPU)
     try:
-        for fault in chosen:
+        # By the number of ranks: GPU ranks begin anew where it changes.
+        for fault in sorted(chosen, key=lambda each: each.num_ranks):
             try:
                 is_first = (fault.program, fault.right) not in clean
                 ranks = pool.run(
@@ -75,10 +79,13 @@ def _run(
                 _tell(f"{fault.name}: {error}")
                 continue
             results.append((fault, join(ranks)))
-            _tell(f"{fault.name} done")
+            _tell(" | ".join(row_of(*results[-1]).values()))
+            for column in false_alarms(results[-1][1]):
+                words = [shown.said for shown in results[-1][1].clean[column]]
+                _tell(f"{fault.name}: the clean program is wronged by {column}: {words}")
     finally:
         pool.close()
-    return results, failed
+    return sorted(results, key=lambda result: chosen.index(result[0])), failed
 
 
 if __name__ == "__main__":

@@ -115,7 +115,10 @@ def run_leg(
                     program = make(leg, device)
                     stack.callback(program.close)
                 moments.reached(step, program)
+                # Steps have a stream of their own; what is done, and looked at, between them not.
+                device.synchronize()
                 program.step(step)
+                device.synchronize()
                 shown.losses.append(int(program.loss().view(torch.int32).item()))
                 shown.digests.append(program.digests())
             except Exception as raised:  # noqa: BLE001  (the answer)
