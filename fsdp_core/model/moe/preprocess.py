@@ -71,8 +71,13 @@ class Delivery:
             return None
         # Exact, of the decimal number that was written: 100 slots of 10 experts at 1.1 are 11 rows,
         # which a product of floats makes 11.000000000000002, and so 12.
-        factor = Fraction(str(self.capacity_factor))
-        return max(1, math.ceil(num_slots * factor / num_experts))
+        above, below = _ratio(self.capacity_factor)
+        return max(1, -(-num_slots * above // (below * num_experts)))
+
+
+@torch.compiler.assume_constant_result  # which the compiler could not follow
+def _ratio(decimal: float) -> tuple[int, int]:
+    return Fraction(str(decimal)).as_integer_ratio()
 
 
 class Plan(NamedTuple):

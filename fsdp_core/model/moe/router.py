@@ -56,7 +56,8 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias)
         counts = torch.zeros(rule.num_experts, dtype=torch.int64)
         self.register_buffer("slots_per_expert", counts, persistent=False)
-        self.register_buffer("loss_scale", torch.ones((), dtype=torch.float64), persistent=False)
+        # Not a scalar: the compiler would read it on the host, and guard what it read.
+        self.register_buffer("loss_scale", torch.ones(1, dtype=torch.float64), persistent=False)
         self.register_buffer("balance_loss", torch.zeros(()), persistent=False)
         self.register_buffer("z_loss", torch.zeros(()), persistent=False)
 
@@ -122,7 +123,7 @@ class Router(nn.Module):
         def count() -> None:
             self.slots_per_expert.add_(counts_E)
 
-        return attach_loss(probs_SK, losses.part, self.loss_scale, count)
+        return attach_loss(probs_SK, losses.part, self.loss_scale.view(()), count)
 
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:
