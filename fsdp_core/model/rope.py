@@ -21,9 +21,14 @@ def rope_tables(
 def apply_rope(x_BTND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate [batch, time, heads, head_dim] by position; in float32 (float64 for float64)."""
     wide = torch.promote_types(x_BTND.dtype, torch.float32)
-    a, b = x_BTND.to(wide).chunk(2, dim=-1)
+    # As [1, 1, B, T, N, D]: of four or five dims torch.cat, which the gradient of a chunk is, too,
+    # guesses a layout from the strides of dims of size 1. Those differ between gradients that
+    # autograd adds in place and the same ones under a recorder, where it does not; then sums over
+    # them differ in their last bits, and a graph from the eager run.
+    a, b = x_BTND.to(wide).unsqueeze(0).unsqueeze(0).chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTND.dtype)
+    whole = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return whole.squeeze(0).squeeze(0).to(x_BTND.dtype)
 
 
 class RopeTable(nn.Module):

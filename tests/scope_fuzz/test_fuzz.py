@@ -1,0 +1,77 @@
+"""A slice of the fuzz with fixed seeds, and what the fuzz itself promises."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_core.config import ConfigError
+from harness.errors import ScenarioError
+from harness.matrix import expand
+from harness.schema import load_scenario
+from tests.dist.rank_pool import RankPool
+from tests.scope_fuzz.case import Case
+from tests.scope_fuzz.draw import Draw
+from tests.scope_fuzz.judge import Judge, refusal_of
+from tests.scope_fuzz.shrink import shrunk
+
+
+@pytest.mark.parametrize(("seed", "world_size", "number"), [(3, 1, 4), (5, 2, 1)])
+def test_random_cases_have_eagers_bits(
+    seed: int, world_size: int, number: int, warm_ranks: RankPool
+) -> None:
+    """Graphed runs that nobody chose are their eager runs, bit for bit, and leave nothing."""
+    draw = Draw(seed, (world_size,), is_small=True)
+    judge = Judge(warm_ranks, timeout_s=60.0)
+    while judge.ran < number:
+        case = draw.case()
+        verdict = judge(case)
+        assert not verdict.kind, f"{verdict.text}\n{case.to_json()}"
+
+
+def test_rules_refuse_with_a_key() -> None:
+    """Whatever is drawn is legal, or refused by a rule or for one value: nothing else is raised."""
+    draw = Draw(1, (1, 2, 4, 8))
+    verdicts = [refusal_of(draw.case()) for _ in range(400)]
+    assert {verdict.kind for verdict in verdicts} == {""}
+    rules = {verdict.rule for verdict in verdicts}
+    assert "" in rules
+    assert len(rules) > 10
+
+
+def test_scenarios_are_cases_for_the_harness(tmp_path: Path) -> None:
+    """A printed scenario is one case whose legs are the case's runs, or refused as the case is."""
+    draw, path = Draw(2, (1, 2, 4)), tmp_path / "case.yaml"
+    for _ in range(60):
+        case = draw.case()
+        path.write_text(case.scenario())
+        try:
+            config = case.config()
+        except ConfigError:
+            with pytest.raises(ScenarioError):
+                expand(load_scenario(path), "cpu")
+            continue
+        (spec,) = expand(load_scenario(path), "cpu")
+        assert spec.candidate.config == config.to_dict()
+        assert spec.reference.config == config.to_dict() | {"graph": []}
+        assert Case.from_json(case.to_json()) == case
+
+
+def test_failing_cases_shrink_to_what_fails() -> None:
+    """Of a case nothing is left but defaults, its small shapes and what its failure needs."""
+    draw = Draw(4, (4,))
+    cases = (draw.case() for _ in range(400))
+    large = next(
+        c for c in cases
+        if not refusal_of(c).rule and "attn" in c.settings["graph"] and len(c.settings["graph"]) > 1
+        and c.settings["microbatches"] > 2 and any(e[0] == "evaluate" for e in c.events)
+    )  # fmt: skip
+
+    def failing(case: Case) -> str:
+        evaluates = any(event[0] == "evaluate" for event in case.events)
+        return "bits" if evaluates and "attn" in case.settings["graph"] else ""
+
+    small = shrunk(large, "bits", failing, limit_s=60.0)
+    assert small.settings["graph"] == ("attn",)
+    assert small.world_size == small.settings["microbatches"] == small.settings["model.layers"] == 1
+    assert [event[0] for event in small.events].count("evaluate") == 1
+    assert not any(key.startswith(("fsdp.", "optim.")) for key in small.settings)
