@@ -15,6 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_core.lending import Lending, is_collective
+
 
 class Event(Protocol):
     """A point in a stream's work."""
@@ -88,7 +90,9 @@ class _StorageRef(weakref.ref[Any]):
 
 def _passes_on(func: Any) -> bool:
     """Whether the operator's results are, by its schema, its own arguments or views of them."""
-    return any(returned.alias_info is not None for returned in func._schema.returns)
+    # c10d's schemas do not say so: what they return is what they were given to fill.
+    is_c10d = func._schema.name.startswith("c10d::")
+    return is_c10d or any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def _resizes(func: Any) -> bool:
@@ -104,8 +108,8 @@ class StorageCounter(TorchDispatchMode):
 
     A storage is counted when an operator makes it and uncounted when it dies. One that an operator
     only passes on is not: a library's own buffer (gloo has some) lives as long as its threads
-    please, and two runs would not count the same. `resized` must be told of
-    `UntypedStorage.resize_`, which is no operator.
+    please, and two runs would not count the same. For the same reason collectives get aliases (see
+    `lending`). `resized` must be told of `UntypedStorage.resize_`, which is no operator.
     """
 
     def __init__(self) -> None:
@@ -113,7 +117,8 @@ class StorageCounter(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, tuple[_StorageRef, int]] = {}
-        self._kinds: dict[Any, tuple[bool, bool]] = {}
+        self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
+        self._lending = Lending()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,12 +129,16 @@ class StorageCounter(TorchDispatchMode):
         """Run the operator and count the storages that it makes."""
         if types and any(map(opens_itself, types)):
             return NotImplemented  # the wrapper opens itself up first; what it holds is counted
-        out = func(*args, **(kwargs or {}))
         # This runs for every operator of every rank, so it looks at as little as it can.
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = (not _passes_on(func), _resizes(func))
-        makes, resizes = kind
+            kind = self._kinds[func] = (not _passes_on(func), _resizes(func), is_collective(func))
+        makes, resizes, lends = kind
+        self._lending.let_go()
+        if lends:
+            out = self._lending.call(func, args, kwargs or {})
+        else:
+            out = func(*args, **(kwargs or {}))
         if not (makes or resizes):
             return out
         if type(out) is torch.Tensor:
@@ -169,7 +178,13 @@ class StorageCounter(TorchDispatchMode):
 
     def _change(self, delta: int) -> None:
         self.live_bytes += delta
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        # A death on another thread, between two looks at the peak, must not take back a higher one.
+        if delta > 0:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def settle(self) -> None:
+        """Let go of what collectives that are over were lent."""
+        self._lending.let_go()
 
 
 @dataclass
@@ -293,7 +308,10 @@ class Device:
         """Bytes in use now; 0 on the CPU outside `counting_memory`."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.torch_device)
-        return self.counter.live_bytes if self.counter else 0
+        if self.counter is None:
+            return 0
+        self.counter.settle()
+        return self.counter.live_bytes
 
     def peak_bytes(self) -> int:
         """Highest bytes in use since counting began; 0 on the CPU outside `counting_memory`."""

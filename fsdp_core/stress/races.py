@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_core.device import opens_itself
+from fsdp_core.lending import Lending, is_collective
 from fsdp_core.stress.clocks import Clocks, ClockStream
 
 _HERE = Path(__file__).parent
@@ -136,6 +137,7 @@ class _Kind:
     is_fresh: bool
     is_awaited: bool
     """The host waits for what it gives."""
+    is_collective: bool
 
 
 class Races(TorchDispatchMode):
@@ -157,6 +159,7 @@ class Races(TorchDispatchMode):
         self._memory: dict[int, _Memory] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._seen: set[tuple[object, ...]] = set()
+        self._lending = Lending()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -184,10 +187,14 @@ class Races(TorchDispatchMode):
         if types and any(map(opens_itself, types)):
             return NotImplemented  # the wrapper opens itself up first
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
+        self._lending.let_go()
+        if kind.is_collective:
+            out = self._lending.call(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         if kind.is_view:
             return out
         if kind.name in _ALLOCATORS:
@@ -341,6 +348,7 @@ def _kind_of(func: Any) -> _Kind:
         is_view=bool(aliases) and all(a is not None and not a.is_write for a in aliases),
         is_fresh=all(a is None for a in aliases),
         is_awaited=torch.Tag.data_dependent_output in func.tags or schema.name in _SIZED_BY_DATA,
+        is_collective=is_collective(func),
     )
 
 

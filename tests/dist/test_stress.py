@@ -69,7 +69,7 @@ RACING = {
         "c10d::_reduce_scatter_base_ reads on stream reduce at collectives.py:"),
     "reduction_freed_early": (
         "for the grad buffer of unit layers.1: reuse writes on stream main at ",
-        "aten::copy_ writes on stream reduce at collectives.py:"),
+        "c10d::_reduce_scatter_base_ writes on stream reduce at collectives.py:"),
 }  # fmt: skip
 
 
