@@ -2,8 +2,13 @@
 
 Capture mode is `thread_local`, because NCCL's watchdog thread may query events while we capture.
 A `Recorder` runs beside the capture, only to list the external storages for the address ledger.
+
+A capture that CUDA refuses leaves torch half in it: `CUDAGraph.capture_end` raises before it tells
+its allocator and its generators, which then refuse to free memory and to draw outside of captures
+(torch up to 2.12). Both are put right, so that a program can go on eagerly, and capture again.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -39,6 +44,10 @@ class MemoryPool:
         found = self.id
         self._users.add(graph)
         return found
+
+    def give_up(self) -> None:
+        """Start another; graphs that were captured into this one keep it."""
+        self._id, self._users = torch.cuda.graph_pool_handle(), weakref.WeakSet()
 
 
 class _Externals(Recorder):
@@ -79,22 +88,27 @@ class CudaGraph:
         for generator in self._generators:
             self._graph.register_generator_state(generator)
         stream = torch.cuda.current_stream(self._device.torch_device)
+        pool, first = self._memory_pool.join(self), None
         try:
             with (
                 self._device.watching_storages(recorder),
                 torch.cuda.graph(
-                    self._graph,
-                    pool=self._memory_pool.join(self),
-                    stream=stream,
-                    capture_error_mode="thread_local",
+                    self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
                 ),
-                recorder,
             ):
-                result = function()
-        except (RuntimeError, torch.AcceleratorError) as error:
-            if isinstance(error, CaptureRefused):
-                raise
-            raise CaptureRefused(f"cannot capture: {error}") from error
+                try:
+                    with recorder:
+                        result = function()
+                except BaseException as error:
+                    first = error  # how the capture ends follows from it
+                    raise
+        except RuntimeError as error:
+            if error is not first:
+                self._end_refused(pool)
+            cause = error if first is None else first
+            if isinstance(cause, CaptureRefused) or not isinstance(cause, Exception):
+                raise cause from None
+            raise CaptureRefused(f"cannot capture: {cause}") from cause
         finally:
             self._device.set_rng_states(states)
             for generator, state in zip(self._generators, own_states, strict=True):
@@ -103,6 +117,21 @@ class CudaGraph:
         self.recording.operations = []
         self.is_captured = True
         return result
+
+    def _end_refused(self, pool: Any) -> None:
+        """Tell the allocator and the generators that the capture has ended."""
+        with contextlib.suppress(RuntimeError):  # it has been told
+            torch._C._cuda_endAllocateToPool(self._device.torch_device.index, pool)
+        self._memory_pool.give_up()
+        # Generators are told of the end of a capture, and of nothing else: here is one.
+        with contextlib.suppress(RuntimeError):  # nothing works any more: the cause says why
+            spot = torch.zeros(1, device=self._device.torch_device)
+            graph = torch.cuda.CUDAGraph()
+            for generator in self._generators:
+                graph.register_generator_state(generator)
+            graph.capture_begin(capture_error_mode="thread_local")
+            spot.add_(1.0)
+            graph.capture_end()
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
