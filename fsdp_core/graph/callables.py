@@ -115,8 +115,9 @@ def make_graphed_callables(
         on_replay: told the number of launches of each replay.
 
     Raises:
-        ValueError: modules with hooks, in different modes, other numbers of samples or hooks than
-            modules, or an order that does not fit.
+        ValueError: modules with hooks, in different modes, whose kernels add to gradients or that
+            keep delayed scales of fp8, other numbers of samples or hooks than modules, or an order
+            that does not fit.
         CaptureRefused: something in a module cannot be captured.
     """
     plan, hooks = check_request(modules, samples, order, capture_time_hooks)
@@ -137,7 +138,7 @@ def make_graphed_callables(
                 on_phase=on_phase,
             )  # fmt: skip
             segments.append(graphed)
-        _run(maker, segments, _steps(plan, modules), num_warmup_iters)
+        _run(maker, modules, segments, _steps(plan, modules), num_warmup_iters)
     except BaseException:
         for graphed in segments:
             graphed.reset()
@@ -167,7 +168,31 @@ def check_request(
         )
     for module in modules:
         require_no_hooks(module)
+        _require_own_gradients(module)
     return plan, canonical_hooks(len(modules), capture_time_hooks)
+
+
+def _require_own_gradients(module: nn.Module) -> None:
+    """Refuse kernels that add to `main_grad`, and say in Python that they have."""
+    for path, inner in module.named_modules():
+        if getattr(inner, "fuse_wgrad_accumulation", False):
+            raise ValueError(
+                f"Expected {path or type(module).__name__} without fuse_wgrad_accumulation, got it "
+                "set: a replay would return a gradient without values, and nobody says that the "
+                "values are in main_grad. Leave it off, or capture whole steps."
+            )
+
+
+def _require_no_delayed_scales(module: nn.Module) -> None:
+    """Refuse modules of TransformerEngine that warm-ups have shown to keep such scales."""
+    for path, inner in module.named_modules():
+        meta = getattr(inner, "fp8_meta", None) or {}
+        if getattr(inner, "fp8", False) and hasattr(meta.get("scaling_fwd"), "amax_history"):
+            raise ValueError(
+                f"Expected {path or type(module).__name__} without delayed scaling of fp8, got it: "
+                "scales move once a pass, over all modules, in no graph of one. Capture it with "
+                "te_callables, or by another recipe."
+            )
 
 
 def parameters_of(
@@ -191,7 +216,11 @@ def _steps(plan: CapturePlan, modules: Sequence[nn.Module]) -> list[Step]:
 
 
 def _run(
-    maker: GraphMaker, segments: Sequence[GraphedSegment], steps: Sequence[Step], iterations: int
+    maker: GraphMaker,
+    modules: Sequence[nn.Module],
+    segments: Sequence[GraphedSegment],
+    steps: Sequence[Step],
+    iterations: int,
 ) -> None:
     """Warm all up in order, then capture all in order."""
     with Undo(maker.device, maker.generators) as undo:
@@ -202,6 +231,8 @@ def _run(
                     segment.run_forward(step.slot, undo)
                 else:
                     segment.run_backward(step.slot, undo)
+    for module in modules:
+        _require_no_delayed_scales(module)
     for step in steps:
         segment = segments[step.module]
         if step.is_forward:

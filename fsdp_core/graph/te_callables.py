@@ -9,14 +9,16 @@ What is added around it, because it does not do it itself:
     random streams      are registered with its graphs
     replays             check inputs, refuse a slot that awaits its backward and a moved parameter,
                         and return gradients of inputs as clones, as it does those of parameters
+
+It moves scales of fp8 itself, after replays and at the end of the autocast that they are in
+(graph.py: `Graphed.backward`, `new_fwd`), so replays must be inside of one; that is checked.
 """
 
 import contextlib
 import gc
 import importlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,27 +29,11 @@ from fsdp_core.graph.capture_order import CapturePlan, Order
 from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import Recording
-from fsdp_core.graph.slot import Pending, Tensors, check_inputs
+from fsdp_core.graph.slot import Tensors
+from fsdp_core.graph.te_replays import Library, Precision, Replays
 from fsdp_core.graph.undo import Undo
 
-
-class Library(Protocol):
-    """What is used of the module `transformer_engine.pytorch.graph`."""
-
-    def make_graphed_callables(self, modules: Any, sample_args: Any, **options: Any) -> Any:
-        """Capture; forwards by chunk, microbatch and module."""
-
-    def get_all_rng_states(self) -> dict[str, Any]:
-        """Generators that its graphs draw from, to add to."""
-
-    def save_fp8_tensors(self, modules: Any, recipe: Any) -> Any:
-        """State of delayed scaling."""
-
-    def restore_fp8_tensors(self, modules: Any, fp8_tensors: Any) -> None:
-        """Put it back."""
-
-    def set_capture_end(self) -> None:
-        """Tell its modules that no capture is under way."""
+_OPTIONS = ("enabled", "recipe", "amax_reduction_group")
 
 
 def make_graphed_callables(
@@ -71,10 +57,12 @@ def make_graphed_callables(
         library: in place of TransformerEngine.
 
     Raises:
-        ValueError: as there.
+        ValueError: as there; modules in evaluation mode, no warm-up, or other options.
         RuntimeError: what TransformerEngine raises; nothing is left of the capture.
     """
     plan, hooks = check_request(modules, samples, order, capture_time_hooks)
+    options = dict(options or {})
+    _require_supported(modules, num_warmup_iters, options)
     trained = parameters_of(modules, parameters)
     names = [f"{number}: {type(module).__name__}" for number, module in enumerate(modules)]
     ledgers: list[Ledger | None] = [None] * len(modules)
@@ -95,18 +83,44 @@ def make_graphed_callables(
         _order=list(plan.chunks),
         _num_layers_per_chunk=list(plan.sizes),
         capture_time_hooks=_apart(undo, hooks, gathered),
-        **(options or {}),
+        **options,
     )  # fmt: skip
+    enabled = options.get("enabled", False)
     return [
         GraphedModule(
             module,
-            _Replays(
+            Replays(
                 names[number], [forwards[place] for place in _places(plan, number)],
                 samples[number], ledgers[number], on_replay,
+                Precision(te, enabled[number] if isinstance(enabled, tuple) else enabled),
             ),
         )
         for number, module in enumerate(modules)
     ]  # fmt: skip
+
+
+def _require_supported(
+    modules: Sequence[nn.Module], num_warmup_iters: int, options: Mapping[str, Any]
+) -> None:
+    """What TransformerEngine 2.20 takes and then fails at, or does unlike eager training."""
+    if any(not module.training for module in modules):
+        # With an order it asks what only backward passes of warm-ups have found out.
+        raise ValueError(
+            "Expected modules in training mode, got some in evaluation mode: TransformerEngine "
+            "captures these without an order only. Capture them with callables."
+        )
+    if num_warmup_iters < 1:
+        raise ValueError(
+            f"Expected at least one warm-up, got {num_warmup_iters}: TransformerEngine finds out "
+            "in it which gradients there are."
+        )
+    unknown = sorted(options.keys() - set(_OPTIONS))
+    if unknown:
+        # Cached weights need a keyword in each call; aliases of gradients would be overwritten.
+        raise ValueError(f"Expected options out of {', '.join(_OPTIONS)}, got {unknown[0]}.")
+    enabled = options.get("enabled", False)
+    if any(enabled if isinstance(enabled, tuple) else (enabled,)) and not options.get("recipe"):
+        raise ValueError("Expected a recipe beside enabled fp8, got none.")
 
 
 # ---- the capture
@@ -262,96 +276,3 @@ def _undone_on_failure(te: Library, modules: Sequence[nn.Module], recipe: Any) -
         if collects:
             gc.enable()
         raise
-
-
-# ---- the replay
-
-
-class _Replays:
-    """Replays of a module that it captured, by slot."""
-
-    def __init__(
-        self,
-        name: str,
-        forwards: Sequence[Any],
-        samples: Tensors,
-        ledger: Ledger | None,
-        on_replay: Callable[[int], None],
-    ) -> None:
-        self._name, self._forwards, self._ledger = name, list(forwards), ledger
-        self._samples, self._on_replay = samples, on_replay
-        self._pending: list[weakref.ref[Pending] | None] = [None] * len(self._forwards)
-
-    def __call__(self, *tensors: torch.Tensor, slot: int = 0) -> Any:
-        """Replay a slot."""
-        if not 0 <= slot < len(self._forwards):
-            raise ValueError(
-                f"Expected a slot of {self._name} below {len(self._forwards)}, got {slot}."
-            )
-        check_inputs(self._name, self._samples, tensors)
-        last = self._pending[slot]
-        pending = last() if last is not None else None
-        if pending is not None and not pending.is_done:
-            raise RuntimeError(
-                f"Expected slot {slot} of {self._name} to be free, got one whose forward still "
-                "awaits its backward. Capture as many slots as there are microbatches between "
-                "forward and backward."
-            )
-        if self._ledger is not None:
-            self._ledger.check()
-        results = self._forwards[slot](*map(_with_cloned_grad, tensors))
-        self._on_replay(1)
-        flat = results if isinstance(results, tuple) else (results,)
-        node = next((result.grad_fn for result in flat if result.grad_fn is not None), None)
-        if node is not None:
-            self._pending[slot] = self._await(node)
-        return results
-
-    def _await(self, node: Any) -> weakref.ref[Pending]:
-        """Mark the slot until the node has run or is gone."""
-        pending = Pending()
-        node.metadata["slot"] = pending
-        known = weakref.ref(pending)
-
-        def begins(*_: object) -> None:
-            awaited = known()
-            if awaited is not None and awaited.is_done:
-                raise RuntimeError(
-                    f"Expected one backward of {self._name} for each forward, got a second."
-                )
-            if self._ledger is not None:
-                self._ledger.check()
-
-        def ends(*_: object) -> None:
-            awaited = known()
-            if awaited is not None:
-                awaited.is_done = True
-            self._on_replay(1)
-
-        node.register_prehook(begins)
-        node.register_hook(ends)
-        return known
-
-    def reset(self) -> None:
-        """Drop the graphs of all slots."""
-        for forward in self._forwards:
-            forward.reset()
-        self._forwards = []
-
-
-class _CloneGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.clone()
-
-
-def _with_cloned_grad(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, its gradient a copy of what it gets."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    cloned: torch.Tensor = _CloneGrad.apply(x)
-    return cloned

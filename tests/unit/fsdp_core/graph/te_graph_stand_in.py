@@ -1,7 +1,15 @@
 """What `transformer_engine.pytorch.graph` does around captures, in plain torch over host graphs.
 
-When it runs `capture_time_hooks`, what it refuses, what it leaves behind if a capture fails (its
-flag, its wrapper on the class, its hooks on inner modules): as of version 2.20, as far as used.
+As of version 2.20.2, as far as used:
+
+    _make_graphed_callables   when it runs `capture_time_hooks`; refuses modules with hooks; follows
+                              `_order` in warm-ups and in the capture; asks in the capture's
+                              backward what the warm-ups' found (`need_bwd_dw_graph`), so that a
+                              KeyError meets who has had none
+    _run_warmup_backward      drops parameters without a gradient
+    Graphed.backward          returns parameters' gradients as clones, inputs' as they lie
+    make_graphed_callables    the flag, the wrapper on classes and the hooks on inner modules, which
+                              a failure leaves
 """
 
 from collections.abc import Sequence
@@ -24,6 +32,12 @@ class TeGraphStandIn:
         self.states: dict[str, Any] = {}
         self.registered: list[str] = []
         self.restored_fp8 = 0
+        self.FP8GlobalStateManager = self
+        self.is_fp8 = False
+
+    def is_fp8_enabled(self) -> bool:
+        """Of `FP8GlobalStateManager`: whether an autocast is entered."""
+        return self.is_fp8
 
     def get_all_rng_states(self) -> dict[str, Any]:
         """The dictionary itself."""
@@ -73,6 +87,7 @@ class _Capture:
         self.hooks = options["capture_time_hooks"]
         self.outputs: dict[int, Any] = {}
         self.forwards: dict[int, _Forward] = {}
+        self.need_bwd_dw_graph: dict[int, bool] = {}
 
     def run(self) -> tuple[Any, ...]:
         self.options["pre_warmup_hook"]()
@@ -90,8 +105,7 @@ class _Capture:
             base = start * self.microbatches + done[chunk][not is_forward] * size
             layers = range(size) if is_forward else reversed(range(size))
             for layer in layers:
-                if is_forward or self.modules[0].training:
-                    (forward if is_forward else backward)(start + layer, base + layer)
+                (forward if is_forward else backward)(start + layer, base + layer)
             done[chunk][not is_forward] += 1
 
     def call_hooks(self, callable_index: int, kind: str) -> None:
@@ -108,9 +122,12 @@ class _Capture:
         self.call_hooks(module, "forward_hooks")
 
     def warm_backward(self, module: int, index: int) -> None:
+        if not self.modules[0].training:
+            return
         self.call_hooks(module, "backward_pre_hooks")
         self.backward(module, index)
         self.call_hooks(module, "backward_hooks")
+        self.need_bwd_dw_graph[index] = False
 
     def surface(self, module: int, index: int) -> list[torch.Tensor]:
         tensors = (*self.samples[index], *self.modules[module].parameters())
@@ -136,6 +153,7 @@ class _Capture:
         self.forwards[index] = _Forward(graph, self.samples[index], self.outputs[index])
 
     def capture_backward(self, module: int, index: int) -> None:
+        assert not self.need_bwd_dw_graph[index]
         self.call_hooks(module, "backward_pre_hooks")
         output, inputs = self.outputs[index], self.surface(module, index)
         static, graph = torch.zeros_like(output), HostGraph(Device("cpu"))
