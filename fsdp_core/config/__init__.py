@@ -11,6 +11,7 @@ values and the rule's name; the scenario decoder adds the file and the line.
       optim     OptimConfig     AdamW and gradient clipping
       data      DataConfig      where tokens come from
       graph     tuple of scopes, empty means eager
+      compile   tuple of parts, empty means none
       stress    tuple of stressors, empty means none
       taps      tuple of patterns, modules that are looked into
 
@@ -18,6 +19,7 @@ values and the rule's name; the scenario decoder adds the file and the line.
 """
 
 from fsdp_core.config.built import NOT_BUILT, not_built, refuse_not_built
+from fsdp_core.config.compiled import COMPILE_RULES, COMPILERS, NO_COMPILE, PARTS
 from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
 from fsdp_core.config.model import (
     ATTENTIONS,
@@ -53,11 +55,11 @@ from fsdp_core.config.stressors import NO_STRESS, STRESS_RULES, STRESSORS
 from fsdp_core.config.taps import TAP_KINDS, TAP_RULES, TapPattern, tap_pattern
 
 __all__ = [
-    "ATTENTIONS", "BACKENDS", "DATA_KINDS", "DEGREES", "DENSE_DEGREES", "DISPATCHERS", "DROPS",
-    "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES", "GRAPH_RULES", "LAYOUT_RULES",
-    "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "NO_STRESS", "PARALLEL_RULES", "POOLS", "RULES",
-    "RUN_RULES", "SCOPES", "SCORES", "STRATEGIES", "STRESSORS", "STRESS_RULES", "TAP_KINDS",
-    "TAP_RULES",
+    "ATTENTIONS", "BACKENDS", "COMPILERS", "COMPILE_RULES", "DATA_KINDS", "DEGREES",
+    "DENSE_DEGREES", "DISPATCHERS", "DROPS", "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES",
+    "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "NO_COMPILE",
+    "NO_STRESS", "PARALLEL_RULES", "PARTS", "POOLS", "RULES", "RUN_RULES", "SCOPES", "SCORES",
+    "STRATEGIES", "STRESSORS", "STRESS_RULES", "TAP_KINDS", "TAP_RULES",
     "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
     "ParallelConfig", "Rule", "TapPattern", "TrainConfig", "broken", "divisors",
     "model_from_preset", "not_built", "refuse_not_built", "tap_pattern", "to_plain",
@@ -68,6 +70,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "parallel": PARALLEL_RULES,
     "layout": LAYOUT_RULES,
     "graph": GRAPH_RULES,
+    "compile": COMPILE_RULES,
     "fp8": EIGHT_BITS_RULES,
     "stress": STRESS_RULES,
     "taps": TAP_RULES,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_core.config.compiled import COMPILE_RULES, COMPILERS
 from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
 from fsdp_core.config.model import ModelConfig
 from fsdp_core.config.parallel import LAYOUT_RULES, ParallelConfig
@@ -77,6 +78,8 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     graph: tuple[str, ...] = ()
+    compile: tuple[str, ...] = ()
+    compile_backend: str = "inductor"
     backend: str = "torch"
     dtype: str = "bf16"
     fp8: str = "none"
@@ -101,11 +104,13 @@ class TrainConfig:
                 raise ConfigError(key, expected="an integer < 2**64", got=getattr(self, key))
         at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
         one_of("backend", self.backend, BACKENDS)
+        one_of("compile_backend", self.compile_backend, COMPILERS)
         one_of("dtype", self.dtype, DTYPES)
         one_of("fp8", self.fp8, EIGHT_BITS)
         is_bool("graph_optimizer", self.graph_optimizer)
         obey(LAYOUT_RULES, self)
         obey(GRAPH_RULES, self)
+        obey(COMPILE_RULES, self)
         obey(EIGHT_BITS_RULES, self)
         obey(STRESS_RULES, self)
         obey(TAP_RULES, self)

@@ -68,10 +68,18 @@ class GraphMaker:
     Args:
         generators: that captured work draws from, beside the device's default one. On the CPU there
             are none: streams of random numbers take turns with the default generator there.
+        holds_compiled: see `HostGraph`.
     """
 
-    def __init__(self, device: Device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        device: Device,
+        generators: Sequence[torch.Generator] = (),
+        *,
+        holds_compiled: bool = False,
+    ) -> None:
         self.device, self.generators = device, tuple(generators)
+        self._holds_compiled = holds_compiled
         self._memory_pool = MemoryPool() if device.is_cuda else None
         self._shared: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -104,7 +112,7 @@ class GraphMaker:
         """An empty graph."""
         if self._memory_pool is not None:
             return CudaGraph(self.device, self._memory_pool, self.generators)
-        return HostGraph(self.device)
+        return HostGraph(self.device, holds_compiled=self._holds_compiled)
 
 
 class CapturedFunction:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.recorder import CaptureRefused, Recorder, Recording
+from fsdp_core.graph.recorder import CaptureRefused, OverCompiled, Recording
 
 T = TypeVar("T")
 
@@ -50,15 +50,6 @@ class MemoryPool:
         self._id, self._users = torch.cuda.graph_pool_handle(), weakref.WeakSet()
 
 
-class _Externals(Recorder):
-    """Lists storages, and lets compiled code run compiled: its kernels are captured like others."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this a capture would hold what the compiler was asked to replace."""
-        return True
-
-
 class CudaGraph:
     """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model.
 
@@ -82,7 +73,7 @@ class CudaGraph:
         Raises:
             CaptureRefused: CUDA refused an operation in it; the graph is unusable.
         """
-        recorder = _Externals(keep_operations=False)
+        recorder = OverCompiled(keep_operations=False)
         states = self._device.rng_states()
         own_states = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
@@ -104,7 +95,8 @@ class CudaGraph:
                     raise
         except RuntimeError as error:
             if error is not first:
-                self._end_refused(pool)
+                end_refused(self._device, pool, self._generators)
+                self._memory_pool.give_up()
             cause = error if first is None else first
             if isinstance(cause, CaptureRefused) or not isinstance(cause, Exception):
                 raise cause from None
@@ -118,21 +110,6 @@ class CudaGraph:
         self.is_captured = True
         return result
 
-    def _end_refused(self, pool: Any) -> None:
-        """Tell the allocator and the generators that the capture has ended."""
-        with contextlib.suppress(RuntimeError):  # it has been told
-            torch._C._cuda_endAllocateToPool(self._device.torch_device.index, pool)
-        self._memory_pool.give_up()
-        # Generators are told of the end of a capture, and of nothing else: here is one.
-        with contextlib.suppress(RuntimeError):  # nothing works any more: the cause says why
-            spot = torch.zeros(1, device=self._device.torch_device)
-            graph = torch.cuda.CUDAGraph()
-            for generator in self._generators:
-                graph.register_generator_state(generator)
-            graph.capture_begin(capture_error_mode="thread_local")
-            spot.add_(1.0)
-            graph.capture_end()
-
     def replay(self) -> None:
         """Launch the graph on the current stream."""
         if not self.is_captured:
@@ -143,3 +120,24 @@ class CudaGraph:
         """Destroy the graph; do so before its process groups are destroyed."""
         self._graph.reset()
         self.is_captured = False
+
+
+def end_refused(device: Device, pool: Any, generators: Sequence[torch.Generator]) -> None:
+    """After a capture that failed: tell torch's allocator and generators that it has ended.
+
+    Args:
+        pool: that it was captured into; the next one needs another.
+        generators: that it was to draw from, beside the default one.
+    """
+    with contextlib.suppress(RuntimeError):  # it has been told
+        torch._C._cuda_endAllocateToPool(device.torch_device.index, pool)
+    # Generators are told of the end of a capture, and of nothing else: here is one. On a stream of
+    # its own, as none can begin on the default one.
+    with contextlib.suppress(RuntimeError), device.on(device.new_stream()):
+        spot = torch.zeros(1, device=device.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(capture_error_mode="thread_local")
+        spot.add_(1.0)
+        graph.capture_end()

@@ -24,6 +24,7 @@ from fsdp_core.graph.recorder import (
     CaptureRefused,
     HostReadGuard,
     Operation,
+    OverCompiled,
     Recorder,
     Recording,
     StorageEntry,
@@ -46,10 +47,16 @@ class _Step:
 
 
 class HostGraph:
-    """Capture and replay of CPU operators. See the module's docstring."""
+    """Capture and replay of CPU operators. See the module's docstring.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        holds_compiled: compiled code runs compiled inside of a capture, as it does on CUDA; all of
+            it must be `fsdp_core.graph.compiled` parts. Otherwise it runs uncompiled there.
+    """
+
+    def __init__(self, device: Device, *, holds_compiled: bool = False) -> None:
         self._device = device
+        self._recorder = OverCompiled if holds_compiled else Recorder
         self._steps: list[_Step] = []
         self._arena: torch.Tensor | None = None
         self._externals: list[tuple[torch.UntypedStorage, StorageEntry]] = []
@@ -69,7 +76,7 @@ class HostGraph:
             # Plain bytes, not a tensor: CUDA needs no undo, so it must not count as the program's.
             undo[number] = (storage, ctypes.string_at(storage.data_ptr(), storage.nbytes()))
 
-        recorder = Recorder(keep_operations=True, before_write=before_write)
+        recorder = self._recorder(keep_operations=True, before_write=before_write)
         states = self._device.rng_states()
         collecting = gc.isenabled()
         gc.disable()

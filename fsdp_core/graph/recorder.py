@@ -11,6 +11,7 @@ storage dies during the capture exactly when the program lets it die.
 
 import sys
 import weakref
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -162,6 +163,41 @@ class Recorder(TorchDispatchMode):
             self.recording.operations.append(Operation(func, None, None, ()))
         return out
 
+    # ---- what is not seen as operators
+
+    @property
+    def keeps_operations(self) -> bool:
+        """Whether it records for a host graph."""
+        return self._keep
+
+    def uses(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Enter what kernels that are no operators read."""
+        for tensor in tensors:
+            if not opens_itself(type(tensor)):
+                self._refer(tensor, len(self.recording.operations), "a compiled function",
+                            writes=False, made=False)  # fmt: skip
+
+    def record_call(self, function: Any, args: tuple[Any, ...], writes: Container[int]) -> Any:
+        """Run a function of tensors and record it as one operation; its outputs are tensors.
+
+        Args:
+            function: does the same work again at each replay; `function.__self__.namespace` says
+                whose it is.
+            writes: numbers of arguments that it changes.
+        """
+        number, name = len(self.recording.operations), f"{function.__self__.namespace} kernels"
+
+        def refer(index: int, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return self._refer(value, number, name, writes=index in writes, made=False)
+
+        arg_refs = tuple(refer(index, value) for index, value in enumerate(args))
+        out = function(*args)
+        fresh = self._fresh_outputs(out, number, name)
+        self.recording.operations.append(Operation(_Call(function), arg_refs, {}, fresh))
+        return out
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was resized in place: what it held is gone, what it holds now is internal."""
         number = self._number_of(storage)
@@ -231,6 +267,25 @@ class Recorder(TorchDispatchMode):
             tensor.is_conj(),
             tensor.is_neg(),
         )
+
+
+class OverCompiled(Recorder):
+    """Lets compiled code run compiled; without it the compiler steps aside under a recorder."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile as if nobody looked on, and look on while it runs."""
+        return True
+
+
+class _Call:
+    """A function in the place of an operator."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self.namespace = function, function.__self__.namespace
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
 
 def finish_collective(out: Any) -> Any:

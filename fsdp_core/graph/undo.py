@@ -11,16 +11,11 @@ from typing import Any
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.recorder import Recorder
+from fsdp_core.graph.recorder import OverCompiled
 
 
-class _Writes(Recorder):
-    """Sees operators, and lets the compiler work: what is compiled is warmed up compiled."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, code that first runs here would never be compiled."""
-        return True
+class _Writes(OverCompiled):
+    """Sees operators, unless paused."""
 
     is_paused = False
 

@@ -14,6 +14,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import CapturedFunction, GraphMaker
 from fsdp_core.graph.capture_session import PATIENCE, CaptureSession
+from fsdp_core.graph.compiled import Compiler
 from fsdp_core.graph.ledger import Resolver
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.parallel.axes import world_timeout
@@ -32,6 +33,7 @@ class Captures:
     Args:
         streams: of random numbers, whose states captures leave alone.
         resolve: names every tensor that graphs may use.
+        compiler: of parts that graphs may hold.
 
     Attributes:
         counts: what the graphs did.
@@ -46,7 +48,9 @@ class Captures:
         stages: Sequence[DecoderStage],
         streams: RandomStreams,
         resolve: Callable[[], Resolver],
+        compiler: Compiler,
     ) -> None:
+        self._compiler = compiler
         self._config, self._device, self._streams = config, device, streams
         self._stages, self._resolve = stages, resolve
         self.counts = GraphCounts()
@@ -79,8 +83,9 @@ class Captures:
         with self._session(refusal(self._stages, self._config.graph)) as session:
             self._remember(session)
             tools = CaptureTools(
-                resolve=self._resolver, counts=self.counts, attempt=session.attempt
-            )
+                resolve=self._resolver, counts=self.counts, attempt=session.attempt,
+                compiler=self._compiler,
+            )  # fmt: skip
             options: dict[str, Any] = {"new_maker": self._new_maker, "num_slots": num_slots}
             scopes, sample = self._config.graph, sample.requires_grad_()
             if isinstance(inputs, PackInputs):
@@ -100,10 +105,14 @@ class Captures:
         dist.barrier()
 
     def _capture_iteration(self, function: Callable[[], None]) -> None:
-        self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
+        # At its replays parameters are at rest: guards, which look at them, cannot be checked.
+        with self._compiler.captured():
+            self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
 
     def _new_maker(self) -> GraphMaker:
-        return GraphMaker(self._device, self._streams.generators)
+        return GraphMaker(
+            self._device, self._streams.generators, holds_compiled=bool(self._config.compile)
+        )
 
     @property
     def _resolver(self) -> Resolver | None:
@@ -126,6 +135,7 @@ class Captures:
             session.at_end(stage.around.remember(stage))
 
     def _keep(self) -> None:
+        self._compiler.has_graphs = True
         counts, whole, parts = self.counts, self.iteration, self.parts
         if whole is not None:
             counts.captured += 1
@@ -148,6 +158,7 @@ class Captures:
         if self.parts is not None:
             self.parts.reset()
         self.iteration = self.parts = None
+        self._compiler.has_graphs = False
 
 
 def communicates(config: TrainConfig) -> bool:

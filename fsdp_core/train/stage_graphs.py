@@ -19,7 +19,7 @@ everything before the capture.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -27,6 +27,7 @@ import torch
 from fsdp_core.fsdp import FSDPModule
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.compiled import Compiler, HeldGuards
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.around import Around, Begin
@@ -66,11 +67,13 @@ class CaptureTools:
         resolve: names tensors for ledgers; None: no ledgers.
         counts: told of every launch.
         attempt: what captures are made through.
+        compiler: of compiled parts.
     """
 
     resolve: Resolver | None
     counts: GraphCounts
     attempt: Attempt = at_once
+    compiler: Compiler = field(default_factory=Compiler)
 
 
 def _around(piece: Piece, capture: Callable[[Piece], None], attempt: Attempt) -> None:
@@ -117,6 +120,7 @@ class LayerGraphs:
         self._schedule = cast("FSDPModule", stage).fsdp_schedule
         around, self._begins = stage.around, dict[str, Begin]()
         self._graphs: dict[str, GraphedSegment] = {}
+        compiler, self._guards = tools.compiler, dict[str, list[HeldGuards]]()
         suffix = (f" {variant}" if variant else "") + (f" slot {slot}" if slot else "")
 
         def warm_up(piece: Piece) -> None:
@@ -125,23 +129,28 @@ class LayerGraphs:
                 function=_over(stage, piece, part),
                 samples=(sample,),
                 parameters=piece.parameters,
+                state=compiler.written_unseen(piece.modules),
             )
             graph = GraphedSegment(
                 maker, segment, resolve=tools.resolve, on_replay=tools.counts.launched,
                 relied=lambda: _state_of(piece, around),
             )  # fmt: skip
             self._graphs[piece.name] = graph
-            graph.warm_up()
+            with compiler.settled("the warm-up"):
+                graph.warm_up()
             # What its modules make at their first forward is there now.
             self._begins[piece.name] = around.replays(piece.modules)
 
         def forward(piece: Piece) -> None:
             self._schedule.quiesce()
-            self._graphs[piece.name].capture_forward(0)
+            with compiler.captured() as guards:
+                self._graphs[piece.name].capture_forward(0)
+            self._guards[piece.name] = guards
 
         def backward(piece: Piece) -> None:
             self._schedule.quiesce()
-            self._graphs[piece.name].capture_backward(0)
+            with compiler.settled("the capture"):
+                self._graphs[piece.name].capture_backward(0)
 
         try:
             # All warm-ups first: they run what ranks do together, a capture on a GPU does not. So a
@@ -159,6 +168,8 @@ class LayerGraphs:
         args: tuple[torch.Tensor, ...] = (x,)
         for unit in units:
             args, _ = unit.pre_forward(args, {})
+        for guards in self._guards[piece.name]:
+            guards.check()
         after = self._begins[piece.name]()
         outputs: Outputs = self._graphs[piece.name](*args, after=after)
         for unit in reversed(units):
@@ -184,7 +195,7 @@ class LayerGraphs:
         """Drop the graphs; a second time does nothing."""
         for graph in self._graphs.values():
             graph.reset()
-        self._graphs, self._begins = {}, {}
+        self._graphs, self._begins, self._guards = {}, {}, {}
 
 
 Chooser = Callable[[Part, int], LayerGraphs | None]
@@ -201,6 +212,8 @@ class StageGraphs:
     def __init__(self, stage: DecoderStage, pieces: Sequence[Piece], choose: Chooser) -> None:
         self._stage, self._pieces, self._choose = stage, tuple(pieces), choose
         self._chosen: LayerGraphs | None = None
+        # What a compiled part put there, if one did.
+        self._before = [vars(piece.owner).get("forward") for piece in self._pieces]
         for piece in self._pieces:
             piece.owner.forward = self._stand_in(piece)
         stage.on_microbatch = self._begin
@@ -222,7 +235,9 @@ class StageGraphs:
 
     def remove(self) -> None:
         """The stage runs eagerly again."""
-        for piece in self._pieces:
+        for piece, before in zip(self._pieces, self._before, strict=True):
             del piece.owner.forward
+            if before is not None:
+                piece.owner.forward = before
         self._stage.on_microbatch = None
-        self._pieces, self._chosen = (), None
+        self._pieces, self._before, self._chosen = (), [], None

@@ -24,6 +24,7 @@ from fsdp_core.data import mix
 from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.graph.compiled import Compilation
 from fsdp_core.graph.ledger import AddressBook
 from fsdp_core.layouts import AXES, axis_size
 from fsdp_core.model.backend import make_backend
@@ -37,6 +38,7 @@ from fsdp_core.parallel.rng import RandomStream
 from fsdp_core.parallel.stage_transfer import TensorSpec
 from fsdp_core.train.build import TORCH_DTYPES, build_stages, make_streams, roots
 from fsdp_core.train.captures import Captures
+from fsdp_core.train.compiled_parts import compile_parts
 from fsdp_core.train.inputs import make_inputs
 from fsdp_core.train.names import (
     PointerChanges,
@@ -87,6 +89,7 @@ class Trainer:
             self.stages = build_stages(config, axes, backend, self.streams, device)
             self._roots = list(roots(self.stages))
             self.taps = open_taps(config, self.stages, axes.pp, device.torch_device)
+            self._compiler = compile_parts(config, self.stages)
             self.optimizer = AdamW(self._named_states(), config.optim)
             self._inputs = make_inputs(config, axes, device)
             self._digests = Digests(self.optimizer, list(self._expert_biases()))
@@ -97,13 +100,19 @@ class Trainer:
             self._is_closed = False
         seed_all(mix(config.seed, dist.get_rank()))
         self._graphs = Captures(
-            config, device, self.stages, self.streams, lambda: self.named_tensors().now
-        )
+            config, device, self.stages, self.streams, lambda: self.named_tensors().now,
+            self._compiler,
+        )  # fmt: skip
 
     @property
     def counts(self) -> GraphCounts:
         """What graphs did."""
         return self._graphs.counts
+
+    @property
+    def compilations(self) -> list[Compilation]:
+        """What torch.compile compiled so far, and what of it again; until `close`."""
+        return self._compiler.compilations
 
     @property
     def data_checksum(self) -> str:
@@ -363,6 +372,7 @@ class Trainer:
         self._is_closed = True
         self.device.synchronize()
         self._graphs.drop()
+        self._compiler.close()
         self.device.synchronize()
 
 

@@ -33,6 +33,29 @@ STEPS = {"steps": 2}
 
 Values = dict[str, Any]
 EXAMPLES: dict[str, tuple[str, Values, Values]] = {
+    "parts_are_known": ("compile", {"compile": ("inside",)}, {"compile": ("attn",)}),
+    "parts_differ": ("compile", {"compile": ("attn", "attn")}, {"compile": ("attn", "mlp")}),
+    "layer_is_compiled_alone": ("compile", {"compile": ("layer", "attn")}, {"compile": ("layer",)}),
+    "compiled_layers_have_no_experts": ("compile", {"model": MOE, "compile": ("layer",)},
+                                        {"compile": ("attn",)}),
+    "preprocess_is_compiled_with_router": (
+        "compile", {"model": MOE, "compile": ("moe_preprocess",)},
+        {"compile": ("moe_router", "moe_preprocess")}),
+    "compiled_parts_exist": ("compile", {"compile": ("moe_router",)}, {"compile": ("mlp",)}),
+    "compiled_experts_have_capacity": (
+        "model.capacity_factor", {"model": MOE, "compile": ("experts",)},
+        {"model": {"capacity_factor": 1.0}}),
+    "graphs_cut_no_compiled_part": (
+        "compile", {"graph": ("attn",), "compile": ("layer",)},
+        {"graph": ("layer",)}),
+    "compiled_parts_have_one_cp": (
+        "parallel.dynamic_cp",
+        {"parallel": {"dp": 2, "dynamic_cp": (1, 2)}, "compile": ("attn",)},
+        {"parallel": {"dynamic_cp": ()}}),
+    "compiled_parts_are_torchs": ("backend", {"backend": "te", "compile": ("attn",)},
+                                  {"backend": "torch"}),
+    "races_see_operators": ("stress", {"stress": ("races",), "compile": ("attn",)},
+                            {"compile_backend": "aot_eager"}),
     "stressors_are_known": ("stress", {"stress": ("poisson",)}, {"stress": ("poison",)}),
     "stressors_differ": ("stress", {"stress": ("jitter", "jitter")},
                          {"stress": ("jitter", "races")}),

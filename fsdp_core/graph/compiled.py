@@ -1,0 +1,369 @@
+"""torch.compile for parts of a model, eager or captured: what it compiled when, and why again.
+
+    Compiler       compiles functions, and knows what is going on: a step, a warm-up, a capture
+    CompiledPart   one of them; its guards are held for graphs that captured it
+    HeldGuards     checked before a replay: what the compiled code took for constant still is
+
+A graph holds compiled code as it was at the capture. The compiler itself would notice that a value
+which it built in has changed: it checks its guards at each call, and compiles anew. A replay calls
+nothing. So the guards of what was captured are kept and checked before each replay.
+
+**One program.** Steps before the capture have compiled what is captured. If a warm-up or a capture
+makes the compiler compile once more, the graph would hold other code than eager steps run: refused,
+with the compiler's reason. What is compiled after the capture (an evaluation, a batch of other
+shape) is other code for other work; it is listed.
+
+**Graphs of its own** the compiler makes none: they would be captures inside of captures.
+
+What a compiled function reads is told to recorders (`Recorder.uses`), since kernels that the
+compiler made are no operators. On the CPU such kernels are recorded as calls.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_map_only
+
+from fsdp_core.graph.recorder import CaptureRefused, HostReadGuard, Recorder
+
+MOST_VARIANTS = 8
+"""Of one function's code; the compiler would go on without compiling, as another program."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Code that was compiled.
+
+    Attributes:
+        part: in whose call.
+        code: `decoder.py:66 forward`: of one part, or shared by those of several layers.
+        reason: why it was compiled again; empty the first time.
+        late: after graphs were captured.
+    """
+
+    part: str
+    code: str
+    reason: str
+    late: bool
+
+    def __str__(self) -> str:
+        return f"{self.part} ({self.code})" + (f": {self.reason}" if self.reason else "")
+
+
+class StaleGuards(RuntimeError):
+    """A graph was about to replay compiled code that no longer fits the program around it.
+
+    Attributes:
+        part: that was compiled.
+    """
+
+    def __init__(self, part: str, reason: str) -> None:
+        self.part = part
+        super().__init__(
+            f"stale_guards: {part}: {reason} was true when its compiled code was captured and is "
+            "not any more, so a replay would go on with an old constant. Make it a tensor, or "
+            "capture again."
+        )
+
+
+class HeldGuards:
+    """The guards of compiled code that a graph captured, and what it was called with."""
+
+    def __init__(self, part: str, entry: Any, values: dict[str, Any]) -> None:
+        self._part, self._entry, self._values = part, entry, values
+
+    def check(self) -> None:
+        """Check them as the compiler would at a call; no device work.
+
+        Raises:
+            StaleGuards: one does not hold.
+        """
+        guards = self._entry.guard_manager
+        if not guards.check(self._values):
+            said = guards.check_verbose(self._values).verbose_code_parts
+            raise StaleGuards(self._part, _brief(said[0]) if said else "a guard")
+
+
+class Compiler:
+    """Compiles parts of one model, from its construction to `close`.
+
+    Args:
+        backend: `aot_eager` or `inductor`; empty: there is nothing to compile.
+
+    Attributes:
+        compilations: in the order in which they happened.
+        has_graphs: whether there are graphs of compiled code; for their owner to say.
+    """
+
+    def __init__(self, backend: str = "") -> None:
+        self.backend = backend
+        self.compilations: list[Compilation] = []
+        self._part = ""
+        self._settled: str | None = None
+        self._held: list[HeldGuards] | None = None
+        self.has_graphs = False
+        self._restore: Callable[[], None] | None = None
+        if backend:
+            self._open()
+
+    def _open(self) -> None:
+        """Forget what other models left: its variants count, and its guards cost."""
+        from torch._dynamo import config
+
+        torch._dynamo.reset()
+        before = config.fail_on_recompile_limit_hit, config.recompile_limit
+        config.fail_on_recompile_limit_hit, config.recompile_limit = True, MOST_VARIANTS
+
+        def restore() -> None:
+            config.fail_on_recompile_limit_hit, config.recompile_limit = before
+
+        self._restore = restore
+
+    def close(self) -> None:
+        """Drop all compiled code; parts that are called again are compiled again."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+            torch._dynamo.reset()
+            self.compilations.clear()
+
+    def compile(self, name: str, function: Callable[..., Any]) -> "CompiledPart":
+        """The function, compiled at its first call; `name` is for messages, `layers.3.attn`."""
+        return CompiledPart(self, name, function)
+
+    def written_unseen(self, modules: Iterable[nn.Module]) -> tuple[torch.Tensor, ...]:
+        """Buffers that kernels which are no operators may write."""
+        if self.backend != "inductor":
+            return ()
+        return tuple(dict.fromkeys(b for module in modules for b in module.buffers()))
+
+    # ---- what is going on
+
+    @contextlib.contextmanager
+    def settled(self, during: str) -> Iterator[None]:
+        """Nothing is compiled again inside: `during` says what it would spoil."""
+        before, self._settled = self._settled, during
+        try:
+            yield
+        finally:
+            self._settled = before
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[list[HeldGuards]]:
+        """A capture: gives the guards of what is captured inside."""
+        before, self._held = self._held, []
+        try:
+            with self.settled("the capture"):
+                yield self._held
+        finally:
+            self._held = before
+
+    @contextlib.contextmanager
+    def _calling(self, part: "CompiledPart", values: dict[str, Any]) -> Iterator[None]:
+        before, self._part = self._part, part.name
+        try:
+            yield
+            if self._held is not None:
+                self._held.append(part.guards(values))
+        finally:
+            self._part = before
+
+    # ---- the compiler's backend
+
+    def make(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph, as torch.compile asks its backend to.
+
+        Raises:
+            CaptureRefused: nothing may be compiled now.
+        """
+        found = Compilation(self._part, _code(graph), _reason(), self.has_graphs)
+        if self._settled is not None:
+            why = found.reason or "it was not compiled before"
+            raise CaptureRefused(
+                f"cannot capture {found.part}: {self._settled} makes torch.compile compile "
+                f"{found.code} anew, so that the graph would hold other code than eager steps run: "
+                f"{why}"
+            )
+        self.compilations.append(found)
+        return _told(_BACKENDS[self.backend](graph, examples))
+
+
+class CompiledPart:
+    """A compiled function of a part of a model; call it as the function.
+
+    Attributes:
+        function: what is compiled, a bound method.
+    """
+
+    def __init__(self, compiler: Compiler, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function: Any = function
+        self._compiler = compiler
+        # Shapes are constants: another one is another program, compiled for itself.
+        self._compiled = torch.compile(function, backend=compiler.make, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile if need be, and run."""
+        values = self._values(args, kwargs)
+        with self._compiler._calling(self, values), _reads_unguarded():
+            return self._compiled(*args, **kwargs)
+
+    def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        code: Any = self.function.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        owner = self.function.__self__
+        return dict(zip(names, (owner, *args), strict=False)) | kwargs
+
+    def guards(self, values: dict[str, Any]) -> HeldGuards:
+        """Those of the code that a call with `values` has just run."""
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        # The call's own tensors are not kept, only what the guards look at.
+        with _disable_current_modes():
+            values = tree_map_only(torch.Tensor, _hollow, values)
+        entries = _debug_get_cache_entry_list(self.function.__code__)
+        with _reads_unguarded():
+            for entry in entries:
+                if entry.guard_manager.check(values):
+                    return HeldGuards(self.name, entry, values)
+        raise CaptureRefused(
+            f"cannot capture {self.name}: none of the {len(entries)} variants that torch.compile "
+            "made fits the call that was captured"
+        )
+
+
+# ---- who looks on
+
+
+def _recorders() -> list[Recorder]:
+    """Recorders that look on, innermost last."""
+    stack = _get_current_dispatch_mode_stack()
+    return [mode for mode in stack if isinstance(mode, Recorder)]
+
+
+@contextlib.contextmanager
+def _reads_unguarded() -> Iterator[None]:
+    """No `HostReadGuard` inside: the compiler would trace into it, and compile for it."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(_get_current_function_mode(), HostReadGuard):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+# ---- backends
+
+
+def _aot_eager(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    made: Callable[..., Any] = aot_eager(graph, list(examples))
+    return made
+
+
+def _inductor(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    from torch._functorch import config as functorch_config
+    from torch._inductor import compile_fx
+
+    def inner(module: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        code: Any = compile_fx.compile_fx_inner(module, inputs, **options)
+        # A graph without operators is no kernels.
+        if getattr(code, "current_callable", None) is not None:
+            code.current_callable = _Kernels(code.current_callable, code.mutated_input_idxs)
+        return code
+
+    # Out of a cache of whole functions they would come without what records them.
+    with functorch_config.patch(enable_autograd_cache=False):
+        made: Any = compile_fx.compile_fx(
+            graph, list(examples), inner_compile=inner,
+            # No CUDA graphs of its own, whatever the environment says; no processes of each rank's.
+            config_patches={"triton.cudagraphs": False, "compile_threads": 1},
+        )  # fmt: skip
+    return made
+
+
+_BACKENDS: dict[str, Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]] = {
+    "aot_eager": _aot_eager, "inductor": _inductor,
+}  # fmt: skip
+
+
+class _Kernels:
+    """A graph of inductor's kernels: on the CPU recorders that keep operators keep it as a call."""
+
+    namespace = "inductor"
+
+    def __init__(self, function: Callable[[list[Any]], Any], writes: Iterable[int]) -> None:
+        self._function, self._writes = function, frozenset(writes)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run, seen by recorders; takes over `inputs`, as torch asks of such functions."""
+        keeping = next((r for r in _recorders() if r.keeps_operations), None)
+        if keeping is None:
+            return self._function(inputs)
+        args = tuple(inputs)
+        if isinstance(inputs, list):
+            inputs.clear()
+        return keeping.record_call(self.run, args, self._writes)
+
+    def run(self, *args: Any) -> Any:
+        """The kernels, past torch's dispatcher or not: nobody is to see operators of theirs."""
+        with _disable_current_modes():
+            return self._function(list(args))
+
+
+def _told(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells recorders what a compiled function is given: weights, buffers, inputs."""
+
+    def run(*args: Any) -> Any:
+        for recorder in _recorders():
+            recorder.uses([arg for arg in args if isinstance(arg, torch.Tensor)])
+        return function(*args)
+
+    return run
+
+
+# ---- what torch knows
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """Like it, to guards, without its memory."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    like = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    like.untyped_storage().resize_(0)
+    return like.requires_grad_(tensor.requires_grad)
+
+
+def _code(graph: torch.fx.GraphModule) -> str:
+    """Where the code that a graph was traced from begins: `decoder.py:69 forward`."""
+    for node in graph.graph.nodes:
+        stack = node.meta.get("stack_trace") or ""
+        found = re.search(r'File "(?:[^"]*/)?([^"/]+)", line (\d+), in (\w+)', stack)
+        if found:
+            return f"{found[1]}:{found[2]} {found[3]}"
+    return "code"
+
+
+def _reason() -> str:
+    """Why the compiler is at work again; empty if it is for the first time."""
+    from torch._dynamo.utils import get_metrics_context
+
+    return _brief(str(get_metrics_context()._metrics.get("recompile_reason") or ""))
+
+
+def _brief(reason: str) -> str:
+    """One line, without the place in the code and the number of the variant."""
+    line = reason.strip().partition("\n")[0].partition("  # ")[0].strip()
+    number, found, rest = line.partition(": ")
+    return rest.strip() if found and number.replace("/", "").isdigit() else line
