@@ -3,7 +3,8 @@
 What is added around it, because it does not do it itself:
 
     a failed capture    leaves it capturing for ever, its wrappers on the modules' classes, hooks on
-                        inner modules, gradients lost and garbage collection off: all undone
+                        inner modules, gradients lost, garbage collection off, and torch in the
+                        capture and on its stream: all undone
     state               what torch's operators write in warm-ups is put back (fp8 state it puts back
                         itself, after a failure we do)
     random streams      are registered with its graphs
@@ -26,6 +27,7 @@ from torch import nn
 from fsdp_core.graph.callables import GraphedModule, check_request, parameters_of
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.capture_order import CapturePlan, Order
+from fsdp_core.graph.cuda import end_refused
 from fsdp_core.graph.hooks import PHASES, CaptureHooks, run_hooks, tensor_hooks_off
 from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.graph.recorder import Recording
@@ -136,7 +138,7 @@ def _capture(
 ) -> Sequence[Any]:
     """The library's forwards; whatever it leaves behind is put right."""
     flat = [parameter for each in parameters for parameter in each]
-    watching = contextlib.ExitStack()
+    watching, pool = contextlib.ExitStack(), maker.pool
     with (
         undo,
         watching,
@@ -146,16 +148,29 @@ def _capture(
         tensor_hooks_off(flat),
         _shown(modules, parameters),
         _registered(te, maker.generators),
+        _ended(maker, pool),
     ):
         made: Sequence[Any] = te.make_graphed_callables(
             tuple(modules),
             allow_unused_input=True,
-            pool=maker.pool,
+            pool=pool,
             pre_warmup_hook=lambda: _begin(watching, undo),
             post_warmup_hook=watching.close,
             **options,
         )
     return made
+
+
+@contextlib.contextmanager
+def _ended(maker: GraphMaker, pool: Any) -> Iterator[None]:
+    """On the stream that is current now, and after a failure in no capture."""
+    with maker.device.on(maker.device.current_stream()):
+        try:
+            yield
+        except BaseException:
+            if maker.device.is_cuda:
+                end_refused(maker.device, pool, maker.generators)
+            raise
 
 
 def _begin(watching: contextlib.ExitStack, undo: Undo) -> None:
