@@ -27,7 +27,9 @@ def one_line(text: str) -> str:
 
 def shown(value: object) -> str:
     """`value` as an error message shows it: quoted, on one line, cut to a readable length."""
-    text = one_line(repr(value) if not isinstance(value, bool) else str(value).lower())
+    plain = {True: "true", False: "false", None: "nothing"}
+    known = value is None or isinstance(value, bool)
+    text = plain[value] if known else one_line(repr(value))  # type: ignore[index]
     if len(text) <= MAX_SHOWN_CHARS:
         return text
     return f"{text[: MAX_SHOWN_CHARS - 1]}… ({len(text)} characters)"
@@ -82,7 +84,8 @@ class ScenarioError(UsageError):
         where = file if line is None else f"{file}:{line}"
         text = f"{where}: {key}: expected {expected}, got {got}"
         if self.legal:
-            text += f"; legal values: {', '.join(str(value) for value in self.legal)}"
+            legal_words = (v if isinstance(v, str) else shown(v) for v in self.legal)
+            text += f"; legal values: {', '.join(legal_words)}"
         if self.rule:
             text += f"; rule: {self.rule}"
         super().__init__(text)

@@ -205,6 +205,7 @@ class _Maker:
         reference = self._leg({**held, compare.axis: compare.reference})
         plants = {role: _planted(role, candidate, reference) for role in LEGS}
         self._check_pair(name, held, candidate, reference, plants)
+        self._check_looks(held, candidate, reference, plants)
         return CaseSpec(
             id=name,
             scenario=self.scenario.name,
@@ -269,6 +270,32 @@ class _Maker:
                 key, expected="each case once", got=f"{name}, the same runs as {self.seen[pair]}"
             )
         self.seen[pair] = name
+
+    def _check_looks(
+        self,
+        held: Assignment,
+        candidate: Leg,
+        reference: Leg,
+        plants: Mapping[str, PlantSpec | None],
+    ) -> None:
+        """A check with nothing to look at, or a fault with no place, would be for nothing."""
+        mine, theirs = candidate.config, reference.config
+        if "taps" in self.scenario.checks and not (mine.taps and theirs.taps):
+            raise self.scenario.checks_origin.error(
+                "checks.taps", expected="taps in base, of the modules to compare", got="none"
+            )
+        for role, plant in plants.items():
+            graph = (mine if role == "candidate" else theirs).graph
+            scopes = CATALOGUE[plant.fault].scopes if plant is not None else ()
+            if scopes and not set(scopes) & set(graph):
+                assert plant is not None
+                written = held.get("plant", held[self.scenario.compare.axis]).origin
+                raise written.error(
+                    "plant.fault",
+                    expected=f"a graph scope that {plant.fault} can be planted in",
+                    got=f"{'+'.join(graph) or 'eager'} in the {role}",
+                    legal=scopes,
+                )
 
 
 def _pairing(candidate: Leg, reference: Leg) -> Iterator[tuple[str, int, int]]:

@@ -99,6 +99,7 @@ class Scenario:
     include: tuple[Rule, ...]
     compare: Compare
     checks: dict[str, dict[str, Any]]
+    checks_origin: Origin
     launch: Launch
     origin: Origin
 
@@ -137,6 +138,7 @@ def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Sc
         include=_decode_rules("include", sections.get("include"), axes),
         compare=compare,
         checks=decode_checks(sections["checks"]),
+        checks_origin=sections["checks"].origin,
         launch=decode_launch(sections.get("launch"), overrides.sets),
         origin=origin,
     )

@@ -171,7 +171,7 @@ def _decode_graph(node: Node, full: str) -> tuple[str, ...]:
     if not node.value:
         got = "an empty list (say eager)"
         raise refuse(node, full, "eager or a list of scopes", got=got, legal=legal)
-    return tuple(take_str(scope, full, legal=training.SCOPES) for scope in node.value)
+    return _in_order(node.value, full, training.SCOPES)
 
 
 def _decode_stress(node: Node, full: str) -> tuple[str, ...]:
@@ -180,8 +180,15 @@ def _decode_stress(node: Node, full: str) -> tuple[str, ...]:
         return ()
     if not isinstance(node.value, tuple) or not node.value:
         got = node.shown() if node.value != () else "an empty list (say none)"
+        if node.value in training.STRESSORS:
+            got += f" (stressors go in a list: [{node.value}])"
         raise refuse(node, full, "none or a list of stressors", got=got, legal=legal)
-    return tuple(take_str(name, full, legal=training.STRESSORS) for name in node.value)
+    return _in_order(node.value, full, training.STRESSORS)
+
+
+def _in_order(nodes: Iterable[Node], full: str, legal: tuple[str, ...]) -> tuple[str, ...]:
+    """Names in the order in which they are listed: the order in the file means nothing."""
+    return tuple(sorted((take_str(node, full, legal=legal) for node in nodes), key=legal.index))
 
 
 def decode_plant(node: Node, full: str) -> PlantSpec | None:

@@ -1,12 +1,13 @@
 """Chooses the modules of a rank that a run's `taps` mean."""
 
+import difflib
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_core.config import ConfigError, TrainConfig, tap_pattern
+from fsdp_core.config import ConfigError, TapPattern, TrainConfig, tap_pattern
 from fsdp_core.graph.taps import Tap, Taps
 from fsdp_core.parallel.axes import Axis
 
@@ -30,7 +31,8 @@ def open_taps(
         for pattern in patterns
     ]
     if patterns:
-        _require_found(config.taps, chosen, device)
+        names = [name for stage in stages for name, _ in _callable(stage)]
+        _require_found(patterns, chosen, names, device)
     # Two patterns may mean one module; it is looked into once.
     taps = {(tap.name, tap.kind): tap for each in chosen for tap in each}
     return Taps(list(taps.values()), config.microbatches, device)
@@ -44,11 +46,18 @@ def _callable(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _require_found(
-    texts: Sequence[str], chosen: Sequence[Sequence[Tap]], device: torch.device
+    patterns: Sequence[TapPattern],
+    chosen: Sequence[Sequence[Tap]],
+    names: Sequence[str],
+    device: torch.device,
 ) -> None:
-    """No rank has all modules, so the ranks ask each other."""
+    """No rank has all modules, so the ranks ask each other; `names` are those of this rank."""
     found = torch.tensor([len(each) for each in chosen], device=device)
     dist.all_reduce(found)
-    for text, number in zip(texts, found.tolist(), strict=True):
+    for pattern, number in zip(patterns, found.tolist(), strict=True):
         if not number:
-            raise ConfigError("taps", expected="a pattern that means a module", got=text)
+            near = difflib.get_close_matches(pattern.modules, names, n=3, cutoff=0.3)
+            expected = "a pattern that means a module"
+            if near:
+                expected += f" (names like it: {', '.join(near)})"
+            raise ConfigError("taps", expected=expected, got=f"{pattern.modules}:{pattern.kind}")

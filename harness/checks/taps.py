@@ -6,12 +6,15 @@ as data flows through them; then the place that the reference gave the call; the
 gradient is that of a module's output, so what differs first was computed by what comes after it.
 
 A module that was called in one leg and not at all in the other was taken apart by a graph scope, as
-experts are: that is counted and said, not failed. One that was called less often is a failure.
+experts are: that is counted and said, not failed. One that was called less often is a failure. If
+all that a pattern means was taken apart, or never runs, the pattern looked at nothing, which is an
+error. The last step decides: the first ones are eager in every leg.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdp_core.config import TapPattern, tap_pattern
 from harness.checks.answer import error, failed, passed, refuse_parameters
 from harness.checks.steps import count, rank_table, shared_pairs, show_ranks, step_table
 from harness.records import (
@@ -85,12 +88,51 @@ def check(
     equal = sum(each.equal for each in seen.values())
     if bad:
         return _failure(bad, apart, len(pairs))
-    if not equal:
-        return error(
-            NAME, "not_run", f"no tapped module ran in both legs: nothing to compare{apart}"
-        )
+    blind: str | None = f"no tapped module ran in both legs: nothing to compare{apart}"
+    if equal:
+        patterns = candidate.spec.config.get("taps", ())
+        blind = _blind(patterns, pairs, ours, theirs, starts)
+    if blind is not None:
+        return error(NAME, "not_run", blind)
     message = f"{count(equal, 'call')} equal in {count(len(pairs), '(step, rank) pair')}{apart}"
     return passed(NAME, message, calls=equal, unseen=len(unseen))
+
+
+def _blind(
+    patterns: Iterable[str],
+    pairs: Sequence[tuple[int, int]],
+    ours: Mapping[tuple[int, int], StepRecord],
+    theirs: Mapping[tuple[int, int], StepRecord],
+    starts: Mapping[int, StartRecord],
+) -> str | None:
+    """What to say of the first pattern that compares nothing in the last step; None if all do."""
+    last = max(step for step, _ in pairs)
+    ran: dict[str, list[bool]] = {}
+    for step, rank in pairs:
+        if step != last:
+            continue
+        calls = (_calls(side[step, rank], starts[rank]) for side in (ours, theirs))
+        for a, b in zip(*calls, strict=True):
+            sides = ran.setdefault(a.tap, [False, False])
+            ran[a.tap] = [sides[0] or bool(a.place), sides[1] or bool(b.place)]
+    for text in patterns:
+        pattern = tap_pattern(text)
+        meant = {tap: sides for tap, sides in ran.items() if _means(pattern, tap)}
+        if meant and not any(all(sides) for sides in meant.values()):
+            first, (in_ours, in_theirs) = min(meant.items())
+            where = "in neither leg"
+            if in_ours != in_theirs:
+                where = (
+                    f"in the {'reference' if in_ours else 'candidate'} alone, as graphs of the "
+                    "other replay parts of it: tap what is inside, or the whole layer"
+                )
+            return f"the tap {text} compares nothing: at step {last} {first} ran {where}"
+    return None
+
+
+def _means(pattern: TapPattern, tap: str) -> bool:
+    module, _, kind = tap.partition(":")
+    return kind == pattern.kind and pattern.matches(module)
 
 
 def _failure(bad: dict[tuple[int, int], _Compared], apart: str, num_pairs: int) -> CheckResult:

@@ -172,7 +172,8 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
         return "interrupted", f"{name} could not write: no space left on the disk"
     if error is not None:
         told = f"{error.type}: {_first_line(error.message)}" if error.type else error.message
-        return error.what or "crashed", f"{name} at step {error.step}: {told}"
+        when = f"at step {error.step}" if error.step >= 0 else "before its first step"
+        return error.what or "crashed", f"{name} {when}: {told}"
     if rank.exit.code is None:
         return "not_run", f"{name} could not be started: {_first_line(rank.stderr_tail)}"
     return _how_silent(rank, rank.exit.code)

@@ -28,6 +28,7 @@ class Fault:
         expects: the `what` values that a verdict may name when the fault is in the candidate.
         devices: where it can be planted.
         counterpart: fault planted in the legs that do not get this one, or "".
+        scopes: graph scopes of which the run needs one; empty if it needs none.
     """
 
     name: str
@@ -36,8 +37,10 @@ class Fault:
     expects: tuple[What, ...]
     devices: tuple[str, ...] = ("cpu", "cuda")
     counterpart: str = ""
+    scopes: tuple[str, ...] = ()
 
 
+_HOLD_ATTENTION = ("attn", "layer", "full_iteration")
 _AT_TENSOR: tuple[Argument, ...] = ("step", "rank", "tensor")
 _AT_STEP: tuple[Argument, ...] = ("step", "rank")
 
@@ -151,30 +154,35 @@ _ENTRIES = (
         description="The rank raises an exception as ranks agree to capture.",
         takes=("rank",),
         expects=("crashed",),
+        scopes=_HOLD_ATTENTION,
     ),
     Fault(
         name="warm_up_raise",
         description="The rank raises an exception in a warm-up, before what ranks exchange there.",
         takes=("rank",),
         expects=("crashed",),
+        scopes=_HOLD_ATTENTION,
     ),
     Fault(
         name="capture_raise",
         description="The rank raises an exception in a capture, at the same place.",
         takes=("rank",),
         expects=("crashed",),
+        scopes=_HOLD_ATTENTION,
     ),
     Fault(
         name="capture_oom",
         description="The allocator refuses in a capture.",
         takes=("rank",),
         expects=("oom",),
+        scopes=_HOLD_ATTENTION,
     ),
     Fault(
         name="capture_sigkill",
         description="The rank kills itself with SIGKILL in a capture.",
         takes=("rank",),
         expects=("killed",),
+        scopes=_HOLD_ATTENTION,
     ),
     # What follows is for stressors: a plain run shows most of it seldom or never.
     Fault(

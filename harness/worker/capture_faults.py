@@ -33,21 +33,11 @@ PLACES: Mapping[str, str] = MappingProxyType(
 
 
 def plant_in_capture(trainer: Trainer, fault: str, action: Callable[[], None]) -> None:
-    """Have `action` called once, where the fault's name says.
-
-    Raises:
-        ValueError: the run captures nothing, or no scope that holds attention.
-    """
-    scopes = trainer.config.graph
-    if not set(scopes) & {"attn", "layer", "full_iteration"}:
-        raise ValueError(
-            f"plant.fault: expected a graph scope that holds attention for {fault}, got "
-            f"{'+'.join(scopes) or 'eager'}; legal values: attn, layer, full_iteration"
-        )
+    """Have `action` called once, where the fault's name says; the run captures attention."""
     if fault == "handshake_raise":
         _before_exchange(action)
     else:
-        warms_up = fault == "warm_up_raise" or scopes == ("full_iteration",)
+        warms_up = fault == "warm_up_raise" or trainer.config.graph == ("full_iteration",)
         _before_attention(trainer, 0 if warms_up else WARM_UPS, action)
 
 

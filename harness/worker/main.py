@@ -20,7 +20,7 @@ import torch._dynamo  # the first collective imports it: a second that no rank s
 import torch.distributed as dist
 
 from fsdp_core import determinism
-from fsdp_core.config import TrainConfig
+from fsdp_core.config import ConfigError, TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.ledger import StaleAddress
@@ -204,7 +204,8 @@ class _Session:
         finally:
             if before is None:
                 told = f"{type(error).__name__}: {error}".partition("\n")[0]
-                claim(self.store, FirstFailure(self.rank, f"at step {self.step}: {told}"))
+                when = f"at step {self.step}" if self.step >= 0 else "before its first step"
+                claim(self.store, FirstFailure(self.rank, f"{when}: {told}"))
 
     def _failed_before(self, error: Exception) -> FirstFailure | None:
         """Which rank had failed before this one, if this one's error only follows from that."""
@@ -222,6 +223,7 @@ _MEANINGS: dict[type[BaseException], What] = {
     StaleAddress: "stale_address",
     RaceFound: "race",
     BackendMissing: "unsupported",
+    ConfigError: "unsupported",
     StressorMissing: "unsupported",
 }
 

@@ -104,12 +104,12 @@ EXPECTED: dict[str, str] = {
     "include_setting_twice": "@:8: include.fsdp.pool: expected each setting once, got fsdp.pool, which fsdp sets too",  # noqa: E501
     "include_empty": "@:8: include: expected at least one key, got an empty mapping",
     "exclude_scalar": "@:8: exclude: expected a list of mappings, got 'dp2'",
-    "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: True; rule: partial_scopes_need_persistence",  # noqa: E501
+    "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
     "loss_null": "@:6: checks.loss: expected an empty mapping, {}, got nothing",
     "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes, got an empty mapping; legal values: max_ratio, max_bytes",  # noqa: E501
     "plant_legs_twice": "@:3: base.plant.legs: expected each leg once, got the list ['candidate', 'candidate']",  # noqa: E501
     "ep_without_experts": "@:4: parallel.ep: expected 1, as the model has no experts, got 2; legal values: 1; rule: expert_axes_need_experts",  # noqa: E501
-    "sequence_parallel_without_tp": "@:4: parallel.sequence_parallel: expected false, as tp is 1, got true; legal values: False; rule: sequence_parallel_needs_tp",  # noqa: E501
+    "sequence_parallel_without_tp": "@:4: parallel.sequence_parallel: expected false, as tp is 1, got true; legal values: false; rule: sequence_parallel_needs_tp",  # noqa: E501
     "dynamic_cp_scalar": "@:4: axes.parallel.dynamic_cp: expected a list of sizes, got 4",
     "dynamic_cp_not_a_divisor": "@:4: parallel.dynamic_cp: expected powers of two that divide dp * cp = 4, got (2, 8); legal values: 1, 2, 4; rule: dynamic_cp_fits",  # noqa: E501
     "legal_layouts_zero": "@:4: axes.parallel.legal_layouts: expected an integer >= 1, got 0",
@@ -121,6 +121,43 @@ EXPECTED: dict[str, str] = {
     "legal_layouts_of_models": "@:4: axes.model: expected the model in base, as the axis parallel lists layouts that are legal for it, got an axis of models",  # noqa: E501
     "scopes_of_experts": "@:4: graph: expected no scope moe_router, as the model has no experts, got ['moe_router']; rule: scopes_need_experts",  # noqa: E501
     "why_too_long": "@:2: why: expected at most 1000 characters, got 'word word word word word word word word word word word word word word word wor\u2026 (2001 characters)",  # noqa: E501
+    "stress_unknown": "@:8: base.stress: expected one of the legal values, got 'jiter' (did you mean jitter?); legal values: jitter, poison, scramble, races",  # noqa: E501
+    "stress_str": "@:8: base.stress: expected none or a list of stressors, got 'jitter' (stressors go in a list: [jitter]); legal values: none, jitter, poison, scramble, races",  # noqa: E501
+    "stress_dup": "@:8: stress: expected each stressor once, got ['jitter', 'jitter']; rule: stressors_differ",  # noqa: E501
+    "stress_null": "@:8: base.stress: expected none or a list of stressors, got nothing; legal values: none, jitter, poison, scramble, races",  # noqa: E501
+    "stress_empty": "@:8: base.stress: expected none or a list of stressors, got an empty list (say none); legal values: none, jitter, poison, scramble, races",  # noqa: E501
+    "stress_none_and": "@:8: base.stress: expected one of the legal values, got 'none'; legal values: jitter, poison, scramble, races",  # noqa: E501
+    "stress_same_in_another_order": "@:10: axes.stress: expected each value once, got the list ['poison', 'jitter'] twice",  # noqa: E501
+    "stress_ledger": "@:8: base.stress: expected one of the legal values, got 'ledger'; legal values: jitter, poison, scramble, races",  # noqa: E501
+    "stress_seed_negative": "@:8: stress_seed: expected an integer >= 0, got -1",
+    "stress_seed_word": "@:8: base.stress_seed: expected an integer, got 'abc'",
+    "taps_kind": "@:8: taps: expected input, output or gradient after the colon, got 'layers.0:grad'; legal values: input, output, gradient; rule: taps_are_patterns",  # noqa: E501
+    "taps_empty_pat": "@:8: taps: expected a module's dotted name, with * for one part of it and ** for any, got ''; rule: taps_are_patterns",  # noqa: E501
+    "taps_str": "@:8: base.taps: expected a list of names, got 'layers.0'",
+    "taps_dup": "@:8: taps: expected each pattern once, got ['layers.0', 'layers.0:output']; rule: taps_differ",  # noqa: E501
+    "taps_check_without": "@:11: checks.taps: expected taps in base, of the modules to compare, got none",  # noqa: E501
+    "taps_check_arg": "@:12: checks.taps: expected an empty mapping, {}, got the mapping {'max': 3}",  # noqa: E501
+    "taps_bracket": "@:8: taps: expected a module's dotted name, with * for one part of it and ** for any, got 'layers[0].attn'; rule: taps_are_patterns",  # noqa: E501
+    "graph_optimizer_word": "@:8: base.graph_optimizer: expected a bool, got 'nope'; legal values: true, false",  # noqa: E501
+    "graph_optimizer_in_partial_scope": "@:8: graph_optimizer: expected true, as no partial scope holds the optimizer, got false; legal values: true; rule: optimizer_is_of_full_iteration",  # noqa: E501
+    "graph_optimizer_axis": "@:10: graph_optimizer: expected true, as no partial scope holds the optimizer, got false; legal values: true; rule: optimizer_is_of_full_iteration",  # noqa: E501
+    "graph_warmup_steps_zero": "@:8: graph_warmup_steps: expected an integer >= 1, got 0",
+    "steps_without_a_replay": "@:5: steps: expected more than graph_warmup_steps=2, or no graph is ever replayed, got 2; rule: graphs_are_replayed",  # noqa: E501
+    "graph_full_more": "@:9: graph: expected full_iteration alone, it holds every other, got ['attn', 'full_iteration']; rule: full_iteration_stands_alone",  # noqa: E501
+    "graph_layer_more": "@:9: graph: expected layer alone, it holds its branches, got ['attn', 'layer']; rule: layer_stands_alone",  # noqa: E501
+    "graph_moe_router_moe": "@:9: graph: expected moe without moe_router and moe_preprocess, it holds both, got ['moe_router', 'moe']; rule: moe_holds_its_stages",  # noqa: E501
+    "graph_preprocess_alone": "@:9: graph: expected moe_router beside moe_preprocess, which goes on with its outputs, got ['moe_preprocess']; rule: preprocess_follows_router",  # noqa: E501
+    "graph_dup": "@:9: graph: expected each scope once, got ['attn', 'attn']; rule: scopes_differ",
+    "graph_same_scopes_in_another_order": "@:9: axes.graph: expected each value once, got the list ['mlp', 'attn'] twice",  # noqa: E501
+    "scope_mlp_without_dense": "@:9: graph: expected no scope mlp, as every layer has experts, got ['mlp']; rule: mlp_needs_dense_ffn",  # noqa: E501
+    "scope_moe_dropless": "@:4: model.capacity_factor: expected a number > 0 (drop and pad), as the scope moe runs experts, got nothing; rule: captured_experts_have_capacity",  # noqa: E501
+    "pool_dynamic_under_partial_scope": "@:8: fsdp.pool: expected stable buffers for the partial graph scope attn, got 'dynamic'; legal values: double, traced; rule: partial_scopes_need_stable_pool",  # noqa: E501
+    "pool_unknown": "@:8: fsdp.pool: expected one of the legal values, got 'tripple'; legal values: dynamic, double, traced",  # noqa: E501
+    "not_persistent_under_partial_scope": "@:8: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
+    "microbatches_zero": "@:8: microbatches: expected an integer >= 1, got 0",
+    "plant_in_capture_without_attention": "@:10: plant.fault: expected a graph scope that capture_raise can be planted in, got mlp in the candidate; legal values: attn, layer, full_iteration",  # noqa: E501
+    "plant_in_capture_with_step": "@:10: axes.plant.step: expected what the fault capture_raise takes, got a key that it does not take; legal values: fault, rank, legs",  # noqa: E501
+    "full_iteration_with_dynamic_cp": "@:7: parallel.dynamic_cp: expected no sizes, as the scope full_iteration fixes those of all microbatches, got (1, 2); rule: full_iteration_has_one_cp",  # noqa: E501
 }
 """File to line; a line that ends in `legal values: ` goes on with names that may grow."""
 NOTHING_LEFT = ("exclude_everything",)

@@ -1,5 +1,6 @@
 """The check of taps: the first call that differs in program order, and what was not seen."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -139,6 +140,46 @@ def test_a_module_taken_apart_is_said_and_not_failed(lab: "Lab", edit: "Edits") 
     assert result.outcome == "passed"
     assert result.figures == {"calls": 2 * 4 * 6, "unseen": 1}
     assert "1 tap ran in one leg only, layers.1.attn:output first by name" in result.message
+
+
+def with_patterns(run: RunResult, *patterns: str) -> RunResult:
+    """The run as it was asked for with these taps."""
+    spec = replace(run.spec, config={**run.spec.config, "taps": list(patterns)})
+    return replace(run, spec=spec)
+
+
+def silenced(run: RunResult, edit: "Edits", steps: range, *taps: str) -> RunResult:
+    """The run with modules that never ran in these steps, on either rank."""
+    for rank in range(2):
+        for step in steps:
+            names = [name for name in NAMES if name.partition("[")[0] in taps]
+            run = rewrite(run, edit, (rank, step), dict.fromkeys(names, "0" * 32 + NEVER_RAN))
+    return run
+
+
+def test_a_pattern_that_looked_at_nothing_is_an_error(lab: "Lab", edit: "Edits") -> None:
+    """Steps before the capture are eager in both legs: what they show is no evidence of graphs."""
+    reference, _, candidate = lab.legs()
+    both = ("layers.*.attn", "layers.*.attn:gradient")
+    gone = ("layers.0.attn:output", "layers.1.attn:output")
+    result = check(
+        reference, silenced(with_patterns(candidate, *both), edit, range(2, 4), *gone), {}
+    )
+    assert (result.outcome, result.what) == ("error", "not_run")
+    assert "the tap layers.*.attn compares nothing: at step 3 layers.0.attn:output ran in the " in (
+        result.message
+    )
+    assert "in the reference alone" in result.message
+    # One module of the pattern is enough, and so is a pattern that means both.
+    result = check(
+        reference, silenced(with_patterns(candidate, *both), edit, range(2, 4), gone[0]), {}
+    )
+    assert result.outcome == "passed"
+    first, second = (silenced(run, edit, range(4), *gone) for run in (reference, candidate))
+    result = check(first, with_patterns(second, *both), {})
+    assert result.what == "not_run"
+    assert "ran in neither leg" in result.message
+    assert check(first, second, {}).outcome == "passed"
 
 
 def test_nothing_seen_is_no_pass(lab: "Lab", edit: "Edits") -> None:
