@@ -1,0 +1,153 @@
+"""Programs of TransformerEngine's parts under graph scopes on GPUs; nothing runs past six steps."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig, model_from_preset
+from fsdp_core.graph import te_callables
+from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.mesh import build_axes
+from fsdp_core.model.backend import make_backend
+from fsdp_core.model.te import experts
+from fsdp_core.parallel.axes import Axes
+from fsdp_core.train import Trainer
+from tests.gpu.fsdp_on_gpus import device_here
+from tests.gpu.te_layouts_on_gpus import forget_dead_models
+from tests.gpu.te_on_gpus import recipe_of
+
+STEPS, WARMUP = 5, 2
+Step = dict[str, bytes]
+
+
+def config_of(
+    fp8: str, preset: str = "moe_tiny", *, packs: tuple[int, ...] = (), **parallel: Any
+) -> TrainConfig:
+    """A tiny model that fp8 has widths for, two microbatches a step."""
+    overrides: dict[str, Any] = {"layers": 2, "seq": 64}
+    if preset.startswith("moe"):
+        overrides |= {"capacity_factor": 1.25, "kv_heads": 4, "expert_ffn": 64}
+    return TrainConfig(
+        model=model_from_preset(preset, overrides),
+        parallel=ParallelConfig(**parallel, dynamic_cp=packs),
+        fsdp=FsdpConfig(strategy="optim_grads_params", pool="double"),
+        backend="te", fp8=fp8, steps=STEPS, microbatches=2,
+        micro_batch_size=1 if packs else 2, graph_warmup_steps=WARMUP, seed=5,
+    )  # fmt: skip
+
+
+def train(config: TrainConfig, axes: Axes) -> tuple[list[Step], int, int]:
+    """Bits of steps' outputs, random states and scales; captured graphs; unnamed memory."""
+    if config.fp8 != "none":
+        forget_dead_models()
+    device = device_here()
+    trainer, steps = Trainer(config, axes, device), []
+    for index in range(config.steps):
+        outputs = trainer.step(index)
+        device.synchronize()
+        seen = dict(outputs.named_tensors()) | {
+            f"random state {name}": state for name, state in trainer.rng_states().items()
+        }
+        for stage in trainer.stages:
+            held = ((name, get()) for name, get in stage.around.state(stage))
+            seen |= {name: tensor for name, tensor in held if tensor is not None}
+        steps.append({n: t.detach().cpu().numpy().tobytes() for n, t in seen.items()})
+    counts = trainer.counts
+    trainer.close()
+    return steps, counts.captured, counts.unnamed_externals
+
+
+def compare(eager: TrainConfig, scopes: Sequence[str]) -> dict[str, str]:
+    """By scope, where its run parts from the eager one; and how many scales eager's moved."""
+    axes = build_axes(eager.parallel, device_here())
+    expected, _, _ = train(eager, axes)
+    scales = [name for name in expected[0] if name.endswith(" scale")]
+    found = {"scales that moved": str(sum(expected[0][n] != expected[-1][n] for n in scales))}
+    for scope in scopes:
+        steps, captured, unnamed = train(replace(eager, graph=tuple(scope.split("+"))), axes)
+        parts = (
+            f"step {index}: {name}"
+            for index, (a, b) in enumerate(zip(expected, steps, strict=True))
+            for name in a
+            if a[name] != b.get(name)
+        )
+        found[scope] = next(parts, "") if captured else "nothing was captured"
+        found[scope] += f" and {unnamed} unnamed" if unnamed else ""
+    return found
+
+
+def fuses(fp8: str) -> bool:
+    """Whether this machine has grouped kernels that take sizes on the device."""
+    te = cast("Any", make_backend("te"))._te
+    recipe = None if fp8 == "none" else recipe_of(fp8)
+    return experts.fuses(te, recipe, torch.bfloat16)
+
+
+# ---- TransformerEngine's own graphs
+
+
+class Net(nn.Module):
+    """Two layers with a residual, whose widths fp8 takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make_backend("te")
+        import transformer_engine.pytorch as te
+
+        options = {"bias": False, "params_dtype": torch.bfloat16}
+        self.up, self.down = te.LayerNormLinear(64, 128, **options), te.Linear(128, 64, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[32, 64] -> [32, 64]."""
+        result: torch.Tensor = x + self.down(torch.nn.functional.silu(self.up(x)))
+        return result
+
+
+def callables_of(fp8: str, *, graphed: bool) -> list[bytes]:
+    """Outputs, gradients and scales of steps of one net, eager or graphed by TransformerEngine."""
+    recipe, device = recipe_of(fp8), device_here()
+    forget_dead_models()
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    torch.manual_seed(3)
+    net: Any = Net()
+    call, seen = net, []
+
+    def around() -> AbstractContextManager[Any]:
+        return cast("AbstractContextManager[Any]", te.autocast(enabled=True, recipe=recipe))
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.randn(32, 64, device=device.torch_device, dtype=torch.bfloat16)
+        if graphed:
+            (call,) = te_callables.make_graphed_callables(
+                GraphMaker(device), [net], [(x.clone().requires_grad_(),)],
+                options={"enabled": True, "recipe": recipe},
+            )  # fmt: skip
+        for step in range(STEPS):
+            mine = (x * (step + 1)).requires_grad_()
+            with around():
+                out = call(mine)
+            out.float().square().mean().backward()
+            seen += [out, mine.grad, *(p.grad for p in net.parameters())]
+            for module in (net.up, net.down):
+                for key in ("scaling_fwd", "scaling_bwd"):
+                    seen.append(getattr(module.fp8_meta[key], "scale", None))
+            seen = [t.clone() if isinstance(t, torch.Tensor) else t for t in seen]
+            net.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        if graphed:
+            call.reset()
+    FP8GlobalStateManager.reset()
+    return [t.detach().float().cpu().numpy().tobytes() for t in seen if t is not None]
+
+
+def count_differences(fp8: str) -> tuple[int, int]:
+    """Values seen, and how many differ."""
+    pairs = list(zip(callables_of(fp8, graphed=False), callables_of(fp8, graphed=True),
+                     strict=True))  # fmt: skip
+    return len(pairs), sum(a != b for a, b in pairs)
