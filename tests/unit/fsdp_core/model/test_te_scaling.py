@@ -1,0 +1,171 @@
+"""Scales of fp8 around captured parts and replays, and which experts a machine fuses."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core.model import backend
+from fsdp_core.model.te import experts, precision
+from fsdp_core.model.te.scaling import Scaling
+from tests.dist import te_fp8_stand_in as fp8
+from tests.dist.te_stand_in import GroupedLinear, Linear, StandIn
+
+Manager = fp8.Manager
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """No module of another test is registered."""
+    Manager.reset()
+    yield
+    Manager.reset()
+
+
+@pytest.fixture
+def scaling() -> Scaling:
+    """Over the stand-in."""
+    te: Any = StandIn(fused_experts=False)._te
+    return Scaling(te, fp8.Delayed(), None)
+
+
+def linear() -> Linear:
+    """A layer with weights."""
+    made = Linear(16, 16, bias=False, params_dtype=torch.float32)
+    nn.init.ones_(made.get_parameter("weight"))
+    return made
+
+
+def grouped() -> GroupedLinear:
+    """Two, whose backward does not ask whether something is captured."""
+    made = GroupedLinear(2, 16, 16, bias=False, params_dtype=torch.float32, device="cpu")
+    for parameter in made.parameters():
+        nn.init.ones_(parameter)
+    return made
+
+
+def run(module: nn.Module, *args: Any) -> None:
+    """Forward and backward."""
+    module(torch.ones(4, 16, requires_grad=True), *args).sum().backward()
+
+
+def scales(module: nn.Module) -> list[float]:
+    """All of them, and histories."""
+    return torch.cat([tensor.flatten() for tensor in fp8.states_of(module)]).tolist()
+
+
+@pytest.mark.parametrize(("module", "args"), [(linear(), ()), (grouped(), ([2, 2],))])
+def test_a_captured_part_moves_nothing(scaling: Scaling, module: nn.Module, args: Any) -> None:
+    """Neither its end nor its backward moves scales; largest values are written, and put back."""
+    put_back = scaling.remember(module)
+    with scaling.captured():
+        run(module, *args)
+    assert Manager.moved == []
+    assert Manager.registered == {}
+    written = scales(module)
+    put_back()
+    after = scales(module)
+    assert after != written
+    assert set(after) == {0.0, 1.0}, "as a module begins"
+
+
+def test_what_was_there_is_put_back(scaling: Scaling) -> None:
+    """Scales and histories of steps before have their bits again, in their places."""
+    module = linear()
+    for _ in range(2):
+        with scaling():
+            out = module(torch.full((4, 16), 3.0, requires_grad=True)).sum()
+        out.backward()
+    assert Manager.moved == ["forward", "backward"] * 2
+    before, places = scales(module), [t.data_ptr() for t in fp8.states_of(module)]
+    put_back = scaling.remember(module)
+    with scaling.captured():
+        module(torch.full((4, 16), 50.0, requires_grad=True)).sum().backward()
+    assert scales(module) != before
+    put_back()
+    assert scales(module) == before
+    assert [t.data_ptr() for t in fp8.states_of(module)] == places
+
+
+def test_replays_stand_in_for_modules(scaling: Scaling) -> None:
+    """Modules register, and the first replay of an autocast moves scales after its backward."""
+    modules = [linear(), linear()]
+    for module in modules:
+        with scaling.captured():
+            run(module)
+    first, second = (scaling.replays([module]) for module in modules)
+    with scaling():
+        after = first()
+        assert second() is None
+        assert [len(found) for found in Manager.registered.values()] == [2, 2]
+    assert Manager.moved == ["forward"]
+    assert after is not None
+    after()
+    assert Manager.moved == ["forward", "backward"]
+    with scaling():
+        run(modules[1])
+        assert first() is None, "a module before it has the mark"
+
+
+def test_operators_of_a_kernel_have_scales(scaling: Scaling) -> None:
+    """Those of experts' operators, which are no modules of the model, are found by their experts;
+    scales of other recipes are none."""
+    state = fp8.RecipeState(3)
+    operator = SimpleNamespace(_fp8_metas={"forward": {"scaling_fwd": state}, "backward": None})
+    module = nn.Sequential(nn.Linear(1, 1))
+    cast("Any", module[0]).kernel = SimpleNamespace(operators=(operator,))
+    cast("Any", module).fp8_meta = {"scaling_fwd": SimpleNamespace()}
+    named = {name: get() for name, get in scaling.state(module)}
+    assert named.keys() == {f"0 operator 1 fp8 forward {n}" for n in ("scale", "amax_history")}
+    assert named["0 operator 1 fp8 forward scale"] is state.scale
+
+
+def test_sizes_on_the_device() -> None:
+    """Equal sizes, as of padded experts, and others, as int64."""
+    for sizes in ((3, 3, 3), (3, 0, 1), (4,)):
+        found = experts._on_device(sizes, torch.device("cpu"))
+        assert (found.tolist(), found.dtype) == (list(sizes), torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "supported", "asked", "fused"),
+    [
+        ("none", True, None, True),
+        ("none", False, None, False),
+        ("none", False, True, True),
+        ("delayed", False, None, False),
+        ("current", True, None, True),
+        ("current", True, False, False),
+        ("block", True, None, False),
+    ],
+)
+def test_experts_are_fused_where_there_are_kernels(
+    monkeypatch: pytest.MonkeyPatch, name: str, supported: bool, asked: bool | None, fused: bool
+) -> None:
+    """TransformerEngine is asked by recipe and dtype, unless the caller decides."""
+    questions = []
+
+    def support(recipe: Any, dtype: torch.dtype) -> bool:
+        questions.append((recipe, dtype))
+        return supported
+
+    ops = SimpleNamespace(basic=SimpleNamespace(grouped_linear=SimpleNamespace(
+        is_op_fuser_grouped_tensor_path_supported=support)))  # fmt: skip
+    package, te = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    cast("Any", te).ops = ops
+    cast("Any", package).pytorch = te
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "_prefer_cudnn_of_torch", lambda: None)
+    monkeypatch.setattr(precision, "recipe_of", lambda fp8: f"recipe {fp8}")
+    made: Any = backend.make_backend("te", fp8=name, fused_experts=asked, dtype=torch.float16)
+    assert made._fused_experts is fused
+    recipe = None if name == "none" else f"recipe {name}"
+    assert questions in ([], [(recipe, torch.float16)])
+    assert bool(questions) == (asked is None and name != "block")
