@@ -41,6 +41,11 @@ class Jitter(TorchDispatchMode):
         """No wrapper that keeps the compiler out: nothing here is compiled."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The compiler works as if nobody looked on; without this it steps aside."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, perhaps late."""
         if types and any(map(opens_itself, types)):

@@ -1,0 +1,153 @@
+"""torch.compile inside and beside graph scopes: graphed runs have compiled eager ones' bits."""
+
+import pytest
+
+from fsdp_core.config import FsdpConfig
+from tests.dist.compiled_part_programs import (
+    Compiled,
+    Planted,
+    Seen,
+    counted,
+    planted_all,
+    train_all,
+)
+from tests.dist.rank_pool import RankPool
+from tests.dist.scope_programs import CAPACITY, MIXED
+from tests.dist.train_layout_programs import Run
+
+TIMEOUT_S = 240.0
+"""The compiler takes seconds on an idle machine."""
+ATTN, MLP, ROUTER, FULL = ("attn",), ("mlp",), ("moe_router",), ("full_iteration",)
+PLANS, EXPERTS = ("moe_router", "moe_preprocess"), ("experts",)
+DENSE = Run({"dp": 2}, "dense_tiny")
+MIXED_RUN = Run(
+    {"dp": 2, "ep": 2}, "moe_tiny",
+    MIXED | CAPACITY | {"score": "sigmoid", "expert_bias": True, "aux_loss": 0.1}, dtype="bf16",
+)  # fmt: skip
+
+
+def check(ranks: list[list[Seen]], graphs: list[tuple[str, ...]]) -> list[Seen]:
+    """Bits and compilations of every run are those of the first, the compiled eager one."""
+    for eager, *graphed in ranks:
+        assert eager.compilations
+        for graph, seen in zip(graphs, graphed, strict=True):
+            assert seen.bits == eager.bits, graph
+            assert seen.compilations == eager.compilations, graph
+            assert seen.captured, graph
+            assert seen.replays, graph
+            assert seen.unnamed == 0, graph
+    return ranks[0]
+
+
+def compare(
+    pool: RankPool, run: Run, parts: tuple[str, ...], graphs: list[tuple[str, ...]]
+) -> list[Seen]:
+    """Train eagerly and under each scope with the same compiled parts; the first rank's."""
+    runs = [Compiled(run, parts, graph) for graph in ((), *graphs)]
+    world = run.parallel.world_size
+    return check(pool.run(train_all, runs, world_size=world, timeout_s=TIMEOUT_S), graphs)
+
+
+def test_inside_beside_and_around(warm_ranks: RankPool) -> None:
+    """Parts in graphs of their own, beside others, and in larger ones: compiled eager's bits.
+
+    Each part is compiled once for training, whatever captures it, with or without a graph.
+    """
+    eager, *_ = compare(warm_ranks, DENSE, (*ATTN, *MLP), [ATTN, ("layer",), FULL])
+    assert [part for part, _, _ in eager.compilations] == ["layers.0.attn", "layers.0.mlp"]
+
+
+def test_parts_of_expert_layers(warm_ranks: RankPool) -> None:
+    """Routers that count, plans and experts, with dropout in the middle of a part."""
+    parts = (*ATTN, *PLANS, *EXPERTS)
+    eager, *_ = compare(warm_ranks, MIXED_RUN, parts, [(*MLP, *PLANS)])
+    assert {part for part, _, _ in eager.compilations} == {
+        "layers.0.attn", "layers.1.mlp router and preprocess", "layers.1.mlp.moe.experts",
+    }  # fmt: skip
+
+
+def test_late_work_is_compiled_and_listed(warm_ranks: RankPool) -> None:
+    """Evaluation and smaller batches after the capture are other code, by name and reason."""
+    run = Run({"dp": 1}, "dense_tiny", micro_batch_size=2)
+    events = (("step", 0), ("step", 1), ("evaluate", 7), ("smaller", 2, 1, 1), ("step", 2))
+    runs = [Compiled(run, MLP, graph, events=events) for graph in ((), ATTN + MLP)]
+    ((eager, graphed),) = warm_ranks.run(train_all, runs, world_size=1, timeout_s=TIMEOUT_S)
+    assert graphed.bits == eager.bits
+    assert [late for _, _, late in eager.compilations] == [False, False, False]
+    assert [late for _, _, late in graphed.compilations] == [False, True, True]
+    reasons = [reason for _, reason, _ in graphed.compilations]
+    assert reasons == [reason for _, reason, _ in eager.compilations]
+    assert reasons[0] == ""
+    assert "grad_mode" in reasons[1] or "GLOBAL_STATE" in reasons[1]
+    assert reasons[2]
+
+
+def test_pointers_of_eager_compiled_runs_are_counted(warm_ranks: RankPool) -> None:
+    """Pools that stay move nothing under compiled parts, the dynamic one does: graphs of the
+    compiler's own would be recorded again.
+    """
+    runs = [
+        Compiled(DENSE, MLP, options={"fsdp": FsdpConfig(pool=pool)})
+        for pool in ("double", "dynamic")
+    ]
+    for stays, moves in warm_ranks.run(train_all, runs, world_size=2, timeout_s=TIMEOUT_S):
+        assert stays.moved == [0] * len(stays.moved)
+        assert moves.moved[-1]
+        assert moves.bits == stays.bits
+
+
+@pytest.mark.parametrize("stress", [("races",), ("jitter", "poison", "scramble")])
+def test_under_stress(warm_ranks: RankPool, stress: tuple[str, ...]) -> None:
+    """Stressors leave compiled parts compiled, and their bits alone."""
+    runs = [Compiled(DENSE, MLP, ATTN), Compiled(DENSE, MLP, ATTN, options={"stress": stress})]
+    for calm, stressed in warm_ranks.run(train_all, runs, world_size=2, timeout_s=TIMEOUT_S):
+        assert stressed.bits == calm.bits
+        assert stressed.compilations == calm.compilations
+
+
+def test_compiled_while_memory_is_counted(warm_ranks: RankPool) -> None:
+    """What looks on at every operator does not keep the compiler away."""
+    (found,) = warm_ranks.run(counted, Compiled(Run({}), MLP), world_size=1, timeout_s=TIMEOUT_S)
+    assert [part for part, _, _ in found] == ["layers.0.mlp"]
+
+
+# ---- planted
+
+
+def run_planted(pool: RankPool, plant: str, *runs: Compiled) -> list[Planted]:
+    """On one rank."""
+    (found,) = pool.run(planted_all, list(runs), plant, world_size=1, timeout_s=TIMEOUT_S)
+    return list(found)
+
+
+def test_a_value_that_changes_before_the_capture(warm_ranks: RankPool) -> None:
+    """The graph would hold other code than the steps before it: refused, with the guard."""
+    run = Run({}, "dense_tiny")
+    inside, beside = run_planted(
+        warm_ranks, "change_before_the_capture", Compiled(run, ATTN, ATTN), Compiled(run, ATTN, MLP)
+    )
+    assert inside.step == 1
+    assert inside.error.startswith("CaptureAborted: the capture of attn was given up")
+    assert "cannot capture layers.0.attn: the warm-up makes torch.compile compile" in inside.error
+    assert ".eps == " in inside.error
+    # Nobody replays it: it is compiled again, as in an eager run.
+    assert beside.step == -1
+    assert len(beside.compilations) == 1
+    assert ".eps == " in beside.compilations[0]
+
+
+def test_a_value_that_changes_after_the_capture(warm_ranks: RankPool) -> None:
+    """Graphs of compiled code stop at its guards; graphs of plain code go on with the old value."""
+    run = Run({}, "dense_tiny")
+    eager, compiled, plain, plain_eager = run_planted(
+        warm_ranks, "change_after_the_capture", Compiled(run, ATTN), Compiled(run, ATTN, ATTN),
+        Compiled(run, (), ATTN), Compiled(run, ()),
+    )  # fmt: skip
+    assert (eager.step, plain.step, plain_eager.step) == (-1, -1, -1)
+    assert ".eps == " in eager.compilations[0]
+    assert compiled.step == 2
+    assert compiled.error.startswith("StaleGuards: stale_guards: layers.0.attn: ")
+    assert ".eps == " in compiled.error
+    assert compiled.bits == eager.bits[:2]
+    assert plain.bits[:2] == plain_eager.bits[:2]
+    assert plain.bits[2] != plain_eager.bits[2]
