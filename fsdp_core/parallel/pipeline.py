@@ -219,7 +219,8 @@ class Pipeline:
             if broadcast_loss:
                 broadcast_from_last(self.axis, losses)
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            if self.axis.size > 1:  # alone nobody sends anything
+                self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:
             self.peak_live = state.peak_live

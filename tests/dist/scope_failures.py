@@ -45,9 +45,9 @@ _read._cuda_graph_capturable = True  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def hooked(trainer: Trainer, module: str, hook: Callable[..., None]) -> Iterator[None]:
-    """A hook on a module of the last layer, on rank 1 alone."""
+    """A hook on a module of the last layer, on the last rank alone."""
     handle = None
-    if dist.get_rank() == 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         handle = trainer.stages[-1].get_submodule(module).register_forward_hook(hook)
     yield
     if handle is not None:
@@ -55,7 +55,7 @@ def hooked(trainer: Trainer, module: str, hook: Callable[..., None]) -> Iterator
 
 
 def fail_and_go_on(scoped: Scoped, module: str, reads: bool) -> tuple[str, str, Seen, Seen]:
-    """A capture that fails on rank 1.
+    """A capture that fails on the last rank.
 
     Returns:
         The error and its cause; what the trainer shows that goes on eagerly; and one that captures

@@ -1,5 +1,7 @@
 """Captures of the trainer that are refused or fail, and what is left when graphs are dropped."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.dist.rank_pool import RankPool
@@ -37,6 +39,19 @@ def test_all_ranks_capture_or_none(
         )
         assert eager == bits
         assert again == bits
+
+
+def test_a_whole_step_is_captured_after_a_refusal(warm_ranks: RankPool) -> None:
+    """What stopped in the middle of a pass is no hindrance to steps after it."""
+    run = replace(RUN, degrees={"dp": 1})
+    (expected,) = warm_ranks.run(never_captured, Scoped(run), world_size=1)
+    scoped = Scoped(run, ("full_iteration",))
+    ((text, _, eager, again),) = warm_ranks.run(
+        fail_and_go_on, scoped, "layers.1.attn.norm", True, world_size=1
+    )
+    assert "cannot capture aten._local_scalar_dense" in text
+    assert eager == expected
+    assert again == expected
 
 
 def test_nothing_is_left_of_graphs(warm_ranks: RankPool) -> None:
