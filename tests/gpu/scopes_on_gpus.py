@@ -69,15 +69,20 @@ def train(config: TrainConfig, axes: Axes, device: Device) -> tuple[list[Step], 
         FP8GlobalStateManager.reset()
     trainer, steps = Trainer(config, axes, device), []
     for index in range(config.steps):
-        outputs = trainer.step(index)
+        trainer.step(index)
         device.synchronize()
-        seen = dict(outputs.named_tensors()) | {
-            f"random state {name}": state for name, state in trainer.rng_states().items()
-        }
-        steps.append({n: t.detach().cpu().numpy().tobytes() for n, t in seen.items()})
+        steps.append(look(trainer))
     graphs = trainer.counts.captured
     trainer.close()
     return steps, graphs
+
+
+def look(trainer: Trainer) -> Step:
+    """Bits of the last step, once the device is done with it."""
+    seen = dict(trainer.outputs.named_tensors()) | {
+        f"random state {name}": state for name, state in trainer.rng_states().items()
+    }
+    return {name: t.detach().cpu().numpy().tobytes() for name, t in seen.items()}
 
 
 def first_difference(one: list[Step], other: list[Step]) -> str:
