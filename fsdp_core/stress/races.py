@@ -13,6 +13,7 @@ Not seen: collectives that run beside the stream that issued them (`async_op=Tru
 work of that stream; kernels that are given addresses; reads of Python (`numpy()`).
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -160,16 +161,13 @@ class Races(TorchDispatchMode):
         self._kinds: dict[Any, _Kind] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._lending = Lending()
+        self._place: str | None = None
+        """Where the operator was called that is being looked at, once anybody asked."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """No wrapper that keeps the compiler out: nothing here is compiled."""
         return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """The compiler works as if nobody looked on; without this it steps aside."""
-        return True
 
     def require_none(self) -> None:
         """Raise what was found since the last time.
@@ -183,6 +181,7 @@ class Races(TorchDispatchMode):
 
     def label(self, tensor: torch.Tensor, label: Label) -> None:
         """Say what a buffer of a pool is held for from now on."""
+        self._place = None
         self._memory_of(tensor.untyped_storage(), "the pool").label = label
 
     # ---- operators
@@ -200,6 +199,7 @@ class Races(TorchDispatchMode):
             out = self._lending.call(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
+        self._place = None
         if kind.is_view:
             return out
         if kind.name in _ALLOCATORS:
@@ -265,8 +265,10 @@ class Races(TorchDispatchMode):
     ) -> None:
         stream = self.clocks.current_stream()
         start, stop = span
+        if self._place is None:
+            self._place = _calling_place()
         now = Access(
-            start, stop, stream, stream.time, writes, operator, _calling_place(), memory.label
+            start, stop, stream, stream.time, writes, operator, self._place, memory.label
         )
         kept = []
         for old in memory.accesses:
@@ -313,7 +315,9 @@ class Races(TorchDispatchMode):
         if memory is None or memory.reference() is None:
             reference = weakref.ref(storage, lambda gone: self._die(key, gone))
             home = self.clocks.current_stream()
-            made_by = f"{operator} at {_calling_place()}"
+            if self._place is None:
+                self._place = _calling_place()
+            made_by = f"{operator} at {self._place}"
             memory = self._memory[key] = _Memory(home, reference, made_by)
         return memory
 
@@ -332,6 +336,7 @@ class Races(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage was emptied or filled in place: memory died or was allocated."""
+        self._place = None
         memory = self._memory_of(storage, "resize")
         self._free(storage._cdata, memory)
         if storage.nbytes():
@@ -361,8 +366,14 @@ def _calling_place() -> str:
     """`file:line` of the innermost frame of the program."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_FOLDERS):
-            return f"{Path(name).name}:{frame.f_lineno}"
+        name = _program_file(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"
+
+
+@functools.cache
+def _program_file(path: str) -> str:
+    """The name of a file of the program, or ""; asked for every frame of every operator."""
+    return "" if path.startswith(_FOLDERS) else Path(path).name
