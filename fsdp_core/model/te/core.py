@@ -34,6 +34,27 @@ _WAYS = {"ring": "p2p", "gather": "all_gather"}
 _NARROW = (torch.bfloat16, torch.float16)
 _MOST_SCORES = 1 << 30
 """Of packed sequences with deterministic kernels on Hopper (its utils.py, "Determinism")."""
+_BROKEN_UP_TO, _LENGTHS = 91500, 128
+"""cuDNN whose captured backward passes need lengths of that multiple."""
+
+
+def _require_capturable(length: int) -> None:
+    """Refuse a capture that this cuDNN cannot hold, of the kernel that is chosen eagerly.
+
+    TransformerEngine knows of it in graphs of its own only (`nvte_get_fused_attn_backend`).
+
+    Raises:
+        RuntimeError: see above.
+    """
+    version = torch.backends.cudnn.version()
+    if not length % _LENGTHS or version is None or version > _BROKEN_UP_TO:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"Expected sequences of a multiple of {_LENGTHS} tokens, as attention of cuDNN "
+            f"{version} has no backward pass of others that can be captured, got {length}. Take "
+            "cuDNN 9.15.1 or newer, or other sequences."
+        )
 
 
 @functools.cache
@@ -99,6 +120,7 @@ class Core(nn.Module):
             return causal_attention(q, k, v, plan=plan, axis=part.cp, way=part.way).flatten(2)
         self._set_context(part)
         if part.packed is None:
+            _require_capturable(plan.rows.shape[0] * plan.size)
             out = self.attention(q.contiguous(), k.contiguous(), v.contiguous())
             return cast("torch.Tensor", out)
         return self._packed(q, k, v, part, plan)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_core.model import backend
-from fsdp_core.model.te import experts, precision
+from fsdp_core.model.te import core, experts, precision
 from fsdp_core.model.te.scaling import Scaling
 from tests.dist import te_fp8_stand_in as fp8
 from tests.dist.te_stand_in import GroupedLinear, Linear, StandIn
@@ -169,3 +169,27 @@ def test_experts_are_fused_where_there_are_kernels(
     recipe = None if name == "none" else f"recipe {name}"
     assert questions in ([], [(recipe, torch.float16)])
     assert bool(questions) == (asked is None and name != "block")
+
+
+@pytest.mark.parametrize(
+    ("version", "length", "captures", "refused"),
+    [
+        (91500, 192, True, True),
+        (91500, 192, False, False),
+        (91500, 256, True, False),
+        (91501, 192, True, False),
+        (None, 192, True, False),
+    ],
+)
+def test_attention_that_cannot_be_captured(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, length: int, captures: bool, refused: bool
+) -> None:
+    """Lengths whose backward pass an older cuDNN cannot hold in a graph are refused in one."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    if not refused:
+        core._require_capturable(length)
+        return
+    with pytest.raises(RuntimeError, match=r"multiple of 128 tokens.*got 192. Take cuDNN 9.15.1"):
+        core._require_capturable(length)
