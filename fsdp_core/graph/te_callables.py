@@ -63,8 +63,7 @@ def make_graphed_callables(
         RuntimeError: what TransformerEngine raises; nothing is left of the capture.
     """
     plan, hooks = check_request(modules, samples, order, capture_time_hooks)
-    options = dict(options or {})
-    _require_supported(modules, num_warmup_iters, options)
+    options = _supported(modules, num_warmup_iters, options or {})
     trained = parameters_of(modules, parameters)
     names = [f"{number}: {type(module).__name__}" for number, module in enumerate(modules)]
     ledgers: list[Ledger | None] = [None] * len(modules)
@@ -87,24 +86,29 @@ def make_graphed_callables(
         capture_time_hooks=_apart(undo, hooks, gathered),
         **options,
     )  # fmt: skip
-    enabled = options.get("enabled", False)
     return [
         GraphedModule(
             module,
             Replays(
                 names[number], [forwards[place] for place in _places(plan, number)],
                 samples[number], ledgers[number], on_replay,
-                Precision(te, enabled[number] if isinstance(enabled, tuple) else enabled),
+                Precision(te, _enabled(options, len(modules))[number]),
             ),
         )
         for number, module in enumerate(modules)
     ]  # fmt: skip
 
 
-def _require_supported(
+def _enabled(options: Mapping[str, Any], num_modules: int) -> tuple[bool, ...]:
+    """Whether fp8 is on, by module."""
+    enabled = options.get("enabled", False)
+    return enabled if isinstance(enabled, tuple) else (enabled,) * num_modules
+
+
+def _supported(
     modules: Sequence[nn.Module], num_warmup_iters: int, options: Mapping[str, Any]
-) -> None:
-    """What TransformerEngine 2.20 takes and then fails at, or does unlike eager training."""
+) -> Mapping[str, Any]:
+    """The options; what TransformerEngine 2.20 fails at, or does unlike eager code, is refused."""
     if any(not module.training for module in modules):
         # With an order it asks what only backward passes of warm-ups have found out.
         raise ValueError(
@@ -120,9 +124,9 @@ def _require_supported(
     if unknown:
         # Cached weights need a keyword in each call; aliases of gradients would be overwritten.
         raise ValueError(f"Expected options out of {', '.join(_OPTIONS)}, got {unknown[0]}.")
-    enabled = options.get("enabled", False)
-    if any(enabled if isinstance(enabled, tuple) else (enabled,)) and not options.get("recipe"):
+    if any(_enabled(options, len(modules))) and not options.get("recipe"):
         raise ValueError("Expected a recipe beside enabled fp8, got none.")
+    return options
 
 
 # ---- the capture

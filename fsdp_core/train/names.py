@@ -21,7 +21,7 @@ _FLAT_GRADS = ("main_grad", "pooled")
 def enter_stage(
     book: AddressBook, stage: nn.Module, groups: Iterable[ParamGroup], suffix: str
 ) -> None:
-    """Names of a stage's gathered parameters, flat buffers and module buffers.
+    """Names of a stage's gathered parameters, flat buffers, module buffers and scales of fp8.
 
     Args:
         suffix: tells stages of one rank apart where names of tensors do not.
@@ -37,12 +37,9 @@ def enter_stage(
     for path, module in stage.named_modules():
         for name in module._buffers:
             book.enter(f"{path}.{name}".lstrip(".") + suffix, _buffer(module, name))
-
-
-def enter_state(book: AddressBook, stage: DecoderStage, suffix: str) -> None:
-    """Names of what kernels keep from pass to pass, as `enter_stage`'s: scales of fp8."""
-    for name, getter in stage.around.state(stage):
-        book.enter(name + suffix, getter)
+    if isinstance(stage, DecoderStage):
+        for name, getter in stage.around.state(stage):
+            book.enter(name + suffix, getter)
 
 
 def enter_optimizer(book: AddressBook, optimizer: AdamW) -> None:

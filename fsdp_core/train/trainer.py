@@ -45,7 +45,6 @@ from fsdp_core.train.names import (
     enter_attributes,
     enter_optimizer,
     enter_stage,
-    enter_state,
 )
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts
@@ -328,7 +327,6 @@ class Trainer:
         for number, (root, stage) in enumerate(zip(self._roots, self.stages, strict=True)):
             suffix = f" of chunk {number}" if number else ""
             enter_stage(book, stage, root.fsdp_groups, suffix)
-            enter_state(book, stage, suffix)
         enter_optimizer(book, self.optimizer)
         for stream in self.streams.streams:
             if stream.state is not None:
