@@ -70,7 +70,7 @@ class Stressors:
         return WatchedPool(pool, self._watchers) if self._watchers else pool
 
     def before_step(self) -> None:
-        """Do what is done once a step; on the stream that the step runs on."""
+        """Do what is done once a step, on the stream that it runs on, as around other work."""
         if self.scramble is not None:
             self.scramble.churn()
 

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
@@ -12,15 +11,14 @@ from fsdp_core.device import Device
 from fsdp_core.parallel.axes import Axes
 from fsdp_core.stress.races import Named
 from fsdp_core.stress.stressors import Stressors
-from fsdp_core.train.outputs import StepOutputs
 from fsdp_core.train.trainer import Trainer
 
 
 class StressedTrainer(Trainer):
-    """A trainer whose every method runs under stress.
+    """A trainer all of whose work is under stress: it is made under it, and is so `at_work`.
 
-    What runs work raises `RaceFound` at its end if, under `races`, memory was touched on two
-    streams in no order.
+    Steps with their warm-ups and captures, evaluation, smaller steps and the end: each raises
+    `RaceFound` if, under `races`, memory was touched on two streams in no order.
 
     Raises:
         StressorMissing: the device lacks one of the stressors.
@@ -54,40 +52,19 @@ class StressedTrainer(Trainer):
             yield Named(name, units.get(name.split(" ")[0], ""), tensor)
 
     @contextlib.contextmanager
-    def _stressed(self) -> Iterator[None]:
-        with self.stressors.active():
-            with self.device.on(self.stream):
-                self.stressors.before_step()
+    def at_work(self) -> Iterator[None]:
+        """See `Trainer`. What races showed is raised at the end, unless something else was."""
+        with self.stressors.active(), self.device.on(self.stream):
+            self.stressors.before_step()
             yield
         self.stressors.after_step()
 
-    def step(self, index: int) -> StepOutputs:
-        """See `Trainer`."""
-        with self._stressed():
-            return super().step(index)
-
-    def smaller_step(
-        self, index: int, *, microbatches: int | None = None, rows: int | None = None
-    ) -> StepOutputs:
-        """See `Trainer`."""
-        with self._stressed():
-            return super().smaller_step(index, microbatches=microbatches, rows=rows)
-
-    def evaluate(self, index: int) -> torch.Tensor:
-        """See `Trainer`."""
-        with self._stressed():
-            return super().evaluate(index)
-
-    def redigest_state(self) -> None:
-        """See `Trainer`."""
-        with self.stressors.active():
-            super().redigest_state()
-
     def close(self) -> None:
         """See `Trainer`."""
-        with self.stressors.active():
+        try:
             super().close()
-        self.stressors.close()
+        finally:
+            self.stressors.close()
 
 
 def make_trainer(config: TrainConfig, axes: Axes, device: Device) -> Trainer:

@@ -12,6 +12,7 @@ who issues the work. Scope `full_iteration` captures the whole iteration, all co
 with the update or without; partial scopes capture parts of layers, forward and backward.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import ClassVar
@@ -136,6 +137,10 @@ class Trainer:
             stream.name.partition(" at ")[0]: stream.get_state() for stream in self.streams.streams
         }
 
+    def at_work(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, work is issued on the trainer's stream, and under stress if it has any."""
+        return self.device.on(self.stream)
+
     # ---- a step
 
     def step(self, index: int) -> StepOutputs:
@@ -150,7 +155,7 @@ class Trainer:
                 try the same step again.
             StaleAddress: a graph was about to run over memory that moved.
         """
-        with self.device.on(self.stream):
+        with self.at_work():
             self._inputs.fill(index)
             if self._is_capture_due(index):
                 self._capture(index)
@@ -177,7 +182,7 @@ class Trainer:
         config = self.config
         number = config.microbatches if microbatches is None else microbatches
         rows = self._inputs.shape[0] if rows is None else rows
-        with self.device.on(self.stream):
+        with self.at_work():
             self._inputs.fill(index)
             batch = self._inputs.smaller(number, rows)
             self._set_loss_scale(1.0 / number)
@@ -193,7 +198,7 @@ class Trainer:
 
         Eagerly, without dropout or gradients; outputs, weights and random states stay as they are.
         """
-        with self.device.on(self.stream):
+        with self.at_work():
             self._inputs.fill(index)
             for stage in self.stages:
                 stage.eval()
@@ -253,7 +258,7 @@ class Trainer:
 
     def redigest_state(self) -> None:
         """Digest weights and moments again, eagerly: for what changed them after the step."""
-        with self.device.on(self.stream):
+        with self.at_work():
             self._digests.update("weights", self.outputs)
             self._digests.update("optim", self.outputs)
 
@@ -367,11 +372,12 @@ class Trainer:
 
         The trainer goes on eagerly, should it be used again.
         """
-        self._is_closed = True
-        self.device.synchronize()
-        self._graphs.drop()
-        self._compiler.close()
-        self.device.synchronize()
+        with self.at_work():
+            self._is_closed = True
+            self.device.synchronize()
+            self._graphs.drop()
+            self._compiler.close()
+            self.device.synchronize()
 
 
 def _require_same(config: TrainConfig, axes: Axes) -> None:
