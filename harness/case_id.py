@@ -30,7 +30,8 @@ def label(choice: Choice) -> str:
     """What a table shows for `choice`: the value alone, or all its settings if there are more."""
     if len(choice.settings) == 1 and choice.settings[0].leaf.partition(".")[0] != "parallel":
         (setting,) = choice.settings
-        return "none" if setting.leaf == "stress" and not setting.value else _text(setting.value)
+        is_none = setting.leaf in ("stress", "compile") and not setting.value
+        return "none" if is_none else _text(setting.value)
     return token(choice)
 
 

@@ -298,12 +298,20 @@ class _Maker:
                 )
 
 
-def _pairing(candidate: Leg, reference: Leg) -> Iterator[tuple[str, int, int]]:
-    """What must be equal for records of the legs to have a partner each."""
+def _pairing(candidate: Leg, reference: Leg) -> Iterator[tuple[str, int | str, int | str]]:
+    """What must be equal for records of the legs to have a partner each, and for their bits to."""
     mine, theirs = candidate.config, reference.config
     yield "world size", mine.parallel.world_size, theirs.parallel.world_size
     yield "number of steps", mine.steps, theirs.steps
     yield "number of microbatches", mine.microbatches, theirs.microbatches
+    # Compiled code is another program: fused operators round elsewhere.
+    yield "compiled parts", _compiled(mine), _compiled(theirs)
+
+
+def _compiled(config: TrainConfig) -> str:
+    """What is compiled by whom; order means nothing."""
+    parts = "+".join(sorted(config.compile))
+    return f"{parts} by {config.compile_backend}" if parts else "none"
 
 
 def _planted(role: str, candidate: Leg, reference: Leg) -> PlantSpec | None:

@@ -17,6 +17,8 @@ that is above 1. The whole is what a greedy packing of these runs on the slots w
 
 import dataclasses
 import heapq
+import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +154,7 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         if spec.device == "cuda":
             return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    if why := _lacks_device(spec) or _lacks_te(spec):
+    if why := _lacks_device(spec) or _lacks_te(spec) or _lacks_compiler(spec):
         return why
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
@@ -178,6 +180,15 @@ def _lacks_te(spec: RunSpec) -> str:
     if not package_version("transformer-engine"):
         return "backend te needs transformer-engine, which is not installed"
     return ""
+
+
+def _lacks_compiler(spec: RunSpec) -> str:
+    if not spec.config.get("compile") or spec.config.get("compile_backend") != "inductor":
+        return ""
+    # Kernels of GPUs are started by compiled C, too.
+    if any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        return ""
+    return "compile_backend inductor needs a C++ compiler, none is installed (aot_eager needs none)"
 
 
 def estimate_s(spec: RunSpec, cores: int) -> float:

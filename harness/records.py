@@ -41,7 +41,8 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomp
 What = Literal[
     "", "diverged", "nonfinite", "memory_regression", "missing_step", "missing_rank",
     "record_after_end", "corrupt_record", "empty_run", "not_replayed", "illegal_access", "oom",
-    "hang", "crashed", "killed", "stale_address", "race", "capture_refused",
+    "hang", "crashed", "killed", "stale_address", "stale_guards", "race",
+    "capture_refused",
     "nondeterministic_reference", "different_environment", "unsupported", "not_run", "interrupted",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)

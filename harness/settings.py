@@ -139,7 +139,10 @@ def decode_leaf(leaf: str, node: Node, full: str) -> Value:
     Raises:
         ScenarioError: a value of the wrong type.
     """
-    own = {"graph": _decode_graph, "stress": _decode_stress, "plant": decode_plant}
+    own = {
+        "graph": _decode_graph, "stress": _decode_stress, "compile": _decode_compile,
+        "plant": decode_plant,
+    }  # fmt: skip
     if leaf in own:
         return own[leaf](node, full)
     kind = leaf_types()[leaf]
@@ -175,15 +178,24 @@ def _decode_graph(node: Node, full: str) -> tuple[str, ...]:
 
 
 def _decode_stress(node: Node, full: str) -> tuple[str, ...]:
-    legal = (training.NO_STRESS, *training.STRESSORS)
-    if node.value == training.NO_STRESS:
+    return _none_or_list(node, full, "stressors", training.NO_STRESS, training.STRESSORS)
+
+
+def _decode_compile(node: Node, full: str) -> tuple[str, ...]:
+    return _none_or_list(node, full, "parts", training.NO_COMPILE, training.PARTS)
+
+
+def _none_or_list(
+    node: Node, full: str, what: str, none: str, words: tuple[str, ...]
+) -> tuple[str, ...]:
+    if node.value == none:
         return ()
     if not isinstance(node.value, tuple) or not node.value:
-        got = node.shown() if node.value != () else "an empty list (say none)"
-        if node.value in training.STRESSORS:
-            got += f" (stressors go in a list: [{node.value}])"
-        raise refuse(node, full, "none or a list of stressors", got=got, legal=legal)
-    return _in_order(node.value, full, training.STRESSORS)
+        got = node.shown() if node.value != () else f"an empty list (say {none})"
+        if node.value in words:
+            got += f" ({what} go in a list: [{node.value}])"
+        raise refuse(node, full, f"{none} or a list of {what}", got=got, legal=(none, *words))
+    return _in_order(node.value, full, words)
 
 
 def _in_order(nodes: Iterable[Node], full: str, legal: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def five_decimals(record: StepRecord) -> str:
 def sentence(steps: dict[str, int]) -> str:
     """What the loss alone would have shown, for people."""
     bits, decimals = steps["first_step_loss_bits"], steps["first_step_loss_5_decimals"]
-    return f"the loss bits {_when(bits)}; the loss at 5 decimals: {_when(decimals)}"
+    return f"the bits of the loss {_when(bits)}, its 5 decimals {_when(decimals)}"
 
 
 def _when(step: int) -> str:

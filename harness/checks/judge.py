@@ -146,6 +146,9 @@ def _records_answer(leg: str, spec: RunSpec, flaw: Flaw | None) -> CheckResult:
         )
     trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
     message = f"the {leg} {trouble}: {flaw.message}"
+    if leg == "candidate":
+        # Who reads one line reads the cause.
+        message = f"{flaw.message}; the candidate {trouble}"
     if leg != "candidate" or flaw.what in NO_BLAME:
         return error(name, flaw.what, message)
     if flaw.rank is None or flaw.step is None:

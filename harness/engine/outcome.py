@@ -37,6 +37,10 @@ OUTSIDE_SIGNALS = frozenset(
 )
 """Signals that come from outside of the program: a person, a scheduler, the kernel."""
 MESSAGE_CHARS = 500
+_SPEAKING: tuple[What, ...] = (
+    "race", "stale_address", "stale_guards", "capture_refused", "unsupported",
+)  # fmt: skip
+"""Answers that say what the type of the exception would; its words begin with the cause."""
 WAITING_PLACES = (
     "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/collectives.py",
 )  # fmt: skip
@@ -171,7 +175,11 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
     if mentions(error.message if error is not None else rank.stderr_tail, DISK_FULL):
         return "interrupted", f"{name} could not write: no space left on the disk"
     if error is not None:
-        told = f"{error.type}: {_first_line(error.message)}" if error.type else error.message
+        told = _first_line(error.message)
+        if error.what in _SPEAKING:
+            told = told.removeprefix(f"{error.what}: ")
+        elif error.type:
+            told = f"{error.type}: {told}"
         when = f"at step {error.step}" if error.step >= 0 else "before its first step"
         return error.what or "crashed", f"{name} {when}: {told}"
     if rank.exit.code is None:

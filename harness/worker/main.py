@@ -23,6 +23,7 @@ from fsdp_core import determinism
 from fsdp_core.config import ConfigError, TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
+from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.mesh import build_axes, init_ranks
@@ -173,6 +174,8 @@ class _Session:
                     "ledger_places": sorted(set(counts.external_places)),
                     "ledger_unnamed": counts.unnamed_externals,
                     "pointer_changes": observer.pointer_changes,
+                    "compiled": [str(each) for each in trainer.compilations if not each.late],
+                    "compiled_late": [str(each) for each in trainer.compilations if each.late],
                     "moved": [
                         f"{name} (step {step})"
                         for name, step in itertools.islice(observer.moved.items(), MOST_MOVED)
@@ -221,6 +224,7 @@ class _Session:
 
 _MEANINGS: dict[type[BaseException], What] = {
     StaleAddress: "stale_address",
+    StaleGuards: "stale_guards",
     RaceFound: "race",
     BackendMissing: "unsupported",
     ConfigError: "unsupported",

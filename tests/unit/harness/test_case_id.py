@@ -14,6 +14,15 @@ checks: {loss: {}}
 """
 
 
+def test_nothing_compiled_is_called_so(tmp_path: Path) -> None:
+    """As no stress is."""
+    path = tmp_path / "a.yaml"
+    stress, compiled = "stress: [none, [jitter, poison]]", "compile: [none, [mlp, attn]]"
+    path.write_text(TEXT.replace(stress, compiled))
+    found = {case.id: case.labels["compile"] for case in expand(load_scenario(path), "cpu")}
+    assert found == {"no_compile-attn": "none", "compile_attn+mlp-attn": "attn+mlp"}
+
+
 def test_no_stress_is_called_so(tmp_path: Path) -> None:
     """In labels and ids, not by the word for no graph."""
     path = tmp_path / "a.yaml"

@@ -146,6 +146,18 @@ def test_legs_must_pair_up(axis: str, tmp_path: Path) -> None:
         )
 
 
+def test_compiled_legs_are_compared_with_compiled_ones(tmp_path: Path) -> None:
+    """Compiled code is another program than its Python, and another than other compilers'."""
+    with pytest.raises(ScenarioError, match="compiled parts, none, to compare one to one, got mlp"):
+        ids(
+            tmp_path,
+            axes={"compile": ["none", ["mlp"]]},
+            compare={"axis": "compile", "reference": "none", "expect": "bitwise"},
+        )
+    both = {"compile": ["none", ["mlp"]], "graph": ["eager", ["attn"]]}
+    assert ids(tmp_path, axes=both) == ["no_compile-attn", "compile_mlp-attn"]
+
+
 def test_a_plant_goes_into_the_candidate_alone(tmp_path: Path) -> None:
     """The reference and the control stay clean unless the plant names them."""
     case = cases(tmp_path, base={"plant": {"fault": "ulp", "step": 3}})[0]

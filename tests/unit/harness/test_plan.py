@@ -1,5 +1,6 @@
 """Contracts of harness.plan."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,23 @@ def test_a_fault_that_needs_a_gpu_is_skipped_on_the_cpu() -> None:
     plan = make_plan([case("a", 2, plant=plant)], slots=8)
     assert plan.cases[0].skip_reason == "the fault illegal_access needs cuda, this run is on cpu"
     assert plan.runs == ()
+
+
+def test_inductor_is_skipped_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What cannot be compiled here is skipped, with what can; nothing else is."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    configs = {
+        backend: TrainConfig(compile=("attn",), compile_backend=backend).to_dict()
+        for backend in ("inductor", "aot_eager")
+    } | {"plain": TrainConfig().to_dict()}
+    cases = [case(name, 1, config=config) for name, config in configs.items()]
+    inductor, *others = (c.skip_reason for c in make_plan(cases, slots=4).cases)
+    assert "needs a C++ compiler" in inductor
+    assert "aot_eager needs none" in inductor
+    assert others == ["", ""]
 
 
 def test_races_are_skipped_on_gpus() -> None:

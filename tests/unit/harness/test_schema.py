@@ -99,6 +99,8 @@ def test_every_leaf_has_a_decoder_that_refuses_a_list_of_lists(leaf: str, tmp_pa
         ("{model.capacity_factor: 1}", "model.capacity_factor", 1.0),
         ("{graph: eager}", "graph", ()),
         ("{stress: none}", "stress", ()),
+        ("{compile: none}", "compile", ()),
+        ("{compile: [mlp, attn]}", "compile", ("attn", "mlp")),
         ("{stress: [poison, jitter]}", "stress", ("jitter", "poison")),
         ("{plant: none}", "plant", None),
         ("{plant: ~}", "plant", None),

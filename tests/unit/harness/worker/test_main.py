@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import DataConfig, ModelConfig
 from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
+from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.model.backend import BackendMissing
@@ -171,6 +172,7 @@ _ACCESS = Access(0, 4, _STREAM, 1, True, "aten::zero_", "a.py:1", None)
 _RACE = Race("w", "root", _ACCESS, _ACCESS)
 CLASSES: list[tuple[BaseException, str]] = [
     (StaleAddress(["w"], "moved"), "stale_address"),
+    (StaleGuards("layers.0.attn", "eps == 1"), "stale_guards"),
     (torch.OutOfMemoryError("CUDA out of memory"), "oom"),
     (MemoryError(), "oom"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
