@@ -17,7 +17,7 @@ from tests.dist.train_layout_programs import Run
 
 TIMEOUT_S = 240.0
 """The compiler takes seconds on an idle machine."""
-ATTN, MLP, ROUTER, FULL = ("attn",), ("mlp",), ("moe_router",), ("full_iteration",)
+ATTN, MLP, FULL = ("attn",), ("mlp",), ("full_iteration",)
 PLANS, EXPERTS = ("moe_router", "moe_preprocess"), ("experts",)
 DENSE = Run({"dp": 2}, "dense_tiny")
 MIXED_RUN = Run(
@@ -49,21 +49,27 @@ def compare(
 
 
 def test_inside_beside_and_around(warm_ranks: RankPool) -> None:
-    """Parts in graphs of their own, beside others, and in larger ones: compiled eager's bits.
+    """A part in a graph of its own, beside others, and in larger ones: compiled eager's bits.
 
-    Each part is compiled once for training, whatever captures it, with or without a graph.
+    It is compiled once for training, whatever captures it, with or without a graph.
     """
-    eager, *_ = compare(warm_ranks, DENSE, (*ATTN, *MLP), [ATTN, ("layer",), FULL])
-    assert [part for part, _, _ in eager.compilations] == ["layers.0.attn", "layers.0.mlp"]
+    eager, *_ = compare(warm_ranks, DENSE, MLP, [MLP, ATTN, ("layer",), FULL])
+    assert [part for part, _, _ in eager.compilations] == ["layers.0.mlp"]
 
 
 def test_parts_of_expert_layers(warm_ranks: RankPool) -> None:
-    """Routers that count, plans and experts, with dropout in the middle of a part."""
-    parts = (*ATTN, *PLANS, *EXPERTS)
-    eager, *_ = compare(warm_ranks, MIXED_RUN, parts, [(*MLP, *PLANS)])
-    assert {part for part, _, _ in eager.compilations} == {
-        "layers.0.attn", "layers.1.mlp router and preprocess", "layers.1.mlp.moe.experts",
-    }  # fmt: skip
+    """Routers that count over ranks, plans in the same graph, experts beside it."""
+    eager, *_ = compare(warm_ranks, MIXED_RUN, (*PLANS, *EXPERTS), [PLANS])
+    assert [part for part, _, _ in eager.compilations] == [
+        "layers.1.mlp router and preprocess", "layers.1.mlp.moe.experts",
+    ]  # fmt: skip
+
+
+def test_dropout_breaks_a_part(warm_ranks: RankPool) -> None:
+    """Numbers are drawn between two halves of a part, by the stream that eager steps draw from."""
+    run = Run({}, "dense_tiny_dropout")
+    eager, *_ = compare(warm_ranks, run, MLP, [MLP])
+    assert [part for part, _, _ in eager.compilations] == ["layers.0.mlp", "layers.0.mlp"]
 
 
 def test_late_work_is_compiled_and_listed(warm_ranks: RankPool) -> None:
