@@ -125,7 +125,8 @@ def _dynamic_cp_ascends(parallel: ParallelConfig) -> ConfigError | None:
 
 def _dynamic_cp_fits(parallel: ParallelConfig) -> ConfigError | None:
     ranks = parallel.dp * parallel.cp
-    legal = tuple(size for size in divisors(ranks) if size & (size - 1) == 0)
+    # Powers of two up to the largest that divides: its lowest bit that is set.
+    legal = tuple(1 << power for power in range((ranks & -ranks).bit_length()))
     if set(parallel.dynamic_cp) <= set(legal):
         return None
     expected = f"powers of two that divide dp * cp = {ranks}"

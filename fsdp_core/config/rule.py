@@ -105,10 +105,22 @@ def one_of(key: str, value: object, legal: tuple[str, ...]) -> None:
         raise ConfigError(key, expected="one of the legal values", got=value, legal=legal)
 
 
-def at_least(key: str, value: object, minimum: int) -> None:
-    """`value` is an integer, not a bool, and not below `minimum`."""
+MOST = 2**31 - 1
+"""Of whatever counts: larger ones no machine has, and listing their divisors takes for ever."""
+
+
+def at_least(key: str, value: object, minimum: int, most: float = MOST) -> None:
+    """`value` is an integer, not a bool, not below `minimum` and not above `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(key, expected=f"an integer >= {minimum}", got=value)
+    if value > most:
+        raise ConfigError(key, expected=f"an integer <= {most}", got=value)
+
+
+def are_names(key: str, value: object) -> None:
+    """`value` is a tuple of strings: a list would be equal to no tuple of the same names."""
+    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(key, expected="a tuple of names", got=value)
 
 
 def is_bool(key: str, value: object) -> None:
@@ -129,9 +141,9 @@ def positive(key: str, value: object) -> None:
         raise ConfigError(key, expected="a number > 0", got=value)
 
 
-def fraction(key: str, value: float, *, below: float) -> None:
-    """`value` is in [0, below); NaN is not."""
-    if not 0.0 <= value < below:
+def fraction(key: str, value: object, *, below: float) -> None:
+    """`value` is a number in [0, below); NaN is not."""
+    if not _is_number(value) or not 0.0 <= value < below:  # type: ignore[operator]
         raise ConfigError(key, expected=f"a number in [0, {below:g})", got=value)
 
 

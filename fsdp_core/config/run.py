@@ -1,6 +1,7 @@
 """One training run: all parts together, and what joins them."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,14 @@ from fsdp_core.config.parallel import LAYOUT_RULES, ParallelConfig
 from fsdp_core.config.rule import (
     ConfigError,
     Rule,
+    are_names,
     at_least,
     fraction,
     is_bool,
+    not_negative,
     obey,
     one_of,
+    positive,
 )
 from fsdp_core.config.scopes import GRAPH_RULES
 from fsdp_core.config.sharding import DTYPES, FsdpConfig
@@ -40,10 +44,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for key in ("lr", "weight_decay", "clip_grad_norm"):
-            if not getattr(self, key) >= 0:
-                raise ConfigError(key, expected="a number >= 0", got=getattr(self, key))
-        if not self.eps > 0:
-            raise ConfigError("eps", expected="a number > 0", got=self.eps)
+            not_negative(key, getattr(self, key))
+        positive("eps", self.eps)
         fraction("beta1", self.beta1, below=1.0)
         fraction("beta2", self.beta2, below=1.0)
 
@@ -61,6 +63,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, DATA_KINDS)
+        if not isinstance(self.path, str | None):
+            raise ConfigError("path", expected="a path", got=self.path)
         if self.path is not None and self.kind != "text":
             raise ConfigError("path", expected="no path unless kind is text", got=self.path)
 
@@ -99,7 +103,7 @@ class TrainConfig:
         for key in ("steps", "microbatches", "micro_batch_size", "flush_every"):
             at_least(key, getattr(self, key), 1)
         for key in ("seed", "stress_seed"):
-            at_least(key, getattr(self, key), 0)
+            at_least(key, getattr(self, key), 0, most=math.inf)
             if getattr(self, key) >= 2**64:
                 raise ConfigError(key, expected="an integer < 2**64", got=getattr(self, key))
         at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
@@ -107,7 +111,10 @@ class TrainConfig:
         one_of("compile_backend", self.compile_backend, COMPILERS)
         one_of("dtype", self.dtype, DTYPES)
         one_of("fp8", self.fp8, EIGHT_BITS)
-        is_bool("graph_optimizer", self.graph_optimizer)
+        for key in ("graph_optimizer", "ledger"):
+            is_bool(key, getattr(self, key))
+        for key in ("graph", "compile", "stress", "taps"):
+            are_names(key, getattr(self, key))
         obey(LAYOUT_RULES, self)
         obey(GRAPH_RULES, self)
         obey(COMPILE_RULES, self)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fsdp_core.config.rule import one_of
+from fsdp_core.config.rule import is_bool, one_of
 
 DTYPES = ("bf16", "fp32")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -26,3 +26,5 @@ class FsdpConfig:
         one_of("outer_strategy", self.outer_strategy, STRATEGIES)
         one_of("pool", self.pool, POOLS)
         one_of("reduce_dtype", self.reduce_dtype, DTYPES)
+        for key in ("persistent_on_miss", "reshard_after_forward"):
+            is_bool(key, getattr(self, key))
