@@ -81,15 +81,16 @@ def _decode_check(name: str, node: Node) -> dict[str, Any]:
         if not isinstance(node.value, dict) or node.value:
             raise refuse(node, key, "an empty mapping, {}")
         return {}
-    legal = ("max_ratio", "max_bytes")
+    legal = ("max_ratio", "max_bytes", "max_growth_bytes")
     entries = take_mapping(node, key, legal=legal)
     if not entries:
-        raise refuse(node, key, "max_ratio or max_bytes", got="an empty mapping", legal=legal)
+        raise refuse(node, key, " or ".join(legal), got="an empty mapping", legal=legal)
     limits: dict[str, Any] = {}
     if "max_ratio" in entries:
         limits["max_ratio"] = take_float(entries["max_ratio"], f"{key}.max_ratio", above=0)
-    if "max_bytes" in entries:
-        limits["max_bytes"] = take_int(entries["max_bytes"], f"{key}.max_bytes", minimum=1)
+    for name in legal[1:]:
+        if name in entries:
+            limits[name] = take_int(entries[name], f"{key}.{name}", minimum=1)
     return limits
 
 

@@ -1,6 +1,10 @@
 """Peak memory: the candidate's against the reference's rank by rank, or against a number of bytes.
 
 A reference whose peak is zero or missing measured nothing, so there is no ratio and no pass.
+
+What grows: the least memory that lived after a step of the last quarter of the run, less that of
+the second quarter, when graphs are captured and all is allocated. A leak of n bytes a step shows as
+half a run's n, whatever single steps hold for a while.
 """
 
 import math
@@ -11,14 +15,16 @@ from harness.checks.steps import rank_table
 from harness.records import CheckResult, RankRecords, RunResult
 
 NAME = "peak_memory"
-PARAMETERS = ("max_ratio", "max_bytes")
+PARAMETERS = ("max_ratio", "max_bytes", "max_growth_bytes")
 MIB = 1 << 20
+LEAST_STEPS = 8
+"""Of a run whose growth is looked at."""
 
 
 def check(
     reference: RunResult, candidate: RunResult, parameters: Mapping[str, object]
 ) -> CheckResult:
-    """Check the worst rank against `max_ratio`, `max_bytes`, or both."""
+    """Check the worst rank against each of `max_ratio`, `max_bytes` and `max_growth_bytes`."""
     limits = _limits(parameters)
     if isinstance(limits, CheckResult):
         return limits
@@ -34,6 +40,8 @@ def check(
         answers.append(_against_reference(ours, theirs, limits["max_ratio"]))
     if "max_bytes" in limits:
         answers.append(_against_bytes(theirs, limits["max_bytes"]))
+    if "max_growth_bytes" in limits:
+        answers.append(_growth(candidate, limits["max_growth_bytes"]))
     for outcome in ("failed", "error"):
         for answer in answers:
             if answer.outcome == outcome:
@@ -93,5 +101,30 @@ def _against_bytes(theirs: dict[int, int], max_bytes: float) -> CheckResult:
     )
     figures = {"rank": float(worst), "candidate_peak_bytes": float(theirs[worst])}
     if theirs[worst] > max_bytes:
+        return failed(NAME, "memory_regression", message, None, **figures)
+    return passed(NAME, message, **figures)
+
+
+def growth_bytes(records: RankRecords) -> int | None:
+    """How much more memory a rank keeps late in the run than early; None of a short run."""
+    live = [record.live_bytes for record in records.steps]
+    quarter = len(live) // 4
+    if len(live) < LEAST_STEPS:
+        return None
+    return min(live[-quarter:]) - min(live[quarter : 2 * quarter])
+
+
+def _growth(candidate: RunResult, max_bytes: float) -> CheckResult:
+    grown = {rank: growth_bytes(records) for rank, records in rank_table(candidate).items()}
+    known = {rank: nbytes for rank, nbytes in grown.items() if nbytes is not None}
+    if len(known) < len(grown):
+        return error(NAME, "not_run", f"growth shows from {LEAST_STEPS} steps on, got fewer")
+    worst = max(known, key=lambda rank: (known[rank], -rank))
+    message = (
+        f"memory that steps leave grew by {known[worst]} bytes on the worst rank ({worst}), from "
+        f"the second quarter of the run to the last, limit {max_bytes:.0f}"
+    )
+    figures = {"growth_rank": float(worst), "growth_bytes": float(known[worst])}
+    if known[worst] > max_bytes:
         return failed(NAME, "memory_regression", message, None, **figures)
     return passed(NAME, message, **figures)

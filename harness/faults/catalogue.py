@@ -132,6 +132,12 @@ _ENTRIES = (
         expects=("memory_regression",),
     ),
     Fault(
+        name="leak",
+        description="From the step on, the rank keeps another MiB before each step.",
+        takes=_AT_STEP,
+        expects=("memory_regression",),
+    ),
+    Fault(
         name="skip_graphs",
         description="No rank captures a graph: every step runs eagerly.",
         takes=(),

@@ -44,6 +44,7 @@ class Plant:
         self._everywhere = "" if plant is None else plant.fault
         self._rank, self._file = rank, file
         self._last_step = ""
+        self._leaked: list[torch.Tensor] = []
         if self._plant is not None:
             file.alter = self._alter
 
@@ -70,6 +71,7 @@ class Plant:
             "oom": lambda: self._oom(trainer),
             "skip_graphs": lambda: None,  # `before_train` did it
             "hoard": lambda: self._hoard(trainer),
+            "leak": lambda: None,  # in every step, above
             "illegal_access": lambda: self._illegal_access(trainer),
             "stale_parameter": lambda: self._move_parameter(trainer),
         }
@@ -163,6 +165,13 @@ class Plant:
         device = trainer.device
         nbytes = 2 * device.peak_bytes()
         self.hoarded = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device)
+
+    def _leak(self, trainer: Trainer, step: int) -> None:
+        """Hold a MiB more from the planted step on."""
+        assert self._plant is not None
+        if step >= self._plant.step:
+            device = trainer.device.torch_device
+            self._leaked.append(torch.zeros(1 << 20, dtype=torch.uint8, device=device))
 
     def _illegal_access(self, trainer: Trainer) -> None:
         """Replay a graph over memory that was given back to the driver and unmapped."""

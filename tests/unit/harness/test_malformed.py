@@ -106,7 +106,7 @@ EXPECTED: dict[str, str] = {
     "exclude_scalar": "@:8: exclude: expected a list of mappings, got 'dp2'",
     "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
     "loss_null": "@:6: checks.loss: expected an empty mapping, {}, got nothing",
-    "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes, got an empty mapping; legal values: max_ratio, max_bytes",  # noqa: E501
+    "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes or max_growth_bytes, got an empty mapping; legal values: max_ratio, max_bytes, max_growth_bytes",  # noqa: E501
     "plant_legs_twice": "@:3: base.plant.legs: expected each leg once, got the list ['candidate', 'candidate']",  # noqa: E501
     "ep_without_experts": "@:4: parallel.ep: expected 1, as the model has no experts, got 2; legal values: 1; rule: expert_axes_need_experts",  # noqa: E501
     "sequence_parallel_without_tp": "@:4: parallel.sequence_parallel: expected false, as tp is 1, got true; legal values: false; rule: sequence_parallel_needs_tp",  # noqa: E501

@@ -76,6 +76,45 @@ def test_unmeasured_peaks_never_pass(lab: Any, edit: Any) -> None:
     assert memory.check(reference, nobody, {"max_ratio": 2.0}).outcome == "error"
 
 
+def with_live(run: Any, edit: Any, rank: int, live: list[int]) -> Any:
+    """The run with what lives after each step."""
+    for step, nbytes in enumerate(live):
+        run = edit.step(run, rank, step, live_bytes=nbytes)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("live", "growth"),
+    {
+        "a leak of 10 a step": ([100 + 10 * step for step in range(16)], 80),
+        "warm-up and capture": ([10, 20, 50, 90] + [90] * 12, 0),
+        "single steps that hold more": ([50] * 5 + [90] + [50] * 8 + [90, 50], 0),
+        "a step that keeps": ([50] * 8 + [57] * 8, 7),
+        "less": ([50] * 8 + [40] * 8, -10),
+    }.values(),
+)
+def test_growth_is_what_stays(lab: Any, edit: Any, live: list[int], growth: int) -> None:
+    """What is kept from the second quarter of the run to the last counts, on the worst rank."""
+    lab.steps = len(live)
+    reference, _, candidate = lab.legs()
+    candidate = with_live(with_live(candidate, edit, 0, [30] * 16), edit, 1, live)
+    limits = {"max_growth_bytes": max(growth, 1)}
+    assert memory.growth_bytes(candidate.ranks[1]) == growth
+    assert memory.check(reference, candidate, limits).outcome == "passed"
+    if growth > 1:
+        answer = memory.check(reference, candidate, {"max_growth_bytes": growth - 1})
+        assert (answer.outcome, answer.what) == ("failed", "memory_regression")
+        assert (answer.figures["growth_rank"], answer.figures["growth_bytes"]) == (1, growth)
+
+
+def test_growth_of_a_short_run_is_no_verdict(lab: Any) -> None:
+    """Seven steps have no quarters to compare."""
+    lab.steps = 7
+    reference, _, candidate = lab.legs()
+    answer = memory.check(reference, candidate, {"max_growth_bytes": 10})
+    assert (answer.outcome, answer.what) == ("error", "not_run")
+
+
 @pytest.mark.parametrize(
     "limits",
     [

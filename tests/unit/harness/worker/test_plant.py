@@ -261,6 +261,18 @@ def test_hoard(rank: Any, spec: Spec) -> None:
     assert differing(records, clean, "weights") == {}
 
 
+def test_leak(rank: Any, spec: Spec) -> None:
+    """From the step on, live memory is up by a MiB more after each step; no bit changes."""
+    clean = rank.run(spec())
+    records = rank.run(spec(PlantSpec(fault="leak", step=STEP)))
+    assert rank.code == 0
+    assert [event.step for event in planted_events(records)] == [STEP]
+    ours, theirs = steps_of(records), steps_of(clean)
+    more = [a.live_bytes - b.live_bytes for a, b in zip(ours, theirs, strict=True)]
+    assert more == [0] * STEP + [1 << 20, 2 << 20]
+    assert differing(records, clean, "weights") == {}
+
+
 @pytest.mark.parametrize(
     ("graph", "tensor", "strategy"),
     [
