@@ -64,7 +64,7 @@ def profiled(phase: str, name: str) -> contextlib.AbstractContextManager[Any]:
 
 @dataclass
 class _Reduction:
-    """A reduction under way; `held` is memory that it uses."""
+    """A reduction under way; `held` is memory that it uses. Without an event it is over."""
 
     gradients: Gradients
     event: Any
@@ -115,9 +115,13 @@ class Schedule:
     def quiesce(self) -> None:
         """Finish all work and forget its events, so that a capture may begin or has ended.
 
-        An event recorded outside a capture must not be waited for inside it, nor the reverse. Nor
-        may what is known to be up to date outside be left out inside: a replay starts elsewhere.
+        An event recorded outside a capture must not be waited for inside it, nor the reverse, also
+        if the capture failed. Nor may what is known to be up to date outside be left out inside: a
+        replay starts elsewhere.
         """
+        self.device.synchronize()
+        for reduction in self._reductions:
+            reduction.event = None
         self.drain(keep=0)
         self.device.synchronize()
         self.pool.forget_events()
@@ -229,7 +233,8 @@ class Schedule:
         current = self.device.current_stream()
         while len(self._reductions) > keep:
             reduction = self._reductions.pop(0)
-            current.wait_event(reduction.event)
+            if reduction.event is not None:
+                current.wait_event(reduction.event)
             reduction.gradients.release_full(current)
 
     def abandon_backward(self) -> None:

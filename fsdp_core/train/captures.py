@@ -127,6 +127,7 @@ class Captures:
             patience=min(PATIENCE, world_timeout() / 10),
         )  # fmt: skip
         session.on_abort(self.drop)
+        session.on_abort(self._quiesce)
         return session
 
     def _remember(self, session: CaptureSession) -> None:

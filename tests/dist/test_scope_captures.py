@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.dist.captured_events import captured, refused
 from tests.dist.rank_pool import RankPool
 from tests.dist.scope_failures import fail_and_go_on, memory_left, never_captured
 from tests.dist.scope_programs import CAPACITY, MIXED, Scoped
@@ -52,6 +53,26 @@ def test_a_whole_step_is_captured_after_a_refusal(warm_ranks: RankPool) -> None:
     assert "cannot capture aten._local_scalar_dense" in text
     assert eager == expected
     assert again == expected
+
+
+@pytest.mark.parametrize("scope", [("attn", "moe"), ("full_iteration",)])
+def test_events_stay_on_their_side_of_a_capture(
+    warm_ranks: RankPool, scope: tuple[str, ...]
+) -> None:
+    """None that was recorded in a capture is waited for outside, nor the reverse."""
+    expected = warm_ranks.run(never_captured, Scoped(RUN), world_size=2)
+    assert warm_ranks.run(captured, Scoped(RUN, scope), world_size=2) == expected
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_events_of_a_refused_capture_are_forgotten(warm_ranks: RankPool, where: str) -> None:
+    """Nobody waits for what was gathered ahead, or was being reduced, when it was refused."""
+    run = replace(RUN, degrees={"dp": 1})
+    expected = warm_ranks.run(never_captured, Scoped(run), world_size=1)
+    scoped = Scoped(run, ("full_iteration",))
+    ((said, seen),) = warm_ranks.run(refused, scoped, where, world_size=1)
+    assert "cannot capture aten._local_scalar_dense" in said
+    assert [seen] == expected
 
 
 def test_nothing_is_left_of_graphs(warm_ranks: RankPool) -> None:
