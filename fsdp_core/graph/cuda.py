@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_core.device import Device
-from fsdp_core.graph.recorder import CaptureRefused, Recorder, Recording
+from fsdp_core.graph.recorder import CaptureRefused, OverCompiled, Recording
 
 T = TypeVar("T")
 
@@ -50,15 +50,6 @@ class MemoryPool:
         self._id, self._users = torch.cuda.graph_pool_handle(), weakref.WeakSet()
 
 
-class _Externals(Recorder):
-    """Lists storages, and lets compiled code run compiled: its kernels are captured like others."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this a capture would hold what the compiler was asked to replace."""
-        return True
-
-
 class CudaGraph:
     """Capture and replay on one CUDA device. `memory_pool` is shared by graphs of one model.
 
@@ -82,7 +73,7 @@ class CudaGraph:
         Raises:
             CaptureRefused: CUDA refused an operation in it; the graph is unusable.
         """
-        recorder = _Externals(keep_operations=False)
+        recorder = OverCompiled(keep_operations=False)
         states = self._device.rng_states()
         own_states = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
