@@ -1,5 +1,6 @@
 """GPUs for tests: warm ranks, each with a GPU of its own or with a share of one."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ def gpu_ranks() -> Iterator[RankPool]:
     num_gpus = max(torch.cuda.device_count(), 1)
     pool = RankPool(
         num_gpus * RANKS_PER_GPU,
-        timeout_s=90.0,
+        timeout_s=float(os.environ.get("GPU_TIMEOUT_S", "90")),
         device="cuda",
         ranks_per_gpu=RANKS_PER_GPU,
     )
