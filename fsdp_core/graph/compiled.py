@@ -216,7 +216,14 @@ class CompiledPart:
         """Compile if need be, and run."""
         values = self._values(args, kwargs)
         with self._compiler._calling(self, values), _reads_unguarded():
-            return self._compiled(*args, **kwargs)
+            try:
+                return self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                # The compiler wraps what its backend raises.
+                refused = getattr(error, "inner_exception", None)
+                if isinstance(refused, CaptureRefused):
+                    raise refused from None
+                raise
 
     def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         code: Any = self.function.__code__
