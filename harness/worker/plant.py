@@ -61,6 +61,8 @@ class Plant:
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Act before `step` runs."""
+        if self._fault == "leak":
+            self._leak(trainer, step)
         if self._plant is None or step != self._step_of(trainer):
             return
         actions: dict[str, Callable[[], None]] = {
