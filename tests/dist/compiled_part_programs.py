@@ -123,7 +123,7 @@ def planted(compiled: Compiled, plant: str) -> Planted:
     """Train with a plant before each step."""
     torch.set_num_threads(1)
     trainer = Trainer(compiled.config, build_axes(compiled.run.parallel, DEVICE), DEVICE)
-    found = Planted("", -1, [], [])
+    found, index = Planted("", -1, [], []), 0
     try:
         for index in range(STEPS):
             globals()[plant](trainer, index)

@@ -13,7 +13,6 @@ from fsdp_core.graph.compiled import Compiler, StaleGuards
 from fsdp_core.graph.recorder import CaptureRefused
 from fsdp_core.graph.segment import GraphedSegment, Segment
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 """Inductor's own, as it is imported."""
 
