@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Run, list[tuple[str, ...]]]] = {
     ),
     "an operator that is the first module": (
         Run({"dp": 1}, "mla_moe_tiny", CAPACITY | {"q_lora_rank": 32, "layers": 2}, **DELAYED),
-        [("attn",), ("moe",), ("full_iteration",)],
+        [("attn", "moe"), ("full_iteration",)],
     ),
 }  # fmt: skip
 PACKS = {
