@@ -6,11 +6,12 @@
 #   make bench   the benchmarks that need no GPU
 #   make parity  every layout against one process, in units of rounding: out/parity (20 minutes)
 #   make nightly parity, all legal layouts counted, the nightly scenarios of small worlds (hours)
+#   make soak    graphs for a hundred steps under every stressor, and right programs under each (hours)
 #   make venv    only the environment that `make demo` uses
 #
 # PYTHON   the interpreter to build on (its torch is used, if it has one)
 # VENV     the environment's folder
-# DEVICE   cpu, cuda or auto, for `make demo` and `make nightly`
+# DEVICE   cpu, cuda or auto, for `make demo` and `make nightly`; soaks are the CPU's
 # PARITY_ARGS   of tests.dist.parity_table: `--device cuda --backend te`, `--dtype fp64`, ...
 
 PYTHON ?= python3
@@ -20,6 +21,7 @@ SCENARIO ?= scenarios/smoke/fsdp_cudagraph_alignment.yaml
 PYTEST_ARGS ?=
 PARITY_ARGS ?=
 NIGHTLY := $(wildcard scenarios/nightly/layouts_of_*.yaml scenarios/nightly/fsdp_*.yaml)
+SOAKS := $(wildcard scenarios/nightly/soak_*.yaml scenarios/nightly/stress_*.yaml)
 
 BIN := $(VENV)/bin
 # A tool that the environment inherits from PYTHON has its program beside PYTHON.
@@ -29,7 +31,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-.PHONY: demo test lint bench parity nightly venv clean
+.PHONY: demo test lint bench parity nightly soak venv clean
 
 demo: $(VENV)/.ready
 	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
@@ -60,6 +62,12 @@ nightly: $(VENV)/.ready-test
 	$(BIN)/python -m tests.dist.parity_table --out out/parity $(PARITY_ARGS) || failed=1; \
 	for scenario in $(NIGHTLY); do \
 	  $(BIN)/harness run "$$scenario" --device $(DEVICE) || failed=1; \
+	done; exit $$failed
+
+soak: $(VENV)/.ready
+	failed=0; \
+	for scenario in $(SOAKS); do \
+	  $(BIN)/harness run "$$scenario" --device cpu || failed=1; \
 	done; exit $$failed
 
 venv: $(VENV)/.ready
