@@ -15,7 +15,7 @@ from tests.scope_fuzz.judge import Judge, refusal_of
 from tests.scope_fuzz.shrink import shrunk
 
 
-@pytest.mark.parametrize(("seed", "world_size", "number"), [(3, 1, 4), (5, 2, 1)])
+@pytest.mark.parametrize(("seed", "world_size", "number"), [(3, 1, 3), (5, 2, 1)])
 def test_random_cases_have_eagers_bits(
     seed: int, world_size: int, number: int, warm_ranks: RankPool
 ) -> None:
