@@ -16,7 +16,7 @@ from fsdp_core.model.packing import Capacity, Document, pack
 from fsdp_core.model.sdpa import causal_attention
 from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.dynamic_cp import DynamicContext
-from fsdp_core.train.static_parts import StaticPart, StaticParts
+from fsdp_core.train.static_parts import StaticPart, StaticParts, _leaves_of
 
 LOCAL = 16
 KINDS = [(1, "ring"), (4, "ring"), (4, "gather")]
@@ -63,10 +63,14 @@ def test_follows_every_tensor_and_moves_none(mesh: DeviceMesh, size: int, way: s
 
 
 def test_keeps_nothing_of_its_sample(mesh: DeviceMesh) -> None:
-    """The sample's tensors may change or go: graphs do not read them."""
+    """The sample's tensors may change or go, and slots made of one sample have nothing in common."""
     assert mesh.size() == 1
     sample = part_of((3, 8), axis_of(1))
     static = StaticPart(sample, "static")
+    lent = {t.data_ptr() for _, t in _leaves_of(sample) if isinstance(t, torch.Tensor)}
+    assert len(lent) > 5
+    for name, tensor in static.named_tensors():
+        assert tensor.data_ptr() not in lent, name
     sample.plan.positions.fill_(-1)
     assert static.part.plan.positions.min() == 0
     assert static.part.cp is sample.cp
