@@ -63,7 +63,7 @@ def test_follows_every_tensor_and_moves_none(mesh: DeviceMesh, size: int, way: s
 
 
 def test_keeps_nothing_of_its_sample(mesh: DeviceMesh) -> None:
-    """The sample's tensors may change or go, and slots made of one sample have nothing in common."""
+    """The sample may change or go, and slots made of one sample have nothing in common."""
     assert mesh.size() == 1
     sample = part_of((3, 8), axis_of(1))
     static = StaticPart(sample, "static")
