@@ -6,7 +6,7 @@
 #   make bench   the benchmarks that need no GPU
 #   make parity  every layout against one process, in units of rounding: out/parity (20 minutes)
 #   make nightly parity, all legal layouts counted, the nightly scenarios of small worlds (hours)
-#   make soak    graphs for a hundred steps under every stressor, and right programs under each (hours)
+#   make soak    graphs over a hundred steps under every stressor, then each stressor alone (hours)
 #   make venv    only the environment that `make demo` uses
 #
 # PYTHON   the interpreter to build on (its torch is used, if it has one)
