@@ -272,9 +272,7 @@ class Races(TorchDispatchMode):
         start, stop = span
         if self._place is None:
             self._place = _calling_place()
-        now = Access(
-            start, stop, stream, stream.time, writes, operator, self._place, memory.label
-        )
+        now = Access(start, stop, stream, stream.time, writes, operator, self._place, memory.label)
         kept = []
         for old in memory.accesses:
             if old.stop <= start or stop <= old.start:

@@ -34,7 +34,7 @@ class Net(nn.Module):
             nn.init.normal_(parameter, std=0.4)
         if mode == "unfused":
             for layer in self.layers:
-                layer.kernel = None
+                cast("FusedExperts", layer).kernel = None
 
     def forward(self, rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
         """[n, H] -> [n, H]."""
