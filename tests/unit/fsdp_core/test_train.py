@@ -16,7 +16,9 @@ from fsdp_core.config import (
     OptimConfig,
     ParallelConfig,
     TrainConfig,
+    built,
 )
+from fsdp_core.config.rule import Rule
 from fsdp_core.data import Batches, token_source
 from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
@@ -175,14 +177,22 @@ def test_close_leaves_an_eager_trainer(axes: Axes, graph: tuple[str, ...]) -> No
     assert trainer.counts.replays == replays
 
 
-def test_what_is_not_built_is_not_trained_as_something_else(axes: Axes) -> None:
+def test_what_is_not_built_is_not_trained_as_something_else(
+    axes: Axes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A configuration that the trainer would silently make less of is refused first thing."""
-    parallel = ParallelConfig(dp=2, dynamic_cp=(1, 2))
-    model = replace(MODEL, seq=8)
-    chosen = config(model=model, graph=("attn",), parallel=parallel, backend="te")
-    with pytest.raises(ConfigError, match="built so far") as caught:
-        Trainer(chosen, axes, Device("cpu"))
-    assert caught.value.key == "backend"
+
+    def odd(config: TrainConfig) -> ConfigError | None:
+        return (
+            ConfigError("seed", expected="an even seed", got=config.seed)
+            if config.seed % 2
+            else None
+        )
+
+    monkeypatch.setattr(built, "NOT_BUILT", (Rule("odd_seeds_are_not_built", "No odd.", odd),))
+    with pytest.raises(ConfigError, match="an even seed"):
+        Trainer(config(seed=3), axes, Device("cpu"))
+    Trainer(config(seed=4), axes, Device("cpu")).close()
 
 
 @pytest.mark.parametrize("size", [(3, 1), (2, 2), (0, 1), (1, 0)])

@@ -23,7 +23,7 @@ def test_state_alone_sees_it(lab: Any, edit: Any) -> None:
     result = state.check(reference, candidate, {})
     assert result.figures["first_step_state"] == 2
     assert result.figures["first_step_loss_bits"] == NEVER
-    assert "the loss bits never differ" in result.message
+    assert "the bits of the loss never differ" in result.message
 
 
 def test_decimals_see_less_than_bits(lab: Any, edit: Any) -> None:

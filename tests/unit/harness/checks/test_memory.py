@@ -95,8 +95,7 @@ def with_live(run: Any, edit: Any, rank: int, live: list[int]) -> Any:
 )
 def test_growth_is_what_stays(lab: Any, edit: Any, live: list[int], growth: int) -> None:
     """What is kept from the second quarter of the run to the last counts, on the worst rank."""
-    lab.steps = len(live)
-    reference, _, candidate = lab.legs()
+    reference, _, candidate = type(lab)(steps=len(live)).legs()
     candidate = with_live(with_live(candidate, edit, 0, [30] * 16), edit, 1, live)
     limits = {"max_growth_bytes": max(growth, 1)}
     assert memory.growth_bytes(candidate.ranks[1]) == growth
@@ -109,8 +108,7 @@ def test_growth_is_what_stays(lab: Any, edit: Any, live: list[int], growth: int)
 
 def test_growth_of_a_short_run_is_no_verdict(lab: Any) -> None:
     """Seven steps have no quarters to compare."""
-    lab.steps = 7
-    reference, _, candidate = lab.legs()
+    reference, _, candidate = type(lab)(steps=7).legs()
     answer = memory.check(reference, candidate, {"max_growth_bytes": 10})
     assert (answer.outcome, answer.what) == ("error", "not_run")
 

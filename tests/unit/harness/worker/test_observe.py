@@ -207,7 +207,7 @@ def test_full_disk_is_an_error() -> None:
 
 def test_taps_are_recorded_as_they_ran(spec: Spec, tmp_path: Path) -> None:
     """Each row of a step is its digest and its place; the names say which call of which module."""
-    chosen = spec(steps=3, flush_every=2, taps=["layers.*.attn:output", "norm:gradient"])
+    chosen = spec(steps=3, flush_every=2, taps=("layers.*.attn:output", "norm:gradient"))
     trainer = make_trainer(chosen)
     observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
     expected = []
