@@ -15,6 +15,7 @@ there is one, or where a nested backward pass may bring more, only the boundary 
 """
 
 import functools
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +60,26 @@ class Call:
             self._backward.open(self._inputs, task)
 
 
+@torch.compiler.disable
+def _on_gradient_of(
+    backward: "weakref.ref[UnitBackward]", number: int, index: int, parameter: torch.Tensor
+) -> None:
+    """Hook of a parameter; holds nothing that holds the parameter.
+
+    Python's collector does not see what hooks of this kind hold (torch 2.11 and 2.13): a cycle
+    through one would keep the whole model in memory for ever.
+    """
+    del parameter
+    mine = backward()
+    if mine is not None:
+        mine.on_gradient(mine.unit.groups[number], index)
+
+
 class UnitBackward:
     """State of a unit in the backward pass under way; at rest between passes."""
 
     def __init__(self, unit: "Unit") -> None:
-        self._unit = unit
+        self.unit = unit
         self.is_open = False
         self._awaited: set[Place] = set()
         self._awaits_all = True
@@ -83,9 +99,11 @@ class UnitBackward:
         trainable = parameter.requires_grad
         # A frozen parameter may be thawed later; a hook needs requires_grad.
         parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, place))
-        parameter.requires_grad_(trainable)
         group, index = place
+        number = self.unit.groups.index(group)
+        hook = functools.partial(_on_gradient_of, weakref.ref(self), number, index)
+        parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(trainable)
         for module, _ in group.owned[index].places:
             if getattr(module, "fuse_wgrad_accumulation", False):
                 module.register_forward_hook(lambda *_: self._count_use(place))
@@ -101,7 +119,7 @@ class UnitBackward:
 
     def open(self, inputs: list[GradientEdge], task: int) -> None:
         """The backward pass `task` enters a forward call of the unit, to leave at `inputs`."""
-        unit, schedule = self._unit, self._unit.schedule
+        unit, schedule = self.unit, self.unit.schedule
         schedule.begin_backward()
         if not self.is_open:
             self.is_open = True
@@ -123,10 +141,9 @@ class UnitBackward:
             if trained:
                 group.gradients.expose(trained, *self._make_room(group))
 
-    @torch.compiler.disable
-    def _on_gradient(self, place: Place, parameter: torch.Tensor) -> None:
-        del parameter
-        group, index = place
+    def on_gradient(self, group: ParamGroup, index: int) -> None:
+        """The gradient of parameter `index` of `group` has come."""
+        place = (group, index)
         if not self.is_open:
             self._open_late(group, index)
         self._uses[group].pop(index, None)
@@ -145,7 +162,7 @@ class UnitBackward:
         Raises:
             RuntimeError: the unit was not gathered, so its parameters were read where they are not.
         """
-        unit = self._unit
+        unit = self.unit
         if not group.is_unsharded or unit.gathered_event is not None:
             raise RuntimeError(
                 f"Expected backward to enter unit {unit.name!r} through its outputs, but a "
@@ -168,7 +185,7 @@ class UnitBackward:
             self._close()
 
     def _close(self) -> None:
-        unit, self.is_open = self._unit, False
+        unit, self.is_open = self.unit, False
         for group in unit.groups:
             self._copy_in(group)
             if group.gradients.is_pending and self._reduces(group):
@@ -184,7 +201,7 @@ class UnitBackward:
 
     def _make_room(self, group: ParamGroup) -> tuple[Pool | None, Any]:
         """Where a full gradient comes from, None if it outlives the pass; the current stream."""
-        schedule = self._unit.schedule
+        schedule = self.unit.schedule
         schedule.make_room(group.gradients)
         return schedule.pool if self._reduces(group) else None, schedule.device.current_stream()
 
@@ -192,14 +209,14 @@ class UnitBackward:
 
     def _is_final(self, group: ParamGroup) -> bool:
         """Whether this pass brings the gradients all the way into `grad`."""
-        unit, nest = self._unit, group.nest
+        unit, nest = self.unit, group.nest
         whole = nest.grad_level == nest.main_level and not nest.replica_groups
         return whole or (unit.requires_all_reduce and unit.schedule.is_last_backward)
 
     def _reduces(self, group: ParamGroup) -> bool:
         """Whether this pass communicates gradients at all."""
         goes_on = self._is_final(group) or group.nest.grad_level > 0
-        return self._unit.requires_gradient_sync and goes_on
+        return self.unit.requires_gradient_sync and goes_on
 
     # ---- the end
 
@@ -210,7 +227,7 @@ class UnitBackward:
 
     def end(self, *, raised: bool) -> None:
         """The pass is over, or has raised: gradients not in `grad` yet then do not count."""
-        unit = self._unit
+        unit = self.unit
         if raised or self._awaited:
             for group in unit.groups:
                 group.gradients.forget(unit.schedule.device.current_stream())

@@ -1,5 +1,7 @@
 """The trainer on one rank: what plain torch would train, and who is named."""
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -175,6 +177,20 @@ def test_close_leaves_an_eager_trainer(axes: Axes, graph: tuple[str, ...]) -> No
     trainer.close()
     trainer.step(4)
     assert trainer.counts.replays == replays
+
+
+@pytest.mark.parametrize("graph", [(), ("attn",), ("full_iteration",)])
+def test_a_dropped_model_is_gone(axes: Axes, graph: tuple[str, ...]) -> None:
+    """Nothing holds a closed trainer's model but its owner: no hook, no graph, no cycle."""
+    trainer = Trainer(config(graph=graph), axes, Device("cpu"))
+    for step in range(4):
+        trainer.step(step)
+    trainer.close()
+    model = trainer.stages[0]
+    held = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    del trainer, model
+    gc.collect()
+    assert [each() for each in held if each() is not None] == []
 
 
 def test_what_is_not_built_is_not_trained_as_something_else(
