@@ -5,6 +5,7 @@ import gc
 import hashlib
 import warnings
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,12 +87,11 @@ def _train(config: TrainConfig, axes: Axes, device: Device, case: Case) -> Seen:
         _end(trainer, seen)
         gc.collect()
         if case.weighs:
-            pools = [root.fsdp_schedule.pool for root in trainer._roots]
-            seen.left = device.live_bytes() - sum(pool.reserved_bytes() for pool in pools)
-        for stage in trainer.stages:
-            named = stage.named_modules()
-            seen.stand_ins += [name for name, module in named if "forward" in vars(module)]
-        del trainer, stage
+            held = (root.fsdp_schedule.pool.reserved_bytes() for root in trainer._roots)
+            seen.left = device.live_bytes() - sum(held)
+        named = chain.from_iterable(stage.named_modules() for stage in trainer.stages)
+        seen.stand_ins += [name for name, module in named if "forward" in vars(module)]
+        del trainer, named
         gc.collect()
         seen.gone = device.live_bytes() if case.weighs else 0
     return seen
@@ -172,8 +172,11 @@ def _compared(case: Case, eager: Seen, graphed: Seen) -> list[str]:
         problems.append(f"ledger: {graphed.unnamed} unnamed storages")
     if graphed.left != eager.left:
         problems.append(f"memory: {graphed.left} bytes after close, {eager.left} of eager training")
-    if graphed.gone > eager.gone:
-        problems.append(f"memory: {graphed.gone} bytes for ever, {eager.gone} of eager training")
+    problems += [
+        f"memory: {gone} bytes are held by nobody's trainer, of {what} training"
+        for what, gone in (("graphed", graphed.gone), ("eager", eager.gone))
+        if gone
+    ]
     if graphed.stand_ins:
         problems.append(f"stand-ins: left on {graphed.stand_ins[:3]}")
     if graphed.captured and not graphed.replays:
