@@ -187,7 +187,8 @@ def test_a_dropped_model_is_gone(axes: Axes, graph: tuple[str, ...]) -> None:
         trainer.step(step)
     trainer.close()
     model = trainer.stages[0]
-    held = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    held: list[weakref.ref[Any]] = [weakref.ref(model)]
+    held += [weakref.ref(parameter) for parameter in model.parameters()]
     del trainer, model
     gc.collect()
     assert [each() for each in held if each() is not None] == []
