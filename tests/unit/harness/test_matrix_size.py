@@ -30,7 +30,7 @@ def test_ten_thousand_cases_expand_at_once_without_torch(tmp_path: Path) -> None
     command = [sys.executable, "-c", code, str(path)]
     count, paces, torch = subprocess.check_output(command, text=True, env=environment).split()
     assert (count, torch) == ("10000", "False")
-    assert float(paces) < 6  # 2.6 to 3.2 measured
+    assert float(paces) < 9  # 2.6 to 3.2 measured
 
 
 def test_too_many_combinations_are_refused_before_they_are_made(tmp_path: Path) -> None:

@@ -65,13 +65,13 @@ def test_four_files_in_the_report_folder(everything: Path, built: dict[str, str]
 
 
 def test_reports_are_stable_and_quick(everything: Path, built: dict[str, str]) -> None:
-    """Reporting the same folder again gives the same bytes, in under twenty paces."""
+    """Reporting the same folder again gives the same bytes, in under forty paces."""
 
     def report_again() -> None:
         again = {form: path.read_text("utf-8") for form, path in build(everything).items()}
         assert again == built
 
-    assert in_paces(report_again) < 20  # 10 to 11 measured, on processors busy and idle
+    assert in_paces(report_again) < 40  # 10 to 11 measured, 15 with coverage
 
 
 def test_times_and_place_are_all_that_varies(
