@@ -23,14 +23,14 @@ def test_ten_thousand_cases_expand_at_once_without_torch(tmp_path: Path) -> None
         "import sys\n"
         "from harness.matrix import expand; from harness.schema import load_scenario\n"
         "from tests.pace import in_paces\n"
-        "c = []; work = lambda: c.append(expand(load_scenario(sys.argv[1]), 'cpu'))\n"
-        "paces = in_paces(work); print(len(c[0]), paces, 'torch' in sys.modules)"
+        "c = []; work = lambda: c.append(len(expand(load_scenario(sys.argv[1]), 'cpu')))\n"
+        "paces = in_paces(work, times=1); print(c[0], paces, 'torch' in sys.modules)"
     )
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", code, str(path)]
     count, paces, torch = subprocess.check_output(command, text=True, env=environment).split()
     assert (count, torch) == ("10000", "False")
-    assert float(paces) < 9  # 2.6 to 3.2 measured
+    assert float(paces) < 20  # 7.8 to 8.5 measured
 
 
 def test_too_many_combinations_are_refused_before_they_are_made(tmp_path: Path) -> None:
