@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_core.device import Device
+from fsdp_core.graph.private_memory import PrivateMemory
 from fsdp_core.graph.recorder import CaptureRefused, OverCompiled, Recording
 
 T = TypeVar("T")
@@ -44,6 +45,10 @@ class MemoryPool:
         found = self.id
         self._users.add(graph)
         return found
+
+    def recordings(self) -> list[Recording]:
+        """Of graphs that are captured into it."""
+        return [user.recording for user in self._users if user.is_captured]
 
     def give_up(self) -> None:
         """Start another; graphs that were captured into this one keep it."""
@@ -80,6 +85,7 @@ class CudaGraph:
             self._graph.register_generator_state(generator)
         stream = torch.cuda.current_stream(self._device.torch_device)
         pool, first = self._memory_pool.join(self), None
+        memory = PrivateMemory(pool, self._memory_pool.recordings())
         try:
             with (
                 self._device.watching_storages(recorder),
@@ -107,6 +113,7 @@ class CudaGraph:
                 generator.set_state(state)
         self.recording = recorder.recording
         self.recording.operations = []
+        memory.mark_own(self.recording)
         self.is_captured = True
         return result
 

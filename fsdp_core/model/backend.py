@@ -151,13 +151,32 @@ def _prefer_cudnn_of_torch() -> None:
 
     TransformerEngine finds a system cuDNN first. cuDNN loads its parts by name when they are
     needed, so two versions in one process share parts, and one of the libraries then fails.
+
+    Raises:
+        BackendMissing: a part of another cuDNN was loaded before; both are named.
     """
     if importlib.util.find_spec("nvidia") is None:
         return
     spec = importlib.util.find_spec("nvidia.cudnn")
     for folder in (spec and spec.submodule_search_locations) or ():
-        for library in sorted(Path(folder, "lib").glob("libcudnn*.so*")):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        # Those that others are linked to come first, or the loader would look for them itself.
+        found = sorted(
+            Path(folder, "lib").glob("libcudnn*.so*"), key=lambda path: "graph" not in path.name
+        )
+        for library in found:
+            try:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                raise BackendMissing(
+                    f"backend: te needs the cuDNN of torch, which cannot be loaded ({error}); "
+                    f"this process has loaded {', '.join(_loaded_cudnn()) or 'no other'}"
+                ) from error
+
+
+def _loaded_cudnn() -> list[str]:
+    """Files of cuDNN that are mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[-1] for line in lines if "libcudnn" in line})
 
 
 def make_backend(

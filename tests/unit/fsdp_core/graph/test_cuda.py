@@ -85,6 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         finally:
             graph.capture_end()
 
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda *_, **__: [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(made))
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", made.handle)
