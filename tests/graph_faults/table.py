@@ -15,7 +15,8 @@ from tests.graph_faults.compare import (
 )
 
 DOCUMENT = Path(__file__).parents[2] / "fsdp_core" / "graph" / "FAULTS.md"
-BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
+BEGIN = {"cpu": "<!-- table -->", "cuda": "<!-- table on GPUs -->"}
+END = "<!-- end of the table -->"
 HEADERS = ("fault", "what is wrong", "in", "loss, 5 decimals", "loss bits", "last weights",
            "digests", "ledger", *STRESS)  # fmt: skip
 FIRST_CELL = 3
@@ -37,8 +38,9 @@ def row_of(fault: GraphFault, legs: Legs) -> Row:
 def render(results: list[tuple[GraphFault, Legs]]) -> str:
     """The table, the messages, and how often the clean programs were wronged."""
     rows = [row_of(fault, legs) for fault, legs in results]
-    lines = ["| " + " | ".join(HEADERS) + " |", "|" + " --- |" * len(HEADERS)]
-    lines += ["| " + " | ".join(row.get(name, "–") for name in HEADERS) + " |" for row in rows]
+    headers = [name for name in HEADERS if any(name in row for row in rows)]
+    lines = ["| " + " | ".join(headers) + " |", "|" + " --- |" * len(headers)]
+    lines += ["| " + " | ".join(row[name] for name in headers) + " |" for row in rows]
     lines += ["", "What is said:", "", "| fault | by | first words |", "| --- | --- | --- |"]
     for fault, legs in results:
         lines += [f"| {fault.name} | {by} | {text} |" for by, text in said(legs)]
@@ -76,15 +78,16 @@ def document_rows() -> dict[str, Row]:
 
 
 def _table() -> str:
-    inside = re.search(f"{BEGIN}(.*){END}", DOCUMENT.read_text(), re.DOTALL)
+    inside = re.search(f"{BEGIN['cpu']}(.*?){END}", DOCUMENT.read_text(), re.DOTALL)
     assert inside is not None
     return inside[1]
 
 
-def write(table: str) -> None:
-    """Put a table into the document."""
+def write(table: str, device: str) -> None:
+    """Put the table of a kind of device, `cpu` or `cuda`, into the document."""
     text = DOCUMENT.read_text()
-    start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
+    start = text.index(BEGIN[device]) + len(BEGIN[device])
+    stop = text.index(END, start)
     DOCUMENT.write_text(f"{text[:start]}\n\n{table}\n\n{text[stop:]}")
 
 
