@@ -2,10 +2,12 @@
 
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.dist.rank_pool import RankPool
+from tests.graph_faults import table
 from tests.graph_faults.__main__ import main
 from tests.graph_faults.catalogue import FAULTS, GraphFault
 from tests.graph_faults.compare import (
@@ -18,7 +20,7 @@ from tests.graph_faults.compare import (
     run_on_rank,
 )
 from tests.graph_faults.programs import Shown
-from tests.graph_faults.table import HEADERS, document_rows, row_of
+from tests.graph_faults.table import BEGIN, END, HEADERS, document_rows, row_of
 
 REQUIRED = {
     "F01", "F02", "F03", "F05", "F08", "F13", "F14", "F17",
@@ -145,3 +147,15 @@ def test_messages_are_the_same_each_time() -> None:
 def test_usage_errors(arguments: list[str]) -> None:
     """A misspelt name must not look like a success, nor a part of the table take its place."""
     assert main(arguments) == 4
+
+
+def test_each_kind_of_device_has_a_table_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing one leaves the other, and what is around them."""
+    document = tmp_path / "FAULTS.md"
+    document.write_text(f"a\n{BEGIN['cpu']}\nold\n{END}\nb\n{BEGIN['cuda']}\nolder\n{END}\nc\n")
+    monkeypatch.setattr(table, "DOCUMENT", document)
+    table.write("new", "cuda")
+    lines = [line for line in document.read_text().splitlines() if line]
+    assert lines == ["a", BEGIN["cpu"], "old", END, "b", BEGIN["cuda"], "new", END, "c"]

@@ -82,3 +82,14 @@ def test_what_died_before_the_capture_says_nothing(pool: Pool) -> None:
     kept = pool.entry(4096)
     memory.mark_own(Recording([kept]))
     assert not kept.internal
+
+
+def test_what_only_this_capture_saw_die_frees_its_memory_too(pool: Pool) -> None:
+    """A compiled backward reads a saved tensor that no earlier recording knows, and drops it."""
+    pool.blocks = [(4096, 4608)]
+    memory = PrivateMemory((0, 1), [])
+    saved = pool.entry(4096)
+    pool.drop()
+    made = pool.entry(4096)
+    memory.mark_own(Recording([saved, made]))
+    assert made.internal
