@@ -2,11 +2,14 @@
 #
 #   make demo    run the main scenario: eager against graphed, on 2, 4 and 8 ranks
 #   make test    the tests
-#   make lint    ruff, mypy, import layers, spelling
+#   make coverage  the same, and which lines of the packages they reach (a fifth slower)
+#   make lint    ruff, mypy, import layers, schemas of the CI templates, spelling
 #   make bench   the benchmarks that need no GPU
 #   make parity  every layout against one process, in units of rounding: out/parity (20 minutes)
-#   make nightly parity, all legal layouts counted, the nightly scenarios of small worlds (hours)
-#   make soak    graphs over a hundred steps under every stressor, then each stressor alone (hours)
+#   make nightly parity, all legal layouts counted, the tiers pr and nightly (hours on 2 cores)
+#   make memory  predicted peaks beside measured ones: a table of layouts, then drawn ones (10 minutes)
+#   make soak    replays by the hundred under stressors in turn (minutes), what soaks find (planted),
+#                then graphs over a hundred steps under every stressor, each stressor alone (hours)
 #   make venv    only the environment that `make demo` uses
 #
 # PYTHON   the interpreter to build on (its torch is used, if it has one)
@@ -20,8 +23,7 @@ DEVICE ?= auto
 SCENARIO ?= scenarios/smoke/fsdp_cudagraph_alignment.yaml
 PYTEST_ARGS ?=
 PARITY_ARGS ?=
-NIGHTLY := $(wildcard scenarios/nightly/layouts_of_*.yaml scenarios/nightly/fsdp_*.yaml)
-SOAKS := $(wildcard scenarios/nightly/soak_*.yaml scenarios/nightly/stress_*.yaml)
+SOAKS := $(wildcard scenarios/soak/cpu_*.yaml scenarios/nightly/soak_*.yaml scenarios/nightly/stress_*.yaml)
 
 BIN := $(VENV)/bin
 # A tool that the environment inherits from PYTHON has its program beside PYTHON.
@@ -31,12 +33,15 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-.PHONY: demo test lint bench parity nightly soak venv clean
+.PHONY: demo test coverage lint bench parity nightly memory soak venv clean
 
 demo: $(VENV)/.ready
 	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
 
 test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+coverage: $(VENV)/.ready-test
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term $(PYTEST_ARGS)
 
@@ -45,6 +50,8 @@ lint: $(VENV)/.ready-dev
 	$(TOOLS) ruff format --check .
 	$(BIN)/python -m mypy
 	$(TOOLS) lint-imports
+	$(TOOLS) check-jsonschema --builtin-schema vendor.github-workflows docs/ci/github/*.yml
+	$(TOOLS) check-jsonschema --builtin-schema vendor.gitlab-ci --data-transform gitlab-ci docs/ci/gitlab.yml
 	$(TOOLS) codespell
 
 bench: $(VENV)/.ready-test
@@ -60,12 +67,18 @@ nightly: $(VENV)/.ready-test
 	$(BIN)/harness list --count scenarios/nightly
 	failed=0; \
 	$(BIN)/python -m tests.dist.parity_table --out out/parity $(PARITY_ARGS) || failed=1; \
-	for scenario in $(NIGHTLY); do \
-	  $(BIN)/harness run "$$scenario" --device $(DEVICE) || failed=1; \
-	done; exit $$failed
+	$(BIN)/harness run --tier pr --tier nightly --device $(DEVICE) || failed=1; \
+	exit $$failed
 
+memory: $(VENV)/.ready-test
+	$(BIN)/python -m tests.memory_table
+	$(BIN)/python -m tests.memory_table --fuzz 300
+
+# What is planted must fail, by a check: exit code 1.
 soak: $(VENV)/.ready
 	failed=0; \
+	code=0; $(BIN)/harness run scenarios/soak/planted.yaml --device cpu || code=$$?; \
+	[ $$code = 1 ] || failed=1; \
 	for scenario in $(SOAKS); do \
 	  $(BIN)/harness run "$$scenario" --device cpu || failed=1; \
 	done; exit $$failed

@@ -1,6 +1,7 @@
 """What a run costs before its first step: warm forkserver beside torchrun, same job and ranks.
 
     python -m benchmarks.startup [--ranks 8] [--repeats 3] [--json FILE]
+    python -m benchmarks.startup --device cuda --ranks 4 [--ranks-per-gpu 4]
 
 Both start `rank_main` on the same specification, alternating. Time counts from asking for the run
 to the moment when the slowest rank is about to do its first step. The forkserver's own start, paid
@@ -15,9 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from fsdp_core.config import ParallelConfig, TrainConfig
+from harness.engine.gpus import gpu_environment, shared
 from harness.engine.local import LocalEngine
 from harness.records import EndRecord, RunSpec, StartRecord, dumps, parse_record
 
@@ -43,13 +47,13 @@ def by_forkserver(engine: LocalEngine, spec: RunSpec, folder: Path) -> float:
     return first_step_unix_s(folder, spec.world_size) - asked
 
 
-def by_torchrun(spec: RunSpec, folder: Path) -> float:
+def by_torchrun(spec: RunSpec, folder: Path, devices: Sequence[str]) -> float:
     """Seconds from starting torchrun to the first step."""
     (folder / "spec.json").write_text(dumps(spec))
     asked = time.time()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={spec.world_size}", __file__, "--as-rank", str(folder),
+        f"--nproc-per-node={spec.world_size}", __file__, "--as-rank", str(folder), *devices,
     ]  # fmt: skip
     root = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -57,26 +61,43 @@ def by_torchrun(spec: RunSpec, folder: Path) -> float:
     return first_step_unix_s(folder, spec.world_size) - asked
 
 
-def as_rank(folder: Path) -> int:
-    """What torchrun starts: one rank of the specification in `folder`."""
+def as_rank(folder: Path, devices: Sequence[str]) -> int:
+    """What torchrun starts: one rank of the specification in `folder`, on the GPU of its number."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(gpu_environment(devices, rank))
     from harness.worker.main import rank_main
 
     spec = RunSpec.from_json(json.loads((folder / "spec.json").read_text()))
-    return rank_main(spec, folder, int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]))
+    return rank_main(spec, folder, rank, int(os.environ["MASTER_PORT"]))
 
 
-def measure(ranks: int, repeats: int) -> dict[str, float]:
-    """Medians in seconds of both ways, alternating, and the forkserver's own start."""
+def gpus_of(ranks: int, ranks_per_gpu: int) -> tuple[str, ...]:
+    """The GPU of each rank."""
+    return shared([str(gpu) for gpu in range(-(-ranks // ranks_per_gpu))], ranks_per_gpu)[:ranks]
+
+
+def measure(
+    ranks: int, repeats: int, device: Literal["cpu", "cuda"], devices: Sequence[str]
+) -> dict[str, float]:
+    """Medians in seconds of both ways, alternating, and the forkserver's own start.
+
+    Args:
+        ranks: of the run.
+        repeats: of each way.
+        device: `cpu` or `cuda`.
+        devices: GPU of each rank; empty on the CPU.
+    """
     config = TrainConfig(parallel=ParallelConfig(dp=ranks), steps=1)
     times: dict[str, list[float]] = {"forkserver": [], "torchrun": []}
-    with tempfile.TemporaryDirectory() as scratch, LocalEngine(slots=ranks) as engine:
+    with tempfile.TemporaryDirectory() as scratch, LocalEngine(ranks, devices=devices) as engine:
         spec = RunSpec(
-            config=config.to_dict(), device="cpu", world_size=ranks, timeout_s=300.0, replica=0
+            config=config.to_dict(), device=device, world_size=ranks, timeout_s=300.0, replica=0
         )
         cold = by_forkserver(engine, spec, _folder(scratch, "cold"))
         for repeat in range(repeats):
             times["forkserver"].append(by_forkserver(engine, spec, _folder(scratch, f"f{repeat}")))
-            times["torchrun"].append(by_torchrun(spec, _folder(scratch, f"t{repeat}")))
+            folder = _folder(scratch, f"t{repeat}")
+            times["torchrun"].append(by_torchrun(spec, folder, devices))
     warm, peer = (statistics.median(times[way]) for way in ("forkserver", "torchrun"))
     return {
         "ranks": ranks,
@@ -99,11 +120,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1)
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("devices", nargs="*", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.as_rank is not None:
-        return as_rank(chosen.as_rank)
-    figures = measure(chosen.ranks, chosen.repeats)
+        return as_rank(chosen.as_rank, chosen.devices)
+    on_gpus = chosen.device == "cuda"
+    devices = gpus_of(chosen.ranks, chosen.ranks_per_gpu) if on_gpus else ()
+    figures = measure(chosen.ranks, chosen.repeats, chosen.device, devices)
     for name, value in figures.items():
         print(f"{name:32} {value:8.2f}")
     if chosen.json is not None:

@@ -38,6 +38,13 @@ class StorageWatcher(Protocol):
     def resized(self, storage: torch.UntypedStorage) -> None: ...
 
 
+class CollectiveWatcher(Protocol):
+    """Is told of collectives on the CPU as they are called and as they come back."""
+
+    def entering(self, func: Any, args: tuple[Any, ...]) -> None: ...
+    def left(self) -> None: ...
+
+
 class StreamModel(Protocol):
     """Streams of the CPU in the place of `HostStream`, for who watches how work is ordered."""
 
@@ -119,6 +126,7 @@ class StorageCounter(TorchDispatchMode):
         self._known: dict[int, tuple[_StorageRef, int]] = {}
         self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
         self._lending = Lending()
+        self.collectives: CollectiveWatcher | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,7 +149,11 @@ class StorageCounter(TorchDispatchMode):
         makes, resizes, lends = kind
         self._lending.let_go()
         if lends:
+            if self.collectives is not None:
+                self.collectives.entering(func, args)
             out = self._lending.call(func, args, kwargs or {})
+            if self.collectives is not None:
+                self.collectives.left()
         else:
             out = func(*args, **(kwargs or {}))
         if not (makes or resizes):
@@ -167,21 +179,22 @@ class StorageCounter(TorchDispatchMode):
             reference = _StorageRef(storage, self._forget)
             reference.key = key
             self._known[key] = (reference, nbytes)
-            self._change(nbytes)
+            self._change(key, nbytes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Correct the count after a storage changed its size."""
         known = self._known.get(storage._cdata)
         if known is not None:
             self._known[storage._cdata] = (known[0], storage.nbytes())
-            self._change(storage.nbytes() - known[1])
+            self._change(storage._cdata, storage.nbytes() - known[1])
 
     def _forget(self, reference: "_StorageRef") -> None:
         known = self._known.pop(reference.key, None)
         if known is not None:
-            self._change(-known[1])
+            self._change(reference.key, -known[1])
 
-    def _change(self, delta: int) -> None:
+    def _change(self, key: int, delta: int) -> None:
+        del key  # who follows single storages is told which it is
         self.live_bytes += delta
         # A death on another thread, between two looks at the peak, must not take back a higher one.
         if delta > 0:
@@ -294,15 +307,19 @@ class Device:
             self._watched.streams = None
 
     @contextlib.contextmanager
-    def counting_memory(self) -> Iterator[None]:
-        """Count memory inside: the allocator's own counters on cuda, live storage on the CPU."""
+    def counting_memory(self, counter: StorageCounter | None = None) -> Iterator[None]:
+        """Count memory inside: the allocator's own counters on cuda, live storage on the CPU.
+
+        Args:
+            counter: counts on the CPU; None for a plain one.
+        """
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.torch_device)
             yield
             return
         if self.counter is not None:
             raise RuntimeError("Expected no other counting of this device's memory, got one.")
-        self._watched.counter = StorageCounter()
+        self._watched.counter = counter or StorageCounter()
         try:
             with self._watched.counter:
                 yield
@@ -323,6 +340,16 @@ class Device:
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.torch_device)
         return self.counter.peak_bytes if self.counter else 0
+
+    def used_bytes(self) -> int | None:
+        """What the driver says is used on the whole GPU, of all processes; None on the CPU.
+
+        It sees what no allocator of torch counts: libraries' own memory, graphs, fragmentation.
+        """
+        if not self.is_cuda:
+            return None
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return int(total - free)
 
     @contextlib.contextmanager
     def watching_storages(self, watcher: StorageWatcher) -> Iterator[None]:

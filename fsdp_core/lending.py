@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _OF_NO_THREAD = frozenset(("barrier", "monitored_barrier_", "send", "recv_", "recv_any_source_"))
 """Operators of c10d without tensors, or whose tensors only their `Work` holds."""
+_NOBODY = "fake"
+"""torch's backend that does nothing."""
 _WAIT = "_c10d_functional::wait_tensor"
 
 
@@ -94,8 +96,9 @@ class Lending:
             if not isinstance(leaf, torch.ScriptObject):
                 continue
             work = dist.Work.unbox(leaf)
-            if is_waited:
-                # The caller does so next; until then it has the tensors itself.
+            if is_waited or dist.get_backend() == _NOBODY:
+                # The caller does so next; until then it has the tensors itself. Work of a rank
+                # that is alone in its world is never said to be over, and nothing is sent.
                 work.wait()
             else:
                 self._held.append((work, originals))

@@ -1,4 +1,4 @@
-"""The command line: `harness run | list | report | show | rerun | doctor`.
+"""The command line: `harness run | list | report | show | rerun | history | compare | doctor`.
 
 Every error goes through `main`: one line on stderr and the exit code of `harness.errors`. With
 `--json`, stdout holds one JSON value and everything for people goes to stderr.
@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,23 +17,30 @@ import click
 from rich.text import Text
 
 from harness import display, launch
+from harness.again import set_killed_aside
+from harness.answers import find_answer
+from harness.check_command import check_command, code_of, tell_damage
 from harness.doctor import diagnose
 from harness.errors import (
     HarnessError,
     InternalError,
     Interrupted,
-    NothingSelected,
     UsageError,
 )
-from harness.listing import check_files, find_scenarios
+from harness.history import DATABASE_FILE, remember
+from harness.history_commands import compare_command, history_command
+from harness.inspection import inspect
+from harness.lookup import DEFAULT_OUT, find_case, unused
 from harness.machine import describe
-from harness.matrix import expand
-from harness.plan import Plan
+from harness.masking import Masker
+from harness.merging import merge
+from harness.predict_command import predict_command
 from harness.progress import duration, make_view
-from harness.records import CaseSpec, ExitCode, Verdict
-from harness.schema import Overrides, load_scenario
-from harness.select import select
+from harness.records import ExitCode
+from harness.schema import Overrides
+from harness.sections import ENGINES
 from harness.store import RunFolder, load_case
+from harness.suite_options import list_command, suite_options
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 EXIT_CODES = "Exit codes: 0 passed, 1 a check failed, 2 interrupted, 3 internal, 4 usage, " \
@@ -68,6 +74,21 @@ _exit_first = click.option("-x", "exit_first", is_flag=True, help="Stop at the f
 _device = click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where, over the scenario's."
 )
+_history = _options(
+    click.option(
+        "--history", "database", type=_PATH, metavar="FILE",
+        help=f"History to record in, {DATABASE_FILE} beside the run folder by default.",
+    ),
+    click.option("--no-history", is_flag=True, help="Record nothing in the history."),
+)  # fmt: skip
+_engine = _options(
+    click.option(
+        "--engine", type=click.Choice(ENGINES), help="Where, over the scenario's launch.engine."
+    ),
+    click.option(
+        "--slurm", multiple=True, metavar="KEY=YAML", help="Replace a value of launch.slurm."
+    ),
+)
 _overrides = _options(
     click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Replace a base value."),
     click.option("--axis", "axes", multiple=True, metavar="NAME=LIST", help="Replace an axis."),
@@ -80,38 +101,62 @@ def commands() -> None:
 
 
 @commands.command()
-@click.argument("scenario", type=_PATH, required=False)
-@_options(_keyword, _jobs, _slots, _ranks_per_gpu, _device, _out, _exit_first, _json, _overrides)
+@click.argument("paths", type=_PATH, nargs=-1, metavar="[SCENARIO]...")
+@_options(suite_options, _keyword, _jobs, _slots, _ranks_per_gpu, _device, _out, _exit_first, _json)
+@_options(_engine, _history, _overrides)
 @click.option("--dry-run", is_flag=True, help="Print the plan, run nothing.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
+@click.option("--again-killed", is_flag=True, help="With --resume: whoever killed it.")
 def run(
-    *, scenario: Path | None, sets: tuple[str, ...], axes: tuple[str, ...],
-    dry_run: bool, as_json: bool, **request: Any,
+    *, sets: tuple[str, ...], axes: tuple[str, ...],
+    dry_run: bool, again_killed: bool, as_json: bool, database: Path | None, no_history: bool,
+    **request: Any,
 ) -> int:  # fmt: skip
-    """Run a SCENARIO file and report."""
-    asked = launch.Request(scenario=scenario, overrides=Overrides(sets, axes), **request)
+    """Run SCENARIO files, or all in folders, with one schedule and one report."""
+    asked = launch.Request(
+        overrides=Overrides(sets, axes),
+        history=None if no_history else database or _beside(request["resume"] or request["out"]),
+        **request,
+    )
+    if again_killed:
+        if asked.resume is None or dry_run:
+            raise UsageError("--again-killed: expected --resume RUN with it, and no --dry-run")
+        set_killed_aside(asked.resume)
     prepared = launch.prepare(asked)
     if dry_run:
-        return _show_plan(prepared.plan, as_json=as_json)
-    return _carry_out(prepared, out=asked.out, exit_first=asked.exit_first, as_json=as_json)
+        return _show_plan(prepared, as_json=as_json)
+    return _carry_out(
+        prepared, out=asked.out, exit_first=asked.exit_first, as_json=as_json,
+        database=database, no_history=no_history,
+    )  # fmt: skip
 
 
-def _show_plan(plan: Plan, *, as_json: bool) -> int:
+def _beside(folder: Path | None) -> Path:
+    """The history where a run folder is recorded, if none is named."""
+    return (DEFAULT_OUT if folder is None else folder.absolute().parent) / DATABASE_FILE
+
+
+def _show_plan(prepared: launch.Prepared, *, as_json: bool) -> int:
+    plan = prepared.plan
     if as_json:
         click.echo(json.dumps(plan.to_json(), allow_nan=False))
     else:
         display.print_plan(display.make_console(), plan)
+        click.echo("".join(f"{note}\n" for note in prepared.notes), nl=False)
     if not plan.runs and len(plan.skipped) == len(plan.cases):
         return ExitCode.NOTHING_RAN
     return ExitCode.PASSED
 
 
 def _carry_out(
-    prepared: launch.Prepared, *, out: Path | None, exit_first: bool, as_json: bool
-) -> int:
+    prepared: launch.Prepared, *, out: Path | None, exit_first: bool, as_json: bool,
+    database: Path | None, no_history: bool,
+) -> int:  # fmt: skip
     from harness.checks.judge import exit_code
 
     console = display.make_console(stderr=as_json)
+    for note in prepared.notes:
+        console.print(Text(note), soft_wrap=True)
     done = launch.carry_out(
         prepared, make_view(console), out=out, exit_first=exit_first, argv=_command_line()
     )
@@ -119,8 +164,14 @@ def _carry_out(
     console.print(display.verdict_table(done.verdicts))
     console.print(display.counts_line(done.verdicts, done.num_cases), end="")
     console.print(Text(f" in {duration(done.wall_s)}; run folder {done.folder}"), soft_wrap=True)
+    if prepared.slurm is None and done.occupancy.num_runs:
+        console.print(Text(done.occupancy.line()), soft_wrap=True)
+    if not no_history:
+        warning = remember(done.folder, database or done.folder.parent / DATABASE_FILE)
+        if warning:
+            click.echo(f"harness: {warning}", err=True)
     # After the verdicts are told: a report that cannot be written must not swallow them.
-    reports = _build_reports(done.folder)
+    reports = _build_reports(done.folder, database)
     if "html" in reports:
         console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
     if as_json:
@@ -130,7 +181,7 @@ def _carry_out(
 
 def _command_line() -> list[str]:
     args: list[str] = click.get_current_context().find_root().obj
-    return ["harness", *args]
+    return ["harness", *Masker(os.environ).words(args)]
 
 
 def _final_code(code: ExitCode, done: launch.Carried) -> ExitCode:
@@ -148,80 +199,87 @@ def _result(done: launch.Carried, reports: dict[str, Path], code: int) -> dict[s
         "verdicts": [verdict.to_json() for verdict in done.verdicts],
         "num_cases": done.num_cases,
         "wall_s": done.wall_s,
+        "occupancy": done.occupancy.to_json() | {"share": done.occupancy.share},
     }
 
 
-def _build_reports(folder: Path) -> dict[str, Path]:
+def _build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]:
     # pandas and matplotlib come with it: only those who make a report wait for them.
     import reports
 
-    return {name: Path(path) for name, path in reports.build(folder).items()}
-
-
-@commands.command("list")
-@click.argument("paths", type=_PATH, nargs=-1)
-@_options(_keyword, _json, _overrides)
-@click.option("--check", is_flag=True, help="Validate every file; say all that is wrong.")
-@click.option("--count", is_flag=True, help="How many cases, not which.")
-def list_cases(
-    *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool, count: bool,
-    sets: tuple[str, ...], axes: tuple[str, ...],
-) -> int:  # fmt: skip
-    """List the cases of scenario files; of several files, their number and the time taken last.
-
-    PATHS are files and folders, scenarios/ by default.
-    """
-    began = time.perf_counter()
-    files = find_scenarios(paths or (Path("scenarios"),))
-    overrides = Overrides(sets, axes)
-    if check:
-        return _check(files, overrides, as_json=as_json)
-    found: dict[str, tuple[CaseSpec, ...]] = {}
-    numbers: dict[str, int] = {}
-    for file in files:
-        scenario = load_scenario(file, overrides=overrides)
-        if chosen := select(expand(scenario, "cpu"), keyword):
-            numbers[str(file)] = len(chosen)
-            found[str(file)] = () if count else chosen  # tens of thousands a file take memory
-    if not found:
-        raise NothingSelected("no case is selected")
-    if as_json:
-        plain = {name: [case.to_json() for case in cases] for name, cases in found.items()}
-        click.echo(json.dumps(numbers if count else plain, allow_nan=False))
-        return ExitCode.PASSED
-    console = display.make_console()
-    for name, cases in found.items():
-        display.print_cases(console, name, cases, number=numbers[name])
-    if len(files) > 1:
-        seconds = time.perf_counter() - began
-        click.echo(f"{sum(numbers.values())} cases in {len(found)} files, {seconds:.1f} s")
-    return ExitCode.PASSED
-
-
-def _check(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int:
-    checked = check_files(files, overrides)
-    if as_json:
-        click.echo(json.dumps([item.to_json() for item in checked], allow_nan=False))
-    for item in checked:
-        if item.error:
-            click.echo(item.error, err=True)
-        elif not as_json:
-            click.echo(f"{item.file}: {item.num_cases} cases")
-    return max((item.exit_code for item in checked), default=ExitCode.NOTHING_RAN)
+    # Where GitHub Actions wants the summary of the step that runs us.
+    step = os.environ.get("GITHUB_STEP_SUMMARY")
+    return reports.build(folder, history=database, step=Path(step) if step else None)
 
 
 @commands.command()
 @click.argument("folder", type=_PATH, metavar="RUN")
+@click.option(
+    "--normalised", type=_PATH, metavar="FOLDER",
+    help="Keep them there, too, without what may vary: times, places, attempts, history.",
+)  # fmt: skip
+@click.option(
+    "--same-as", "other", type=_PATH, metavar="RUN", help="Fail if RUN's, normalised, are others."
+)
 @_json
-def report(*, folder: Path, as_json: bool) -> int:
+def report(*, folder: Path, normalised: Path | None, other: Path | None, as_json: bool) -> int:
     """Build the reports of a RUN folder again."""
     built = _build_reports(RunFolder.open(folder).path)
+    found = inspect(folder)
+    tell_damage(found)
+    differences = _differences(folder, built, normalised, other)
+    for line in differences:
+        click.echo(f"harness: not as in {other}: {line}", err=True)
     if as_json:
         click.echo(json.dumps({name: str(path) for name, path in built.items()}))
     else:
         for name, path in built.items():
             click.echo(f"{name}: {path}")
-    return ExitCode.PASSED
+    if found.damage:
+        return ExitCode.NO_VERDICT
+    return ExitCode.FAILED if differences else ExitCode.PASSED
+
+
+def _differences(
+    folder: Path, built: dict[str, Path], place: Path | None, other: Path | None
+) -> tuple[str, ...]:
+    """Keep normalised reports, and hold them against those of another run folder."""
+    if place is None and other is None:
+        return ()
+    import reports
+
+    mine = reports.normalised(built, folder)
+    if place is not None:
+        reports.keep(mine, place)
+    if other is None:
+        return ()
+    return reports.differences(mine, reports.normalised(reports.build(other), other))
+
+
+@commands.command("merge")
+@click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="RUN...")
+@_options(_out, _json)
+def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
+    """Put the RUN folders of shards together into one, and report.
+
+    A shard that is missing shows: its cases are errors. Exit codes as those of a run.
+    """
+    place = out or unused(DEFAULT_OUT / "merged")
+    with merge(folders, place, _command_line()) as merged:
+        reports = _build_reports(merged.path)
+    found = inspect(place)
+    code = code_of(found)
+    console = display.make_console(stderr=as_json)
+    for note in merged.manifest["notes"]:
+        console.print(Text(note), soft_wrap=True)
+    console.print(display.counts_line(found.verdicts, found.num_cases), end="")
+    console.print(Text(f"; run folder {merged.path}"), soft_wrap=True)
+    tell_damage(found)
+    if as_json:
+        plain = {name: str(path) for name, path in reports.items()}
+        answer = {"exit_code": int(code), "folder": str(merged.path), "reports": plain}
+        click.echo(json.dumps(answer, allow_nan=False))
+    return code
 
 
 @commands.command()
@@ -233,8 +291,7 @@ def show(*, case: str, folder: Path | None, as_json: bool) -> int:
 
     CASE is a case folder, or an id in RUN (the newest run under out/ by default).
     """
-    place, spec = launch.find_case(case, folder)
-    verdict = _stored_verdict(place, spec)
+    place, spec, verdict = find_answer(case, folder)
     if as_json:
         plain = {
             "case": spec.to_json(),
@@ -252,38 +309,43 @@ def show(*, case: str, folder: Path | None, as_json: bool) -> int:
     return ExitCode.PASSED
 
 
-def _stored_verdict(place: Path, case: CaseSpec) -> Verdict | None:
-    try:
-        verdict = Verdict.from_json(json.loads((place / "verdict.json").read_bytes()))
-    except (OSError, ValueError):
-        return None
-    return verdict if verdict.case_id == case.id else None
-
-
 @commands.command()
 @click.argument("case")
 @click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
-@_options(_out, _slots, _ranks_per_gpu, _jobs, _json)
-def rerun(*, case: str, folder: Path | None, out: Path | None, as_json: bool, **room: Any) -> int:
+@_options(_out, _slots, _ranks_per_gpu, _jobs, _json, _history)
+def rerun(
+    *, case: str, folder: Path | None, out: Path | None, as_json: bool,
+    database: Path | None, no_history: bool, **room: Any,
+) -> int:  # fmt: skip
     """Run one case again.
 
     CASE is a case folder, which is all that is needed, or an id in RUN (the newest under out/).
     """
-    place, _ = launch.find_case(case, folder)
+    place, _ = find_case(case, folder)
     prepared = launch.prepare_rerun(place, **room)
-    return _carry_out(prepared, out=out, exit_first=False, as_json=as_json)
+    return _carry_out(
+        prepared, out=out, exit_first=False, as_json=as_json,
+        database=database, no_history=no_history,
+    )  # fmt: skip
 
 
 @commands.command()
 @_json
 def doctor(*, as_json: bool) -> int:
     """Say what this machine can run, and what it lacks."""
-    diagnosis = diagnose(describe(), launch.DEFAULT_OUT)
+    diagnosis = diagnose(describe(), DEFAULT_OUT)
     if as_json:
         click.echo(json.dumps(diagnosis.to_json(), allow_nan=False))
     else:
         display.print_diagnosis(display.make_console(), diagnosis)
     return ExitCode.PASSED if diagnosis.healthy else ExitCode.NO_VERDICT
+
+
+commands.add_command(list_command)
+commands.add_command(history_command)
+commands.add_command(compare_command)
+commands.add_command(predict_command)
+commands.add_command(check_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,7 +381,8 @@ def _misused(error: click.ClickException) -> int:
 
 
 def _say(error: HarnessError) -> int:
-    click.echo(f"harness: {error}", err=True)
+    # What is wrong with a value often quotes it.
+    click.echo(f"harness: {Masker(os.environ).text(str(error))}", err=True)
     return error.exit_code
 
 
@@ -328,9 +391,9 @@ def _internal(error: Exception) -> int:
         with tempfile.NamedTemporaryFile(
             "w", prefix="harness-", suffix=".txt", delete=False
         ) as file:
-            file.write(traceback.format_exc())
+            file.write(Masker(os.environ).text(traceback.format_exc()))
         where = f" (traceback: {file.name})"
     except OSError:
-        traceback.print_exc()
+        click.echo(Masker(os.environ).text(traceback.format_exc()), err=True)
         where = ""
     return _say(InternalError(f"internal error: {type(error).__name__}: {error}{where}"))

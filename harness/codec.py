@@ -1,7 +1,10 @@
 """Strict JSON round trip of frozen dataclasses: what does not fit its type is an error."""
 
+import copy
 import dataclasses
+import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -17,7 +20,8 @@ class Json:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready values."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+        plain: dict[str, Any] = _plain(self)
+        return plain
 
     @classmethod
     def from_json(cls, plain: object) -> Self:
@@ -33,6 +37,84 @@ def dumps(value: Json | Mapping[str, Any]) -> str:
     """One line of JSON with sorted keys and no NaN."""
     plain = value.to_json() if isinstance(value, Json) else value
     return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+MAX_INT = 1 << 63
+MAX_DEPTH = 64
+"""Values nested deeper than this come of damage: whoever walks them would run out of stack."""
+
+
+def strict_loads(text: str) -> Any:
+    """JSON without what its readers disagree on, or cannot hold.
+
+    Raises:
+        ValueError: not JSON, a key twice in one object, a number that is not finite, or deep nests.
+        RecursionError: nests deeper than the reader's own stack.
+    """
+    value = json.loads(
+        text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_once
+    )
+    check_depth(value)
+    return value
+
+
+def check_depth(value: object) -> None:
+    """See that a value is nested no deeper than `MAX_DEPTH` (`ValueError`)."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for entry in level
+            if isinstance(entry, dict | list)
+            for inner in (entry.values() if isinstance(entry, dict) else entry)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (math.inf, -math.inf):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+_LEAVES = (str, int, float, bool, types.NoneType)
+
+
+def _plain(value: Any) -> Any:
+    """As `dataclasses.asdict`, in a tenth of the time: matrices have specifications by the 10,000.
+
+    Containers are new ones, so that who gets them may change them.
+    """
+    kind: Any = type(value)
+    if kind in _LEAVES:
+        return value
+    if kind is dict:
+        return {key: entry if type(entry) in _LEAVES else _plain(entry)
+                for key, entry in value.items()}  # fmt: skip
+    if kind is list or kind is tuple:
+        return kind(_plain(entry) for entry in value)
+    if isinstance(value, Json):
+        return {name: _plain(getattr(value, name)) for name in _names(kind)}
+    return copy.deepcopy(value)
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind))
 
 
 def _decode(kind: Any, value: object, where: str) -> object:
@@ -73,8 +155,7 @@ def _decode_union(kind: Any, value: object, where: str) -> object:
 def _decode_dataclass(kind: Any, value: object, where: str) -> object:
     if not isinstance(value, Mapping):
         raise RecordError(f"{where}: expected a mapping, got {value!r}")
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    fields, hints = _fields(kind)
     if unknown := sorted(set(value) - set(fields)):
         raise RecordError(f"{where}: unknown keys {unknown}")
     values = {}
@@ -91,7 +172,15 @@ def _decode_dataclass(kind: Any, value: object, where: str) -> object:
         raise RecordError(f"{where}: {error}") from error
 
 
+@functools.cache
+def _fields(kind: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:
+    """Fields and their types, looked up once a class: records come by the hundred thousand."""
+    return {f.name: f for f in dataclasses.fields(kind)}, typing.get_type_hints(kind)
+
+
 def _decode_scalar(kind: Any, value: object, where: str) -> object:
+    if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
+        raise RecordError(f"{where}: expected {kind.__name__}, got one beyond 64 bits")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) and kind is not bool:

@@ -3,12 +3,15 @@
 Whatever the disk refuses is one `Infrastructure` error that names the path and the reason.
 """
 
+import errno
 import fcntl
 import os
 import shutil
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from harness.errors import Infrastructure, UsageError
 
@@ -23,7 +26,8 @@ def write_atomic(path: Path, text: str | bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            with beside.open("wb") as file:
+            # Nor through a link that lies there: what it points to is somebody else's.
+            with open(beside, "wb", opener=_new_file) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -35,6 +39,10 @@ def write_atomic(path: Path, text: str | bytes) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise refused("write", path, error) from error
+
+
+def _new_file(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -63,6 +71,49 @@ def make_folder(path: Path) -> None:
         raise refused("make folder", path, error) from error
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file to read it, if it is one: not a link to elsewhere, a pipe or a device.
+
+    What lies in a run folder may come from anywhere: a link would bring any file of this machine
+    into a report, and a pipe would keep its reader for ever.
+
+    Raises:
+        OSError: there is none, it is something else, or it cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "expected a file, got a symbolic link", str(path)) from error
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        kind = "a folder" if stat.S_ISDIR(mode) else "something else"
+        raise OSError(errno.EINVAL, f"expected a file, got {kind}", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_plain(path: Path, max_bytes: int) -> bytes:
+    """The contents of a file of at most `max_bytes` (`OSError`: longer, or as `open_plain`)."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            why = f"expected at most {max_bytes} bytes, got {size}"
+            raise OSError(errno.EFBIG, why, str(path))
+        return file.read()
+
+
+def read_tail(path: Path, size_bytes: int) -> bytes:
+    """The end of a plain file; nothing if there is none, or something else in its place."""
+    try:
+        with open_plain(path) as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - size_bytes, 0))
+            return file.read(size_bytes)
+    except OSError:
+        return b""
+
+
 def link_or_copy(source: str, target: str) -> None:
     """A hard link, or a copy where links do not work."""
     try:
@@ -88,9 +139,14 @@ class FolderLock:
         if self._fd is not None:
             return
         try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # Not through a link: the file is written to, whosever it is.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open(self._path, flags, 0o644)
         except OSError as error:
             raise refused("lock", self._path, error) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise Infrastructure(f"cannot lock {self._path}: expected a file")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

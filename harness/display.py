@@ -1,7 +1,7 @@
 """Tables and texts of the command line. Everything from outside is text, never markup."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich import box
@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.checks.steps import count
+from harness.disk import read_tail
 from harness.doctor import Diagnosis
 from harness.errors import one_line
 from harness.plan import Plan
@@ -23,6 +25,8 @@ from harness.records import (
 )
 
 PLAIN_WIDTH = 200
+MAX_TABLE_ROWS = 1000
+"""Beyond, lines."""
 STDERR_TAIL_BYTES = 8192
 STDERR_TAIL_LINES = 15
 
@@ -35,11 +39,13 @@ def make_console(*, stderr: bool = False) -> Console:
     )  # fmt: skip
 
 
-def _cell(text: object, style: str = "") -> Text:
+def cell(text: object, style: str = "") -> Text:
+    """Text for a table, on one line."""
     return Text(one_line(str(text)), style=style, overflow="fold")
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """An empty table; what does not fit is folded, never cut."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -48,14 +54,14 @@ def _table(*columns: str) -> Table:
 
 def verdict_table(verdicts: Iterable[Verdict]) -> Table:
     """Case, outcome, what happened, in words, seconds."""
-    table = _table("case", "outcome", "what", "message", "time")
+    table = plain_table("case", "outcome", "what", "message", "time")
     for verdict in verdicts:
         table.add_row(
-            _cell(verdict.case_id),
-            _cell(verdict.outcome, COLOURS[verdict.outcome]),
-            _cell(verdict.what),
-            _cell(verdict.message),
-            _cell(duration(verdict.wall_s)),
+            cell(verdict.case_id),
+            cell(verdict.outcome, COLOURS[verdict.outcome]),
+            cell(verdict.what),
+            cell(verdict.message),
+            cell(duration(verdict.wall_s)),
         )
     return table
 
@@ -75,24 +81,39 @@ def counts_line(verdicts: Sequence[Verdict], num_cases: int) -> Text:
 
 def print_plan(console: Console, plan: Plan) -> None:
     """The plan as tables: runs in order, cases that cannot run."""
-    runs = _table("run", "ranks", "device", "about", "for")
+    if len(plan.runs) + len(plan.skipped) > MAX_TABLE_ROWS:
+        console.file.write("".join(_plan_lines(plan)))
+        console.print(Text(plan_line(plan)))
+        return
+    runs = plain_table("run", "ranks", "device", "about", "for")
     for run in plan.runs:
         runs.add_row(
-            _cell(run.key),
-            _cell(run.spec.world_size),
-            _cell(run.spec.device),
-            _cell(duration(run.estimate_s)),
-            _cell(", ".join(run.serves)),
+            cell(run.key),
+            cell(run.spec.world_size),
+            cell(run.spec.device),
+            cell(duration(run.estimate_s)),
+            cell(", ".join(run.serves)),
         )
     console.print(runs)
     for case in plan.skipped:
-        console.print(_cell(f"skipped  {case.id}  {case.skip_reason}", COLOURS["skipped"]))
+        console.print(cell(f"skipped  {case.id}  {case.skip_reason}", COLOURS["skipped"]))
     console.print(Text(plan_line(plan)))
+
+
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    """A line each: rich takes half a millisecond for a row, and longer to fold it."""
+    width = max((len(run.key) for run in plan.runs), default=0)
+    for run in plan.runs:
+        about = duration(run.estimate_s)
+        yield f"{run.key:{width}} {run.spec.world_size:5} {run.spec.device} {about:>11}"
+        yield f"  {', '.join(run.serves)}\n"
+    for case in plan.skipped:
+        yield cell(f"skipped  {case.id}  {case.skip_reason}").plain + "\n"
 
 
 def print_cases(console: Console, scenario: str, cases: Sequence[CaseSpec], *, number: int) -> None:
     """A scenario's `number` of cases, and those given, one a line."""
-    console.print(_cell(f"{scenario}: {number} cases", "bold"))
+    console.print(cell(f"{scenario}: {count(number, 'case')}", "bold"))
     # Ids are safe as file names, and there may be tens of thousands: rich need not look at each.
     console.file.write("".join(f"  {case.id}\n" for case in cases))
 
@@ -104,20 +125,20 @@ def print_case(
     runs: dict[str, tuple[Path, RunResult]],
 ) -> None:
     """Everything a person asks about one case: verdict, difference, exits, last words."""
-    console.print(_cell(f"{case.id}  ({case.scenario})", "bold"))
+    console.print(cell(f"{case.id}  ({case.scenario})", "bold"))
     if verdict is None:
-        console.print(_cell("no verdict", "yellow"))
+        console.print(cell("no verdict", "yellow"))
     else:
-        console.print(_cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
-        console.print(_cell(verdict.message), soft_wrap=True)
+        console.print(cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
+        console.print(cell(verdict.message), soft_wrap=True)
         _print_difference(console, verdict.difference)
-        checks = _table("check", "outcome", "what", "message")
+        checks = plain_table("check", "outcome", "what", "message")
         for check in verdict.checks:
             checks.add_row(
-                _cell(check.check),
-                _cell(check.outcome, COLOURS[check.outcome]),
-                _cell(check.what),
-                _cell(check.message),
+                cell(check.check),
+                cell(check.outcome, COLOURS[check.outcome]),
+                cell(check.what),
+                cell(check.message),
             )
         console.print(checks)
     for leg, (folder, run) in runs.items():
@@ -137,15 +158,15 @@ def _print_difference(console: Console, difference: Difference | None) -> None:
     }
     for name, text in rows.items():
         if text:
-            table.add_row(_cell(name, "dim"), _cell(text))
+            table.add_row(cell(name, "dim"), cell(text))
     console.print(table)
 
 
 def _print_run(console: Console, leg: str, folder: Path, run: RunResult) -> None:
     word = f"{run_word(run.outcome)} {run_ending(run.outcome)}"
-    console.print(_cell(f"{leg}: {word}", "bold"), soft_wrap=True)
+    console.print(cell(f"{leg}: {word}", "bold"), soft_wrap=True)
     exits = {exit_.rank: exit_ for exit_ in run.outcome.ranks}
-    table = _table("rank", "exit", "steps", "error")
+    table = plain_table("rank", "exit", "steps", "error")
     told = False
     for records in run.ranks:
         gone = exits.get(records.rank)
@@ -156,15 +177,15 @@ def _print_run(console: Console, leg: str, folder: Path, run: RunResult) -> None
         error = records.error
         said = f"{error.type}: {error.message}" if error else "; ".join(records.problems)
         table.add_row(
-            _cell(records.rank), _cell(exit_word(gone)), _cell(len(records.steps)), _cell(said)
+            cell(records.rank), cell(exit_word(gone)), cell(len(records.steps)), cell(said)
         )
     if told:
         console.print(table)
     rank = run.outcome.culprit_rank
     if rank is not None and (tail := stderr_tail(folder / f"rank{rank}.stderr")):
-        console.print(_cell(f"last output of rank {rank}:", "dim"))
+        console.print(cell(f"last output of rank {rank}:", "dim"))
         for line in tail:
-            console.print(_cell(f"  {line}"), soft_wrap=True)
+            console.print(cell(f"  {line}"), soft_wrap=True)
 
 
 def exit_word(gone: RankExit | None) -> str:
@@ -176,27 +197,21 @@ def exit_word(gone: RankExit | None) -> str:
 
 
 def stderr_tail(path: Path) -> tuple[str, ...]:
-    """The last lines that a rank printed; empty if there are none."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - STDERR_TAIL_BYTES))
-            text = stream.read().decode(errors="replace")
-    except OSError:
-        return ()
+    """The last lines that a rank printed; empty if there are none, or no plain file."""
+    text = read_tail(path, STDERR_TAIL_BYTES).decode(errors="replace")
     return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """Findings, then what follows from them."""
     colours = {"ok": "green", "warn": "yellow", "missing": "red"}
-    table = _table("", "state", "")
+    table = plain_table("", "state", "")
     for finding in diagnosis.findings:
         table.add_row(
-            _cell(finding.name), _cell(finding.state, colours[finding.state]), _cell(finding.detail)
+            cell(finding.name), cell(finding.state, colours[finding.state]), cell(finding.detail)
         )
     console.print(table)
     for line in diagnosis.can_run:
-        console.print(_cell(f"can run     {line}", "green"), soft_wrap=True)
+        console.print(cell(f"can run     {line}", "green"), soft_wrap=True)
     for line in diagnosis.cannot_run:
-        console.print(_cell(f"cannot run  {line}", "yellow"), soft_wrap=True)
+        console.print(cell(f"cannot run  {line}", "yellow"), soft_wrap=True)

@@ -11,81 +11,50 @@ import json
 import os
 import sys
 import time
-import traceback
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import machine
-from harness.disk import write_atomic
+from harness import commit, machine
+from harness.changed import changed
 from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
-from harness.errors import HarnessError, InternalError, NothingSelected, UsageError, shown
+from harness.engine.slurm import SlurmEngine
+from harness.errors import HarnessError, InternalError, NothingSelected, UsageError
+from harness.expectations import expected_here, kind_of
+from harness.leftovers import clear_leftovers
+from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
-from harness.matrix import expand
-from harness.plan import Plan, make_plan, resume_plan
+from harness.masking import Masker
+from harness.occupancy import keep, metered
+from harness.on_slurm import MANIFEST_KEY, device_on_slurm, slots_on_slurm, stored_options
+from harness.plan import make_plan, resume_plan
+from harness.planned import check_whole, refuse_secrets
 from harness.progress import View
-from harness.records import CaseSpec, Verdict
-from harness.run import TO_REPEAT, execute
-from harness.schema import Overrides, Scenario, load_scenario
-from harness.select import select
+from harness.records import CaseSpec
+from harness.request import Carried, Prepared, Request
+from harness.retries import MANIFEST_KEY as RETRIES_KEY
+from harness.retries import Retries, stored_limit
+from harness.run import execute, is_left, keep_trace
+from harness.schedule import unique_runs
+from harness.schema import Overrides
+from harness.sharding import keep_whole, refuse_changed, take_shard
+from harness.slurm_options import SlurmOptions
 from harness.store import RunFolder, load_case
+from harness.suite import load_suite
 
-DEFAULT_OUT = Path("out")
+__all__ = [
+    "Carried", "Prepared", "Request", "carry_out", "make_engine", "make_folder", "prepare",
+    "prepare_rerun",
+]  # fmt: skip
 
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for. `slots` and `device` override the scenario's."""
-
-    scenario: Path | None = None
-    resume: Path | None = None
-    keyword: str | None = None
-    device: str | None = None
-    slots: int | None = None
-    ranks_per_gpu: int | None = None
-    jobs: int | None = None
-    out: Path | None = None
-    exit_first: bool = False
-    overrides: Overrides = field(default_factory=Overrides)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A request that can be carried out: nothing has been written yet.
-
-    Attributes:
-        name: of the scenario.
-        why: of the scenario.
-        text: what goes into the run folder as scenario.yaml.
-        plan: the runs to make and every case.
-        device: where they run.
-        devices: GPU of each slot, as CUDA_VISIBLE_DEVICES names it; empty on the CPU.
-        machine: this machine.
-        resumed: the folder to go on with; None to make one.
-    """
-
-    name: str
-    why: str
-    text: str
-    plan: Plan
-    device: Literal["cpu", "cuda"]
-    devices: tuple[str, ...]
-    machine: Machine
-    resumed: RunFolder | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Carried:
-    """What was carried out."""
-
-    folder: Path
-    verdicts: tuple[Verdict, ...]
-    num_cases: int
-    wall_s: float
+DEFAULT_SCENARIOS = Path("scenarios")
+NOTES_KEY = "notes"
+"""Of the manifest: what selections left out, a line each."""
 
 
 def prepare(request: Request) -> Prepared:
@@ -97,38 +66,80 @@ def prepare(request: Request) -> Prepared:
     here = machine.describe()
     if request.resume is not None:
         return _prepare_resume(request, request.resume, here)
-    if request.scenario is None:
-        raise UsageError("run: expected a SCENARIO or --resume RUN, got neither")
-    scenario = load_scenario(request.scenario, overrides=request.overrides)
-    device = machine.resolve_device(request.device or scenario.launch.device, here)
-    slots, devices = _slots(
-        request.slots or scenario.launch.slots, device, here, request.ranks_per_gpu
+    suite = load_suite(_paths(request), tiers=request.tiers, overrides=_overrides(request))
+    slurm = suite.launch.slurm if suite.launch.engine == "slurm" else None
+    device = _device(request.device or suite.launch.device, slurm, here)
+    chosen, selected = suite.cases(
+        device,
+        forced=request.device is not None,
+        keyword=request.keyword,
+        how=request.select,
+        changed=refuse_changed
+        if request.shard
+        else partial(changed, database=request.history, here=here),
     )
-    cases = expand(scenario, device)
-    chosen = select(cases, request.keyword)
-    if not chosen:
-        raise NothingSelected(
-            f"-k {shown(request.keyword)} selects none of {len(cases)} cases of {scenario.name}"
+    refuse_secrets(chosen, () if slurm is None else slurm.args)
+    whole = None
+    if request.shard is not None:
+        chosen, whole = take_shard(
+            chosen, request.shard, costs=request.costs, recorded_in=request.history
         )
+    wanted = request.slots or suite.launch.slots
+    if slurm is None:
+        slots, devices = _slots(wanted, device, here, request.ranks_per_gpu)
+    else:
+        slots, devices = _slots_on_slurm(wanted, chosen, request), ()
+    seconds = expected_here(request.costs or request.history, kind_of(here))
     return Prepared(
-        name=scenario.name,
-        why=scenario.why,
-        text=_source_text(scenario),
-        plan=make_plan(chosen, slots=slots, jobs=request.jobs),
+        name=suite.name,
+        why=suite.why,
+        text=suite.text,
+        plan=make_plan(chosen, slots=slots, jobs=request.jobs, seconds=seconds),
         device=device,
         devices=devices,
         machine=here,
+        slurm=slurm,
+        retries=suite.launch.retries,
+        selected=selected,
+        tiers=suite.tiers,
+        whole=whole,
     )
 
 
-def _source_text(scenario: Scenario) -> str:
-    return scenario.source.decode("utf-8")
+def _paths(request: Request) -> tuple[Path, ...]:
+    paths = request.paths or ((request.scenario,) if request.scenario else ())
+    if not paths and request.tiers:
+        paths = (DEFAULT_SCENARIOS,)
+    if not paths:
+        raise UsageError("run: expected a SCENARIO, --tier or --resume RUN, got none")
+    return paths
+
+
+def _overrides(request: Request) -> Overrides:
+    sets = [f"launch.slurm.{text}" for text in request.slurm]
+    if request.engine is not None:
+        sets.append(f"launch.engine={request.engine}")
+    return dataclasses.replace(request.overrides, sets=(*request.overrides.sets, *sets))
+
+
+def _device(wanted: str, slurm: SlurmOptions | None, here: Machine) -> Literal["cpu", "cuda"]:
+    if slurm is not None:
+        return device_on_slurm(wanted, slurm)
+    return machine.resolve_device(wanted, here)
+
+
+def _slots_on_slurm(wanted: int | None, cases: Sequence[CaseSpec], request: Request) -> int:
+    if request.ranks_per_gpu is not None:
+        raise UsageError("--ranks-per-gpu: expected runs on this machine, these go to Slurm")
+    return slots_on_slurm(wanted, cases)
 
 
 def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     refused = {
         "-k": request.keyword, "--device": request.device, "--out": request.out,
         "--set": request.overrides.sets, "--axis": request.overrides.axes,
+        "--engine": request.engine, "--slurm": request.slurm, "--tier": request.tiers,
+        "--select": request.select, "--shard": request.shard, "--costs": request.costs,
     }  # fmt: skip
     for option, value in refused.items():
         if value:
@@ -136,38 +147,56 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
                 f"--resume: expected no {option}, the cases of {path} stand as planned"
             )
     folder = RunFolder.open(path)
-    if request.scenario is not None:
-        given = load_scenario(request.scenario)
-        if _source_text(given) != folder.scenario_text:
-            raise UsageError(
-                f"--resume: expected the scenario that {path} was made from, "
-                f"got {request.scenario}, which differs; leave it out to go on with the old one"
-            )
+    given = request.paths or ((request.scenario,) if request.scenario else ())
+    if given and not _is_text_of(load_suite(given).text, folder):
+        raise UsageError(
+            f"--resume: expected the scenario that {path} was made from, "
+            f"got {', '.join(map(str, given))}, which differs; leave it out to go on with the old "
+            f"one"
+        )
     if not folder.cases:
         raise NothingSelected(f"{path} holds no case")
+    check_whole(path, folder.cases)
     device = folder.cases[0].candidate.device
-    machine.resolve_device(device, here)
-    slots, devices = _slots(
-        request.slots or _stored_slots(folder),
-        device,
-        here,
-        request.ranks_per_gpu or _stored_ranks_per_gpu(folder),
-    )
+    slurm = stored_options(folder.manifest)
+    _device(device, slurm, here)
+    if slurm is None:
+        slots, devices = _slots(
+            request.slots or _stored_slots(folder),
+            device,
+            here,
+            request.ranks_per_gpu or _stored_ranks_per_gpu(folder),
+        )
+    else:
+        slots, devices = _slots_on_slurm(request.slots, folder.cases, request), ()
 
-    def finished(key: str) -> bool:
-        outcome = folder.finished(key)
-        return outcome is not None and outcome.what not in TO_REPEAT
-
+    retries = Retries(folder, stored_limit(folder.manifest))
+    left = {
+        key for key, spec in unique_runs(folder.cases).items() if is_left(folder, spec, retries)
+    }
     return Prepared(
         name=str(folder.manifest.get("scenario", "")),
         why=str(folder.manifest.get("why", "")),
         text=folder.scenario_text,
-        plan=resume_plan(folder.cases, slots=slots, jobs=request.jobs, finished=finished),
+        plan=resume_plan(
+            folder.cases,
+            slots=slots,
+            jobs=request.jobs,
+            finished=lambda key: key not in left,
+            seconds=expected_here(request.history, kind_of(here)),
+        ),
         device=device,
         devices=devices,
         machine=here,
+        slurm=slurm,
+        retries=retries.limit,
         resumed=folder,
     )
+
+
+def _is_text_of(text: str, folder: RunFolder) -> bool:
+    """Whether a folder was made from a scenario, which it stores without secrets."""
+    return folder.scenario_text in (text, Masker(os.environ).text(text))
 
 
 def _stored_slots(folder: RunFolder) -> int | None:
@@ -190,6 +219,7 @@ def prepare_rerun(
         HarnessError: not a case folder, or the case cannot run here.
     """
     case = load_case(case_folder).case
+    check_whole(case_folder, [dataclasses.replace(case, skip_reason="")])
     here = machine.describe()
     device = case.candidate.device
     machine.resolve_device(device, here)
@@ -254,44 +284,70 @@ def carry_out(
         HarnessError: interrupted, or the machine or our own code failed.
     """
     started_s = time.monotonic()
-    folder = prepared.resumed or _make_folder(prepared, out, argv)
+    folder = prepared.resumed or make_folder(prepared, out, argv)
     cases = prepared.plan.cases
     with folder, view:
+        if prepared.resumed is not None:
+            clear_leftovers(folder)
         view.planned(prepared.plan)
-        engine = engine or LocalEngine(
-            slots=prepared.plan.slots, jobs=prepared.plan.jobs, devices=prepared.devices
-        )
+        engine = engine or make_engine(prepared)
+        meter = metered(view, prepared.plan)
+        known = {run.key: run.estimate_s for run in prepared.plan.runs}
         try:
-            verdicts = execute(folder, cases, engine, view, exit_first=exit_first)
+            verdicts = execute(
+                folder, cases, engine, meter, exit_first=exit_first, retries=prepared.retries,
+                seconds=lambda spec: known.get(spec.key, 0.0),
+            )  # fmt: skip
         except HarnessError:
             raise
         except Exception as error:
             # Kept with the run that it spoiled, where whoever looks into it will look first.
             trace = folder.path / "internal_error.txt"
-            write_atomic(trace, traceback.format_exc())
-            raise InternalError(
-                f"internal error: {type(error).__name__}: {error} (traceback: {trace})"
-            ) from error
+            told = keep_trace(trace, error)
+            raise InternalError(f"internal error: {told} (traceback: {trace})") from error
         finally:
             engine.close()
+            keep(folder.path, meter.read())
     return Carried(
         folder=folder.path,
         verdicts=verdicts,
         num_cases=len(cases),
         wall_s=time.monotonic() - started_s,
+        occupancy=meter.read(),
     )
 
 
-def _make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> RunFolder:
+def make_engine(prepared: Prepared) -> Engine:
+    """What makes the runs: this machine or Slurm; whoever asks closes it."""
+    slots, jobs = prepared.plan.slots, prepared.plan.jobs
+    if prepared.slurm is not None:
+        return SlurmEngine(prepared.slurm, slots=slots, jobs=jobs)
+    return LocalEngine(slots=slots, jobs=jobs, devices=prepared.devices)
+
+
+def make_folder(prepared: Prepared, out: Path | None, argv: Sequence[str]) -> RunFolder:
+    """A new run folder, locked: `out`, or one under `out/` that is named after the scenario.
+
+    Raises:
+        UsageError: there is something else at `out`.
+        Infrastructure: it cannot be written.
+    """
     now = datetime.now(UTC)
-    path = out or _unused(DEFAULT_OUT / f"{prepared.name}-{now:%Y%m%dT%H%M%SZ}")
-    return RunFolder.create(
-        path, _manifest(prepared, now, argv), prepared.text, prepared.plan.cases
-    )
+    shard = prepared.whole.shard if prepared.whole is not None else None
+    name = prepared.name if shard is None else f"{prepared.name}-{shard.index}of{shard.number}"
+    path = out or unused(DEFAULT_OUT / f"{name}-{now:%Y%m%dT%H%M%SZ}")
+
+    def fill(folder: RunFolder) -> None:
+        if prepared.whole is not None:
+            keep_whole(folder.path, prepared.whole)
+
+    manifest = _manifest(prepared, now, argv)
+    return RunFolder.create(path, manifest, prepared.text, prepared.plan.cases, fill=fill)
 
 
 def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping[str, Any]:
     return {
+        "id": uuid.uuid4().hex,
         "scenario": prepared.name,
         "why": prepared.why,
         "created": now.isoformat(timespec="seconds"),
@@ -299,43 +355,13 @@ def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping
         "device": prepared.device,
         "slots": prepared.plan.slots,
         "devices": list(prepared.devices),
+        RETRIES_KEY: prepared.retries,
+        "tier": prepared.tiers,
+        "shard": "" if prepared.whole is None else str(prepared.whole.shard),
+        "selected": [part.to_json() for part in prepared.selected],
+        NOTES_KEY: list(prepared.notes),
+        MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
         "machine": prepared.machine,
+        "commit": commit.describe(),
         "environment": {"python": sys.version.split()[0], "variables": dict(os.environ)},
     }
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, ... that is free."""
-    number, candidate = 2, path
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return candidate
-
-
-def newest_run(out: Path = DEFAULT_OUT) -> Path:
-    """The run folder made last under `out`.
-
-    Raises:
-        UsageError: there is none.
-    """
-    made = [path for path in out.glob("*/manifest.json") if path.is_file()]
-    if not made:
-        raise UsageError(f"expected a run folder, {out}/ holds none")
-    return max(made, key=lambda path: path.stat().st_mtime_ns).parent
-
-
-def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
-    """A case's folder by its path, or by its id in a run folder (the newest by default).
-
-    Raises:
-        UsageError: there is no such case.
-    """
-    path = Path(name)
-    if run is None and (path / "case.json").is_file():
-        return path, load_case(path).case
-    folder = RunFolder.open(run or newest_run())
-    ids = [case.id for case in folder.cases]
-    if name not in ids:
-        known = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
-        raise UsageError(f"{shown(name)}: expected a case folder or id; {folder.path} has {known}")
-    return folder.case_folder(name), folder.cases[ids.index(name)]

@@ -18,9 +18,7 @@ value and nothing else changed; and the control, which is the reference again. A
 into the legs that it names; the other legs get its counterpart, if the catalogue gives it one.
 """
 
-import contextlib
 import dataclasses
-import gc
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -29,12 +27,15 @@ from typing import Literal
 
 from fsdp_core.config import TrainConfig
 from harness.case_id import Words, label, unique_ids
+from harness.check_limits import TIMED_STEPS
+from harness.collector import held_off
 from harness.decode import dotted
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
 from harness.records import CaseSpec, PlantSpec, RunSpec
 from harness.schema import Choice, Rule, Scenario
 from harness.settings import Leg, build_leg, overlay, plain_config
+from harness.soaking import LEAST_STEPS
 
 MAX_COMBINATIONS = 50_000
 Device = Literal["cpu", "cuda"]
@@ -50,25 +51,36 @@ def expand(scenario: Scenario, device: Device) -> tuple[CaseSpec, ...]:
             entry does nothing, two cases are the same, or there are too many.
         NothingSelected: no case is left.
     """
-    assignments = _include(scenario, _exclude(scenario, _product(scenario)))
+    return expand_marked(scenario, device)[0]
+
+
+def expand_marked(
+    scenario: Scenario, device: Device
+) -> tuple[tuple[CaseSpec, ...], tuple[str, ...]]:
+    """As `expand`, and the ids of the cases that include entries added: somebody wants these."""
+    left = _exclude(scenario, _product(scenario))
+    assignments = _include(scenario, left)
     if not assignments:
         raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
-    with _uncollected():
+    with held_off():
         ids = unique_ids(assignments, last=scenario.compare.axis)
         maker = _Maker(scenario, device)
-        return tuple(maker.case(name, held) for name, held in zip(ids, assignments, strict=True))
+        named = zip(ids, assignments, strict=True)
+        return tuple(maker.case(name, held) for name, held in named), tuple(ids[len(left) :])
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Hold off the garbage collector: tens of thousands of objects are made here, no cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def named(scenario: Scenario) -> Iterator[tuple[str, dict[str, str]]]:
+    """Id and labels of each case that `expand` gives, in a tenth of its time: none is checked.
+
+    Raises:
+        ScenarioError: an exclude or include entry does nothing, or there are too many cases.
+    """
+    assignments = _include(scenario, _exclude(scenario, _product(scenario)))
+    words = Words()
+    for name, held in zip(
+        unique_ids(assignments, last=scenario.compare.axis), assignments, strict=True
+    ):
+        yield name, {key: words.label(choice) for key, choice in held.items()}
 
 
 def _product(scenario: Scenario) -> list[Assignment]:
@@ -193,7 +205,7 @@ class _Maker:
     scenario: Scenario
     device: Device
     legs: dict[tuple[tuple[str, int], ...], Leg] = field(default_factory=dict)
-    runs: dict[tuple[int, str, PlantSpec | None], RunSpec] = field(default_factory=dict)
+    runs: dict[tuple[int, str, PlantSpec | None, bool], RunSpec] = field(default_factory=dict)
     configs: dict[TrainConfig, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
     seen: dict[tuple[object, ...], str] = field(default_factory=dict)
@@ -206,15 +218,17 @@ class _Maker:
         plants = {role: _planted(role, candidate, reference) for role in LEGS}
         self._check_pair(name, held, candidate, reference, plants)
         self._check_looks(held, candidate, reference, plants)
+        soaks = self._who_soaks(candidate, reference)
         return CaseSpec(
             id=name,
             scenario=self.scenario.name,
             labels={key: self.words.label(choice) for key, choice in held.items()},
-            reference=self._run(reference, "reference", plants["reference"]),
-            control=self._run(reference, "control", plants["control"]),
-            candidate=self._run(candidate, "candidate", plants["candidate"]),
+            reference=self._run(reference, "reference", plants["reference"], soaks=soaks[1]),
+            control=self._run(reference, "control", plants["control"], soaks=soaks[1]),
+            candidate=self._run(candidate, "candidate", plants["candidate"], soaks=soaks[0]),
             expect=compare.expect,
             checks=self.scenario.checks,
+            repeats=self.scenario.checks.get("throughput", {}).get("repeats", 0),
         )
 
     def _leg(self, held: Mapping[str, Choice]) -> Leg:
@@ -227,8 +241,29 @@ class _Maker:
             self.numbers[id(leg)] = self.configs.setdefault(leg.config, len(self.configs))
         return self.legs[key]
 
-    def _run(self, leg: Leg, role: str, plant: PlantSpec | None) -> RunSpec:
-        key = (id(leg), role, plant)
+    def _who_soaks(self, candidate: Leg, reference: Leg) -> tuple[bool, bool]:
+        """Whether each leg goes on past its `steps`: those with graphs, all where none has any.
+
+        An eager reference beside graphs stops there: what is compared is what both have.
+        """
+        soak = self.scenario.soak
+        if soak is None:
+            return False, False
+        if candidate.config.steps < LEAST_STEPS:
+            raise soak.origin.error(
+                "soak",
+                expected=f"{LEAST_STEPS} steps at least, as growth of memory shows from there on",
+                got=f"steps {candidate.config.steps}",
+            )
+        graphed = bool(candidate.config.graph), bool(reference.config.graph)
+        if soak.spec.by == "replays" and not graphed[0]:
+            raise soak.origin.error(
+                "soak.replays", expected="a graph in every candidate", got="an eager one"
+            )
+        return graphed if any(graphed) and soak.spec.is_open else (True, True)
+
+    def _run(self, leg: Leg, role: str, plant: PlantSpec | None, *, soaks: bool) -> RunSpec:
+        key = (id(leg), role, plant, soaks)
         if key not in self.runs:
             self.runs[key] = RunSpec(
                 config=plain_config(leg.config),
@@ -237,6 +272,8 @@ class _Maker:
                 timeout_s=self.scenario.launch.timeout_s,
                 replica=1 if role == "control" else 0,
                 plant=plant,
+                explain="max_unexplained" in self.scenario.checks.get("peak_memory", {}),
+                soak=self.scenario.soak.spec if soaks and self.scenario.soak else None,
             )
         return self.runs[key]
 
@@ -284,6 +321,7 @@ class _Maker:
             raise self.scenario.checks_origin.error(
                 "checks.taps", expected="taps in base, of the modules to compare", got="none"
             )
+        self._check_timed(candidate, reference)
         for role, plant in plants.items():
             graph = (mine if role == "candidate" else theirs).graph
             scopes = CATALOGUE[plant.fault].scopes if plant is not None else ()
@@ -296,6 +334,27 @@ class _Maker:
                     got=f"{'+'.join(graph) or 'eager'} in the {role}",
                     legal=scopes,
                 )
+
+    def _check_timed(self, candidate: Leg, reference: Leg) -> None:
+        """Times of warm-up and capture say nothing of the steps that come after."""
+        timed = self.scenario.checks.get("throughput")
+        if timed is None:
+            return
+        skipped, steps = timed["skip_steps"], candidate.config.steps
+        graphed = [leg.config for leg in (candidate, reference) if leg.config.graph]
+        captured = max((config.graph_warmup_steps + 1 for config in graphed), default=0)
+        if skipped < captured:
+            raise self.scenario.checks_origin.error(
+                "checks.throughput.skip_steps",
+                expected=f"{captured} or more, as graphs are captured in the step before",
+                got=f"{skipped}",
+            )
+        if steps < skipped + TIMED_STEPS:
+            raise self.scenario.checks_origin.error(
+                "steps",
+                expected=f"skip_steps + {TIMED_STEPS} = {skipped + TIMED_STEPS} or more to time",
+                got=f"{steps}",
+            )
 
 
 def _pairing(candidate: Leg, reference: Leg) -> Iterator[tuple[str, int | str, int | str]]:

@@ -1,10 +1,10 @@
 """What will run, in which order, on how many slots, for how long (an estimate, and how it is made).
 
 A slot holds one rank: a GPU, or on the CPU one of a stated number. Runs that cases share are made
-once. Large worlds go first, so that small ones fill the gaps at the end, and the runs of one case
-stay together, so that its verdict does not wait for the whole matrix.
+once, in the order of `harness.schedule`.
 
-The estimate of a run, in seconds, on the CPU and on CUDA:
+What a run takes is what the history says of runs like it. Where it says nothing, the estimate, in
+seconds, on the CPU and on CUDA, is
 
     start      1.0 + 0.05 a rank        6.0 + 0.5 a rank
     a step     0.05 of host time        0.02 of host time
@@ -16,20 +16,23 @@ that is above 1. The whole is what a greedy packing of these runs on the slots w
 """
 
 import dataclasses
-import heapq
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fsdp_core.config import TrainConfig, not_built
+from fsdp_core.config import TrainConfig, built, not_built
+from harness.collector import held_off
 from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
 from harness.machine import num_cores, package_version
 from harness.records import CaseSpec, Json, RunSpec
+from harness.repeats import in_turn, runs_of
+from harness.schedule import Job, Seconds, arrange, makespan_s
 
+Device = Literal["cpu", "cuda"]
 _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
 _STEP_S = {"cpu": 0.05, "cuda": 0.02}
 _FLOPS = {"cpu": 5e9, "cuda": 1e14}
@@ -61,20 +64,28 @@ class Plan(Json):
         return tuple(case for case in self.cases if case.skip_reason)
 
 
-def make_plan(cases: Iterable[CaseSpec], *, slots: int, jobs: int | None = None) -> Plan:
+def make_plan(
+    cases: Iterable[CaseSpec],
+    *,
+    slots: int,
+    jobs: int | None = None,
+    seconds: Seconds | None = None,
+) -> Plan:
     """Plan the runs of `cases`.
 
     Args:
         cases: what to run.
         slots: ranks that may run at a time.
         jobs: runs that may run at a time; None: as many as fit on the slots.
+        seconds: what a run is expected to take; None for `default_seconds`.
 
     Raises:
         UsageError: no slot, or no job.
     """
     _check_counts(slots, jobs)
     judged = tuple(_with_reason(case, slots) for case in cases)
-    return _order(judged, slots=slots, jobs=jobs, finished=lambda key: False)
+    with held_off():
+        return _order(judged, slots=slots, jobs=jobs, seconds=seconds, finished=lambda key: False)
 
 
 def resume_plan(
@@ -82,6 +93,7 @@ def resume_plan(
     *,
     slots: int,
     jobs: int | None = None,
+    seconds: Seconds | None = None,
     finished: Callable[[str], bool],
 ) -> Plan:
     """Plan what is left of `cases`, whose skip reasons stand as they were decided.
@@ -93,13 +105,14 @@ def resume_plan(
         cases: the cases of the run folder.
         slots: ranks that may run at a time.
         jobs: runs that may run at a time.
+        seconds: what a run is expected to take; None for `default_seconds`.
         finished: whether the run of a key need not be made again.
 
     Raises:
         UsageError: no slot, or no job.
     """
     _check_counts(slots, jobs)
-    return _order(tuple(cases), slots=slots, jobs=jobs, finished=finished)
+    return _order(tuple(cases), slots=slots, jobs=jobs, seconds=seconds, finished=finished)
 
 
 def _check_counts(slots: int, jobs: int | None) -> None:
@@ -113,31 +126,36 @@ def _order(
     *,
     slots: int,
     jobs: int | None,
+    seconds: Seconds | None,
     finished: Callable[[str], bool],
 ) -> Plan:
     serves: dict[str, list[str]] = {}
-    specs: dict[str, RunSpec] = {}
-    keys: dict[int, str] = {}
-    for case in sorted(cases, key=lambda case: -case.candidate.world_size):
-        if case.skip_reason:
-            continue
-        for spec in (case.reference, case.control, case.candidate):
-            # A key is a hash of the whole specification: worth making once an object.
-            key = keys.get(id(spec)) or spec.key
-            keys[id(spec)] = key
-            specs.setdefault(key, spec)
-            serves.setdefault(key, []).append(case.id)
-    cores = num_cores()
+    for case in cases:
+        if not case.skip_reason:
+            for spec in runs_of(case):
+                serves.setdefault(spec.key, []).append(case.id)
+    expected = seconds or default_seconds()
+    order = arrange(
+        cases, expected, slots=slots, jobs=jobs, left=lambda key: not finished(key)
+    )  # fmt: skip
+    alone = [Job(s, expected(s), 0.0) for s in in_turn(cases) if not finished(s.key)]
     runs = tuple(
         PlannedRun(
-            key=key, spec=spec, serves=tuple(serves[key]), estimate_s=estimate_s(spec, cores)
+            key=job.spec.key,
+            spec=job.spec,
+            serves=tuple(dict.fromkeys(serves[job.spec.key])),
+            estimate_s=job.seconds,
         )
-        for key, spec in specs.items()
-        if not finished(key)
+        for job in (*order, *alone)
     )
-    return Plan(
-        slots=slots, jobs=jobs, runs=runs, cases=cases, estimate_s=_makespan_s(runs, slots, jobs)
-    )
+    length_s = makespan_s(order, slots=slots, jobs=jobs) + sum(job.seconds for job in alone)
+    return Plan(slots=slots, jobs=jobs, runs=runs, cases=cases, estimate_s=length_s)
+
+
+def default_seconds() -> Seconds:
+    """What runs are expected to take where nothing is known but their size."""
+    cores = num_cores()
+    return lambda spec: estimate_s(spec, cores)
 
 
 def _with_reason(case: CaseSpec, slots: int) -> CaseSpec:
@@ -159,7 +177,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         return f"data.path {path} is not on this machine"
-    error = not_built(TrainConfig.from_dict(spec.config))
+    # Rebuilding ten thousand configurations takes seconds: only where there is a rule to ask.
+    error = not_built(TrainConfig.from_dict(spec.config)) if built.NOT_BUILT else None
     return str(error) if error else ""
 
 
@@ -191,18 +210,29 @@ def _lacks_compiler(spec: RunSpec) -> str:
     return "compile_backend inductor needs a C++ compiler, none is installed (aot_eager needs none)"
 
 
-def estimate_s(spec: RunSpec, cores: int) -> float:
-    """Seconds that a run may take, by the model in the module's docstring."""
+def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float:
+    """Seconds that a run may take, by the model in the module's docstring.
+
+    Args:
+        spec: the run.
+        cores: of the machine.
+        device: where; None for where the run says.
+    """
     config, world = spec.config, spec.world_size
-    fixed, each = _START_S[spec.device]
+    device = device or spec.device
+    fixed, each = _START_S[device]
     # Ranks of one replica work on the same tokens.
     replicas = config["parallel"]["dp_outer"] * config["parallel"]["dp"]
     sequences = config["microbatches"] * config["micro_batch_size"] * replicas
     work = 6.0 * num_parameters(config["model"], active=True) * sequences * config["model"]["seq"]
-    crowd = max(1.0, world / cores) if spec.device == "cpu" else 1.0
-    workers = cores if spec.device == "cpu" else world
-    step = _STEP_S[spec.device] * crowd + work / (_FLOPS[spec.device] * workers)
-    return float(fixed + each * world + config["steps"] * step)
+    crowd = max(1.0, world / cores) if device == "cpu" else 1.0
+    workers = cores if device == "cpu" else world
+    step = _STEP_S[device] * crowd + work / (_FLOPS[device] * workers)
+    steps_s, soak = config["steps"] * step, spec.soak
+    if soak is not None and soak.is_open:
+        # A step replays once at least: more often, and the soak is over sooner.
+        steps_s = max(steps_s, soak.amount * (step if soak.by == "replays" else 1.0))
+    return float(fixed + each * world + steps_s)
 
 
 def num_parameters(model: Mapping[str, Any], *, active: bool = False) -> int:
@@ -235,19 +265,3 @@ def _attention_parameters(model: Mapping[str, Any]) -> int:
         query = model["q_lora_rank"] * (hidden + heads * head)
     keys = hidden * (latent + rope) + latent * heads * (model["qk_nope_head_dim"] + value)
     return int(query + keys + heads * value * hidden)
-
-
-def _makespan_s(runs: Iterable[PlannedRun], slots: int, jobs: int | None) -> float:
-    """When the last run ends if each starts, in order, as soon as its slots are free."""
-    running: list[tuple[float, int]] = []
-    free, now, last = slots, 0.0, 0.0
-    for run in runs:
-        wanted = min(run.spec.world_size, slots)
-        while wanted > free or (jobs is not None and len(running) >= jobs):
-            now, released = heapq.heappop(running)
-            free += released
-        free -= wanted
-        end = now + run.estimate_s
-        last = max(last, end)
-        heapq.heappush(running, (end, wanted))
-    return last

@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from harness.checks.steps import count
 from harness.errors import one_line
 from harness.plan import Plan
 from harness.records import Outcome, RunOutcome, RunSpec, Verdict
@@ -81,7 +82,8 @@ def plan_line(plan: Plan) -> str:
     num = len(plan.cases) - len(plan.skipped)
     skipped = f", {len(plan.skipped)} skipped" if plan.skipped else ""
     return (
-        f"{num} cases{skipped}, {len(plan.runs)} runs on {plan.slots} slots, "
+        f"{count(num, 'case')}{skipped}, {count(len(plan.runs), 'run')} on "
+        f"{count(plan.slots, 'slot')}, "
         f"about {duration(plan.estimate_s)}"
     )
 

@@ -16,13 +16,15 @@ Record lines of one rank, in order:
 
 import hashlib
 import json
-import struct
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, Literal, Self
+from functools import cached_property
+from typing import Any, Literal
 
-from harness.codec import Json, RecordError, dumps
+from harness.codec import Json, RecordError, check_depth, dumps
+from harness.float_bits import FloatBits, ulp_distance
+from harness.soaking import SoakSpec
 
 __all__ = [
     "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "NEVER_RAN", "OUTCOMES", "RECORD_KINDS", "SCHEMA_VERSION",
@@ -39,7 +41,8 @@ Outcome = Literal["passed", "failed", "error", "skipped", "incomparable"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomparable")
 
 What = Literal[
-    "", "diverged", "nonfinite", "memory_regression", "missing_step", "missing_rank",
+    "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "noisy",
+    "missing_step", "missing_rank",
     "record_after_end", "corrupt_record", "empty_run", "not_replayed", "illegal_access", "oom",
     "hang", "crashed", "killed", "stale_address", "stale_guards", "race",
     "capture_refused",
@@ -54,6 +57,11 @@ DIGEST_HEX_CHARS = 32
 TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8
 """Characters of one row of taps: a digest, and its place in the step, all ones if it never ran."""
 NEVER_RAN = "f" * 8
+_SORTED = json.JSONEncoder(sort_keys=True, allow_nan=False)
+
+
+MAX_WORLD_SIZE = 1 << 17
+"""Each rank is looked for: a damaged number must not keep a reader for ever."""
 
 
 class ExitCode(IntEnum):
@@ -66,44 +74,6 @@ class ExitCode(IntEnum):
     USAGE = 4
     NOTHING_RAN = 5
     NO_VERDICT = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class FloatBits(Json):
-    """A float32 as its 8 hex digits, big-endian, and as a number for people (None: not finite)."""
-
-    bits: str
-    value: float | None
-
-    def __post_init__(self) -> None:
-        if len(self.bits) != 8 or not set(self.bits) <= set("0123456789abcdef"):
-            raise RecordError(f"bits: expected 8 lower-case hex digits, got {self.bits!r}")
-        number = struct.unpack(">f", bytes.fromhex(self.bits))[0]
-        shown = number if number - number == 0 else None
-        if shown != self.value:
-            raise RecordError(f"bits {self.bits} say {shown!r} but value says {self.value!r}")
-
-    @classmethod
-    def from_bits(cls, pattern: int) -> Self:
-        """From the unsigned 32-bit integer view of a float32."""
-        number = struct.unpack(">f", pattern.to_bytes(4, "big"))[0]
-        return cls(bits=f"{pattern:08x}", value=number if number - number == 0 else None)
-
-    @property
-    def finite(self) -> bool:
-        """Whether it is neither NaN nor infinite."""
-        return self.value is not None
-
-
-def ulp_distance(a: FloatBits, b: FloatBits) -> int | None:
-    """Number of float32 values between `a` and `b` (0 for -0.0 against 0.0); None past infinity."""
-    if not (a.finite and b.finite):
-        return None
-    return abs(_ordinal(int(a.bits, 16)) - _ordinal(int(b.bits, 16)))
-
-
-def _ordinal(pattern: int) -> int:
-    return -(pattern & 0x7FFFFFFF) if pattern & 0x80000000 else pattern
 
 
 # --- specifications ---------------------------------------------------------------------------
@@ -122,7 +92,11 @@ class PlantSpec(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Json):
-    """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control."""
+    """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control,
+    higher ones are repeats for times. `explain`: its ranks say whose memory their peak was.
+
+    `soak` is None where the run takes the steps of its configuration and no more.
+    """
 
     config: dict[str, Any]
     device: Literal["cpu", "cuda"]
@@ -130,23 +104,41 @@ class RunSpec(Json):
     timeout_s: float
     replica: int = 0
     plant: PlantSpec | None = None
+    explain: bool = False
+    soak: SoakSpec | None = None
 
     def __post_init__(self) -> None:
         # An int here would give another key than the same specification read back from JSON.
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
+        if self.world_size > MAX_WORLD_SIZE:
+            raise RecordError(
+                f"world_size: expected at most {MAX_WORLD_SIZE}, got {self.world_size}"
+            )
+        graph = self.config.get("graph", ())
+        if not isinstance(graph, list | tuple) or not all(isinstance(n, str) for n in graph):
+            raise RecordError(f"config.graph: expected a list of names, got {graph!r:.80}")
 
-    @property
+    @cached_property
     def key(self) -> str:
         """File-name-safe identity: equal keys mean equal work."""
         graph = "+".join(self.config.get("graph", ())) or "eager"
-        text = json.dumps(self.to_json(), sort_keys=True, allow_nan=False)
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {k: v.to_json() if isinstance(v, Json) else v for k, v in held.items()}
+        if self.soak is None:
+            del plain["soak"]  # the keys of plain runs are older than soaks
+        if not self.explain:
+            del plain["explain"]  # and than this
+        text = _SORTED.encode(plain)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"w{self.world_size}-{graph}-r{self.replica}-{digest}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseSpec(Json):
-    """A candidate against its reference, which also runs against its own control."""
+    """A candidate against its reference, which also runs against its own control.
+
+    `repeats` more runs of each of both are made for their times (`harness.repeats`).
+    """
 
     id: str
     scenario: str
@@ -157,6 +149,7 @@ class CaseSpec(Json):
     expect: Literal["bitwise"]
     checks: dict[str, dict[str, Any]]
     skip_reason: str = ""
+    repeats: int = 0
 
 
 # --- records of a rank ------------------------------------------------------------------------
@@ -170,6 +163,7 @@ class StartRecord(Json):
         tensors: per digest group, names of the tensors in digest order.
         taps: names of the rows of taps: `layers.3.attn:output[1]`, of the second call of a step.
         tap_stages: for each row, the stage of the pipeline that its module is in.
+        run: key of the run; "" in files older than the field.
     """
 
     schema: int
@@ -181,6 +175,7 @@ class StartRecord(Json):
     environment: dict[str, Any]
     taps: tuple[str, ...] = ()
     tap_stages: tuple[int, ...] = ()
+    run: str = ""
     kind: Literal["start"] = "start"
 
 
@@ -194,11 +189,12 @@ class StepRecord(Json):
         grad_norm: global gradient norm before clipping.
         digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
         nonfinite: per group, names of tensors that hold a NaN or an infinity.
-        step_s: host seconds since the previous flush, divided by the steps in it.
+        step_s: seconds from the end of the step before to its own, on the device.
         live_bytes: memory in use after the step.
         peak_bytes: highest memory in use so far.
         taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
         pointer_changes: long-lived tensors that moved since the step before; None if not counted.
+        device_bytes: used on the whole GPU, by the driver; at the last step of a flush, else None.
     """
 
     step: int
@@ -213,6 +209,7 @@ class StepRecord(Json):
     peak_bytes: int
     taps: str = ""
     pointer_changes: int | None = None
+    device_bytes: int | None = None
     kind: Literal["step"] = "step"
 
 
@@ -248,7 +245,8 @@ class ErrorRecord(Json):
 class EndRecord(Json):
     """Last line of a rank that ran every step.
 
-    `startup_s` is from process start to first step; `replays` counts launches of captured graphs.
+    `startup_s` is from process start to first step; `replays` counts launches of captured graphs;
+    `sha256` is the file's checksum (`harness.checksum`), "" in files older than it.
     """
 
     rank: int
@@ -257,6 +255,7 @@ class EndRecord(Json):
     startup_s: float
     wall_s: float
     replays: int = 0
+    sha256: str = ""
     kind: Literal["end"] = "end"
 
 
@@ -282,6 +281,12 @@ def parse_record(line: str) -> Record:
     kind = RECORD_KINDS.get(str(plain.get("kind")))
     if kind is None:
         raise RecordError(f"unknown kind {plain.get('kind')!r}")
+    if kind in (StartRecord, EventRecord):
+        # Only these hold values of any shape; the others come by the hundred thousand.
+        try:
+            check_depth(plain)
+        except ValueError as error:
+            raise RecordError(str(error)) from error
     return kind.from_json(plain)
 
 
@@ -306,7 +311,8 @@ class RunOutcome(Json):
     """What happened to one run, as the engine saw it: exit states, time, classification.
 
     `what` is empty for a run in which every rank exited 0. `culprit_rank` is the rank that failed
-    first (the others often only report a lost connection).
+    first (the others often only report a lost connection). `from_outside`: a SIGKILL ended it that
+    neither the harness sent nor, by the kernel's own count, the kernel for want of memory.
     """
 
     key: str
@@ -317,6 +323,7 @@ class RunOutcome(Json):
     started_unix_s: float
     wall_s: float
     attempt: int = 0
+    from_outside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,36 +1,42 @@
 """Carrying out a plan: unique runs once, on the engine's slots, each case judged when it can be.
 
-    finished runs are read, unfinished ones set aside      (resume)
-    -> runs start, large ones first, as slots allow
+    finished runs are read, those under way adopted, unfinished ones set aside      (resume)
+    -> runs start as slots allow, in the order of `harness.schedule`
     -> a run ends -> cases whose three runs are finished: seal, judge, store the verdict
 
 Everything is on disk before it is told, so a kill at any moment loses at most runs under way. A run
-that ended as `interrupted` or `not_run` (the machine's doing) is made again by the next execution
-of the folder; any other outcome is final and never retried.
+whose outcome says nothing of the program (`harness.again`) is made again by the next execution of
+the folder, and by this one if `retries` allow it and the failure is a known one of the machine; any
+other outcome is final and never retried.
 """
 
 import dataclasses
+import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from harness.again import says_nothing
 from harness.checks import judge as judge_case
+from harness.confirm import TRUSTING
 from harness.disk import write_atomic
 from harness.engine.base import Engine
-from harness.errors import Infrastructure, Interrupted
-from harness.records import CaseSpec, RunOutcome, RunResult, RunSpec, Verdict, What
-from harness.store import RunFolder
+from harness.errors import Infrastructure, Interrupted, UsageError
+from harness.masking import Masker
+from harness.records import CaseSpec, RunOutcome, RunSpec, Verdict
+from harness.repeats import Turns, is_timed, runs_of
+from harness.retries import Retries, beside_attempts
+from harness.schedule import Queue, Seconds, arrange, unique_runs
+from harness.store import CASE_FILE, CASES_FILE, RunFolder
 
-Judge = Callable[[CaseSpec, RunResult, RunResult, RunResult], Verdict]
+Judge = Callable[..., Verdict]
+"""From a case and its three runs, and `repeats` if it has any, to a verdict."""
 
-TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run")
-"""Outcomes that say nothing of the program: made again on resume."""
-MAX_OVERTAKEN = 8
-"""How many smaller runs may start before a run that waits for more slots."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -50,6 +56,19 @@ class Progress(Protocol):
         ...
 
 
+class Silent:
+    """A progress that tells nobody."""
+
+    def run_started(self, spec: RunSpec) -> None:
+        """Nothing."""
+
+    def run_finished(self, outcome: RunOutcome) -> None:
+        """Nothing."""
+
+    def judged(self, verdict: Verdict) -> None:
+        """Nothing."""
+
+
 def execute(
     folder: RunFolder,
     cases: Sequence[CaseSpec],
@@ -57,6 +76,8 @@ def execute(
     progress: Progress,
     *,
     exit_first: bool = False,
+    retries: int = 0,
+    seconds: Seconds = lambda spec: 1.0,
     judge: Judge = judge_case,
 ) -> tuple[Verdict, ...]:
     """Make the runs of `cases` that are missing and judge every case; verdicts in case order.
@@ -68,6 +89,8 @@ def execute(
         progress: is told of every run made and every verdict, stored ones included.
         exit_first: stop after the first verdict that is neither passed nor skipped. Runs under way
             are killed, and the cases left have no verdict: `--resume` goes on with them.
+        retries: how often a run that the machine failed may be made again.
+        seconds: what a run is expected to take: it orders the runs.
         judge: from a case and its three runs to a verdict.
 
     Raises:
@@ -76,13 +99,13 @@ def execute(
         Infrastructure: the disk or the engine failed.
     """
     folder.acquire()
-    matrix = _Matrix(folder, cases, engine, progress, judge)
+    matrix = _Matrix(folder, cases, engine, progress, judge, Retries(folder, retries))
     for spec in matrix.waiting.values():
         engine.check(spec)
     try:
         with _stop_on_signals():
             try:
-                matrix.carry_out(exit_first=exit_first)
+                matrix.carry_out(seconds, exit_first=exit_first)
             except BaseException:
                 engine.cancel()
                 raise
@@ -92,6 +115,22 @@ def execute(
             f"go on with --resume {folder.path}"
         ) from None
     return tuple(matrix.verdicts[case.id] for case in cases if case.id in matrix.verdicts)
+
+
+def keep_trace(path: Path, error: Exception) -> str:
+    """Write an error's traceback to a file, and say the error in words; neither with a secret.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    masker = Masker(os.environ)
+    write_atomic(path, masker.text("".join(traceback.format_exception(error))))
+    return masker.text(f"{type(error).__name__}: {error}")
+
+
+def is_left(folder: RunFolder, spec: RunSpec, retries: Retries) -> bool:
+    """Whether a run is still to be made, for the first time or again."""
+    return says_nothing(folder.finished(spec.key)) or bool(retries.why_again(spec))
 
 
 class _Matrix:
@@ -104,49 +143,83 @@ class _Matrix:
         engine: Engine,
         progress: Progress,
         judge: Judge,
+        retries: Retries,
     ) -> None:
         self._folder = folder
         self._cases = cases
         self._engine = engine
         self._progress = progress
         self._judge = judge
+        self._retries = retries
         self.verdicts: dict[str, Verdict] = {}
         self._ended: set[str] = set()
         self.waiting: dict[str, RunSpec] = {}
         for key, spec in unique_runs(cases).items():
-            outcome = folder.finished(key)
-            if outcome is None or outcome.what in TO_REPEAT:
+            if is_left(folder, spec, retries):
                 self.waiting[key] = spec
             else:
                 self._ended.add(key)
         self._num_unended = len(self.waiting)
+        self._turns = Turns(cases, self.waiting)
+        self._under_way: set[str] = set()
 
-    def carry_out(self, *, exit_first: bool) -> None:
+    def carry_out(self, seconds: Seconds, *, exit_first: bool) -> None:
         """Start, wait and judge until nothing is left, or the first failure with `exit_first`."""
-        remaining: list[CaseSpec] = []
-        for case in self._cases:
-            if not self._answer_from_store(case):
-                remaining.append(case)
-        queue = Queue(self.waiting.values())
+        order = arrange(
+            self._cases, seconds, slots=self._engine.slots, left=self.waiting.__contains__
+        )
+        queue = Queue(order, slots=self._engine.slots)
+        open_cases = [case for case in self._cases if not self._answer_from_store(case)]
+        of_run: dict[str, list[CaseSpec]] = {}
+        for case in open_cases:
+            for key in {spec.key for spec in runs_of(case)}:
+                of_run.setdefault(key, []).append(case)
+        touched = open_cases
         while True:
-            remaining = [case for case in remaining if not self._judge_if_complete(case)]
+            if not exit_first:
+                self._fill(queue)  # before judging, which takes time: no slot waits for it
+            for case in touched:
+                if case.id not in self.verdicts:
+                    self._judge_if_complete(case)
             if exit_first and any(_stops(verdict) for verdict in self.verdicts.values()):
                 self._engine.cancel()
                 return
             if not self._num_unended:
                 return
-            while (spec := queue.next(self._engine.can_start)) is not None:
-                self._start(spec)
-            outcomes = self._engine.wait()
-            if not outcomes:
-                left = self._num_unended
-                raise Infrastructure(f"the engine has nothing under way, but {left} runs are left")
-            for outcome in outcomes:
-                self._num_unended -= 1
-                self._ended.add(outcome.key)
-                self._progress.run_finished(outcome)
+            self._fill(queue)
+            touched = [case for key in self._wait(queue) for case in of_run.get(key, ())]
+
+    def _fill(self, queue: Queue) -> None:
+        while (spec := queue.next(self._engine.can_start)) is not None:
+            self._start(spec)
+        if (spec := self._turns.next(len(self._under_way))) is not None:
+            self._start(spec)
+
+    def _wait(self, queue: Queue) -> list[str]:
+        """The keys of runs that have ended by now, at least one unless it is made again."""
+        outcomes = self._engine.wait()
+        if not outcomes:
+            left = self._num_unended
+            raise Infrastructure(f"the engine has nothing under way, but {left} runs are left")
+        ended = []
+        for outcome in outcomes:
+            queue.ended(outcome.key)
+            self._under_way.discard(outcome.key)
+            self._progress.run_finished(outcome)
+            spec = self.waiting[outcome.key]
+            if self._retries.why_again(spec):
+                (self._turns if is_timed(spec) else queue).put_back(spec)
+                continue
+            self._num_unended -= 1
+            self._ended.add(outcome.key)
+            ended.append(outcome.key)
+        return ended
 
     def _start(self, spec: RunSpec) -> None:
+        self._under_way.add(spec.key)
+        if self._engine.adopt(spec, self._folder.run_folder(spec.key)):
+            self._progress.run_started(spec)
+            return
         self._folder.set_aside(spec.key)
         attempt = self._folder.num_attempts(spec.key)
         self._engine.start(spec, self._folder.run_folder(spec.key), attempt=attempt)
@@ -155,83 +228,59 @@ class _Matrix:
     def _answer_from_store(self, case: CaseSpec) -> bool:
         """Take the stored verdict of a case whose runs need not be made again."""
         if case.skip_reason:
+            if (self._folder.case_folder(case.id) / CASE_FILE).exists():
+                raise UsageError(
+                    f"{self._folder.path / CASES_FILE} skips {case.id}, which was judged before: "
+                    "the plan was changed"
+                )
             self._answer(case, _skipped(case))
             return True
         if not self._is_complete(case):
+            # A run of it is made again: killed in between, this verdict must not answer for it.
+            self._folder.set_case_aside(case.id)
             return False
         verdict = self._folder.load_verdict(case.id)
         if verdict is None or verdict.runs != _run_keys(case) or verdict.outcome == "error":
+            return False
+        if verdict.outcome in TRUSTING and self._judged(case).outcome != verdict.outcome:
+            # Its records were damaged since, or it was not made from them: answered anew.
             return False
         self.verdicts[case.id] = verdict
         self._progress.judged(verdict)
         return True
 
     def _is_complete(self, case: CaseSpec) -> bool:
-        return all(key in self._ended for key in _run_keys(case).values())
+        return all(spec.key in self._ended for spec in runs_of(case))
 
-    def _judge_if_complete(self, case: CaseSpec) -> bool:
-        if not self._is_complete(case):
-            return False
-        self._folder.seal_case(case)
-        self._answer(case, self._judged(case))
-        return True
+    def _judge_if_complete(self, case: CaseSpec) -> None:
+        if self._is_complete(case):
+            self._folder.seal_case(case)
+            self._answer(case, self._judged(case))
 
     def _judged(self, case: CaseSpec) -> Verdict:
-        legs = [self._folder.load_run(s) for s in (case.reference, case.control, case.candidate)]
+        legs = [self._folder.load_run(spec) for spec in runs_of(case)]
+        repeats = {"repeats": legs[3:]} if case.repeats else {}
         try:
-            verdict = self._judge(case, *legs)
+            verdict = self._judge(case, *legs[:3], **repeats)
         except Exception as error:  # noqa: BLE001 - our own mistake must not cost the other cases
             path = self._folder.case_folder(case.id) / "judge_error.txt"
-            write_atomic(path, traceback.format_exc())
+            told = keep_trace(path, error)
             return Verdict(
                 case_id=case.id,
                 outcome="error",
                 what="unsupported",
-                message=f"the harness failed to judge: {type(error).__name__}: {error} ({path})",
+                message=f"the harness failed to judge: {told} ({path})",
                 checks=(),
                 runs=_run_keys(case),
                 wall_s=0.0,
             )
+        verdict = beside_attempts(self._folder, case, verdict)
         return dataclasses.replace(verdict, wall_s=sum(leg.outcome.wall_s for leg in legs))
 
     def _answer(self, case: CaseSpec, verdict: Verdict) -> None:
         self._folder.save_verdict(verdict)
         self.verdicts[case.id] = verdict
         self._progress.judged(verdict)
-
-
-class Queue:
-    """Runs that wait for slots, largest first.
-
-    A run that does not fit may be overtaken by smaller ones, so that no slot idles, but only
-    `MAX_OVERTAKEN` times: then nothing starts until enough slots have come free for it.
-    """
-
-    def __init__(self, specs: Iterable[RunSpec]) -> None:
-        """Queue `specs`; equal sizes keep their order."""
-        self._waiting = sorted(specs, key=lambda spec: -spec.world_size)
-        self._num_overtaken = 0
-
-    def next(self, can_start: Callable[[RunSpec], bool]) -> RunSpec | None:
-        """Take the run to start now, None if none may."""
-        for place, spec in enumerate(self._waiting):
-            if can_start(spec):
-                # Only the head counts: whatever starts before it is smaller or of its size.
-                self._num_overtaken = self._num_overtaken + 1 if place else 0
-                return self._waiting.pop(place)
-            if self._num_overtaken >= MAX_OVERTAKEN:
-                return None
-        return None
-
-
-def unique_runs(cases: Sequence[CaseSpec]) -> dict[str, RunSpec]:
-    """The runs that `cases` need, by key, in the order in which they are first needed."""
-    runs: dict[str, RunSpec] = {}
-    for case in cases:
-        if not case.skip_reason:
-            for spec in (case.reference, case.control, case.candidate):
-                runs.setdefault(spec.key, spec)
-    return runs
 
 
 def _run_keys(case: CaseSpec) -> dict[str, str]:

@@ -7,8 +7,11 @@
     exclude  partial mappings axis -> value: cases that match one are removed
     include  mappings key -> value: extend the cases that they fit, or add a case
     compare  the axis whose reference value every other value is compared with
-    checks   loss, state, taps, finite, peak_memory
-    launch   device, timeout_s, slots
+    checks   loss, state, taps, finite, peak_memory, soak
+    soak     steps, replays or duration_s; rotate, period, stall_s (see harness.soak_section)
+    launch   device, timeout_s, slots, engine, slurm
+    tier     smoke, pr, nightly or weekly
+    select   all, pairwise or changed (see harness.cadence)
 
 `harness.matrix` states what exclude and include mean. Every refusal is a `ScenarioError`.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.cadence import decode_select, decode_tier
 from harness.decode import dotted, refuse, take_list, take_mapping, take_str
 from harness.legal import is_listed, listed_layouts
 from harness.sections import (
@@ -29,10 +33,12 @@ from harness.sections import (
     split_option,
 )
 from harness.settings import Setting, decode_settings, overlay
+from harness.soak_section import Soak, decode_soak, joined
 from harness.yaml_source import Node, Origin, parse_bytes, read_bytes
 
 SECTIONS = (
-    "name", "why", "base", "axes", "exclude", "include", "compare", "checks", "launch",
+    "name", "why", "base", "axes", "exclude", "include", "compare", "checks", "soak", "launch",
+    "tier", "select",
 )  # fmt: skip
 REQUIRED = ("name", "why", "axes", "compare", "checks")
 
@@ -102,6 +108,9 @@ class Scenario:
     checks_origin: Origin
     launch: Launch
     origin: Origin
+    soak: Soak | None = None
+    tier: str = ""
+    select: str = "all"
 
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, if there is one."""
@@ -127,20 +136,32 @@ def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Sc
     axes = _decode_axes(sections["axes"], overrides.axes, base)
     _refuse_set_axes(base, axes)
     compare = _decode_compare(sections["compare"], axes)
+    launch = decode_launch(sections.get("launch"), overrides.sets)
+    soak = decode_soak(sections.get("soak"), overrides.sets, launch.timeout_s)
+    checks = decode_checks(sections["checks"])
+    if ("soak" in checks) != (soak is not None):
+        raise sections["checks"].origin.error(
+            "checks.soak",
+            expected="the check soak and the section soak together",
+            got="the section alone" if soak is not None else "the check alone",
+        )
     return Scenario(
         name=decode_name(sections["name"]),
         why=decode_why(sections["why"]),
         path=str(path),
         source=source,
-        base=base,
+        base=joined(base, _owners(axes), soak),
         axes=axes,
         exclude=_decode_rules("exclude", sections.get("exclude"), axes),
         include=_decode_rules("include", sections.get("include"), axes),
         compare=compare,
-        checks=decode_checks(sections["checks"]),
+        checks=checks,
         checks_origin=sections["checks"].origin,
-        launch=decode_launch(sections.get("launch"), overrides.sets),
+        launch=launch,
         origin=origin,
+        soak=soak,
+        tier=decode_tier(sections.get("tier")),
+        select=decode_select(sections.get("select")),
     )
 
 
@@ -161,7 +182,7 @@ def _decode_base(node: Node | None, sets: Iterable[str]) -> tuple[Setting, ...]:
             written.append(setting)
     for option in sets:
         key, value, origin = split_option("--set", option)
-        if key.partition(".")[0] == "launch":
+        if key.partition(".")[0] in ("launch", "soak"):
             continue
         written += decode_settings(key, value, origin, "")
     return tuple(written)
@@ -169,7 +190,7 @@ def _decode_base(node: Node | None, sets: Iterable[str]) -> tuple[Setting, ...]:
 
 def _refuse_set_axes(base: tuple[Setting, ...], axes: tuple[Axis, ...]) -> None:
     """An option that sets what an axis sets would change nothing."""
-    owners = {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
+    owners = _owners(axes)
     for setting in base:
         option, _, key = setting.origin.file.partition(" ")
         if option == "--set" and setting.origin.line is None and setting.leaf in owners:
@@ -179,6 +200,11 @@ def _refuse_set_axes(base: tuple[Setting, ...], axes: tuple[Axis, ...]) -> None:
                 expected=f"a key that no axis sets (say --axis {owner}=[...])",
                 got=f"{setting.leaf}, a value of the axis {owner}",
             )
+
+
+def _owners(axes: tuple[Axis, ...]) -> dict[str, str]:
+    """Leaf to the axis that sets it."""
+    return {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
 
 
 def _decode_axes(
@@ -271,7 +297,7 @@ def _decode_rules(section: str, node: Node | None, axes: tuple[Axis, ...]) -> tu
 
 def _refuse_overlap(choices: dict[str, Choice], axes: tuple[Axis, ...]) -> None:
     """An include entry may set a leaf once, and an axis' leaf only by the axis' own name."""
-    owners = {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
+    owners = _owners(axes)
     seen: dict[str, str] = {}
     for key, choice in choices.items():
         for leaf in choice.leaves:

@@ -5,25 +5,37 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+from harness.check_limits import decode_peak_memory, decode_throughput
 from harness.decode import dotted, refuse, take_float, take_int, take_mapping, take_str
+from harness.slurm_options import DEFAULT_OPTIONS, SlurmOptions, decode_slurm
+from harness.slurm_options import KEYS as SLURM_KEYS
 from harness.yaml_source import Node, Origin, parse_text
 
-CHECKS = ("loss", "state", "taps", "finite", "peak_memory")
+CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak")
 EVIDENCE = ("loss", "state", "taps")
-LAUNCH_KEYS = ("device", "timeout_s", "slots")
+LAUNCH_KEYS = ("device", "timeout_s", "slots", "engine", "retries", "slurm")
+ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT_S = 300.0
 MAX_WHY_CHARS = 1000
+MAX_RETRIES = 5
+"""A machine that fails more often than this is not one to test on."""
 _SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Where and for how long runs may run. `slots` None: what the machine has."""
+    """Where and for how long runs may run. `slots` None: what the machine has, or the cluster.
+
+    `retries`: how often a run may be made again after a failure of the machine.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = DEFAULT_TIMEOUT_S
     slots: int | None = None
+    engine: Literal["local", "slurm"] = "local"
+    slurm: SlurmOptions = DEFAULT_OPTIONS
+    retries: int = 0
 
 
 def decode_name(node: Node) -> str:
@@ -77,34 +89,36 @@ def decode_checks(node: Node) -> dict[str, dict[str, Any]]:
 
 def _decode_check(name: str, node: Node) -> dict[str, Any]:
     key = dotted("checks", name)
-    if name != "peak_memory":
-        if not isinstance(node.value, dict) or node.value:
-            raise refuse(node, key, "an empty mapping, {}")
-        return {}
-    legal = ("max_ratio", "max_bytes", "max_growth_bytes")
-    entries = take_mapping(node, key, legal=legal)
-    if not entries:
-        raise refuse(node, key, " or ".join(legal), got="an empty mapping", legal=legal)
-    limits: dict[str, Any] = {}
-    if "max_ratio" in entries:
-        limits["max_ratio"] = take_float(entries["max_ratio"], f"{key}.max_ratio", above=0)
-    for name in legal[1:]:
-        if name in entries:
-            limits[name] = take_int(entries[name], f"{key}.{name}", minimum=1)
-    return limits
+    if name == "soak":
+        given = take_mapping(node, key, legal=("max_leak_bytes",))
+        return {
+            limit: take_int(value, f"{key}.{limit}", minimum=0) for limit, value in given.items()
+        }
+    if name == "peak_memory":
+        return decode_peak_memory(node, key)
+    if name == "throughput":
+        return decode_throughput(node, key)
+    if not isinstance(node.value, dict) or node.value:
+        raise refuse(node, key, "an empty mapping, {}")
+    return {}
 
 
 def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
     """The launch section with `--set launch.X` laid over it."""
     entries = dict(take_mapping(node, "launch", legal=LAUNCH_KEYS)) if node is not None else {}
+    slurm: dict[str, Node] = {}
     for option in sets:
         key, value, origin = split_option("--set", option)
         head, _, name = key.partition(".")
         if head != "launch":
             continue
-        if name not in LAUNCH_KEYS:
+        part, _, option_name = name.partition(".")
+        if part == "slurm" and option_name in SLURM_KEYS:
+            slurm[option_name] = value
+        elif name not in LAUNCH_KEYS:
             _refuse_launch_key(key, origin)
-        entries[name] = value
+        else:
+            entries[name] = value
     device = "auto"
     if "device" in entries:
         device = take_str(entries["device"], "launch.device", legal=DEVICES)
@@ -114,9 +128,23 @@ def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
     slots = None
     if "slots" in entries:
         slots = take_int(entries["slots"], "launch.slots", minimum=1)
-    return Launch(device, timeout_s, slots)  # type: ignore[arg-type] # take_str checked it
+    engine = "local"
+    if "engine" in entries:
+        engine = take_str(entries["engine"], "launch.engine", legal=ENGINES)
+    retries = 0
+    if "retries" in entries:
+        retries = take_int(entries["retries"], "launch.retries", minimum=0)
+        if retries > MAX_RETRIES:
+            expected = f"an integer from 0 to {MAX_RETRIES}"
+            raise refuse(entries["retries"], "launch.retries", expected)
+    if "slurm" in entries:
+        written = take_mapping(entries["slurm"], "launch.slurm", legal=SLURM_KEYS)
+        slurm = {**written, **slurm}
+    options = decode_slurm(slurm)
+    return Launch(device, timeout_s, slots, engine, options, retries)  # type: ignore[arg-type] # take_str
 
 
 def _refuse_launch_key(key: str, origin: Origin) -> NoReturn:
-    legal = tuple(f"launch.{name}" for name in LAUNCH_KEYS)
+    names = (*LAUNCH_KEYS[:-1], *(f"slurm.{name}" for name in SLURM_KEYS))
+    legal = tuple(f"launch.{name}" for name in names)
     raise origin.error(key, expected="a known key", got=repr(key), legal=legal)

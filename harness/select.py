@@ -9,11 +9,13 @@ letter case does not matter. As in pytest, `dp2` also finds `dp24`.
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from harness.errors import UsageError, shown
 from harness.records import CaseSpec
 
 Predicate = Callable[[str], bool]
+Holds = Callable[[Predicate], bool]
 
 MAX_EXPRESSION_CHARS = 2000
 MAX_DEPTH = 50
@@ -46,13 +48,36 @@ def compile_expression(expression: str) -> Predicate:
     Raises:
         UsageError: the expression cannot be read.
     """
+    holds = read_expression(expression).holds
+    return lambda text: holds(lambda word: word.lower() in text)
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An expression that was read.
+
+    Attributes:
+        words: in it, each once.
+        holds: from a function that says which words are true to whether the expression is.
+    """
+
+    words: tuple[str, ...]
+    holds: Holds
+
+
+def read_expression(expression: str) -> Expression:
+    """Read an expression, whatever its words stand for.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise _bad(expression, f"at most {MAX_EXPRESSION_CHARS} characters", shown(expression))
     parser = _Parser(expression)
-    predicate = parser.expression()
+    holds = parser.expression()
     if parser.token is not None:
         raise _bad(expression, "and, or, or the end", shown(parser.token))
-    return predicate
+    return Expression(tuple(parser.words), holds)
 
 
 def _bad(expression: str, expected: str, got: str) -> UsageError:
@@ -67,38 +92,39 @@ class _Parser:
         self.tokens = iter(_TOKEN.findall(text))
         self.token: str | None = next(self.tokens, None)
         self.depth = 0
+        self.words: dict[str, None] = {}
 
     def _next(self) -> str | None:
         taken, self.token = self.token, next(self.tokens, None)
         return taken
 
-    def expression(self) -> Predicate:
+    def expression(self) -> Holds:
         terms = [self.term()]
         while self.token == "or":
             self._next()
             terms.append(self.term())
-        return terms[0] if len(terms) == 1 else lambda text: any(term(text) for term in terms)
+        return terms[0] if len(terms) == 1 else lambda is_true: any(t(is_true) for t in terms)
 
-    def term(self) -> Predicate:
+    def term(self) -> Holds:
         factors = [self.factor()]
         while self.token == "and":
             self._next()
             factors.append(self.factor())
-        return factors[0] if len(factors) == 1 else lambda text: all(f(text) for f in factors)
+        return factors[0] if len(factors) == 1 else lambda is_true: all(f(is_true) for f in factors)
 
-    def factor(self) -> Predicate:
+    def factor(self) -> Holds:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise _bad(self.text, f"at most {MAX_DEPTH} levels", "deeper nesting")
-        predicate = self._factor()
+        holds = self._factor()
         self.depth -= 1
-        return predicate
+        return holds
 
-    def _factor(self) -> Predicate:
+    def _factor(self) -> Holds:
         token = self._next()
         if token == "not":
             inner = self.factor()
-            return lambda text: not inner(text)
+            return lambda is_true: not inner(is_true)
         if token == "(":
             inner = self.expression()
             if self._next() != ")":
@@ -106,5 +132,5 @@ class _Parser:
             return inner
         if token is None or token in _OPERATORS:
             raise _bad(self.text, "a word, not or (", shown(token) if token else "the end")
-        word = token.lower()
-        return lambda text: word in text
+        self.words[token] = None
+        return lambda is_true: is_true(token)

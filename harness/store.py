@@ -10,19 +10,24 @@ the disk refuses is one `Infrastructure` error.
 """
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
+from harness.checksum import with_checksum
 from harness.disk import FolderLock, link_or_copy, make_folder, refused, write_atomic
 from harness.errors import Infrastructure, UsageError
+from harness.manifest import stored_environment, without_secrets
+from harness.masking import Masker
+from harness.object_file import has_checksum, parsed, read_listed, read_object, told
 from harness.records import (
     SCHEMA_VERSION,
     CaseSpec,
-    Json,
     RecordError,
     RunOutcome,
     RunResult,
@@ -34,27 +39,21 @@ from harness.records import (
 from harness.streams import read_ranks
 
 __all__ = [
-    "CaseRuns", "RunFolder", "begin_run", "load_case", "load_run_folder", "read_outcome",
-    "save_outcome", "stored_environment", "write_atomic",
+    "CaseRuns", "RunFolder", "begin_run", "kept_folder", "load_case", "load_run_folder",
+    "num_kept", "read_outcome", "read_verdict", "save_outcome", "stored_environment",
+    "write_atomic",
 ]  # fmt: skip
 
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
+SHARDS_FILE = "shards.json"
+"""Of a shard: `harness.sharding`."""
 LEGS = ("reference", "control", "candidate")
-ENVIRONMENT_KEY = "variables"
-"""Key of the manifest under which environment variables are stored, filtered."""
+FILES_KEY = "files"
+"""Key of the manifest under which are the checksums of the files beside it."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+=,@-][A-Za-z0-9_+=,@.-]{0,199}")
-_STORED_VARIABLE = re.compile(
-    r"CUDA_VISIBLE_DEVICES|NCCL_\w+|TORCH_\w+|NVTE_\w+|OMP_NUM_THREADS|CUBLAS_WORKSPACE_CONFIG"
-    r"|PYTHONHASHSEED"
-)
-
-
-def stored_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that may be stored: those known to change results, no secrets."""
-    return {k: v for k, v in sorted(environ.items()) if _STORED_VARIABLE.fullmatch(k)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +74,7 @@ class RunFolder:
         manifest: schema version, scenario name, command line, environment, time of creation.
         scenario_text: the scenario file as it was.
         cases: every case planned, in order.
+        has_checksums: whether its files carry their own; those of older folders do not.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class RunFolder:
         self.manifest = manifest
         self.scenario_text = scenario_text
         self.cases = tuple(cases)
+        self.has_checksums = True
         self._lock = FolderLock(path / LOCK_FILE)
 
     @classmethod
@@ -93,8 +94,17 @@ class RunFolder:
         manifest: Mapping[str, Any],
         scenario_text: str,
         cases: Sequence[CaseSpec],
+        *,
+        fill: Callable[[Self], None] = lambda folder: None,
     ) -> Self:
         """Make a new run folder and lock it.
+
+        Args:
+            path: where it goes.
+            manifest: what it is to say of itself.
+            scenario_text: of the scenario, or of a file that stands for it.
+            cases: all that are planned.
+            fill: puts in what must be there whenever it is a run folder, whoever is killed when.
 
         Raises:
             UsageError: there is something else at `path`, or two cases share an id.
@@ -105,15 +115,26 @@ class RunFolder:
         if len({case.id for case in cases}) != len(cases):
             raise UsageError("two cases share an id")
         make_folder(path)
-        kept = {"schema": SCHEMA_VERSION} | _without_secrets(manifest)
+        masker = Masker(os.environ)
+        kept = {"schema": SCHEMA_VERSION} | without_secrets(manifest, masker)
+        scenario_text = masker.text(scenario_text)
         folder = cls(path, kept, scenario_text, cases)
         folder.acquire()
         try:
-            write_atomic(path / SCENARIO_FILE, scenario_text)
             plain = {"cases": [case.to_json() for case in cases]}
-            write_atomic(path / CASES_FILE, dumps(plain) + "\n")
+            beside = {
+                SCENARIO_FILE: scenario_text.encode(),
+                CASES_FILE: dumps(plain).encode() + b"\n",
+            }
+            for name, data in beside.items():
+                write_atomic(path / name, data)
+            fill(folder)
+            checksums = {name: sha256(data).hexdigest() for name, data in beside.items()}
             # Last: its presence makes the folder a run folder.
-            write_atomic(path / MANIFEST_FILE, json.dumps(kept, indent=2, sort_keys=True) + "\n")
+            text = json.dumps(
+                with_checksum(kept | {FILES_KEY: checksums}), indent=2, sort_keys=True
+            )
+            write_atomic(path / MANIFEST_FILE, text + "\n")
         except BaseException:
             folder.release()
             raise
@@ -129,8 +150,11 @@ class RunFolder:
         path = path.absolute()
         try:
             if not (path / MANIFEST_FILE).is_file():
-                raise UsageError(f"{path} is not a run folder (it has no {MANIFEST_FILE})")
-            manifest = _read_object(path / MANIFEST_FILE)
+                why = f"it has no {MANIFEST_FILE}"
+                if (path / LOCK_FILE).is_file():
+                    why += "; its harness ended before it had begun: start it once more, with --out"
+                raise UsageError(f"{path} is not a run folder ({why})")
+            manifest = read_object(path / MANIFEST_FILE)
             schema = manifest.get("schema")
             if not isinstance(schema, int) or isinstance(schema, bool):
                 raise RecordError(f"{MANIFEST_FILE}: schema: expected an integer, got {schema!r}")
@@ -139,14 +163,19 @@ class RunFolder:
                     f"{path} was written by a newer harness (schema {schema}, "
                     f"this one reads up to {SCHEMA_VERSION})"
                 )
-            scenario_text = (path / SCENARIO_FILE).read_bytes().decode()
-            listed = _read_object(path / CASES_FILE).get("cases")
+            checksums = manifest.pop(FILES_KEY, None)
+            if checksums is not None and not has_checksum(path / MANIFEST_FILE):
+                raise RecordError(f"{MANIFEST_FILE}: its checksum is gone")
+            scenario_text = read_listed(path / SCENARIO_FILE, checksums).decode()
+            listed = parsed(read_listed(path / CASES_FILE, checksums), CASES_FILE).get("cases")
             if not isinstance(listed, list):
                 raise RecordError(f"{CASES_FILE}: cases: expected a list, got {listed!r}")
             cases = [CaseSpec.from_json(plain) for plain in listed]
         except (OSError, RecordError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is a damaged run folder: {error}") from error
-        return cls(path, manifest, scenario_text, cases)
+            raise UsageError(f"{path} is a damaged run folder: {told(error)}") from error
+        folder = cls(path, manifest, scenario_text, cases)
+        folder.has_checksums = checksums is not None
+        return folder
 
     def acquire(self) -> None:
         """Lock the folder for this process, until `release` or its death; no-op if locked.
@@ -178,26 +207,15 @@ class RunFolder:
 
     def num_attempts(self, key: str) -> int:
         """How many attempts of a run have been set aside."""
-        number = 0
-        while self._attempt(key, number).exists():
-            number += 1
-        return number
-
-    def _attempt(self, key: str, number: int) -> Path:
-        folder = self.run_folder(key)
-        return folder.with_name(f"{folder.name}.attempt{number}")
+        return num_kept(self.run_folder(key))
 
     def set_aside(self, key: str) -> Path | None:
         """Keep what there is of a run under another name; that name, None if there was nothing."""
-        folder = self.run_folder(key)
-        if not folder.exists():
-            return None
-        kept = self._attempt(key, self.num_attempts(key))
-        try:
-            folder.rename(kept)
-        except OSError as error:
-            raise refused("set aside", folder, error) from error
-        return kept
+        return _set_aside(self.run_folder(key))
+
+    def set_case_aside(self, case_id: str) -> Path | None:
+        """The same of a case: a verdict must not outlive the runs that it speaks of."""
+        return _set_aside(self.case_folder(case_id))
 
     def finished(self, key: str) -> RunOutcome | None:
         """Outcome of a run; None if it did not finish or its outcome cannot be trusted."""
@@ -225,40 +243,62 @@ class RunFolder:
                     shutil.copytree(
                         source, building / leg, symlinks=True, copy_function=link_or_copy
                     )
-            write_atomic(building / CASE_FILE, dumps(case) + "\n")
+            write_atomic(building / CASE_FILE, dumps(with_checksum(case)) + "\n")
             if folder.exists():
-                folder.rename(self._unused(folder))
+                folder.rename(kept_folder(folder, num_kept(folder)))
             building.rename(folder)
         except (OSError, shutil.Error) as error:
             text = error.strerror if isinstance(error, OSError) else None
             raise Infrastructure(f"cannot write {folder}: {text or error}") from error
         return folder
 
-    @staticmethod
-    def _unused(folder: Path) -> Path:
-        number = 0
-        while (kept := folder.with_name(f"{folder.name}.attempt{number}")).exists():
-            number += 1
-        return kept
-
     def save_verdict(self, verdict: Verdict) -> None:
         """Store the answer for a case, in its folder."""
         folder = self.case_folder(verdict.case_id)
         make_folder(folder)
-        write_atomic(folder / VERDICT_FILE, dumps(verdict) + "\n")
+        write_atomic(folder / VERDICT_FILE, dumps(with_checksum(verdict)) + "\n")
 
     def load_verdict(self, case_id: str) -> Verdict | None:
         """The stored answer for a case; None if there is none that decodes for this case."""
-        try:
-            verdict = Verdict.from_json(_read_object(self.case_folder(case_id) / VERDICT_FILE))
-        except (OSError, RecordError):
-            return None
-        return verdict if verdict.case_id == case_id else None
+        return read_verdict(self.case_folder(case_id), case_id)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Stored answers in the order of `cases`; cases without one are left out."""
         found = (self.load_verdict(case.id) for case in self.cases)
         return tuple(verdict for verdict in found if verdict is not None)
+
+
+def _set_aside(folder: Path) -> Path | None:
+    if not folder.exists():
+        return None
+    kept = kept_folder(folder, num_kept(folder))
+    try:
+        folder.rename(kept)
+    except OSError as error:
+        raise refused("set aside", folder, error) from error
+    return kept
+
+
+def kept_folder(folder: Path, number: int) -> Path:
+    """Where attempt `number` of a run's or a case's folder is kept once there is a later one."""
+    return folder.with_name(f"{folder.name}.attempt{number}")
+
+
+def num_kept(folder: Path) -> int:
+    """How many earlier attempts of a run's or a case's folder are kept."""
+    number = 0
+    while kept_folder(folder, number).exists():
+        number += 1
+    return number
+
+
+def read_verdict(folder: Path, case_id: str) -> Verdict | None:
+    """The answer in a case's folder; None if there is none that decodes for this case."""
+    try:
+        verdict = Verdict.from_json(read_object(folder / VERDICT_FILE))
+    except (OSError, RecordError):
+        return None
+    return verdict if verdict.case_id == case_id else None
 
 
 def begin_run(folder: Path, spec: RunSpec) -> None:
@@ -275,7 +315,7 @@ def begin_run(folder: Path, spec: RunSpec) -> None:
 
 def save_outcome(folder: Path, outcome: RunOutcome) -> None:
     """Store what happened to a run; this is what makes it finished."""
-    write_atomic(folder / OUTCOME_FILE, dumps(outcome) + "\n")
+    write_atomic(folder / OUTCOME_FILE, dumps(with_checksum(outcome)) + "\n")
 
 
 def load_run_folder(folder: Path, spec: RunSpec) -> RunResult:
@@ -300,9 +340,9 @@ def load_case(folder: Path) -> CaseRuns:
     if not path.is_file():
         raise UsageError(f"{folder} is not a case folder (it has no {CASE_FILE})")
     try:
-        case = CaseSpec.from_json(_read_object(path))
+        case = CaseSpec.from_json(read_object(path))
     except (OSError, RecordError) as error:
-        raise UsageError(f"{path}: {error}") from error
+        raise UsageError(f"{path}: {told(error)}") from error
     legs = {leg: load_run_folder(folder / leg, getattr(case, leg)) for leg in LEGS}
     return CaseRuns(case=case, **legs)
 
@@ -310,11 +350,11 @@ def load_case(folder: Path) -> CaseRuns:
 def read_outcome(folder: Path, key: str) -> tuple[RunOutcome | None, str]:
     """The outcome of the run `key` in `folder`, or None and why there is none to trust."""
     try:
-        outcome = RunOutcome.from_json(_read_object(folder / OUTCOME_FILE))
+        outcome = RunOutcome.from_json(read_object(folder / OUTCOME_FILE))
     except FileNotFoundError:
         return None, "the run did not finish" if folder.is_dir() else "the run was not made"
     except (OSError, RecordError) as error:
-        return None, f"{OUTCOME_FILE} does not decode: {error}"
+        return None, f"{OUTCOME_FILE} does not decode: {told(error)}"
     if outcome.key != key:
         return None, f"{OUTCOME_FILE} belongs to run {outcome.key}"
     return outcome, ""
@@ -322,7 +362,7 @@ def read_outcome(folder: Path, key: str) -> tuple[RunOutcome | None, str]:
 
 def _check_vacant(path: Path) -> None:
     """Refuse a place that holds something else (`UsageError`) or cannot be seen."""
-    ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE}
+    ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE, SHARDS_FILE}
     try:
         if not path.exists():
             return
@@ -335,29 +375,6 @@ def _check_vacant(path: Path) -> None:
         raise UsageError(f"{path} is a run folder already; continue it with --resume")
     if any(name not in ours and not name.endswith(".tmp") for name in names):
         raise UsageError(f"{path}: expected a new or empty folder, it holds other files")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        plain = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path.name}: not JSON: {error}") from error
-    if not isinstance(plain, dict):
-        raise RecordError(f"{path.name}: expected an object, got {type(plain).__name__}")
-    return plain
-
-
-def _without_secrets(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with every mapping of environment variables cut down to what may be stored."""
-    kept: dict[str, Any] = {}
-    for key, value in manifest.items():
-        if key == ENVIRONMENT_KEY and isinstance(value, Mapping):
-            kept[key] = stored_environment(value)
-        elif isinstance(value, Json):
-            kept[key] = value.to_json()
-        else:
-            kept[key] = _without_secrets(value) if isinstance(value, Mapping) else value
-    return kept
 
 
 def _safe(name: str) -> str:

@@ -8,6 +8,8 @@ belongs to another rank is a problem only.
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.checksum import LinesChecksum
+from harness.disk import open_plain
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -18,6 +20,7 @@ from harness.records import (
     RecordError,
     StartRecord,
     StepRecord,
+    dumps,
     parse_record,
 )
 
@@ -53,10 +56,13 @@ def read_rank(path: Path, rank: int) -> RankRecords:
     """Everything that one rank's file says."""
     reading = _Reading(rank)
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES):
                 number += 1
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    reading.problem(number, f"longer than {MAX_LINE_BYTES} bytes: read no further")
+                    break
                 reading.take(number, line)
     except FileNotFoundError:
         pass
@@ -77,6 +83,7 @@ class _Reading:
         self._end: EndRecord | None = None
         self._problems: list[str] = []
         self._num_unlisted = 0
+        self._checksum = LinesChecksum()
 
     def problem(self, number: int, why: str) -> None:
         if len(self._problems) < MAX_PROBLEMS:
@@ -92,9 +99,15 @@ class _Reading:
         except (RecordError, UnicodeDecodeError, RecursionError) as error:
             cut = "" if line.endswith(b"\n") else f"cut short after {len(line)} bytes: "
             self.problem(number, f"{cut}{_short(error)}{after_end}")
+            self._checksum.add(line)
             return
         for why in self._misplaced(record, number):
             self.problem(number, why)
+        if isinstance(record, EndRecord) and record.sha256 and not after_end:
+            expected = dumps(self._checksum.sealed(record)) + "\n"
+            if line != expected.encode():
+                self.problem(number, "changed since it was written: the checksum does not fit")
+        self._checksum.add(line)
         if after_end:
             self.problem(number, f"{record.kind} record after end")
         elif self._error is not None and not isinstance(record, EventRecord):

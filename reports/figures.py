@@ -17,26 +17,22 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from harness.records import Outcome
 from reports.loss_curve import LossCurve
-from reports.summary import OUTCOME_ORDER, SYMBOLS, LegMemory, Matrix
+from reports.summary import LegMemory
 
 MIB = 1 << 20
 MAX_MARKED_POINTS = 80
-MAX_MATRIX_ROWS = 60
-MAX_MATRIX_COLUMNS = 12
-MAX_LABEL_CHARS = 28
 
 # Stand-ins that Matplotlib copies into the file, and what they become there: (light, dark).
-_INK, _FAINT, _LEFT, _RIGHT = "#010203", "#010204", "#010205", "#010206"
+INK, FAINT, LEFT, RIGHT = "#010203", "#010204", "#010205", "#010206"
 _SCHEME = {
-    _INK: ("--ink", "#1b1f24", "#e6e8eb"),
-    _FAINT: ("--faint", "#c4c9cf", "#4a5058"),
-    _LEFT: ("--left", "#0072b2", "#56b4e9"),
-    _RIGHT: ("--right", "#b34700", "#f0a35e"),
+    INK: ("--ink", "#1b1f24", "#e6e8eb"),
+    FAINT: ("--faint", "#c4c9cf", "#4a5058"),
+    LEFT: ("--left", "#0072b2", "#56b4e9"),
+    RIGHT: ("--right", "#b34700", "#f0a35e"),
 }
 # Okabe and Ito's colours, told apart by colour-blind readers; all carry black text.
 OUTCOME_COLOURS: dict[Outcome, str] = {
@@ -49,16 +45,16 @@ _RC: dict[Any, Any] = {
     "text.parse_math": False,
     "axes.unicode_minus": False,
     "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _FAINT,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _FAINT,
+    "grid.color": FAINT,
     "grid.linewidth": 0.5,
     "legend.frameon": False,
     "legend.fontsize": 9,
@@ -66,71 +62,27 @@ _RC: dict[Any, Any] = {
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
+    """Matplotlib's settings for every picture of a report."""
     with mpl.rc_context(_RC), warnings.catch_warnings():
         # A glyph that the measuring font lacks is drawn by the reader's font.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
 
 
-def matrix_figure(matrix: Matrix) -> str:
-    """Verdicts by axes, a cell a case; of several cases in one cell the worst is shown."""
-    rows, columns = matrix.rows[:MAX_MATRIX_ROWS], matrix.columns[:MAX_MATRIX_COLUMNS]
-    num_columns, num_rows = max(1, len(columns)), max(1, len(rows))
-    label_chars = max((min(len(row), MAX_LABEL_CHARS) for row in rows), default=0)
-    left, top, cell_width, cell_height = 0.2 + 0.08 * label_chars, 0.35, 1.45, 0.4
-    width, height = left + cell_width * num_columns + 0.1, top + cell_height * num_rows + 0.1
-    with _style():
-        figure = Figure(figsize=(width, height))
-        axes = figure.add_axes(
-            (left / width, 0.1 / height, 1 - (left + 0.1) / width, 1 - (top + 0.1) / height)
-        )
-        axes.set_xlim(0, num_columns)
-        axes.set_ylim(num_rows, 0)
-        axes.xaxis.tick_top()
-        axes.text(-0.07, -0.21, f"{_label(matrix.axis, 18)}:", ha="right", va="center")
-        axes.set_xticks([i + 0.5 for i in range(len(columns))])
-        axes.set_xticklabels([_label(column, 18) for column in columns])
-        axes.set_yticks([i + 0.5 for i in range(len(rows))])
-        axes.set_yticklabels([_label(row) for row in rows])
-        axes.tick_params(length=0)
-        axes.grid(visible=False)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-        for y, row in enumerate(rows):
-            for x, column in enumerate(columns):
-                held = matrix.cells.get((row, column), ())
-                _cell(axes, x, y, [case.outcome for case in held])
-        return _data_uri(figure)
-
-
-def _cell(axes: Axes, x: int, y: int, outcomes: list[Outcome]) -> None:
-    if not outcomes:
-        axes.text(x + 0.5, y + 0.5, "·", ha="center", va="center", color=_FAINT)
-        return
-    worst = min(outcomes, key=OUTCOME_ORDER.index)
-    several = f" ({len(outcomes)})" if len(outcomes) > 1 else ""
-    patch = Rectangle((x + 0.03, y + 0.06), 0.94, 0.88, facecolor=OUTCOME_COLOURS[worst], lw=0)
-    axes.add_patch(patch)
-    axes.text(
-        x + 0.5, y + 0.5, f"{SYMBOLS[worst]} {worst}{several}",
-        ha="center", va="center", color="#000000",
-    )  # fmt: skip
-
-
 def loss_figure(curve: LossCurve) -> str:
     """Loss of both legs above, largest distance over the ranks below."""
-    with _style():
+    with style():
         figure = Figure(figsize=(6.4, 4.0))
         figure.subplots_adjust(left=0.13, right=0.98, top=0.98, bottom=0.12, hspace=0.2)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         marked = len(curve.steps) <= MAX_MARKED_POINTS
         upper.plot(
-            curve.steps, curve.reference, color=_LEFT, lw=2.5, alpha=0.75,
+            curve.steps, curve.reference, color=LEFT, lw=2.5, alpha=0.75,
             marker="o" if marked else "", ms=6, mfc="none", label="reference",
         )  # fmt: skip
         upper.plot(
-            curve.steps, curve.candidate, color=_RIGHT, lw=1.2, ls="--",
+            curve.steps, curve.candidate, color=RIGHT, lw=1.2, ls="--",
             marker="x" if marked else "", ms=5, label="candidate",
         )  # fmt: skip
         upper.set_ylabel(f"loss, rank {curve.rank}")
@@ -138,7 +90,7 @@ def loss_figure(curve: LossCurve) -> str:
         _delta(lower, curve)
         lower.set_xlabel("step")
         lower.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        return _data_uri(figure)
+        return data_uri(figure)
 
 
 def _delta(axes: Axes, curve: LossCurve) -> None:
@@ -147,7 +99,7 @@ def _delta(axes: Axes, curve: LossCurve) -> None:
     highest = max(finite, default=0.0)
     marked = len(curve.delta_steps) <= MAX_MARKED_POINTS
     axes.plot(
-        curve.delta_steps, curve.delta_ulps, color=_INK, lw=1.2,
+        curve.delta_steps, curve.delta_ulps, color=INK, lw=1.2,
         marker="." if marked else "", ms=5,
     )  # fmt: skip
     if highest > 100:
@@ -166,11 +118,11 @@ def _delta(axes: Axes, curve: LossCurve) -> None:
         )
         return
     first = curve.differing[0]
-    axes.axvline(first, color=_RIGHT, lw=1, ls=":")
+    axes.axvline(first, color=RIGHT, lw=1, ls=":")
     axes.set_title(f"differs first at step {first}", fontsize=9, loc="right")
     odd = [s for s, u in zip(curve.delta_steps, curve.delta_ulps, strict=True) if math.isnan(u)]
     if odd:
-        axes.plot(odd, [0] * len(odd), color=_RIGHT, marker="x", ls="", label="NaN or infinite")
+        axes.plot(odd, [0] * len(odd), color=RIGHT, marker="x", ls="", label="NaN or infinite")
         axes.legend(loc="center right")
 
 
@@ -181,18 +133,18 @@ def _plain(value: float, _place: object) -> str:
 
 def memory_figure(legs: tuple[LegMemory, ...], max_ratio: float | None) -> str:
     """A bar for each leg's highest rank, a mark for every rank, a line for the limit."""
-    with _style():
+    with style():
         figure = Figure(figsize=(6.4, 1.6))
         figure.subplots_adjust(left=0.14, right=0.97, top=0.93, bottom=0.32)
         axes = figure.subplots()
         highest = max((leg.worst for leg in legs), default=0) / MIB
         for y, leg in enumerate(legs):
-            colour = _RIGHT if leg.leg == "candidate" else _LEFT
+            colour = RIGHT if leg.leg == "candidate" else LEFT
             hatch = "//" if leg.leg == "candidate" else ""
             axes.barh(y, leg.worst / MIB, height=0.6, color=colour, alpha=0.45, hatch=hatch, lw=0)
             axes.plot(
                 [peak / MIB for peak in leg.peaks.values()], [y] * len(leg.peaks),
-                ls="", marker="|", ms=9, color=_INK,
+                ls="", marker="|", ms=9, color=INK,
             )  # fmt: skip
             text = f"{leg.worst / MIB:.2f} MiB" if leg.worst else "not recorded"
             axes.annotate(
@@ -200,7 +152,7 @@ def memory_figure(legs: tuple[LegMemory, ...], max_ratio: float | None) -> str:
             )
         limit = (legs[0].worst / MIB) * max_ratio if legs and max_ratio else 0.0
         if 0 < limit <= 3 * highest:
-            axes.axvline(limit, color=_INK, lw=1, ls="--")
+            axes.axvline(limit, color=INK, lw=1, ls="--")
             axes.text(limit, -0.5, f"limit {max_ratio:g}x ", va="bottom", ha="right", fontsize=8)
         axes.set_xlim(0, max(highest * 1.3, limit if limit <= 3 * highest else 0, 0.001))
         axes.set_ylim(len(legs) - 0.5, -0.6)
@@ -208,14 +160,11 @@ def memory_figure(legs: tuple[LegMemory, ...], max_ratio: float | None) -> str:
         axes.set_yticklabels([leg.leg for leg in legs])
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("peak memory, MiB (bar: highest rank, ticks: every rank)")
-        return _data_uri(figure)
+        return data_uri(figure)
 
 
-def _label(text: str, limit: int = MAX_LABEL_CHARS) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _data_uri(figure: Figure) -> str:
+def data_uri(figure: Figure) -> str:
+    """The figure as SVG in a data URI, in colours that follow the reader's scheme."""
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -228,10 +177,10 @@ def _data_uri(figure: Figure) -> str:
         svg = svg.replace(stand_in, f"var({name})")
         light.append(f"{name}:{day}")
         dark.append(f"{name}:{night}")
-    style = (
+    scheme = (
         f"<style>:root{{{';'.join(light)}}}"
         f"@media(prefers-color-scheme:dark){{:root{{{';'.join(dark)}}}}}</style>"
     )
     head = svg.index(">") + 1
-    svg = svg[:head] + style + svg[head:]
+    svg = svg[:head] + scheme + svg[head:]
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

@@ -1,4 +1,4 @@
-"""From a run folder to tables: one row a verdict, one a recorded step, one a rank's peak.
+"""From a run folder to tables: one row a verdict, one a recorded step.
 
 Runs are read once, however many cases share them. A case that was planned and has no verdict gets
 one that says so: a report must not be green because something is missing from it.
@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.checks.memory import peak_bytes
+from harness.confirm import confirmed
 from harness.records import CaseSpec, RunResult, RunSpec, Verdict
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
 
@@ -24,7 +25,6 @@ class Frames:
         runs: every run that a case names, by key.
         verdict_frame: case, outcome, what, wall_s.
         step_frame: run, rank, step, loss_bits, loss, grad_norm; NaN where not finite.
-        memory_frame: run, rank, peak_bytes.
     """
 
     folder: RunFolder
@@ -32,7 +32,15 @@ class Frames:
     runs: dict[str, RunResult]
     verdict_frame: pd.DataFrame
     step_frame: pd.DataFrame
-    memory_frame: pd.DataFrame
+    _steps: dict[str, pd.DataFrame]
+
+    def steps_of(self, key: str) -> pd.DataFrame:
+        """The rows of one run in the step frame: looked up, since a nightly has thousands."""
+        return self._steps.get(key, self.step_frame.iloc[:0])
+
+    def peaks_of(self, key: str) -> list[tuple[int, int]]:
+        """Rank and peak bytes of every rank of a run."""
+        return [(records.rank, peak_bytes(records)) for records in self.runs[key].ranks]
 
 
 def load(path: Path) -> Frames:
@@ -42,13 +50,14 @@ def load(path: Path) -> Frames:
         UsageError: it is not a run folder, or damaged beyond reading.
     """
     folder = RunFolder.open(path)
-    verdicts = tuple(_verdict(folder, case) for case in folder.cases)
     runs: dict[str, RunResult] = {}
     for case in folder.cases:
         for leg in LEGS:
             spec: RunSpec = getattr(case, leg)
             if spec.key not in runs:
                 runs[spec.key] = _run(folder, case, leg, spec)
+    verdicts = tuple(_verdict(folder, case, runs) for case in folder.cases)
+    steps = _steps(runs)
     return Frames(
         folder=folder,
         verdicts=verdicts,
@@ -57,15 +66,15 @@ def load(path: Path) -> Frames:
             [(v.case_id, v.outcome, v.what, v.wall_s) for v in verdicts],
             columns=["case", "outcome", "what", "wall_s"],
         ),
-        step_frame=_steps(runs),
-        memory_frame=_memory(runs),
+        step_frame=steps,
+        _steps={str(key): rows for key, rows in steps.groupby("run", sort=False)},
     )
 
 
-def _verdict(folder: RunFolder, case: CaseSpec) -> Verdict:
+def _verdict(folder: RunFolder, case: CaseSpec, runs: dict[str, RunResult]) -> Verdict:
     found = folder.load_verdict(case.id)
     if found is not None:
-        return found
+        return confirmed(folder, case, found, runs)
     damaged = (folder.case_folder(case.id) / VERDICT_FILE).exists()
     message = (
         f"no verdict: its {VERDICT_FILE} does not decode"
@@ -108,12 +117,3 @@ def _steps(runs: dict[str, RunResult]) -> pd.DataFrame:
     ]
     columns = ["run", "rank", "step", "loss_bits", "loss", "grad_norm"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def _memory(runs: dict[str, RunResult]) -> pd.DataFrame:
-    rows = [
-        (key, records.rank, peak_bytes(records))
-        for key, run in runs.items()
-        for records in run.ranks
-    ]
-    return pd.DataFrame(rows, columns=["run", "rank", "peak_bytes"])

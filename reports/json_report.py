@@ -12,13 +12,18 @@ REPORT_SCHEMA_VERSION = 1
 
 
 def render(report: Report) -> str:
-    """Indented JSON with sorted keys. Times are in `times` and in each verdict's `wall_s`."""
+    """Indented JSON with sorted keys. Times are in `times` and in each verdict's `wall_s`.
+
+    Its schema is `schemas/report.schema.json`.
+    """
     plain = {
         "schema_version": REPORT_SCHEMA_VERSION,
         "scenario": report.scenario,
         "why": report.why,
         "exit_code": report.exit_code,
         "counts": dict(report.counts),
+        "history_note": report.history_note,
+        "notes": list(report.notes),
         "cases": [_case(case) for case in report.cases],
         "environments": {key: dict(values) for key, values in report.environments.items()},
         "times": {
@@ -59,6 +64,9 @@ def _case(case: CaseReport) -> dict[str, Any]:
         "addresses": {leg.leg: dataclasses.asdict(leg) for leg in case.addresses},
         "environments": case.environments,
         "environment_note": case.environment_note,
+        "attempts": {
+            leg: [attempt.to_json() for attempt in own] for leg, own in case.attempts.items()
+        },
     }
 
 

@@ -1,9 +1,11 @@
 """JUnit XML as continuous integration reads it, in the narrow form that every reader accepts.
 
     testsuites > testsuite > properties, testcase
-    testcase   > failure | error | skipped, system-out, system-err
+    testcase   > failure | error | skipped, attempts, system-out, system-err
+    attempts   flakyError of a case that passed, rerunError of one that did not (Surefire)
 
-A case without a verdict is an `error`, so is a run without cases: neither may look green.
+A case without a verdict is an `error`, so is a run without cases: neither may look green. Every
+attempt of a run but the one that was judged is an element of each case that it served.
 """
 
 from xml.etree import ElementTree as ET
@@ -70,12 +72,25 @@ def _case(suite: ET.Element, classname: str, case: CaseReport) -> None:
         case "error" | "incomparable":
             error = ET.SubElement(element, "error", {"message": message, "type": kind})
             error.text = _answers(case)
+    _attempts(element, case)
     out = ET.SubElement(element, "system-out")
     labels = ", ".join(f"{key}={value}" for key, value in sorted(case.spec.labels.items()))
     out.text = clean(f"{labels}\nrepeat: {case.command}")
     if case.output is not None:
         err = ET.SubElement(element, "system-err")
         err.text = f"rank {case.output.rank} of the {case.output.leg}\n{case.output.text}"
+
+
+def _attempts(element: ET.Element, case: CaseReport) -> None:
+    name = "flakyError" if case.outcome == "passed" else "rerunError"
+    for leg, own in case.attempts.items():
+        for attempt in own:
+            kind = attempt.signature or attempt.what or "interrupted"
+            told = one_line(attempt.message, MAX_MESSAGE_CHARS)
+            facts = {"message": f"attempt {attempt.number + 1} of the {leg}: {told}", "type": kind}
+            entry = ET.SubElement(element, name, facts)
+            trace = ET.SubElement(entry, "stackTrace")
+            trace.text = one_line(f"{attempt.key}: {attempt.what}: {attempt.message}")
 
 
 def _answers(case: CaseReport) -> str:

@@ -32,18 +32,16 @@ class LossCurve:
     words: str
 
 
-def loss_curve(steps: pd.DataFrame, reference: str, candidate: str, rank: int) -> LossCurve | None:
-    """Curves of two runs by key, or None if they share no step.
+def loss_curve(reference: pd.DataFrame, candidate: pd.DataFrame, rank: int) -> LossCurve | None:
+    """Curves of two runs, or None if they share no step.
 
     Args:
-        steps: the step frame.
-        reference: run key of the reference.
-        candidate: run key of the candidate.
+        reference: rows of the step frame, of the reference.
+        candidate: rows of the candidate.
         rank: whose loss to draw; the lowest shared rank if it has none.
     """
     index = ["rank", "step"]
-    left = steps[steps["run"] == reference].drop_duplicates(index)
-    right = steps[steps["run"] == candidate].drop_duplicates(index)
+    left, right = reference.drop_duplicates(index), candidate.drop_duplicates(index)
     both = left.merge(right, on=index, suffixes=("_r", "_c")).sort_values(index)
     if both.empty:
         return None

@@ -5,35 +5,53 @@ mention.
 """
 
 import re
+from collections import Counter
 
 from harness.records import Difference
-from reports.summary import SYMBOLS, CaseReport, Report
+from reports.causes import Cause, causes
+from reports.normalise import attempts_mark
+from reports.summary import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
 from reports.text import clean, one_line
 
 MAX_BYTES = 60_000
+"""GitHub takes comments of 65,536 characters."""
+MAX_CAUSES = 20
+MAX_AGAIN = 10
 MAX_ROW_CHARS = 300
 MAX_OUTPUT_CHARS = 4000
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
 
 
-def render(report: Report) -> str:
-    """The comment, at most `MAX_BYTES` bytes of UTF-8."""
+def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
+    """The comment, at most `max_bytes` bytes of UTF-8; what is left out is counted."""
     head = [f"## {escape(report.scenario)}: {escape(report.headline)}", ""]
     if report.why:
         head += [escape(report.why), ""]
     if not report.counts["passed"] and not report.counts["failed"]:
         head += ["**No case passed: this run proves nothing about the candidates.**", ""]
+    if report.history_note:
+        head += [f"**{escape(report.history_note)}**", ""]
+    if report.notes:
+        head += ["Left out: " + "; ".join(map(escape, report.notes)) + ".", ""]
+    if again := [case for case in report.cases if case.attempt_words]:
+        head += [attempts_mark(_again(again)), ""]
+    head += _causes(causes(report), max_bytes)
     head += ["| | case | what | message |", "| --- | --- | --- | --- |"]
     foot = ["", f"Exit code {report.exit_code}. The page with curves is `report/index.html`.", "",
             f"Times: created {escape(report.created or 'at an unknown time')}; "
             f"{sum(case.verdict.wall_s for case in report.cases):.1f} s in all.", ""]  # fmt: skip
     rows = [_row(case) for case in report.cases]
     details = [_details(case) for case in report.cases if case.outcome not in ("passed", "skipped")]
-    left = MAX_BYTES - _size(head) - _size(foot) - 200
+    left = max_bytes - _size(head) - _size(foot) - 400
     # The table may take half of the room, so that the first failures are told in full.
-    kept_rows, used = _fit(rows, left // 2, "cases")
-    kept_rows = [row if row.startswith("|") else f"\n{row}" for row in kept_rows]
-    kept_details, _ = _fit(details, left - used, "failing cases in full")
+    kept_rows, used = _fit(rows, left // 2)
+    if hidden := report.cases[len(kept_rows) :]:
+        counts = Counter(case.outcome for case in hidden)
+        words = ", ".join(f"{counts[o]} {o}" for o in OUTCOME_ORDER if counts[o])
+        kept_rows.append(f"\n*{len(hidden)} more cases are in the page: {words}.*")
+    kept_details, _ = _fit(details, left - used)
+    if num_hidden := len(details) - len(kept_details):
+        kept_details.append(f"*{num_hidden} more failing cases in full are in the page.*")
     return "\n".join([*head, *kept_rows, "", *kept_details, *foot])
 
 
@@ -51,10 +69,37 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
+def _again(cases: list[CaseReport]) -> str:
+    """Cases that the machine failed at first: a pass on the second attempt is told, not hidden."""
+    listed = ", ".join(
+        f"{escape(case.spec.id)} {escape(case.attempt_words)}" for case in cases[:MAX_AGAIN]
+    )
+    more = f" and {len(cases) - MAX_AGAIN} more" if len(cases) > MAX_AGAIN else ""
+    return f"**Needed another attempt: {len(cases)}**: {listed}{more}."
+
+
+def _causes(found: tuple[Cause, ...], max_bytes: int) -> list[str]:
+    """What several cases share: one line a cause says more than a hundred rows."""
+    if not any(len(cause.cases) > 1 for cause in found):
+        return []
+    lines = ["| cases | what they share | first of them |", "| --- | --- | --- |"]
+    rows = [
+        f"| {SYMBOLS[c.outcome]} {len(c.cases)} {c.outcome} | {escape(c.what)}: {escape(c.words)} "
+        f"| {escape(c.cases[0].spec.id)} |"
+        for c in found
+    ]
+    kept, _ = _fit(rows[:MAX_CAUSES], max_bytes // 6)
+    if hidden := found[len(kept) :]:
+        num = sum(len(cause.cases) for cause in hidden)
+        kept.append(f"\n*{len(hidden)} more causes, of {num} cases, are in the page.*")
+    return [*lines, *kept, ""]
+
+
 def _row(case: CaseReport) -> str:
     message = escape(one_line(case.message, MAX_ROW_CHARS))
     name, what = escape(case.spec.id), escape(case.verdict.what)
-    return f"| {SYMBOLS[case.outcome]} {case.outcome} | {name} | {what} | {message} |"
+    again = attempts_mark(f" ({escape(case.attempt_words)})") if case.attempt_words else ""
+    return f"| {SYMBOLS[case.outcome]} {case.outcome} | {name} | {what} | {message}{again} |"
 
 
 def _details(case: CaseReport) -> str:
@@ -96,14 +141,12 @@ def _size(lines: list[str]) -> int:
     return sum(len(line.encode("utf-8", "replace")) + 1 for line in lines)
 
 
-def _fit(blocks: list[str], room: int, noun: str) -> tuple[list[str], int]:
-    """As many leading blocks as fit, and a line that counts the rest; with the bytes used."""
-    kept, used = [], 0
-    for place, block in enumerate(blocks):
-        used += _size([block])
-        if used > room:
-            used -= _size([block])
-            kept.append(f"*{len(blocks) - place} more {noun} are in the page.*")
+def _fit(blocks: list[str], room: int) -> tuple[list[str], int]:
+    """As many leading blocks as fit, and the bytes that they take."""
+    kept, used = list[str](), 0
+    for block in blocks:
+        if used + _size([block]) > room:
             break
+        used += _size([block])
         kept.append(block)
     return kept, used

@@ -4,6 +4,7 @@ The order of cases is failures first; within an outcome, the plan's.
 """
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,15 @@ import yaml
 
 from harness.checks import exit_code
 from harness.checks.environment import different_keys, fingerprint
+from harness.disk import read_tail
+from harness.history import NOT_WRITTEN_FILE
 from harness.records import CaseSpec, Outcome, RunResult, Verdict
+from harness.retries import Attempt, earlier_attempts
 from harness.store import LEGS
 from reports.addresses import LegAddresses, leg_addresses
 from reports.frames import Frames, load
 from reports.loss_curve import LossCurve, loss_curve
-from reports.text import clean, one_line, tail
+from reports.text import TAIL_BYTES, clean, one_line, tail
 
 OUTCOME_ORDER: tuple[Outcome, ...] = ("failed", "error", "incomparable", "passed", "skipped")
 SYMBOLS: dict[Outcome, str] = {
@@ -51,7 +55,12 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseReport:
-    """One case, ready to be shown; `environments` maps each leg to the letters of its ranks'."""
+    """One case, ready to be shown.
+
+    Attributes:
+        environments: the letters of the environments of each leg's ranks.
+        attempts: of each leg that was made more than once: every attempt but the one judged.
+    """
 
     spec: CaseSpec
     verdict: Verdict
@@ -63,11 +72,33 @@ class CaseReport:
     environments: dict[str, str]
     environment_note: str
     output: Output | None
+    attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)
 
     @property
     def outcome(self) -> Outcome:
         """The verdict's outcome."""
         return self.verdict.outcome
+
+    @property
+    def attempt_words(self) -> str:
+        """'passed on attempt 2 (candidate: port_in_use)'; "" if none was failed or killed."""
+        failed = {leg: [a.cause for a in own if a.cause] for leg, own in self.attempts.items()}
+        told = [
+            f"{leg}: {cause}" if number == 1 else f"{leg}: {number} x {cause}"
+            for leg, causes in failed.items()
+            for cause, number in Counter(causes).items()
+        ]
+        most = max(map(len, failed.values()), default=0)
+        return f"{self.outcome} on attempt {most + 1} ({', '.join(told)})" if most else ""
+
+    @property
+    def where(self) -> str:
+        """Place of the first difference, on one line; "" if there is none."""
+        place = self.verdict.difference
+        if place is None:
+            return ""
+        of = f" of {place.tensor}" if place.tensor else ""
+        return one_line(f"step {place.step}, rank {place.rank}, {place.quantity}{of}", 300)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +113,11 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The whole run folder. `environments` holds every distinct fingerprint by its letter."""
+    """The whole run folder.
+
+    `environments` holds every distinct fingerprint by its letter; `history_note` says why the run
+    is not in the history, "" if nothing says that it is not; `notes` say what selections left out.
+    """
 
     folder: Path
     scenario: str
@@ -95,6 +130,8 @@ class Report:
     matrix: Matrix
     environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
+    history_note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -111,8 +148,13 @@ def summarise(path: Path) -> Report:
     """
     frames = load(path)
     letters = _Environments()
+    attempts = {
+        key: found
+        for key, run in frames.runs.items()
+        if (found := earlier_attempts(frames.folder, run.spec))
+    }
     planned = [
-        _case(frames, letters, spec, verdict)
+        _case(frames, letters, attempts, spec, verdict)
         for spec, verdict in zip(frames.folder.cases, frames.verdicts, strict=True)
     ]
     manifest, scenario = frames.folder.manifest, _scenario(frames.folder.scenario_text)
@@ -134,7 +176,17 @@ def summarise(path: Path) -> Report:
             for key, run in frames.runs.items()
             if run.outcome.attempt
         },
+        history_note=_history_note(frames.folder.path),
+        notes=_notes(manifest.get("notes")),
     )
+
+
+def _notes(stored: object) -> tuple[str, ...]:
+    return tuple(one_line(str(n), 400) for n in stored) if isinstance(stored, list) else ()
+
+
+def _history_note(folder: Path) -> str:
+    return one_line(read_tail(folder / NOT_WRITTEN_FILE, TAIL_BYTES).decode(errors="replace"), 400)
 
 
 def _scenario(text: str) -> dict[str, Any]:
@@ -178,7 +230,13 @@ def _letter(place: int) -> str:
     return chr(ord("A") + place) if place < 26 else f"E{place + 1}"
 
 
-def _case(frames: Frames, letters: _Environments, spec: CaseSpec, verdict: Verdict) -> CaseReport:
+def _case(
+    frames: Frames,
+    letters: _Environments,
+    attempts: Mapping[str, tuple[Attempt, ...]],
+    spec: CaseSpec,
+    verdict: Verdict,
+) -> CaseReport:
     runs = {leg: frames.runs[getattr(spec, leg).key] for leg in LEGS}
     place = verdict.difference
     rank = place.rank if place is not None else 0
@@ -188,12 +246,17 @@ def _case(frames: Frames, letters: _Environments, spec: CaseSpec, verdict: Verdi
         verdict=verdict,
         message=one_line(verdict.message),
         command=f"harness rerun {shlex.quote(str(frames.folder.case_folder(spec.id)))}",
-        curve=loss_curve(frames.step_frame, spec.reference.key, spec.candidate.key, rank),
+        curve=loss_curve(
+            frames.steps_of(spec.reference.key), frames.steps_of(spec.candidate.key), rank
+        ),
         memory=tuple(_leg_memory(frames, leg, run) for leg, run in runs.items()),
         addresses=tuple(leg_addresses(leg, run) for leg, run in runs.items()),
         environments=environments,
         environment_note=_environment_note(runs, environments),
         output=_output(frames, spec, verdict, runs),
+        attempts={
+            leg: attempts[run.spec.key] for leg, run in runs.items() if run.spec.key in attempts
+        },
     )
 
 
@@ -212,10 +275,7 @@ def _environment_note(runs: Mapping[str, RunResult], letters: Mapping[str, str])
 
 
 def _leg_memory(frames: Frames, leg: str, run: RunResult) -> LegMemory:
-    table = frames.memory_frame
-    own = table[(table["run"] == run.spec.key) & (table["peak_bytes"] > 0)]
-    peaks = {int(rank): int(n) for rank, n in zip(own["rank"], own["peak_bytes"], strict=True)}
-    return LegMemory(leg=leg, peaks=peaks)
+    return LegMemory(leg=leg, peaks={r: n for r, n in frames.peaks_of(run.spec.key) if n > 0})
 
 
 def _output(
@@ -250,7 +310,7 @@ def _matrix(cases: list[CaseReport], axis: str) -> Matrix:
     for case in cases:
         labels = dict(case.spec.labels)
         column = one_line(labels.pop(axis, "(none)"), 60)
-        row = one_line(" ".join(f"{name}={value}" for name, value in labels.items()), 80)
+        row = one_line(" ".join(f"{name}={value}" for name, value in labels.items()), 240)
         cells.setdefault((row or clean(case.spec.scenario, 60), column), []).append(case)
     return Matrix(
         axis=one_line(axis, 60),

@@ -9,6 +9,8 @@ tail         the end of a rank's output, line by line
 import re
 from pathlib import Path
 
+from harness.disk import read_tail
+
 MAX_CHARS = 2000
 MAX_LINE_CHARS = 300
 MAX_TAIL_LINES = 40
@@ -22,7 +24,7 @@ _UNFIT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufdd0-\ufdef"
     "\ufeff\ufffe\uffff\ud800-\udfff]"
 )
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\ufffd"
 
 
 def well_formed(text: str) -> str:
@@ -51,13 +53,7 @@ def one_line(text: str, limit: int = MAX_CHARS) -> str:
 
 
 def tail(path: Path) -> str:
-    """The last lines of a file, cleaned and clipped; empty if there is no such file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            data = file.read(TAIL_BYTES)
-    except OSError:
-        return ""
-    lines = clean(data.decode("utf-8", "replace"), TAIL_BYTES).rstrip().splitlines()
+    """The last lines of a file, cleaned and clipped; empty if there is no plain file."""
+    text = read_tail(path, TAIL_BYTES).decode("utf-8", "replace")
+    lines = clean(text, TAIL_BYTES).rstrip().splitlines()
     return "\n".join(clean(line, MAX_LINE_CHARS) for line in lines[-MAX_TAIL_LINES:])

@@ -119,16 +119,21 @@ class ParamGroup:
 
     def _make_other_buffers(self) -> None:
         """Make the copy of the weight that is kept at rest, if there must be one, and main_grad."""
-        nest, dtypes = self.nest, self.dtypes
         self.model_weight, self._fresh_version = None, None
         if self.main_weight.is_meta:
             return
         self.gradients.make_kept()
-        as_main = dtypes.main == dtypes.compute or (nest.weight_level and not self._quantized)
-        if nest.weight_level != nest.main_level or not as_main:
-            self.model_weight = self._flat.zeros(nest.weight_level, dtypes.compute)
-        if nest.weight_level == 0:
+        if self.keeps_copy:
+            self.model_weight = self._flat.zeros(self.nest.weight_level, self.dtypes.compute)
+        if self.nest.weight_level == 0:
             self._bind_unsharded(self._sent)
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether there is a `model_weight` beside the main weight, once both have memory."""
+        nest, dtypes = self.nest, self.dtypes
+        as_main = dtypes.main == dtypes.compute or (nest.weight_level and not self._quantized)
+        return nest.weight_level != nest.main_level or not as_main
 
     @property
     def _sent(self) -> torch.Tensor:

@@ -34,9 +34,10 @@ class PoolWatcher(Protocol):
 
 
 class Poison:
-    """Fills buffers as they are handed out and taken back."""
+    """Fills buffers as they are handed out and taken back, while `is_on`."""
 
     def __init__(self, device: Device) -> None:
+        self.is_on = True
         self._device = device
 
     def acquired(self, key: Key, buffer: torch.Tensor, stream: Any) -> None:
@@ -47,8 +48,9 @@ class Poison:
     released = acquired
 
     def _fill(self, buffer: torch.Tensor, stream: Any) -> None:
-        with self._device.on(stream), torch.no_grad():
-            fill(buffer)
+        if self.is_on:
+            with self._device.on(stream), torch.no_grad():
+                fill(buffer)
 
 
 def fill(buffer: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from fsdp_core.stress.pools import fill
 MOST_HELD_BYTES = 64 << 20
 NUM_RANDOM = 64
 _MAX_RANDOM_BYTES = 1 << 16
+_GRAIN_BYTES = 512  # what the caching allocator counts in
 _SMALL_BYTES = 1 << 20  # of the caching allocator: such requests have a pool of their own
 
 
@@ -60,6 +61,13 @@ class Scramble:
             self._shuffle(self._random.randrange(1, _MAX_RANDOM_BYTES) for _ in range(NUM_RANDOM))
             if self._device.is_cuda:
                 self._shuffle(self._free_blocks())
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held among the memory that is counted: on the CPU nobody counts it."""
+        if not self._device.is_cuda:
+            return 0
+        return sum(-(-block.numel() // _GRAIN_BYTES) * _GRAIN_BYTES for block in self._held)
 
     def release(self) -> None:
         """Give everything back."""

@@ -44,14 +44,27 @@ class Stressors:
         self.jitter = Jitter(device, mix(seed, rank, 1)) if "jitter" in names else None
         self.scramble = Scramble(device, mix(seed, rank, 2)) if "scramble" in names else None
         self.races = Races() if "races" in names else None
-        self._watchers: list[PoolWatcher] = []
+        self.poison = Poison(device) if "poison" in names else None
+        self._on = frozenset(names)
         # Labels first: what poison does to a buffer is done for its new holder.
-        if self.races is not None:
-            self._watchers.append(Labels(self.races))
-        if "poison" in names:
-            self._watchers.append(Poison(device))
-        if self.scramble is not None:
-            self._watchers.append(self.scramble)
+        watchers = (None if self.races is None else Labels(self.races), self.poison, self.scramble)
+        self._watchers: list[PoolWatcher] = [each for each in watchers if each is not None]
+
+    def only(self, names: Sequence[str]) -> None:
+        """From now on these alone are at work, between steps; `races` always is if it is one of us.
+
+        What an earlier one did inside of a capture stays in the graph: capture again.
+
+        Raises:
+            ValueError: a name that is not among `names` of this object.
+        """
+        if unknown := sorted(set(names) - set(self.names)):
+            raise ValueError(f"Expected some of {', '.join(self.names)}, got {unknown[0]}.")
+        self._on = frozenset(names)
+        if self.poison is not None:
+            self.poison.is_on = "poison" in self._on
+        if self.scramble is not None and "scramble" not in self._on:
+            self.scramble.release()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -61,7 +74,7 @@ class Stressors:
                 stack.enter_context(self._device.modelling_streams(self.races.clocks))
                 stack.enter_context(self._device.watching_storages(self.races))
                 stack.enter_context(self.races)
-            if self.jitter is not None:
+            if self.jitter is not None and "jitter" in self._on:
                 stack.enter_context(self.jitter)
             yield
 
@@ -71,7 +84,7 @@ class Stressors:
 
     def before_step(self) -> None:
         """Do what is done once a step, on the stream that it runs on, as around other work."""
-        if self.scramble is not None:
+        if self.scramble is not None and "scramble" in self._on:
             self.scramble.churn()
 
     def after_step(self) -> None:

@@ -8,6 +8,8 @@
     captures   all graphs of a trainer, on every rank or on none
     trainer    the step
     stressed   the same under stressors; `make_trainer` gives the one that a configuration asks for
+    memory     whose a trainer's memory is
+    rehearsal  how much it will be, on any layout, found out in one process
 
 `Trainer` runs any legal layout of any model; what it does not build yet is in `config.built`.
 """

@@ -39,6 +39,18 @@ def build_stages(
     return stages
 
 
+def build_meta_stages(
+    config: TrainConfig, axes: Axes, backend: Backend, streams: RandomStreams, device: Device
+) -> list[DecoderStage]:
+    """The same stages without memory: on the meta device, sharded."""
+    with torch.device("meta"):
+        chunks = config.parallel.pp_chunks
+        stages = make_stages(config.model, axes, backend, streams, chunks=chunks)
+        for stage in stages:
+            shard_stage(stage, axes, _sharding(config, device))
+    return stages
+
+
 def _sharding(config: TrainConfig, device: Device) -> Sharding:
     """How a stage is sharded, with a pool of its own: a pool follows the order of one root."""
     fsdp = config.fsdp

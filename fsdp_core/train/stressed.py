@@ -1,7 +1,7 @@
 """The trainer under stress: the same steps, with the stressors of its configuration active."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -58,6 +58,26 @@ class StressedTrainer(Trainer):
             self.stressors.before_step()
             yield
         self.stressors.after_step()
+
+    @property
+    def stress_bytes(self) -> int:
+        """Of the live bytes of the device, those that stressors hold between steps."""
+        return 0 if self.stressors.scramble is None else self.stressors.scramble.held_bytes
+
+    def take_turn(self, names: Sequence[str]) -> None:
+        """Between steps: these stressors alone from now on; the next step captures anew.
+
+        What others did while graphs were captured went into these. Every rank calls this, as all of
+        them capture together.
+
+        Raises:
+            ValueError: a stressor that the configuration does not name.
+        """
+        self.stressors.only(names)
+        with self.device.on(self.stream):
+            self.device.synchronize()
+            self._graphs.drop()
+            self._captured_at = None
 
     def close(self) -> None:
         """See `Trainer`."""

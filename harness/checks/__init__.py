@@ -7,6 +7,9 @@
     taps         digests of what went through modules
     finite       no NaN, no infinity
     memory       peak memory
+    throughput   is the candidate slower?        (of pairs of timed runs)
+    repeated     have these runs the same bits?
+    soak         nothing failed in N replays, and memory did not grow
     judge        which answer decides the case
 
 A check's module has `NAME` and `check(reference, candidate, parameters) -> CheckResult`.

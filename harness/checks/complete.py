@@ -9,6 +9,7 @@ missing step would otherwise be a step that did not differ.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from harness.checks.soaked import shortfall, steps_due
 from harness.checks.steps import rank_table
 from harness.records import (
     DIGEST_GROUPS,
@@ -89,26 +90,30 @@ def _records_flaw(run: RunResult) -> Flaw | None:
                 what="corrupt_record",
                 message=f"the specification's {name}: expected an integer >= 1, got {value!r}",
             )
-    assert isinstance(steps, int)
+    steps = steps_due(run)
+    assert steps is not None
     assert isinstance(microbatches, int)
+    key = run.spec.key
     for records in rank_table(run).values():
-        flaw = _rank_flaw(records, run.spec.world_size, steps, microbatches) or _replays_flaw(
-            records, run.spec.config
+        flaw = _rank_flaw(records, key, run.spec.world_size, steps, microbatches) or _replays_flaw(
+            records, run.spec.config, steps
         )
         if flaw is not None:
             return flaw
+    if (short := shortfall(run)) is not None:
+        what, message, rank = short
+        return Flaw(what=what, message=message, rank=rank)
     return _proof_flaw(run)
 
 
-def _replays_flaw(records: RankRecords, config: Mapping[str, object]) -> Flaw | None:
+def _replays_flaw(records: RankRecords, config: Mapping[str, object], steps: int) -> Flaw | None:
     """A graphed leg that never replayed, or an eager one that did, would agree by testing nothing.
 
     Every scope replays at least once in each step after the warm-up.
     """
     assert records.end is not None
     rank, replays = records.rank, records.end.replays
-    steps, warmup = config.get("steps"), config.get("graph_warmup_steps", 0)
-    assert isinstance(steps, int)
+    warmup = config.get("graph_warmup_steps", 0)
     least = max(steps - warmup, 1) if isinstance(warmup, int) and config.get("graph") else 0
     if replays < least:
         return Flaw(
@@ -136,8 +141,10 @@ def _proof_flaw(run: RunResult) -> Flaw | None:
     return None
 
 
-def _rank_flaw(records: RankRecords, world_size: int, steps: int, microbatches: int) -> Flaw | None:
-    flaw = _lines_flaw(records) or _start_flaw(records, world_size)
+def _rank_flaw(
+    records: RankRecords, key: str, world_size: int, steps: int, microbatches: int
+) -> Flaw | None:
+    flaw = _lines_flaw(records) or _start_flaw(records, key, world_size)
     if flaw is not None:
         return flaw
     flaw = _sequence_flaw(records, steps) or _end_flaw(records, steps)
@@ -179,7 +186,7 @@ def _lines_flaw(records: RankRecords) -> Flaw | None:
     return None
 
 
-def _start_flaw(records: RankRecords, world_size: int) -> Flaw | None:
+def _start_flaw(records: RankRecords, key: str, world_size: int) -> Flaw | None:
     rank, start = records.rank, records.start
     if start is None:
         return Flaw(what="corrupt_record", message=f"rank {rank} has no start record", rank=rank)
@@ -187,6 +194,7 @@ def _start_flaw(records: RankRecords, world_size: int) -> Flaw | None:
         ("schema", start.schema, SCHEMA_VERSION),
         ("rank", start.rank, rank),
         ("world_size", start.world_size, world_size),
+        ("run", start.run or key, key),
     )
     for name, got, expected in facts:
         if got != expected:
@@ -214,18 +222,20 @@ def _start_flaw(records: RankRecords, world_size: int) -> Flaw | None:
 
 def _sequence_flaw(records: RankRecords, steps: int) -> Flaw | None:
     rank, seen = records.rank, [record.step for record in records.steps]
-    if seen == list(range(steps)):
+    if len(seen) == steps and seen == list(range(steps)):
         return None
-    missing = sorted(set(range(steps)) - set(seen))
-    if missing:
+    # Never by the steps that are due: a forged plan may ask for any number.
+    found = {step for step in seen if 0 <= step < steps}
+    if len(found) < steps:
+        first = next(step for step in range(steps) if step not in found)
         return Flaw(
             what="missing_step",
-            message=f"rank {rank} has no record of step {missing[0]} "
-            f"({len(missing)} of {steps} steps missing)",
+            message=f"rank {rank} has no record of step {first} "
+            f"({steps - len(found)} of {steps} steps missing)",
             rank=rank,
-            step=missing[0],
+            step=first,
         )
-    extra = sorted(set(seen) - set(range(steps)))
+    extra = sorted(set(seen) - found)
     if extra:
         return Flaw(
             what="record_after_end",

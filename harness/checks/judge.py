@@ -8,11 +8,23 @@ different environments (incomparable); then the requested checks, a failure befo
 Every answer is kept in the verdict, whichever decided.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from harness.checks import environment, finite, loss, memory, state, taps
+from harness.checks import (
+    environment,
+    finite,
+    loss,
+    memory,
+    repeated,
+    soak,
+    soaked,
+    state,
+    taps,
+    throughput,
+)
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import Flaw, find_flaw
+from harness.checks.soaked import missed_turns
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -20,7 +32,6 @@ from harness.records import (
     ExitCode,
     Outcome,
     RunResult,
-    RunSpec,
     Verdict,
     What,
 )
@@ -33,6 +44,7 @@ CHECKS: dict[str, Check] = {
     taps.NAME: taps.check,
     finite.NAME: finite.check,
     memory.NAME: memory.check,
+    soak.NAME: soak.check,
 }
 """Checks that a scenario may ask for, by name."""
 
@@ -52,6 +64,7 @@ def judge(
     control: RunResult,
     candidate: RunResult,
     *,
+    repeats: Sequence[RunResult] = (),
     wall_s: float = 0.0,
 ) -> Verdict:
     """Judge one case from the records of its three runs.
@@ -61,6 +74,7 @@ def judge(
         reference: the run that is trusted.
         control: the reference, run a second time.
         candidate: the run in question.
+        repeats: timed runs, of reference and candidate in turn (`harness.repeats`).
         wall_s: seconds that the case took, kept in the verdict.
 
     Returns:
@@ -73,7 +87,7 @@ def judge(
             check="case", outcome="skipped", what="unsupported", message=case.skip_reason
         )
         return _verdict(case, reason, (reason,), wall_s)
-    results = _answers(case, runs)
+    results = _answers(case, runs, repeats)
     return _verdict(case, _decide(results), tuple(results), wall_s)
 
 
@@ -87,18 +101,29 @@ def exit_code(verdicts: Iterable[Verdict]) -> ExitCode:
     return ExitCode.PASSED if "passed" in outcomes else ExitCode.NOTHING_RAN
 
 
-def _answers(case: CaseSpec, runs: dict[str, RunResult]) -> list[CheckResult]:
+def _answers(
+    case: CaseSpec, runs: dict[str, RunResult], repeats: Sequence[RunResult]
+) -> list[CheckResult]:
     reference, control, candidate = runs["reference"], runs["control"], runs["candidate"]
     plan = _plan_flaw(case, runs)
     flaws = {leg: find_flaw(run) for leg, run in runs.items()}
     results = [] if plan is None else [plan]
-    results += [_records_answer(leg, runs[leg].spec, flaw) for leg, flaw in flaws.items()]
+    results += [_records_answer(leg, runs[leg], flaw) for leg, flaw in flaws.items()]
     results.append(environment.check(reference, control, "control"))
     results.append(environment.check(reference, candidate, "candidate"))
     results.append(_control_answer(reference, control, flaws))
+    if flaws["candidate"] is None and (missed := missed_turns(candidate)) is not None:
+        results.append(missed)
+    if case.repeats:
+        results.append(repeated.check(case, reference, repeats))
     # Not in the order given: a case read back from its file must be answered in the same words.
     for name in sorted(case.checks, key=lambda name: (*CHECKS, name).index(name)):
-        results.append(_requested(name, case.checks[name], reference, candidate, flaws))
+        if name == throughput.NAME:
+            answer = throughput.check(repeats[0::2], repeats[1::2], case.checks[name])
+        else:
+            answer = _requested(name, case.checks[name], reference, candidate, flaws)
+        # The last of the checks: what it states stands on all the others.
+        results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
     return results
 
 
@@ -137,12 +162,12 @@ def _plan_flaw(case: CaseSpec, runs: dict[str, RunResult]) -> CheckResult | None
     return None
 
 
-def _records_answer(leg: str, spec: RunSpec, flaw: Flaw | None) -> CheckResult:
-    name = f"records:{leg}"
+def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
+    name, spec = f"records:{leg}", run.spec
     if flaw is None:
         return passed(
             name,
-            f"the {leg} recorded all {spec.config['steps']} steps on all {spec.world_size} ranks",
+            f"the {leg} recorded all {soaked.steps_due(run)} steps on all {spec.world_size} ranks",
         )
     trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
     message = f"the {leg} {trouble}: {flaw.message}"
@@ -215,12 +240,15 @@ def _decide(results: list[CheckResult]) -> CheckResult:
     if bad:
         return bad[0]
     for result in requested:
+        if result.outcome == "incomparable":
+            return result
         if result.outcome != "passed":
             return error("case", result.what, f"{result.check} gave no answer: {result.message}")
     if not requested:
         return error("case", "not_run", "no check was requested: nothing was compared")
     names = ", ".join(result.check for result in requested)
-    return passed("case", f"every check said yes ({names}); {by_name['control'].message}")
+    proven = f"; {by_name[soak.NAME].message}" if soak.NAME in by_name else ""
+    return passed("case", f"every check said yes ({names}); {by_name['control'].message}{proven}")
 
 
 def _explains(result: CheckResult) -> tuple[int, int, int]:

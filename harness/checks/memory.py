@@ -1,5 +1,7 @@
 """Peak memory: the candidate's against the reference's rank by rank, or against a number of bytes.
 
+The number may be a formula over what the same rank of the reference keeps (`memory_owners`).
+
 A reference whose peak is zero or missing measured nothing, so there is no ratio and no pass.
 
 What grows: the least memory that lived after a step of the last quarter of the run, less that of
@@ -10,12 +12,14 @@ half a run's n, whatever single steps hold for a while.
 import math
 from collections.abc import Mapping
 
+from harness.check_limits import PEAK_MEMORY
+from harness.checks import memory_owners
 from harness.checks.answer import error, failed, passed
 from harness.checks.steps import rank_table
 from harness.records import CheckResult, RankRecords, RunResult
 
 NAME = "peak_memory"
-PARAMETERS = ("max_ratio", "max_bytes", "max_growth_bytes")
+PARAMETERS = PEAK_MEMORY
 MIB = 1 << 20
 LEAST_STEPS = 8
 """Of a run whose growth is looked at."""
@@ -24,7 +28,7 @@ LEAST_STEPS = 8
 def check(
     reference: RunResult, candidate: RunResult, parameters: Mapping[str, object]
 ) -> CheckResult:
-    """Check the worst rank against each of `max_ratio`, `max_bytes` and `max_growth_bytes`."""
+    """Check the worst rank against each limit that is given."""
     limits = _limits(parameters)
     if isinstance(limits, CheckResult):
         return limits
@@ -35,19 +39,35 @@ def check(
     for rank, peak in theirs.items():
         if peak <= 0:
             return failed(NAME, "corrupt_record", f"rank {rank} of the candidate recorded no peak")
-    answers = []
-    if "max_ratio" in limits:
-        answers.append(_against_reference(ours, theirs, limits["max_ratio"]))
-    if "max_bytes" in limits:
-        answers.append(_against_bytes(theirs, limits["max_bytes"]))
-    if "max_growth_bytes" in limits:
-        answers.append(_growth(candidate, limits["max_growth_bytes"]))
+    answers = _answers(reference, candidate, ours, theirs, limits, parameters.get("max_bytes"))
     for outcome in ("failed", "error"):
         for answer in answers:
             if answer.outcome == outcome:
                 return answer
     figures = {name: value for answer in answers for name, value in answer.figures.items()}
     return passed(NAME, "; ".join(answer.message for answer in answers), **figures)
+
+
+def _answers(
+    reference: RunResult,
+    candidate: RunResult,
+    ours: dict[int, int],
+    theirs: dict[int, int],
+    limits: Mapping[str, float],
+    formula: object,
+) -> list[CheckResult]:
+    answers = []
+    if "max_ratio" in limits:
+        answers.append(_against_reference(ours, theirs, limits["max_ratio"]))
+    if "max_bytes" in limits:
+        answers.append(_against_bytes(theirs, dict.fromkeys(theirs, limits["max_bytes"])))
+    if isinstance(formula, str):
+        answers.append(_against_formula(reference, ours, theirs, formula))
+    if "max_growth_bytes" in limits:
+        answers.append(_growth(candidate, limits["max_growth_bytes"]))
+    if "max_unexplained" in limits:
+        answers.append(memory_owners.explained(candidate, limits["max_unexplained"], theirs))
+    return answers
 
 
 def peak_bytes(records: RankRecords) -> int:
@@ -65,6 +85,8 @@ def _limits(parameters: Mapping[str, object]) -> dict[str, float] | CheckResult:
         return error(NAME, "unsupported", f"expected {' or '.join(PARAMETERS)}, got {got}")
     limits: dict[str, float] = {}
     for name, value in parameters.items():
+        if name == "max_bytes" and isinstance(value, str):
+            continue  # a formula
         number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
         if not math.isfinite(number) or number <= 0:
             return error(NAME, "unsupported", f"{name}: expected a number > 0, got {value!r}")
@@ -94,8 +116,21 @@ def _against_reference(
     return passed(NAME, message, **figures)
 
 
-def _against_bytes(theirs: dict[int, int], max_bytes: float) -> CheckResult:
-    worst = max(theirs, key=lambda rank: (theirs[rank], -rank))
+def _against_formula(
+    reference: RunResult, ours: dict[int, int], theirs: dict[int, int], formula: str
+) -> CheckResult:
+    try:
+        allowed = memory_owners.limits_of(formula, reference, ours)
+    except ValueError as wrong:
+        return error(NAME, "not_run", f"no limit comes of {formula!r}: {wrong}")
+    if set(theirs) - set(allowed):
+        return error(NAME, "not_run", "the reference has fewer ranks than the candidate")
+    return _against_bytes(theirs, allowed)
+
+
+def _against_bytes(theirs: dict[int, int], allowed: dict[int, float]) -> CheckResult:
+    worst = max(theirs, key=lambda rank: (theirs[rank] - allowed[rank], -rank))
+    max_bytes = allowed[worst]
     message = (
         f"peak memory of the worst rank ({worst}) is {theirs[worst]} bytes, limit {max_bytes:.0f}"
     )

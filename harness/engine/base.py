@@ -41,6 +41,17 @@ class Engine(Protocol):
         """
         ...
 
+    def adopt(self, spec: RunSpec, folder: Path) -> bool:
+        """Go on with a run that an earlier harness started in `folder`, where engines can.
+
+        `can_start` must be true. If the answer is yes the run counts as started: `wait` gives its
+        outcome, even if it has ended in the meantime. If it is no, nothing has changed.
+
+        Raises:
+            Infrastructure: it cannot be found out.
+        """
+        ...
+
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         """Runs that have ended since the last call; empty if none did in time or none is left."""
         ...

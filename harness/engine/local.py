@@ -2,9 +2,10 @@
 
 The server is started with the first run and lives as long as the engine. If it dies, the runs that
 were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
-only a leader dies, its run is `crashed`.
+only a leader dies, its run is `crashed`, or `killed` by a SIGKILL.
 """
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,10 +15,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.engine.base import Slots
-from harness.engine.leader import Limits, tail_of
+from harness.engine.leader import tail_of
+from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.outcome import signal_name
 from harness.engine.process import kill_group
 from harness.engine.server import STOP_TIMEOUT_S, ServerGoneError, ServerProcess
+from harness.engine.watch import Limits
 from harness.errors import Infrastructure
 from harness.records import ExitCode, RankExit, RunOutcome, RunSpec, What
 from harness.store import begin_run, read_outcome, save_outcome
@@ -36,6 +39,7 @@ class _Active:
     attempt: int
     started_unix_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.monotonic)
+    memory_kills: int | None = field(default_factory=num_memory_kills)
     leader_pid: int | None = None
     num_kills: int = 0
 
@@ -116,6 +120,10 @@ class LocalEngine:
                 self._release(spec.key)
             raise
 
+    def adopt(self, spec: RunSpec, folder: Path) -> bool:
+        """Never: what an earlier harness started here died with it."""
+        return False
+
     def _send_start(self, command: Mapping[str, Any]) -> None:
         """Send to the server; to a new one if it turns out to be dead."""
         key = command["start"]
@@ -189,6 +197,7 @@ class LocalEngine:
         else:
             # What a rank does can kill its leader, but cannot make the leader's own code fail.
             what: What = "crashed" if status < 0 else "interrupted"
+            what = "killed" if status == -signal.SIGKILL else what
             how = f"died by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
             last = words.split("\n")[-1] or missing
             self._conclude(run, what, f"the leader of the run {how}: {last}")
@@ -227,6 +236,10 @@ class LocalEngine:
             wall_s=time.monotonic() - run.started_s,
             attempt=run.attempt,
         )
+        outcome = with_sender(outcome, run.memory_kills)
+        with suppress(OSError):
+            for half_written in list(run.folder.glob(".*.tmp")):  # by the leader, as it was killed
+                half_written.unlink(missing_ok=True)
         try:
             save_outcome(run.folder, outcome)
         except Infrastructure as error:

@@ -21,14 +21,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from harness.engine.whereabouts import Mismatch, Place, find_mismatch, find_missing
 from harness.records import ErrorRecord, RankExit, RankRecords, What
 
 PEER_LOST = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused",
     "connection was likely closed", "remote process exited", "socket timeout", "timed out waiting",
+    "wait timeout after",
     "nccl communicator was aborted", "sendbytes failed", "recvvalue failed", "failed to recv",
 )  # fmt: skip
 """What gloo, NCCL and the store say, in lower case, of a peer that is gone or does not answer."""
+MISMATCHED = ("collective mismatch", "match expected size")
+"""What gloo says, in lower case, as it gets another message than it waits for; then it aborts."""
 DISK_FULL = ("no space left on device", "disk quota exceeded")
 ILLEGAL_ACCESS = ("illegal memory access was encountered", "cuda_error_illegal_address")
 OUT_OF_MEMORY = ("cuda out of memory", "cuda_error_out_of_memory")
@@ -43,6 +47,7 @@ _SPEAKING: tuple[What, ...] = (
 """Answers that say what the type of the exception would; its words begin with the cause."""
 WAITING_PLACES = (
     "torch/distributed/", "fsdp_core/parallel/collectives.py", "fsdp_core/fsdp/collectives.py",
+    "harness/worker/soak.py",
 )  # fmt: skip
 """Files in which a rank waits for the others."""
 _STACK_HEAD = "Current thread 0x"
@@ -56,6 +61,7 @@ class RankEvidence:
     exit: RankExit
     records: RankRecords
     stderr_tail: str = ""
+    place: Place | None = None
 
     @property
     def rank(self) -> int:
@@ -105,6 +111,7 @@ def classify(
     timed_out: bool,
     timeout_s: float,
     failed_order: Sequence[int] = (),
+    stalled_s: float | None = None,
 ) -> Answer:
     """Say what happened to a run. `what` is empty if every rank exited with 0 and said no error.
 
@@ -113,22 +120,40 @@ def classify(
         timed_out: whether the harness ended the run because its time was up.
         timeout_s: the time it had, in seconds.
         failed_order: ranks that failed, in the order in which the harness saw them end.
+        stalled_s: seconds without a record for which the harness ended it; None if it did not.
     """
-    place = {rank: i for i, rank in enumerate(failed_order)}
-    ordered = sorted(ranks, key=lambda r: (place.get(r.rank, len(place)), r.rank))
+    place, ordered = _in_order(ranks, failed_order)
     running = [r for r in ordered if r.still_running]
     culprit = _culprit(ordered, place)
     if culprit is not None:
         return _blame(culprit, ordered)
     victims = [r for r in ordered if r.records.error is not None]
-    if running and (timed_out or victims):
-        return _hang(running, victims, timeout_s=timeout_s if timed_out else None)
+    if running and (timed_out or stalled_s is not None or victims):
+        waited = f"time was up after {timeout_s:g} s" if timed_out else ""
+        if stalled_s is not None:
+            waited = f"no rank recorded anything for {stalled_s:g} s"
+        return _hang(running, victims, waited=waited)
     if victims:
         return _blame_victims(victims, ordered)
     if running:
         names = _names(running)
         return "interrupted", f"the harness ended {names} for no reason on record", None
     return "", "", None
+
+
+def culprit_of(ranks: Sequence[RankEvidence], failed_order: Sequence[int] = ()) -> int | None:
+    """The first rank to fail by itself; None if those that failed did so because others left."""
+    place, ordered = _in_order(ranks, failed_order)
+    culprit = _culprit(ordered, place)
+    return None if culprit is None else culprit.rank
+
+
+def _in_order(
+    ranks: Sequence[RankEvidence], failed_order: Sequence[int]
+) -> tuple[dict[int, int], list[RankEvidence]]:
+    """The place of each rank that failed, and all of them in that order."""
+    place = {rank: i for i, rank in enumerate(failed_order)}
+    return place, sorted(ranks, key=lambda r: (place.get(r.rank, len(place)), r.rank))
 
 
 def _culprit(ordered: Sequence[RankEvidence], place: dict[int, int]) -> RankEvidence | None:
@@ -158,6 +183,13 @@ def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool
 
 def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
     what, how = _how(culprit)
+    error = culprit.records.error
+    told = error.message if error is not None else culprit.stderr_tail
+    mismatch = _mismatch(ranks) if mentions(told, MISMATCHED) else None
+    if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
+        # Whose process gloo ends says nothing of who was wrong.
+        at_fault = culprit.rank if mismatch.odd_one is None else mismatch.odd_one
+        return what, f"{mismatch}; {how}", at_fault
     others = [r for r in ranks if r.rank != culprit.rank]
     lost = [r for r in others if r.records.error is not None or r.silent]
     ended = [r for r in others if r.still_running]
@@ -167,6 +199,10 @@ def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
     if ended:
         message += f"; {_names(ended)} ended by the harness"
     return what, message, culprit.rank
+
+
+def _mismatch(ranks: Sequence[RankEvidence]) -> Mismatch | None:
+    return find_mismatch({r.rank: r.place for r in ranks if r.place is not None})
 
 
 def _how(rank: RankEvidence) -> tuple[What, str]:
@@ -197,21 +233,29 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
         return "oom", f"{how}: CUDA out of memory"
     if -code in OUTSIDE_SIGNALS:
         return "killed", f"{how}, not sent by the harness"
-    last = _last_line(rank.stderr_tail) if code > 0 else ""
+    if code < 0:
+        return "crashed", f"{how}{_inside(rank)}"
+    last = _last_line(rank.stderr_tail)
     return "crashed", f"{how}: {last}" if last else how
 
 
 def _hang(
-    running: Sequence[RankEvidence], victims: Sequence[RankEvidence], *, timeout_s: float | None
+    running: Sequence[RankEvidence], victims: Sequence[RankEvidence], *, waited: str
 ) -> Answer:
     ordered = sorted(running, key=lambda r: r.rank)
     steps = ", ".join(f"rank {r.rank} {_where(r)}{_inside(r)}" for r in ordered)
-    if timeout_s is not None:
-        message = f"time was up after {timeout_s:g} s; still running: {steps}"
+    if waited:
+        message = f"{waited}; still running: {steps}"
     else:
         error = victims[0].records.error
         told = _first_line(error.message) if error is not None else ""
         message = f"still running: {steps}; rank {victims[0].rank} waited and gave up: {told}"
+    # Victims, too, say where they were: they gave up there.
+    places = {r.rank: r.place for r in (*running, *victims) if r.place is not None}
+    if (missing := find_missing(places)) is not None:
+        return "hang", f"{missing}; {message}", missing.ranks[0]
+    if (mismatch := find_mismatch(places)) is not None:
+        return "hang", f"{mismatch}; {message}", mismatch.odd_one
     hung = _hung(running)
     if hung is not None and len(running) + len(victims) > 1:
         (rank,) = (r for r in running if r.rank == hung)

@@ -5,11 +5,13 @@
                                             the last `TAIL_BYTES`, added when the rank has ended
 
 The end of a flood is kept because that is where a traceback is; the rank is never slowed or killed
-for printing.
+for printing. Secrets are masked before anything is written.
 """
 
 import os
 from pathlib import Path
+
+from harness.masking import MAX_HELD_BYTES, Masker, Stream
 
 CAP_BYTES = 64 << 20
 TAIL_BYTES = 256 << 10
@@ -19,7 +21,16 @@ _READ_BYTES = 1 << 18
 class CappedOutput:
     """Copies what arrives at `read_fd` into `path`; owns the descriptor."""
 
-    def __init__(self, read_fd: int, path: Path, *, cap_bytes: int = CAP_BYTES) -> None:
+    def __init__(
+        self,
+        read_fd: int,
+        path: Path,
+        *,
+        cap_bytes: int = CAP_BYTES,
+        masker: Masker | None = None,
+    ) -> None:
+        self._masker = masker or Masker({})
+        self._stream = Stream(self._masker)
         os.set_blocking(read_fd, False)
         self.read_fd = read_fd
         self.problem = ""
@@ -48,13 +59,15 @@ class CappedOutput:
         # A pipe holds at most 1 MiB; a stray child that floods it must not keep us here.
         self.drain(max_reads=64)
         os.close(self.read_fd)
+        self._store(self._stream.rest())
         if self._beyond_bytes:
-            dropped = self._beyond_bytes - len(self._tail)
+            tail = self._masker.data(bytes(self._tail))[-TAIL_BYTES:]
+            dropped = self._beyond_bytes - len(tail)
             self._write(
                 b"\n[harness: output above %d bytes: %d bytes dropped here, the last %d follow]\n"
-                % (self._cap_bytes, dropped, len(self._tail))
+                % (self._cap_bytes, dropped, len(tail))
             )
-            self._write(bytes(self._tail))
+            self._write(tail)
         self._file.close()
 
     def abandon(self) -> None:
@@ -63,6 +76,13 @@ class CappedOutput:
         self._file.close()
 
     def _take(self, data: bytes) -> None:
+        if self._beyond_bytes:
+            # Most of a flood is dropped: only its end is masked, once that is known.
+            self._store(self._stream.release() + data)
+        else:
+            self._store(self._stream.take(data))
+
+    def _store(self, data: bytes) -> None:
         room = max(self._cap_bytes - self._written_bytes, 0)
         head, rest = data[:room], data[room:]
         if head:
@@ -71,8 +91,10 @@ class CappedOutput:
         if rest:
             self._beyond_bytes += len(rest)
             self._tail += rest
-            if len(self._tail) > TAIL_BYTES:
-                del self._tail[:-TAIL_BYTES]
+            # More than is stored: a secret that its end begins inside of is seen whole.
+            kept = TAIL_BYTES + MAX_HELD_BYTES
+            if len(self._tail) > kept:
+                del self._tail[:-kept]
 
     def _write(self, data: bytes) -> None:
         """Write all of `data`; a full disk is noted once and must not stop the draining."""

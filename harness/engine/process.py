@@ -2,7 +2,8 @@
 
 A leader or forkserver is a *subreaper*: what its ranks leave behind becomes its own child, so it
 can be found and killed, even in another session. `PR_SET_PDEATHSIG` is the opposite direction:
-when a parent is killed with SIGKILL and cannot clean up, the kernel kills its children.
+when a parent is killed with SIGKILL and cannot clean up, the kernel kills its children. What a
+killed subreaper had adopted is found by a mark in its environment, which children inherit.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MAX_ROUNDS = 10
 
 
 def _prctl(option: int, value: int) -> None:
@@ -31,6 +33,14 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def wake_as_parent_dies() -> None:
+    """Have the kernel send SIGCONT when this process' parent dies: one that is stopped goes on.
+
+    For a process that cleans up when it sees that its parent is gone, which it must be awake for.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:
@@ -75,6 +85,28 @@ def kill_children(spare: Collection[int] = ()) -> None:
             signal_quietly(pid, signal.SIGKILL)
         for pid in doomed:
             wait_quietly(pid)
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL every process of ours that has `mark`, NAME=VALUE, in its first environment."""
+    wanted = mark.encode()
+    for _ in range(_MAX_ROUNDS):  # what is killed may have forked meanwhile
+        found = [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and wanted in _environment(entry)
+        ]
+        killed = [signal_quietly(pid, signal.SIGKILL) for pid in found if pid != os.getpid()]
+        if not any(killed):
+            return
+
+
+def _environment(process: Path) -> list[bytes]:
+    """As it was started; empty for zombies and for what is not ours."""
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 class ChildWakeup:

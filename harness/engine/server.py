@@ -5,6 +5,7 @@ The protocol is in `harness.worker.serve`, which this side never imports: torch 
 
 import json
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -16,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness.engine.leader import Limits
 from harness.engine.outcome import signal_name
+from harness.engine.process import kill_marked
+from harness.engine.watch import Limits
 from harness.errors import Infrastructure
 
 START_TIMEOUT_S = 300.0
 """How long the server may take to import torch; a cold network file system is slow."""
 STOP_TIMEOUT_S = 10.0
+MARK_VARIABLE = "HARNESS_ENGINE"
+"""In the environment of a server and of all that comes from it; a value for each server."""
 
 
 class ServerGoneError(Exception):
@@ -37,6 +41,7 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         self._control, theirs = socket.socketpair()
         self._received = b""
+        self._mark = secrets.token_hex(16)
         command = [
             sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
             "--entry", entry, "--grace-s", str(limits.grace_s), "--stacks-s", str(limits.stacks_s),
@@ -50,7 +55,7 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
-                    env=server_environment(os.environ),
+                    env=server_environment(os.environ) | {MARK_VARIABLE: self._mark},
                     # Its own session: Ctrl-C at the terminal is for the harness to act on.
                     start_new_session=True,
                 )
@@ -123,6 +128,9 @@ class ServerProcess:
             self._process.kill()
             code = self._process.wait()
         self._log.close()
+        if code < 0:
+            # It could not clean up: processes of ranks may be in sessions of their own.
+            kill_marked(f"{MARK_VARIABLE}={self._mark}")
         return f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
     def kill(self) -> None:

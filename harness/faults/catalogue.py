@@ -138,6 +138,18 @@ _ENTRIES = (
         expects=("memory_regression",),
     ),
     Fault(
+        name="small_leak",
+        description="From the step on, the rank keeps another 64 KiB before each step.",
+        takes=_AT_STEP,
+        expects=("memory_regression",),
+    ),
+    Fault(
+        name="segfault",
+        description="The rank is ended by SIGSEGV before the step.",
+        takes=_AT_STEP,
+        expects=("crashed",),
+    ),
+    Fault(
         name="skip_graphs",
         description="No rank captures a graph: every step runs eagerly.",
         takes=(),

@@ -26,6 +26,7 @@ from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
+from fsdp_core.memory_trace import MemoryTrace
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.model.backend import BackendMissing
 from fsdp_core.stress.races import RaceFound
@@ -33,6 +34,8 @@ from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
 from harness.engine.first_failure import FirstFailure, claim, find
 from harness.engine.outcome import PEER_LOST, mentions
+from harness.engine.whereabouts import place_path
+from harness.masking import Masker
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -42,8 +45,13 @@ from harness.records import (
     StartRecord,
     What,
 )
-from harness.worker.observe import Observer, RecordFile
+from harness.worker.collectives import noted
+from harness.worker.digest_time import digest_time_event, is_told
+from harness.worker.memory_event import memory_event
+from harness.worker.observe import Observer
 from harness.worker.plant import Plant
+from harness.worker.record_file import RecordFile
+from harness.worker.soak import Soaking
 
 ENVIRONMENT_KEYS = (
     "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_ALGO", "NCCL_PROTO",
@@ -63,7 +71,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
         spec: the run.
         folder: where `rank<R>.jsonl` goes.
         rank: of this process; its GPU is the one of that number among the visible ones.
-        store_port: of the run's TCPStore on 127.0.0.1.
+        store_port: of the run's TCPStore, on MASTER_ADDR.
     """
     session = _Session(spec, folder, rank)
     try:
@@ -76,13 +84,14 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
 
 class _Session:
     def __init__(self, spec: RunSpec, folder: Path, rank: int) -> None:
-        self.spec, self.rank = spec, rank
+        self.spec, self.rank, self.folder = spec, rank, folder
         self.file = RecordFile(folder / f"rank{rank}.jsonl")
         self.plant = Plant(spec, rank, self.file)
         self.step = -1
         self.store: dist.Store | None = None
-        # Seconds since the epoch, so the times below are `time.time()` too.
-        self.started_s = psutil.Process().create_time()
+        self.started_unix_s = psutil.Process().create_time()
+        # From here on by the clock that nobody sets.
+        self.started_s = time.monotonic() - max(time.time() - self.started_unix_s, 0.0)
 
     def run(self, store_port: int) -> None:
         """Train every step and write every record."""
@@ -91,25 +100,31 @@ class _Session:
         config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         gpu = int(os.environ["LOCAL_RANK"]) if self.spec.device == "cuda" else 0
         device = Device(self.spec.device, gpu)
-        self.store = dist.TCPStore("127.0.0.1", store_port)
+        self.store = join_store(store_port)
         init_ranks(device, self.store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
-        with device.counting_memory():
+        trace = MemoryTrace(device) if self.spec.explain else None
+        place = place_path(self.folder, self.rank)
+        with (
+            device.counting_memory() if trace is None else trace.tracing(),
+            noted(device, place, lambda: self.step, config.graph_warmup_steps),
+        ):
             trainer = make_trainer(config, axes, device)
             try:
-                self._train(trainer)
+                self._train(trainer, trace)
             finally:
                 # A process group must not be destroyed while a graph that used it is alive.
                 if sys.exc_info()[0] is None:
                     trainer.close()
         dist.destroy_process_group()
 
-    def _train(self, trainer: Trainer) -> None:
+    def _train(self, trainer: Trainer, trace: MemoryTrace | None) -> None:
         observer = Observer(trainer, self.rank, self.file)
         device = trainer.device
         self.file.write(
             StartRecord(
                 schema=SCHEMA_VERSION,
+                run=self.spec.key,
                 rank=self.rank,
                 world_size=self.spec.world_size,
                 pid=os.getpid(),
@@ -119,28 +134,34 @@ class _Session:
                 tap_stages=tuple(trainer.taps.stages),
                 environment={
                     "fingerprint": fingerprint(trainer),
-                    "started_unix_s": self.started_s,
+                    "started_unix_s": self.started_unix_s,
                 },
             )
         )
         device.synchronize()
-        startup_s = time.time() - self.started_s
+        startup_s = time.monotonic() - self.started_s
         try:
-            for self.step in range(trainer.config.steps):
+            soaking = Soaking(self.spec, self.rank, trainer, self.store, self.file.write)
+            for self.step in soaking.steps():
                 self.plant.before_step(trainer, self.step)
                 trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
         finally:
             self._flush(observer)
+        soaking.write_event()
         self._write_graph_event(trainer, observer)
+        self.file.write(memory_event(trainer, self.rank, self.step, trace))
+        peak_bytes = device.peak_bytes()
+        if is_told(self.spec):
+            self.file.write(digest_time_event(trainer, self.rank, self.step))
         self.file.write(
             EndRecord(
                 rank=self.rank,
-                steps=trainer.config.steps,
-                peak_bytes=device.peak_bytes(),
+                steps=self.step + 1,
+                peak_bytes=peak_bytes,
                 startup_s=startup_s,
-                wall_s=time.time() - self.started_s,
+                wall_s=time.monotonic() - self.started_s,
                 replays=trainer.counts.replays,
             )
         )
@@ -186,12 +207,13 @@ class _Session:
 
     def fail(self, error: Exception) -> None:
         """Write the error record; the rank exits without touching the device again."""
-        text = "".join(traceback.format_exception(error))
+        masker = Masker(os.environ)
+        text = masker.text("".join(traceback.format_exception(error)))
         sys.stderr.write(text)
         before = self._failed_before(error)
-        message = str(error)[:4000]
+        message = masker.text(str(error))[:4000]
         if before is not None and before.told not in message:
-            message += f"; before that, rank {before.rank} failed: {before.told}"
+            message += f"; before that, rank {before.rank} failed: {masker.text(before.told)}"
         try:
             self.file.write(
                 ErrorRecord(
@@ -206,7 +228,7 @@ class _Session:
             )
         finally:
             if before is None:
-                told = f"{type(error).__name__}: {error}".partition("\n")[0]
+                told = f"{type(error).__name__}: {message}".partition("\n")[0]
                 when = f"at step {self.step}" if self.step >= 0 else "before its first step"
                 claim(self.store, FirstFailure(self.rank, f"{when}: {told}"))
 
@@ -220,6 +242,13 @@ class _Session:
             return None
         found = find(self.store, PATIENCE)
         return None if found is None or found.rank == self.rank else found
+
+
+def join_store(port: int) -> dist.Store:
+    """The run's rendezvous store: torchrun's own where that started us, a part of it then."""
+    store = dist.TCPStore(os.environ.get("MASTER_ADDR", "127.0.0.1"), port)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    return store if restart is None else dist.PrefixStore(f"harness/{restart}", store)
 
 
 _MEANINGS: dict[type[BaseException], What] = {
@@ -252,7 +281,7 @@ def classify(error: BaseException) -> What:
 
 def fingerprint(trainer: Trainer) -> dict[str, Any]:
     """What must agree between two runs before their bits may be compared."""
-    device = trainer.device
+    device, masker = trainer.device, Masker(os.environ)
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -261,8 +290,14 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
         "device": device.name,
         "data": trainer.data_checksum,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "environment": {key: os.environ[key] for key in ENVIRONMENT_KEYS if key in os.environ},
+        "environment": {
+            key: masker.text(os.environ[key]) for key in ENVIRONMENT_KEYS if key in os.environ
+        },
     }
+    world_size = str(dist.get_world_size())
+    if (local := os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
+        # Collectives may sum in another order where ranks are spread otherwise over the nodes.
+        found["ranks_on_node"] = local
     if device.is_cuda:
         found["cuda"] = torch.version.cuda
         found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())

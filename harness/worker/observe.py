@@ -6,11 +6,7 @@ as their bits.
 """
 
 import hashlib
-import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -18,32 +14,10 @@ from fsdp_core.graph.digest import NUM_COLUMNS, digest_hex
 from fsdp_core.graph.digest_words import NUM_LANES
 from fsdp_core.graph.taps import PLACE_COLUMN
 from fsdp_core.train import StepOutputs, Trainer
-from harness.records import FloatBits, Json, StepRecord, dumps
-
-LineFilter = Callable[[str], list[str]]
-
-
-class RecordFile:
-    """Appends record lines to a rank's file; each line is one write and is flushed at once."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.alter: LineFilter = lambda line: [line]
-
-    def write(self, record: Json) -> None:
-        """Write one record as one line.
-
-        Raises:
-            OSError: the line could not be written whole, as on a full disk.
-        """
-        for line in self.alter(dumps(record)):
-            self.write_raw(line + "\n")
-
-    def write_raw(self, text: str) -> None:
-        """Write text as it is."""
-        left = text.encode()
-        while left:
-            left = left[os.write(self._fd, left) :]
+from fsdp_core.train.stressed import StressedTrainer
+from harness.records import FloatBits, StepRecord
+from harness.worker.record_file import RecordFile
+from harness.worker.step_clock import StepClock
 
 
 class Observer:
@@ -59,7 +33,7 @@ class Observer:
         self._pending: list[_HostFacts] = []
         self._pointers = trainer.pointer_changes() if trainer.config.ledger else None
         self.pointer_changes, self.moved = 0, dict[str, int]()
-        self._flushed_at = time.monotonic()
+        self._clock = StepClock(trainer.device, trainer.stream, rows)
 
     @property
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
@@ -72,10 +46,14 @@ class Observer:
         trainer = self._trainer
         with trainer.device.on(trainer.stream):
             self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
+        self._clock.tick()
         states = trainer.rng_states().values()
         rng = "".join(_blake(state.numpy().tobytes()) for state in states)
         device, moved = trainer.device, self._count_moved(step)
-        self._pending.append(_HostFacts(step, rng, device.live_bytes(), device.peak_bytes(), moved))
+        # What a stressor holds in its turn is no memory of the program's.
+        lent = trainer.stress_bytes if isinstance(trainer, StressedTrainer) else 0
+        live = device.live_bytes() - lent
+        self._pending.append(_HostFacts(step, rng, live, device.peak_bytes(), moved))
         if len(self._pending) == len(self._ring):
             self.flush()
 
@@ -94,12 +72,13 @@ class Observer:
             return
         with self._trainer.device.on(self._trainer.stream):
             rows = self._ring[: len(self._pending)].cpu()
-        now = time.monotonic()
-        step_s = (now - self._flushed_at) / len(self._pending)
-        self._flushed_at = now
+        seconds = self._clock.drain()
         pending, self._pending = self._pending, []
-        for row, facts in zip(rows, pending, strict=True):
-            self._file.write(self._record(row, facts, step_s))
+        used = self._trainer.device.used_bytes()
+        for row, facts, step_s in zip(rows, pending, seconds, strict=True):
+            is_last = facts is pending[-1]
+            record = self._record(row, facts, step_s, used if is_last else None)
+            self._file.write(record)
 
     def _pack(self, outputs: StepOutputs) -> torch.Tensor:
         floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
@@ -107,7 +86,9 @@ class Observer:
         rows = self._trainer.taps.rows.flatten()
         return torch.cat((floats.view(torch.int32), *digests, rows))
 
-    def _record(self, row: torch.Tensor, facts: "_HostFacts", step_s: float) -> StepRecord:
+    def _record(
+        self, row: torch.Tensor, facts: "_HostFacts", step_s: float, device_bytes: int | None
+    ) -> StepRecord:
         num_losses = self._trainer.config.microbatches
         bits = [FloatBits.from_bits(v & 0xFFFFFFFF) for v in row[: num_losses + 2].tolist()]
         digests, nonfinite, cursor = {"rng": facts.rng}, {}, num_losses + 2
@@ -132,6 +113,7 @@ class Observer:
             peak_bytes=facts.peak_bytes,
             taps=self._taps_text(row[cursor:]),
             pointer_changes=facts.moved,
+            device_bytes=device_bytes,
         )
 
     def _taps_text(self, row: torch.Tensor) -> str:

@@ -26,8 +26,11 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
 from harness.records import EventRecord, PlantSpec, RunSpec
 from harness.worker.capture_faults import PLACES, plant_in_capture
-from harness.worker.observe import RecordFile
+from harness.worker.record_file import RecordFile
 from harness.worker.stress import ORDER_FAULTS
+
+_LEAKED_BYTES = {"leak": 1 << 20, "small_leak": 64 << 10}
+"""What each leak keeps more of a step."""
 
 
 class PlantedError(RuntimeError):
@@ -61,7 +64,7 @@ class Plant:
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Act before `step` runs."""
-        if self._fault == "leak":
+        if self._fault in _LEAKED_BYTES:
             self._leak(trainer, step)
         if self._plant is None or step != self._step_of(trainer):
             return
@@ -74,6 +77,8 @@ class Plant:
             "skip_graphs": lambda: None,  # `before_train` did it
             "hoard": lambda: self._hoard(trainer),
             "leak": lambda: None,  # in every step, above
+            "small_leak": lambda: None,  # the same
+            "segfault": self._segfault,
             "illegal_access": lambda: self._illegal_access(trainer),
             "stale_parameter": lambda: self._move_parameter(trainer),
         }
@@ -144,6 +149,10 @@ class Plant:
     def _sigkill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def _segfault(self) -> None:
+        """As the kernel would for an address that is not mapped; faulthandler prints the stack."""
+        os.kill(os.getpid(), signal.SIGSEGV)
+
     def _hang(self) -> NoReturn:
         while True:
             time.sleep(3600)
@@ -169,11 +178,11 @@ class Plant:
         self.hoarded = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device)
 
     def _leak(self, trainer: Trainer, step: int) -> None:
-        """Hold a MiB more from the planted step on."""
+        """Hold more from the planted step on."""
         assert self._plant is not None
         if step >= self._plant.step:
-            device = trainer.device.torch_device
-            self._leaked.append(torch.zeros(1 << 20, dtype=torch.uint8, device=device))
+            device, nbytes = trainer.device.torch_device, _LEAKED_BYTES[self._fault]
+            self._leaked.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
     def _illegal_access(self, trainer: Trainer) -> None:
         """Replay a graph over memory that was given back to the driver and unmapped."""

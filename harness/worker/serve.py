@@ -8,7 +8,7 @@
 
 One JSON object a line over a socket pair. The server imports torch, touches no device, starts no
 thread, and waits in one place. When the harness goes away, however it does, the socket closes: the
-server kills what is left of every run and exits.
+server kills what is left of every run and exits, stopped as it may have been.
 """
 
 import gc
@@ -24,14 +24,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from harness.engine.leader import Job, Limits, RankMain, die_as_child_of, lead
+from harness.engine.crew import Job, RankMain
+from harness.engine.leader import die_as_child_of, lead
 from harness.engine.process import (
     ChildWakeup,
     adopt_orphans,
     kill_children,
     kill_group,
     signal_quietly,
+    wake_as_parent_dies,
 )
+from harness.engine.watch import Limits
 from harness.records import RunSpec
 
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -47,6 +50,7 @@ def serve(fd: int, entry: str, limits: Limits) -> int:
     """
     control = socket.socket(fileno=fd)
     adopt_orphans()
+    wake_as_parent_dies()
     try:
         rank_main = load_entry(entry)
     except Exception as error:  # noqa: BLE001 - user code at import: told to the harness
@@ -76,9 +80,10 @@ def open_torch_store(listener: socket.socket) -> object:
     """Host a `TCPStore` on a listening socket, which it takes over."""
     import torch.distributed as dist
 
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     return dist.TCPStore(
-        "127.0.0.1",
+        # As its own first client: a socket that listens everywhere listens here too.
+        "127.0.0.1" if host == "0.0.0.0" else host,
         port,
         is_master=True,
         wait_for_workers=False,

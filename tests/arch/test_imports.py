@@ -12,6 +12,8 @@ TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts")  # with all that is in th
 PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package that loads torch
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine"}  # used where they are installed, never required
+PLUGIN_ROOM = "harness.under_pytest"  # what pytest loads, so nobody else needs pytest
+pytestmark = pytest.mark.xdist_group("imports")  # one worker reads all files, once
 DISTRIBUTION_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
 
 
@@ -93,6 +95,22 @@ def test_optional_packages_are_imported_late() -> None:
     assert all(e.nested for e in users)
 
 
+def test_only_its_plugin_imports_pytest() -> None:
+    """pytest is no requirement: nothing outside of the plugin's room needs it."""
+    users = {e.module.rpartition(".")[0] for e in all_imports() if e.top == "pytest"}
+    assert users == {PLUGIN_ROOM}
+    outside = [e for e in all_imports() if e.name.startswith(PLUGIN_ROOM)]
+    assert [e for e in outside if not e.module.startswith(PLUGIN_ROOM)] == []
+
+
+def test_the_pytest_plugin_costs_nothing_where_it_is_not_asked_for() -> None:
+    """Every pytest of an environment imports it: pytest and pure data, the rest when enabled."""
+    (room,) = [p for p in code_files("harness") if module_name(p) == f"{PLUGIN_ROOM}.plugin"]
+    assert {e.top for e in imports(room) if not e.nested} == {"pytest"}
+    registered = settings()["project"]["entry-points"]["pytest11"]
+    assert list(registered.values()) == [f"{PLUGIN_ROOM}.plugin"]
+
+
 def test_torch_free_modules_load_no_torch() -> None:
     """Importing all torch-free modules, in a process of its own, loads neither torch nor pandas."""
     modules = [module_name(path) for path in code_files("harness")]
@@ -113,7 +131,7 @@ def test_torch_free_modules_load_no_torch() -> None:
 def test_dependencies_are_what_is_imported() -> None:
     """Each third-party import is declared, and nothing is declared that nobody imports."""
     third_party = {e.top for e in all_imports()} - set(sys.stdlib_module_names) - set(PACKAGES)
-    used = {DISTRIBUTION_OF.get(name, name) for name in third_party - OPTIONAL}
+    used = {DISTRIBUTION_OF.get(name, name) for name in third_party - OPTIONAL - {"pytest"}}
     declared = {
         re.match(r"[\w-]+", text).group()  # type: ignore[union-attr]
         for text in settings()["project"]["dependencies"]

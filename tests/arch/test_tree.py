@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch.tree import PACKAGES, ROOT, code_files, settings, text_files
+from tests.arch.tree import PACKAGES, ROOT, code_files, settings, syntax, text_files
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -37,7 +37,7 @@ def test_functions_are_short() -> None:
     long = {
         f"{relative(path)}:{node.lineno} {node.name}": lines
         for path in code_files()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(syntax(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or 0) - node.lineno + 1) >= MAX_FUNCTION_LINES
     }

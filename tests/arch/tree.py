@@ -1,6 +1,7 @@
 """The project's files as the architecture tests see them: paths, syntax trees, imports."""
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fsdp_core", "harness", "reports")
 CODE_FOLDERS = (*PACKAGES, "benchmarks", "tests")
-FOLDERS = (*CODE_FOLDERS, "scenarios", ".ci", ".github")
+FOLDERS = (*CODE_FOLDERS, "scenarios", "docs", ".ci", ".github")
 TEXT_SUFFIXES = {"", ".py", ".md", ".toml", ".yaml", ".yml", ".j2", ".html", ".css", ".sh", ".txt"}
 
 
@@ -55,9 +56,20 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[Import]:
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    """A file's syntax tree, read once: the tests change none."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(path: Path) -> tuple[Import, ...]:
     """Every import of a file: statements, those inside functions too, and `import_module("x")`."""
-    tree = ast.parse(path.read_text())
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[Import]:
+    tree = syntax(path)
     nested = {
         id(inner)
         for node in ast.walk(tree)

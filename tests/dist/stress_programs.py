@@ -10,6 +10,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
 from fsdp_core.train import Trainer, make_trainer
+from fsdp_core.train.stressed import StressedTrainer
 from harness.worker.stress import ORDER_FAULTS
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
@@ -42,6 +43,22 @@ def train(stressed: Stressed) -> tuple[list[Any], int]:
     trainer = make_trainer(config, build_axes(config.parallel, device()), device())
     try:
         return [bits(trainer, step) for step in range(STEPS)], trainer.counts.replays
+    finally:
+        trainer.close()
+
+
+def train_in_turns(stressed: Stressed, turns: list[tuple[str, ...]]) -> tuple[list[Any], int, int]:
+    """As `train`, with other stressors from step to step; how many graphs were made, too."""
+    config = stressed.config
+    trainer = make_trainer(config, build_axes(config.parallel, device()), device())
+    assert isinstance(trainer, StressedTrainer)
+    seen = []
+    try:
+        for step in range(STEPS):
+            if step < len(turns):
+                trainer.take_turn(turns[step])
+            seen.append(bits(trainer, step))
+        return seen, trainer.counts.replays, trainer.counts.captured
     finally:
         trainer.close()
 

@@ -10,7 +10,9 @@ from tests.dist.stress_programs import (
     Stressed,
     other_steps,
     refused,
+    train,
     train_each,
+    train_in_turns,
     train_misordered_each,
 )
 from tests.dist.train_layout_programs import STEPS, WARMUP, Run
@@ -33,6 +35,20 @@ def test_a_right_program_keeps_its_bits(name: str, warm_ranks: RankPool) -> None
     for plain, *stressed in warm_ranks.run(train_each, runs, world_size=2):
         assert stressed == [plain, plain]
         assert bool(plain[1]) == bool(run.graph)
+
+
+@pytest.mark.parametrize("graph", [FULL, ATTN], ids="+".join)
+def test_stressors_take_turns(graph: tuple[str, ...], warm_ranks: RankPool) -> None:
+    """Other stressors each step, graphs made anew for each: the bits, and the number of replays."""
+    run = replace(SHARDED, graph=graph)
+    turns = [(), ("jitter",), ("poison",), ("scramble",)]
+    plain = warm_ranks.run(train, Stressed(run), world_size=2)
+    turned = warm_ranks.run(train_in_turns, Stressed(run, LATE), turns, world_size=2)
+    for (bits, replays), (seen, replays_in_turns, captured) in zip(plain, turned, strict=True):
+        assert seen == bits
+        assert replays_in_turns == replays
+        # The two steps after the warm-up are of other turns: as many graphs for each as replays.
+        assert captured == (2 if graph == FULL else replays // 2)
 
 
 def test_all_that_a_trainer_does_is_under_stress(warm_ranks: RankPool) -> None:

@@ -132,6 +132,13 @@ def hang(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
     return sleep_for_ever()
 
 
+def await_go(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
+    """Go on when the test says so."""
+    (folder / f"waiting{rank}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+
+
 def hang_once(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
     """Hang unless an earlier attempt was set aside."""
     if folder.with_name(f"{folder.name}.attempt0").exists():
@@ -143,6 +150,13 @@ def ignore_term(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return hang(spec, folder, rank, stream)
+
+
+def exit13_last(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
+    """Leave with 13 once every rank has begun, so the agents of all nodes have, too."""
+    for other in range(spec.world_size):
+        pid_of_rank(folder, other)
+    return 13
 
 
 def raise_error(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
@@ -269,10 +283,12 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "sigkill": _signal(signal.SIGKILL),
     "segv": _signal(signal.SIGSEGV),
     "exit13": _exit(13),
+    "exit13_last": exit13_last,
     "exit256": _exit(256),
     "leave_early": _exit(0),
     "hang": hang,
     "hang_once": hang_once,
+    "await_go": await_go,
     "ignore_term": ignore_term,
     "raise": raise_error,
     "oom": _record_error("oom", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("command_line")  # the matrix is run once
 SCENARIO = {
     "name": "through",
     "why": "The whole road, from a file to a verdict.",

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.leader import Limits
 from harness.engine.local import LocalEngine
 from harness.engine.process import parent_of
+from harness.engine.watch import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
-from harness.store import RunFolder, load_run_folder
+from harness.store import RunFolder, load_run_folder, read_outcome
 
 ENTRY = "tests.planted.stub_ranks:rank_main"
 LIMITS = Limits(grace_s=0.4, stacks_s=0.3, output_cap_bytes=100_000)
@@ -94,7 +94,7 @@ ROWS = {
     "left early": ({"0": "leave_early", "*": "peer_lost"}, "crashed", 0, "before its end record"),
     "half a line": ({"1": "half_line"}, "killed", 1, "SIGKILL"),
     "illegal access": ({"1": "illegal_access"}, "illegal_access", 1, "illegal memory access"),
-    "leader killed": ({"0": "kill_leader"}, "crashed", None, "leader of the run died by SIGKILL"),
+    "leader killed": ({"0": "kill_leader"}, "killed", None, "leader of the run died by SIGKILL"),
     "others killed": ({"0": "exit13", "1": "hang"}, "crashed", 0, "rank 1 ended by the harness"),
 }
 
@@ -108,6 +108,13 @@ def test_what_a_misbehaving_rank_is_called(engine: LocalEngine, tmp_path: Path, 
     assert told in outcome.message
     assert load_run_folder(tmp_path, spec(stub)).outcome == outcome
     wait_gone(*rank_pids(tmp_path))
+
+
+def test_a_killed_leader_leaves_nothing_half_written(engine: LocalEngine, tmp_path: Path) -> None:
+    """What it was about to rename into place is gone, and does not get into the case's folder."""
+    (tmp_path / ".outcome.json.1.tmp").touch()
+    assert finish(engine, spec({"0": "kill_leader"}, 2), tmp_path).what == "killed"
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 @pytest.mark.parametrize("how", ["hang", "ignore_term", "stop_self"])
@@ -146,7 +153,7 @@ def test_a_neighbour_does_not_notice_a_crash(engine: LocalEngine, tmp_path: Path
     while len(whats) < len(runs):
         for outcome in engine.wait(PATIENCE_S):
             whats[outcome.key] = outcome.what
-    expected = {"good": "", "segv": "crashed", "leader": "crashed", "hang": "hang"}
+    expected = {"good": "", "segv": "crashed", "leader": "killed", "hang": "hang"}
     assert {name: whats[run.key] for name, run in runs.items()} == expected
     ranks = load_run_folder(tmp_path / "good", runs["good"]).ranks
     assert all(rank.end is not None and not rank.problems for rank in ranks)
@@ -255,12 +262,8 @@ def test_the_forkserver_dies(engine: LocalEngine, tmp_path: Path) -> None:
     assert [outcome.what for outcome in outcomes] == ["interrupted", "interrupted"]
     assert "the forkserver died by SIGKILL" in outcomes[0].message
     wait_gone(server, *pids, *(pid for pid in leaders if pid))
-    same_group = [pid for i, pid in enumerate(stray_pids(tmp_path / "a")) if i % 2 == 0]
-    wait_gone(*same_group)
-    for pid in stray_pids(tmp_path / "a"):
-        # In sessions of their own and orphaned by a SIGKILL of the server: beyond our reach.
-        if parent_of(pid) is not None:
-            os.kill(pid, signal.SIGKILL)
+    # Those in sessions of their own, too, whom nobody had adopted.
+    wait_gone(*stray_pids(tmp_path / "a"))
     assert finish(engine, spec({}), tmp_path / "after").what == ""
     assert engine.server_pid not in (None, server)
 
@@ -296,7 +299,8 @@ def test_a_leader_writes_where_its_folder_went(engine: LocalEngine, tmp_path: Pa
     folder.rename(tmp_path / "run.attempt0")
     folder.mkdir()
     engine.wait(PATIENCE_S)
-    kept = RunOutcome.from_json(json.loads((tmp_path / "run.attempt0/outcome.json").read_text()))
+    kept, _ = read_outcome(tmp_path / "run.attempt0", spec({"*": "hang"}, timeout_s=1.0).key)
+    assert kept is not None
     assert kept.what == "hang"
 
 
@@ -343,9 +347,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("with_server", [False, True])
-def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path, with_server: bool) -> None:
-    """When the harness is killed, alone or with its server, server, leaders and ranks all end.
+@pytest.mark.parametrize("with_server", [False, True, "stopped"])
+def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path, with_server: bool | str) -> None:
+    """When the harness is killed, alone or with its server, server, leaders and ranks all end,
+    also if the server was stopped.
 
     Children of ranks end too, unless nobody is left who knows them.
     """
@@ -362,11 +367,11 @@ def test_kill_9_of_the_harness_leaves_nobody(tmp_path: Path, with_server: bool) 
         ranks = [pid for place in places.values() for pid in rank_pids(place)]
         leaders = {parent_of(pid) for pid in ranks}
         if with_server:
-            os.kill(server, signal.SIGKILL)
+            os.kill(server, signal.SIGSTOP if with_server == "stopped" else signal.SIGKILL)
         harness.kill()
     wait_gone(server, *ranks, *(pid for pid in leaders if pid))
     for pid in stray_pids(places["a"]):
-        if with_server:
+        if with_server is True:
             os.kill(pid, signal.SIGKILL)
         wait_gone(pid)
     for name, run in runs.items():

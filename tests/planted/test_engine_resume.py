@@ -85,6 +85,9 @@ def test_a_stopped_matrix_goes_on_where_it_was(folder: RunFolder, how: int, tmp_
     A run that hangs in its first attempt only makes the middle a certain place.
     """
     with harness(folder) as first:
+        assert first.stdout is not None
+        # Slots are filled before verdicts are made: the hang alone says nothing of the first case.
+        assert "judged fast\n" in iter(first.stdout.readline, "")
         until_slow_hangs(folder)
         first.send_signal(how)
         told = first.communicate(timeout=20)[0]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.leader import Limits
 from harness.engine.local import LocalEngine
+from harness.engine.watch import Limits
 from harness.records import RunOutcome, RunSpec
 
 

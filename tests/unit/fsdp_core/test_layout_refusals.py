@@ -96,8 +96,10 @@ def is_sound(model: ModelConfig, layout: Fields, microbatches: int) -> bool:
     cut += [(model.shared_expert_ffn, tp), (model.experts, ep), (model.expert_ffn, etp)]
     cut += [(model.ffn, tp)] if model.has_dense_ffn else []
     cut += [(context_ranks * layout["dp_outer"] * tp, ep * etp)]
-    # Two chunks a context rank, unless there is one: then a sequence is not cut in chunks.
-    cut += [(model.seq, (2 * size if size > 1 else 1) * cuts_tokens) for size in (cp, *sizes)]
+    # Two chunks a context rank, unless there is one: then a sequence is not cut in chunks. Packed
+    # sequences are padded to two chunks even then.
+    cut += [(model.seq, (2 * cp if cp > 1 else 1) * cuts_tokens)]
+    cut += [(model.seq, 2 * size * cuts_tokens) for size in sizes]
     cut += [(context_ranks, size) for size in sizes]
     return (
         all(whole % parts == 0 for whole, parts in cut)

@@ -14,7 +14,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     fake = FakeEngine()
     monkeypatch.setattr(launch, "LocalEngine", fake)
     monkeypatch.setattr(
-        cli, "_build_reports", lambda folder: {"html": folder / "report" / "index.html"}
+        cli, "_build_reports", lambda folder, *_: {"html": folder / "report" / "index.html"}
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.yaml").write_text(SCENARIO)

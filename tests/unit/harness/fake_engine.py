@@ -20,9 +20,9 @@ from harness.records import (
     StartRecord,
     StepRecord,
     What,
-    dumps,
 )
 from harness.store import begin_run, save_outcome
+from harness.worker.record_file import RecordFile
 
 SCENARIO = """\
 name: small
@@ -67,8 +67,10 @@ class FakeEngine:
         self.made.append(spec.key)
         begin_run(folder, spec)
         for rank in range(spec.world_size):
-            lines = [dumps(record) for record in self._records(spec, rank)]
-            (folder / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+            file = RecordFile(folder / f"rank{rank}.jsonl")
+            for record in self._records(spec, rank):
+                file.write(record)
+            file.close()
         what = self.ends.get("+".join(spec.config["graph"]), "")
         outcome = RunOutcome(
             key=spec.key, what=what, message=f"planted {what}" if what else "",
@@ -96,12 +98,15 @@ class FakeEngine:
             for step in range(spec.config["steps"])
         ]  # fmt: skip
         start = StartRecord(
-            schema=1, rank=rank, world_size=spec.world_size, pid=1, device="cpu", tensors=tensors,
-            environment={"fingerprint": {"torch": "x"}},
+            schema=1, run=spec.key, rank=rank, world_size=spec.world_size, pid=1, device="cpu",
+            tensors=tensors, environment={"fingerprint": {"torch": "x"}},
         )  # fmt: skip
         end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
                         replays=len(steps) if spec.config["graph"] else 0)  # fmt: skip
         return [start, *steps, end]
+
+    def adopt(self, spec: RunSpec, folder: Path) -> bool:
+        return False
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         ended, self.ended = self.ended, []

@@ -20,7 +20,7 @@ from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
         (["--resume", "r", "--device", "cpu"], "expected no --device"),
         (["--resume", "nowhere"], "is not a run folder"),
         (["other.yaml", "--resume", "r"], "which differs"),
-        ([], "expected a SCENARIO or --resume RUN"),
+        ([], "expected a SCENARIO, --tier or --resume RUN"),
         (["small.yaml", "--out", "r"], "is a run folder already"),
         (["small.yaml", "--out", "small.yaml"], "expected a folder or nothing"),
         (["small.yaml", "--slots", "0"], "--slots"),
@@ -93,7 +93,7 @@ def test_a_bug_elsewhere_is_exit_3_with_its_traceback_kept(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a run folder the traceback goes to a file that the line names."""
-    monkeypatch.setattr(launch, "expand", lambda *a: 1 / 0)
+    monkeypatch.setattr(launch, "load_suite", lambda *a, **k: 1 / 0)
     assert main(["run", "small.yaml"]) == 3
     err = capsys.readouterr().err
     path = Path(err.split("traceback: ")[1].rstrip().rstrip(")"))
@@ -122,8 +122,8 @@ def test_an_interrupt_while_planning_ends_in_2(
 ) -> None:
     """Ctrl-C before anything runs is the same exit code."""
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "expand", interrupted)
+    monkeypatch.setattr(launch, "load_suite", interrupted)
     assert main(["run", "small.yaml"]) == 2

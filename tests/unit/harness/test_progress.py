@@ -74,7 +74,7 @@ def test_both_views_say_everything(*, terminal: bool) -> None:
     target, text = console(terminal=terminal)
     drive(make_view(target))
     said = text.getvalue()
-    for words in ("1 cases, 1 runs on 8 slots", SPEC.key, "hang", "dp2-attn", "diverged",
+    for words in ("1 case, 1 run on 8 slots", SPEC.key, "hang", "dp2-attn", "diverged",
                   "[red]x[/red]\\n[/] \\x1b[31m :smile:"):  # fmt: skip
         assert words in said
     assert "\x1b[31m" not in said

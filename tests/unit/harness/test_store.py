@@ -134,7 +134,7 @@ def test_create_goes_on_where_a_kill_cut_it_short(tmp_path: Path) -> None:
         ("cases.json", "\x00", "damaged"),
         ("cases.json", "[" * 100_000, "damaged"),
         ("cases.json", '{"cases": [{"id": 3}]}', "damaged"),
-        ("cases.json", '{"cases": 3}', "expected a list"),
+        ("cases.json", '{"cases": 3}', "its checksum does not fit"),
         ("scenario.yaml", None, "damaged"),
     ],
 )

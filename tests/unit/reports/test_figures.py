@@ -4,9 +4,9 @@ import base64
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from reports.figures import OUTCOME_COLOURS, loss_figure, matrix_figure, memory_figure
+from reports.figures import loss_figure, memory_figure
 from reports.loss_curve import LossCurve
-from reports.summary import LegMemory, Matrix, Report
+from reports.summary import LegMemory
 
 NAN = float("nan")
 
@@ -27,29 +27,6 @@ def curve(**changes: Any) -> LossCurve:
         "delta_steps": (0, 1), "delta_ulps": (0.0, 0.0), "differing": (), "words": "",
     }  # fmt: skip
     return LossCurve(**(facts | changes))
-
-
-def test_matrix_shows_each_outcome_in_words(summary: Report) -> None:
-    """Each outcome is told by a word and a symbol, never by colour alone."""
-    text = words(matrix_figure(summary.matrix))
-    for shown in ("✓ passed", "✗ failed", "! error", "≠ incomparable", "– skipped", "parallel=dp2"):
-        assert shown in text
-    assert len(set(OUTCOME_COLOURS.values())) == 5
-
-
-def test_worst_of_a_shared_cell_is_shown(summary: Report) -> None:
-    """Two cases in one cell show the worse outcome and that there are two."""
-    cases = {case.outcome: case for case in summary.cases}
-    pair = (cases["passed"], cases["failed"])
-    matrix = Matrix(axis="a", columns=("c",), rows=("r",), cells={("r", "c"): pair})
-    assert "✗ failed (2)" in words(matrix_figure(matrix))
-
-
-def test_labels_are_never_mathematics() -> None:
-    """A label that is broken TeX, or in any script, is drawn as it is."""
-    for label in ("$\\frac{$", "$x_{", "漢字 ✓ 😀", "<b>&amp;"):
-        matrix = Matrix(axis=label, columns=(label,), rows=(label,), cells={})
-        assert words(matrix_figure(matrix)).count(label) == 3
 
 
 def test_pictures_follow_the_scheme_and_fetch_nothing() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from reports.loss_curve import loss_curve
+from reports.loss_curve import LossCurve, loss_curve
 
 COLUMNS = ["run", "rank", "step", "loss_bits", "loss", "grad_norm"]
 
@@ -20,6 +20,12 @@ def frame(**runs: dict[tuple[int, int], int]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
+def curve_of(table: pd.DataFrame, reference: str, candidate: str, rank: int) -> LossCurve | None:
+    """The curve of two runs of one table."""
+    left, right = (table[table["run"] == run] for run in (reference, candidate))
+    return loss_curve(left, right, rank)
+
+
 def losses(**changed: int) -> dict[tuple[int, int], int]:
     """Two ranks, three steps of 1.0; `r1s2=...` replaces one."""
     plain = {(rank, step): 0x3F800000 for rank in (0, 1) for step in (0, 1, 2)}
@@ -30,7 +36,7 @@ def losses(**changed: int) -> dict[tuple[int, int], int]:
 
 def test_equal_bits_are_said_in_words() -> None:
     """A flat zero is stated, with how much it covers."""
-    curve = loss_curve(frame(a=losses(), b=losses()), "a", "b", 0)
+    curve = curve_of(frame(a=losses(), b=losses()), "a", "b", 0)
     assert curve is not None
     assert curve.words == "Δloss is zero: the same bits in 3 shared steps on 2 ranks."
     assert curve.delta_ulps == (0.0, 0.0, 0.0)
@@ -38,7 +44,7 @@ def test_equal_bits_are_said_in_words() -> None:
 
 def test_one_ulp_on_another_rank_is_drawn() -> None:
     """The distance is over all ranks, whichever rank's loss is drawn."""
-    curve = loss_curve(frame(a=losses(), b=losses(r1s2=0x3F800003)), "a", "b", 0)
+    curve = curve_of(frame(a=losses(), b=losses(r1s2=0x3F800003)), "a", "b", 0)
     assert curve is not None
     assert curve.rank == 0
     assert curve.delta_ulps == (0.0, 0.0, 3.0)
@@ -49,12 +55,12 @@ def test_one_ulp_on_another_rank_is_drawn() -> None:
 
 def test_signed_zero_and_nan_differ_without_a_distance() -> None:
     """-0.0 for 0.0 and one NaN for another are differences although no distance shows them."""
-    curve = loss_curve(frame(a=losses(r0s1=0), b=losses(r0s1=0x80000000)), "a", "b", 0)
+    curve = curve_of(frame(a=losses(r0s1=0), b=losses(r0s1=0x80000000)), "a", "b", 0)
     assert curve is not None
     assert curve.differing == (1,)
     assert "by the sign of a zero" in curve.words
     nans = frame(a=losses(r0s1=0x7FC00000), b=losses(r0s1=0x7FC00001))
-    curve = loss_curve(nans, "a", "b", 0)
+    curve = curve_of(nans, "a", "b", 0)
     assert curve is not None
     assert curve.differing == (1,)
     assert "1 are NaN or infinite" in curve.words
@@ -63,8 +69,8 @@ def test_signed_zero_and_nan_differ_without_a_distance() -> None:
 def test_lost_losses_are_counted() -> None:
     """Losses without a counterpart are said, never taken for equal; a lost rank is replaced."""
     short = {key: value for key, value in losses().items() if key != (1, 2)}
-    curve = loss_curve(frame(a=losses(), b=short), "a", "b", 7)
+    curve = curve_of(frame(a=losses(), b=short), "a", "b", 7)
     assert curve is not None
     assert curve.rank == 0
     assert "1 recorded losses have no counterpart" in curve.words
-    assert loss_curve(frame(a=losses()), "a", "b", 0) is None
+    assert curve_of(frame(a=losses()), "a", "b", 0) is None

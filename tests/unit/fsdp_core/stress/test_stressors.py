@@ -7,7 +7,7 @@ import torch
 
 from fsdp_core.config import STRESSORS
 from fsdp_core.device import Device
-from fsdp_core.fsdp.pool import make_pool
+from fsdp_core.fsdp.pool import Key, make_pool
 from fsdp_core.stress import jitter as jitters
 from fsdp_core.stress.clocks import ClockStream
 from fsdp_core.stress.jitter import Jitter
@@ -80,3 +80,32 @@ def test_races_are_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU, "kind", "cuda")
     with pytest.raises(StressorMissing, match="Expected device cpu for stressor races, got cuda"):
         Stressors(("races",), device=CPU, seed=0, rank=0)
+
+
+def test_stressors_of_a_turn_are_at_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poison fills, jitter delays and scramble churns in its own turn only, races in every one."""
+    stressors = Stressors(STRESSORS, device=CPU, seed=0, rank=0)
+    assert stressors.scramble is not None
+    churned: list[str] = []
+    monkeypatch.setattr(stressors.scramble, "churn", lambda: churned.append("scramble"))
+    pool = stressors.watched(make_pool("double", CPU, persistent_on_miss=True))
+    seen = {}
+    for number, name in enumerate(("jitter", "poison", "scramble")):
+        stressors.only((name,))
+        assert stressors.poison is not None
+        with stressors.active():
+            stream = CPU.current_stream()
+            pool.acquire(Key(number, "grad"), 4, torch.float32, stream).zero_()
+            held = pool.acquire(Key(number, "grad"), 4, torch.float32, stream)
+            pool.release(Key(number, "grad"), stream)
+            modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+            is_jittered = stressors.jitter in modes
+        stressors.before_step()
+        seen[name] = (is_jittered, bool(held.isnan().all()), list(churned))
+    assert seen == {
+        "jitter": (True, False, []),
+        "poison": (False, True, []),
+        "scramble": (False, False, ["scramble"]),
+    }
+    with pytest.raises(ValueError, match=r"Expected some of jitter, .*, got thunder\."):
+        stressors.only(("thunder",))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks import CHECKS, exit_code, judge
+from harness.checks import exit_code, judge
 from harness.records import OUTCOMES, FloatBits, Verdict
 
 NAN = FloatBits.from_bits(0x7FC00000)
@@ -28,7 +28,7 @@ def test_identical_runs_pass(lab: Any) -> None:
     verdict = judge(lab.case(), *lab.legs(), wall_s=2.5)
     assert (verdict.outcome, verdict.what, verdict.wall_s) == ("passed", "", 2.5)
     assert {r.outcome for r in verdict.checks} == {"passed"}
-    assert set(CHECKS) <= {r.check for r in verdict.checks}
+    assert set(lab.case().checks) <= {r.check for r in verdict.checks}
     assert verdict.runs["control"] == lab.case().control.key
 
 

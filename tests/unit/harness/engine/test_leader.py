@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.leader import Job, Limits, Phase, Watch, exit_status, rank_environment, tail_of
+from harness.engine.crew import Job, exit_status, rank_environment
+from harness.engine.leader import tail_of
+from harness.engine.watch import Limits, Phase, Watch
 from harness.records import RunSpec
 
 LIMITS = Limits(grace_s=3.0, stacks_s=1.0)
 
 
 def watch(num_ranks: int = 2, timeout_s: float = 10.0) -> Watch:
-    return Watch(num_ranks=num_ranks, timeout_s=timeout_s, limits=LIMITS, started_s=100.0)
+    return Watch(ranks=range(num_ranks), timeout_s=timeout_s, limits=LIMITS, started_s=100.0)
 
 
 def test_nothing_is_done_before_the_time_is_up() -> None:
@@ -125,3 +127,32 @@ def test_tail_of_a_file(tmp_path: Path) -> None:
     assert tail_of(tmp_path / "x", 3) == "def"
     assert tail_of(tmp_path / "x", 100) == "abc\ufffddef"
     assert tail_of(tmp_path / "none") == ""
+
+
+def test_a_run_that_records_nothing_has_stalled() -> None:
+    """Silence for `stall_s` ends a run before its time; a record starts the wait anew."""
+    w = Watch(ranks=range(2), timeout_s=100.0, limits=LIMITS, started_s=100.0, stall_s=10.0)
+    assert w.advance(109.9) is None
+    assert not w.may_stall(109.9)
+    assert w.may_stall(110.0)
+    w.progressed(110.0)
+    assert w.advance(119.9) is None
+    assert w.may_stall(120.0)
+    assert w.advance(120.0) == signal.SIGUSR1
+    assert w.stalled
+    assert not w.timed_out
+
+
+def test_progress_buys_no_time() -> None:
+    """Neither beyond the timeout nor after a failure."""
+    w = Watch(ranks=range(2), timeout_s=15.0, limits=LIMITS, started_s=100.0, stall_s=10.0)
+    w.progressed(110.0)
+    assert w.advance(115.0) == signal.SIGUSR1
+    assert w.timed_out
+    assert not w.stalled
+    failing = Watch(ranks=range(2), timeout_s=90.0, limits=LIMITS, started_s=100.0, stall_s=10.0)
+    failing.ended(0, 13, 101.0)
+    failing.progressed(103.0)
+    assert not failing.may_stall(120.0)
+    assert failing.advance(104.0) == signal.SIGUSR1
+    assert not failing.stalled

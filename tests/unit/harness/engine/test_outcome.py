@@ -1,10 +1,12 @@
 """What happened, and whose fault: one row a situation."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
 from harness.engine.outcome import RankEvidence, classify, signal_name
+from harness.engine.whereabouts import Place
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -242,3 +244,63 @@ def test_an_unnamed_signal_has_its_number() -> None:
     """A real-time signal without a name is told by number."""
     assert signal_name(signal.SIGSEGV) == "SIGSEGV"
     assert signal_name(50) == "signal 50"
+
+
+def test_a_stall_names_the_rank_that_a_collective_lacks() -> None:
+    """Places say who never entered what; the time that nothing was recorded is said, too."""
+    inside = Place(
+        step=3, operator="c10d::_allgather_base_", label="layers.1", group=(0, 1),
+        is_inside=True, entered={"0,1": 9},
+    )  # fmt: skip
+    outside = replace(inside, is_inside=False, entered={"0,1": 8})
+    ranks = [
+        replace(stuck(0, WAITING), place=inside),
+        replace(stuck(1, SLEEPING), place=outside),
+    ]
+    what, message, culprit = classify(ranks, timed_out=False, timeout_s=5.0, stalled_s=2.0)
+    assert (what, culprit) == ("hang", 1)
+    assert message.startswith(
+        "rank 1 never entered allgather_base of layers.1 in step 3 (collective 9 of ranks 0,1); "
+        "no rank recorded anything for 2 s; still running: rank 0 "
+    )
+
+
+def in_collective(evidence: RankEvidence, operator: str, label: str) -> RankEvidence:
+    """The same rank, in the 142nd collective of all three."""
+    place = Place(
+        step=20, operator=f"c10d::{operator}", label=label, group=(0, 1, 2), is_inside=True,
+        entered={"0,1,2": 142},
+    )  # fmt: skip
+    return replace(evidence, place=place)
+
+
+def test_a_wrong_collective_is_named_in_a_hang() -> None:
+    """All wait, one of them in another collective: it is to blame, and both are told."""
+    ranks = [
+        in_collective(
+            rank(n, -9, ours=True), "allreduce_" if n == 2 else "_allgather_base_", "root"
+        )
+        for n in range(3)
+    ]
+    what, message, culprit = classify(ranks, timed_out=True, timeout_s=9.0)
+    assert (what, culprit) == ("hang", 2)
+    assert message.startswith("rank 2 entered allreduce of root where ranks 0, 1 entered allgather")
+
+
+def test_whom_gloo_aborts_is_not_who_was_wrong() -> None:
+    """Rank 2 left a gather out; gloo aborts rank 0, which only got what was not meant for it."""
+    told = "Received data size doesn't match expected size. Is there a collective mismatch?"
+    ranks = [
+        in_collective(rank(0, -6, tail=told), "_allgather_base_", "root"),
+        in_collective(rank(1, 1, what="crashed", message=GLOO_LOST), "_allgather_base_", "root"),
+        in_collective(
+            rank(2, 1, what="crashed", message=GLOO_LOST), "_allgather_base_", "layers.0"
+        ),
+    ]
+    what, message, culprit = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
+    assert (what, culprit) == ("crashed", 2)
+    assert message.startswith("rank 2 entered allgather_base of layers.0 where ranks 0, 1 entered")
+    assert "rank 0 died by SIGABRT" in message
+    other = [replace(ranks[0], stderr_tail="assertion failed"), *ranks[1:]]
+    _, _, culprit = classify(other, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
+    assert culprit == 0, "it died of something else"

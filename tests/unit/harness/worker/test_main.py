@@ -37,13 +37,17 @@ Spec = Callable[..., RunSpec]
 
 @pytest.mark.parametrize("graph", [(), ("attn",), ("full_iteration",)])
 def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str, ...]) -> None:
-    """Start, one record a step, the graphs event and the end, in this order; code 0."""
+    """Start, one record a step, events of graphs and memory, and the end, in this order; code 0."""
     records = rank.run(spec(graph=graph))
     assert rank.code == 0
     kinds = [type(record) for record in records]
-    assert kinds == [StartRecord, *[StepRecord] * 5, EventRecord, EndRecord]
+    assert kinds == [StartRecord, *[StepRecord] * 5, EventRecord, EventRecord, EndRecord]
     assert [r.step for r in records if isinstance(r, StepRecord)] == [0, 1, 2, 3, 4]
-    start, event, end = records[0], records[-2], records[-1]
+    start, (event, memory, end) = records[0], records[-3:]
+    assert isinstance(memory, EventRecord)
+    at_rest = memory.detail["at_rest"]
+    assert (memory.name, memory.detail.get("explained")) == ("memory", None)
+    assert at_rest["parameters"] == at_rest["gradients"] == (at_rest["optimizer"] - 8) / 2
     assert isinstance(start, StartRecord)
     assert (start.schema, start.rank, start.world_size, start.device) == (
         SCHEMA_VERSION,

@@ -23,7 +23,8 @@ from harness.records import (
     StepRecord,
     parse_record,
 )
-from harness.worker.observe import Observer, RecordFile
+from harness.worker.observe import Observer
+from harness.worker.record_file import RecordFile
 
 Spec = Callable[..., RunSpec]
 

@@ -30,8 +30,8 @@ from harness.records import (
     parse_record,
 )
 from harness.worker.main import rank_main
-from harness.worker.observe import RecordFile
 from harness.worker.plant import Plant
+from harness.worker.record_file import RecordFile
 
 Spec = Callable[..., RunSpec]
 STEP = 3

@@ -1,0 +1,44 @@
+"""Which runs `--resume` makes again, though they have an outcome.
+
+    interrupted, not_run          they say nothing of the program
+    killed, and not for memory    somebody did it: by its own count not the kernel
+    killed, anything else         only if somebody asks for it (`--again-killed`)
+    what the machine failed       as often as `launch.retries` allows (`harness.retries`)
+
+Any other outcome is final. A rank that is killed may have used too much memory: that is a failure,
+and told as one by the harness that saw it, whoever sent the signal. An attempt that is made again
+is kept and shown beside the new one, and a new one whose bits differ from it does not pass.
+"""
+
+from pathlib import Path
+
+from harness.records import RunOutcome, What
+from harness.schedule import unique_runs
+from harness.store import RunFolder
+
+TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run")
+"""Outcomes that say nothing of the program."""
+
+
+def says_nothing(outcome: RunOutcome | None) -> bool:
+    """Whether an outcome, if there is one, says nothing of the program: `--resume` asks again."""
+    if outcome is None:
+        return True
+    return outcome.what in TO_REPEAT or (outcome.what == "killed" and outcome.from_outside)
+
+
+def set_killed_aside(path: Path) -> tuple[str, ...]:
+    """Set every killed run of a folder aside, so that `--resume` makes it; their keys.
+
+    For whoever knows that it was not the program's doing where the kernel cannot tell.
+
+    Raises:
+        UsageError: not a run folder, damaged, or in use by another harness.
+        Infrastructure: the disk refused.
+    """
+    with RunFolder.open(path) as folder:
+        outcomes = {key: folder.finished(key) for key in unique_runs(folder.cases)}
+        killed = [key for key, outcome in outcomes.items() if outcome and outcome.what == "killed"]
+        for key in killed:
+            folder.set_aside(key)
+    return tuple(killed)

@@ -1,0 +1,91 @@
+"""A stored pass is believed only as far as the records bear it out.
+
+    passed or skipped in verdict.json -> its records, judged again -> the same, or what they say
+
+Answers other than these are kept: a record that was damaged after a case failed must not turn the
+failure into a question.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from harness.checks import judge as judge_case
+from harness.errors import one_line
+from harness.records import CaseSpec, RunResult, Verdict
+from harness.repeats import runs_of
+from harness.retries import beside_attempts
+from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
+
+TRUSTING = ("passed", "skipped")
+"""Outcomes that damage must not leave standing."""
+
+
+def confirmed(
+    folder: RunFolder, case: CaseSpec, stored: Verdict, runs: Mapping[str, RunResult]
+) -> Verdict:
+    """The stored verdict, or what the records say where they do not bear it out.
+
+    Args:
+        folder: where the case and its runs lie.
+        case: as planned.
+        stored: its verdict, as read.
+        runs: records of its runs, by key.
+    """
+    if stored.outcome not in TRUSTING:
+        return stored
+    # A report reads no timed runs, and of a skipped case there are none.
+    legs = [runs.get(spec.key) or folder.load_run(spec) for spec in runs_of(case)]
+    found = _judged(case, legs)
+    return _held_against(stored, beside_attempts(folder, case, found))
+
+
+def confirmed_in(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
+    """As `confirmed`, reading only the runs of this case, from its own folder if need be."""
+    runs: dict[str, RunResult] = {}
+    for leg in LEGS:
+        spec = getattr(case, leg)
+        sealed = folder.case_folder(case.id) / leg
+        # A folder from which only the cases were kept is whole too.
+        if not folder.run_folder(spec.key).is_dir() and sealed.is_dir():
+            runs[spec.key] = load_run_folder(sealed, spec)
+    return confirmed(folder, case, stored, runs)
+
+
+def confirmed_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
+    """As `confirmed`, of a case's folder by itself, wherever it lies.
+
+    There are no timed runs in it: what is said of times is then neither believed nor denied.
+    """
+    if stored.outcome not in TRUSTING:
+        return stored
+    legs = [load_run_folder(place / leg, getattr(case, leg)) for leg in LEGS]
+    if not case.repeats:
+        return _held_against(stored, _judged(case, legs))
+    untimed = dataclasses.replace(
+        case, repeats=0, checks={k: v for k, v in case.checks.items() if k != "throughput"}
+    )
+    found = _judged(untimed, legs)
+    # Where times were all that was asked for, nothing is left to judge once the records are whole.
+    if found.what == "not_run" and not untimed.checks:
+        return stored
+    return _held_against(stored, found)
+
+
+def _judged(case: CaseSpec, legs: Sequence[RunResult]) -> Verdict:
+    try:
+        return judge_case(case, *legs[:3], repeats=legs[3:])
+    except Exception as error:  # noqa: BLE001 - what a damaged plan can lead to has no end
+        why = one_line(f"{type(error).__name__}: {error}")
+        return Verdict(
+            case_id=case.id, outcome="error", what="corrupt_record", checks=(), wall_s=0.0,
+            message=f"its plan cannot be judged: {why}",
+            runs={leg: getattr(case, leg).key for leg in LEGS},
+        )  # fmt: skip
+
+
+def _held_against(stored: Verdict, found: Verdict) -> Verdict:
+    if found.outcome == stored.outcome:
+        return stored
+    message = f"{found.message} ({VERDICT_FILE} says {stored.outcome}, its records do not)"
+    return dataclasses.replace(found, message=message, wall_s=stored.wall_s)

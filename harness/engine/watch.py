@@ -1,0 +1,114 @@
+"""When ranks are asked for their stacks, and when they are killed: a clock without processes.
+
+    running --a rank fails--> grace --grace_s--> stacks --stacks_s--> killed
+       '----- timeout_s is up, or told to stop ------^
+       '----- no rank recorded anything for stall_s -'
+
+In `stacks` every rank left gets SIGUSR1, which makes faulthandler print the stack of each thread.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from harness.engine.output import CAP_BYTES
+from harness.records import RankExit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How patient a leader is (seconds) and how much it stores of a rank's output (bytes)."""
+
+    grace_s: float = 3.0
+    stacks_s: float = 1.0
+    output_cap_bytes: int = CAP_BYTES
+
+
+class Phase(Enum):
+    """Where a run is; it only moves forward."""
+
+    RUNNING = 0
+    GRACE = 1
+    STACKS = 2
+    KILLED = 3
+
+
+@dataclass
+class Watch:
+    """Decides when ranks are asked for stacks and killed. Times are monotonic seconds.
+
+    `stall_s` None: ranks may be silent for as long as they have time. A stall is seen between once
+    and twice that long after the last record: it is looked for when it may be there, not all along.
+    """
+
+    ranks: Sequence[int]
+    timeout_s: float
+    limits: Limits
+    started_s: float
+    stall_s: float | None = None
+    phase: Phase = Phase.RUNNING
+    timed_out: bool = False
+    stalled: bool = False
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    failed_s: dict[int, float] = field(default_factory=dict)
+    deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progressed(self.started_s)
+
+    def progressed(self, now_s: float) -> None:
+        """Take note that ranks do something, while none has failed."""
+        if self.phase is Phase.RUNNING:
+            end_s = self.started_s + self.timeout_s
+            self.deadline_s = end_s if self.stall_s is None else min(end_s, now_s + self.stall_s)
+
+    def may_stall(self, now_s: float) -> bool:
+        """Whether it must be looked at what ranks have recorded, before `advance`."""
+        return self.phase is Phase.RUNNING and self.stall_s is not None and now_s >= self.deadline_s
+
+    @property
+    def failed_order(self) -> list[int]:
+        """Ranks that failed by themselves, in the order in which they were seen to."""
+        return list(self.failed_s)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [rank for rank in self.ranks if rank not in self.exits]
+
+    def ended(self, rank: int, code: int | None, now_s: float) -> None:
+        """Take note that a rank ended; the first failure starts the grace of the others."""
+        ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
+            self.phase in (Phase.STACKS, Phase.KILLED) and code == -signal.SIGUSR1
+        )
+        self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours)
+        if code == 0 or ours:
+            return
+        self.failed_s[rank] = now_s
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.GRACE
+            self.deadline_s = min(self.deadline_s, now_s + self.limits.grace_s)
+
+    def advance(self, now_s: float) -> int | None:
+        """Move on if the time is up; the signal to send to every running rank now, if any."""
+        if now_s < self.deadline_s or not self.running:
+            return None
+        if self.phase is Phase.KILLED:
+            self.deadline_s = now_s + self.limits.stacks_s
+            return signal.SIGKILL
+        if self.phase is Phase.STACKS:
+            self.phase = Phase.KILLED
+            self.deadline_s = now_s + self.limits.stacks_s
+            return signal.SIGKILL
+        self.timed_out = now_s >= self.started_s + self.timeout_s
+        self.stalled = not self.timed_out and self.phase is Phase.RUNNING
+        self.phase = Phase.STACKS
+        self.deadline_s = now_s + self.limits.stacks_s
+        return signal.SIGUSR1
+
+    def stop(self, now_s: float) -> None:
+        """End every rank left now, stacks first, whatever time there was."""
+        if self.phase in (Phase.RUNNING, Phase.GRACE):
+            self.phase = Phase.GRACE
+            self.deadline_s = now_s

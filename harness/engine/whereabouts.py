@@ -1,0 +1,200 @@
+"""Which collective each rank entered last: written as it goes, read once a run has hung.
+
+    rank<R>.place    one JSON object in a file that the rank maps into its memory: a write is a copy
+                     of some hundred bytes, and what was written is there whatever ends the rank
+
+A collective is over once every rank of its group has entered it, so of two ranks of one group the
+one that entered fewer is the one that the other waits for. If it waits in another collective
+itself, so does whoever keeps it there: the ranks at fault are those that wait in none.
+
+Ranks of one group that have entered equally many, but are in different ones, wait for each other in
+vain: one has called another collective than it should, or has left one out.
+"""
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.codec import Json, RecordError, dumps
+from harness.disk import read_plain
+
+SIZE_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Json):
+    """Where a rank is.
+
+    Attributes:
+        step: of the training.
+        operator: the collective that it entered last, as torch calls it.
+        label: whose it is, as far as that is known: `layers.1`.
+        group: global ranks that take part in it.
+        is_inside: whether it has not come back from it.
+        entered: how many collectives of each group it has entered, by ranks as `0,1`.
+    """
+
+    step: int
+    operator: str
+    label: str
+    group: tuple[int, ...]
+    is_inside: bool
+    entered: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The group as `entered` names it."""
+        return group_key(self.group)
+
+    @property
+    def collective(self) -> str:
+        """The collective in words: `all_reduce of layers.1`."""
+        whose = f" of {self.label}" if self.label else ""
+        return f"{self.operator.rpartition('::')[2].strip('_')}{whose}"
+
+    def words(self, number: int) -> str:
+        """The same with its step and its number in the group."""
+        # NCCL's recorder counts no steps.
+        when = f" in step {self.step}" if self.step >= 0 else ""
+        return f"{self.collective}{when} (collective {number} of ranks {self.key})"
+
+
+def group_key(ranks: tuple[int, ...]) -> str:
+    """A group of ranks as text."""
+    return ",".join(map(str, ranks))
+
+
+def place_path(folder: Path, rank: int) -> Path:
+    """Where a rank writes its place."""
+    return folder / f"rank{rank}.place"
+
+
+class PlaceFile:
+    """Writes one rank's place."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        self._path = path
+        path.write_bytes(bytes(SIZE_BYTES))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
+
+    def write(self, place: Place) -> None:
+        """Replace what is there; what does not fit is left out."""
+        text = dumps(place).encode() + b"\n"
+        if len(text) <= SIZE_BYTES:
+            self._map[: len(text)] = text
+
+    def remove(self) -> None:
+        """Take the file away: a run that ended well has no need of it."""
+        self._map.close()
+        self._path.unlink(missing_ok=True)
+
+
+def read_place(path: Path) -> Place | None:
+    """Where a rank was last; None if it did not say, or nothing that decodes."""
+    try:
+        line = read_plain(path, SIZE_BYTES).partition(b"\n")[0]
+        return Place.from_json(json.loads(line))
+    except (OSError, ValueError, RecordError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """The ranks that a collective lacks, and the place of one that waits in it."""
+
+    ranks: tuple[int, ...]
+    place: Place
+    number: int
+
+    def __str__(self) -> str:
+        return f"{_names(self.ranks)} never entered {self.place.words(self.number)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """Ranks that are in another collective than the others of their group.
+
+    `ranks` are the fewer, and the first to be told of if there are as many of each.
+    """
+
+    ranks: tuple[int, ...]
+    place: Place
+    others: tuple[int, ...]
+    expected: Place
+    number: int
+
+    @property
+    def odd_one(self) -> int | None:
+        """The rank at fault, None if it cannot be told which of two sides is."""
+        return self.ranks[0] if len(self.ranks) < len(self.others) else None
+
+    def __str__(self) -> str:
+        return (
+            f"{_names(self.ranks)} entered {self.place.collective} where {_names(self.others)} "
+            f"entered {self.expected.words(self.number)}"
+        )
+
+
+def _names(ranks: tuple[int, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def find_mismatch(places: Mapping[int, Place]) -> Mismatch | None:
+    """Who waits in another collective than the rest of its group; None if all agree."""
+    met: dict[tuple[str, int], dict[tuple[str, str], list[int]]] = {}
+    for rank, place in sorted(places.items()):
+        if place.is_inside and place.group:
+            at = (place.key, place.entered.get(place.key, 0))
+            met.setdefault(at, {}).setdefault((place.operator, place.label), []).append(rank)
+    for (_, number), by_collective in met.items():
+        # Whose a collective is may be unknown: that is no difference.
+        known = all(label for _, label in by_collective)
+        sides: dict[tuple[str, str], list[int]] = {}
+        for (operator, label), ranks in by_collective.items():
+            sides.setdefault((operator, label if known else ""), []).extend(ranks)
+        if len(sides) < 2:
+            continue
+        most = max(sides.values(), key=len)
+        fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
+        return Mismatch(
+            ranks=tuple(fewest), place=places[fewest[0]],
+            others=tuple(most), expected=places[most[0]], number=number,
+        )  # fmt: skip
+    return None
+
+
+def find_missing(places: Mapping[int, Place]) -> Missing | None:
+    """Who never entered a collective that others wait in; None if places do not tell."""
+    waiting = {rank: place for rank, place in places.items() if place.is_inside}
+    lacking: dict[int, list[int]] = {}
+    for rank, place in waiting.items():
+        number = place.entered.get(place.key, 0)
+        for other in place.group:
+            there = places.get(other)
+            if there is not None and there.entered.get(place.key, 0) < number:
+                lacking.setdefault(other, []).append(rank)
+    at_fault = [rank for rank in lacking if rank not in waiting]
+    if not at_fault:
+        return None
+    # The earliest that is lacking: what comes after it in the same group only follows.
+    first = min(
+        (waiting[rank] for rank in lacking[at_fault[0]]),
+        key=lambda place: (place.step, place.entered[place.key]),
+    )
+    number = first.entered[first.key]
+    ranks = tuple(
+        sorted(
+            rank
+            for rank in at_fault
+            if rank in first.group and places[rank].entered.get(first.key, 0) < number
+        )
+    )
+    return Missing(ranks=ranks, place=first, number=number)

@@ -1,0 +1,192 @@
+"""What is damaged in a run folder, file by file, and which verdicts stand in spite of it.
+
+    case.json, verdict.json, links of each case  ->  spec.json, outcome.json, records of each run
+
+Every file that a verdict rests on is read again and checked against its checksum, every pass is
+judged again. Nothing is changed.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.checks.complete import find_flaw
+from harness.confirm import confirmed
+from harness.disk import read_plain
+from harness.errors import UsageError
+from harness.object_file import has_checksum, read_object, told
+from harness.records import CaseSpec, RecordError, RunResult, RunSpec, Verdict
+from harness.repeats import runs_of
+from harness.store import (
+    CASE_FILE,
+    LEGS,
+    OUTCOME_FILE,
+    SPEC_FILE,
+    VERDICT_FILE,
+    RunFolder,
+    load_run_folder,
+    read_outcome,
+)
+from harness.streams import rank_path
+
+MAX_COMPARED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        verdicts: of each case that has one, confirmed.
+        num_cases: cases planned.
+        num_runs: runs that these need.
+        damage: one line for each file that is not as it was written, its path in the folder first.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    num_cases: int
+    num_runs: int
+    damage: tuple[str, ...]
+
+
+@dataclass
+class _Finding:
+    folder: RunFolder
+    runs: dict[str, RunResult] = field(default_factory=dict)
+    damage: dict[str, None] = field(default_factory=dict)
+    """Lines as keys: runs are shared by cases, and each line is told once."""
+
+    def note(self, path: Path, why: str) -> None:
+        """One damaged file; a reason often begins with its name already."""
+        why = why.removeprefix(f"{path.name}: ")
+        self.damage[f"{path.relative_to(self.folder.path)}: {why}"] = None
+
+
+def inspect(path: Path) -> Inspection:
+    """Read a whole run folder.
+
+    Raises:
+        UsageError: it is not a run folder, or damaged beyond reading.
+    """
+    folder = RunFolder.open(path)
+    finding = _Finding(folder)
+    verdicts = []
+    for case in folder.cases:
+        # A case folder is made when its case is judged.
+        judged = folder.case_folder(case.id).exists()
+        if not case.skip_reason:
+            for number, spec in enumerate(runs_of(case)):
+                # Timed runs, past the three legs, have no links in the case's folder.
+                leg = LEGS[number] if number < len(LEGS) else ""
+                _take_run(finding, case, spec, leg, judged=judged)
+        _take_checksums(finding, case)
+        verdict = _take_verdict(finding, case, judged=judged)
+        if verdict is not None:
+            verdicts.append(verdict)
+    return Inspection(
+        verdicts=tuple(verdicts),
+        num_cases=len(folder.cases),
+        num_runs=len(finding.runs),
+        damage=tuple(finding.damage),
+    )
+
+
+def _take_run(finding: _Finding, case: CaseSpec, spec: RunSpec, leg: str, *, judged: bool) -> None:
+    sealed = finding.folder.case_folder(case.id) / leg
+    current = finding.folder.run_folder(spec.key)
+    # A folder from which only the cases were kept is whole too.
+    place = current if current.parent.exists() or not leg else sealed
+    if spec.key not in finding.runs:
+        finding.runs[spec.key] = load_run_folder(place, spec)
+        for path, why in _run_damage(place, finding.runs[spec.key], judged=judged):
+            finding.note(path, why)
+    if leg and place == current and judged:
+        for path in sorted(place.glob("*.json*")):
+            if not _same(path, sealed / path.name):
+                finding.note(sealed / path.name, "not the file of the run")
+
+
+def _run_damage(place: Path, run: RunResult, *, judged: bool) -> Iterator[tuple[Path, str]]:
+    key = run.spec.key
+    outcome, why = read_outcome(place, key)
+    if outcome is None and (judged or (place / OUTCOME_FILE).exists()):
+        yield place / OUTCOME_FILE, why if place.exists() else "missing"
+    if place.exists():
+        try:
+            found = RunSpec.from_json(read_object(place / SPEC_FILE)).key
+            if found != key:
+                yield place / SPEC_FILE, f"is that of run {found}"
+        except (OSError, RecordError) as error:
+            yield place / SPEC_FILE, told(error)
+    told_of = set()
+    for records in run.ranks:
+        for problem in records.problems[:1]:
+            told_of.add(records.rank)
+            yield rank_path(place, records.rank), problem
+    flaw = None if outcome is None or outcome.what else find_flaw(run)
+    if flaw is not None and flaw.rank not in told_of:
+        yield rank_path(place, flaw.rank or 0), flaw.message
+
+
+def _take_checksums(finding: _Finding, case: CaseSpec) -> None:
+    """Files whose checksum is gone, in a folder whose files have one."""
+    folder = finding.folder
+    if not folder.has_checksums:
+        return
+    place = folder.case_folder(case.id)
+    runs = [folder.run_folder(spec.key) for spec in runs_of(case)]
+    paths = [place / CASE_FILE, place / VERDICT_FILE, *(run / OUTCOME_FILE for run in runs)]
+    for path in paths:
+        # What is no object, or is not there, is told where it is read.
+        with suppress(OSError, RecordError):
+            if not has_checksum(path):
+                finding.note(path, "its checksum is gone")
+    made = [finding.runs[spec.key] for spec in runs_of(case) if spec.key in finding.runs]
+    ends = [
+        (run.spec.key, records.rank, records.end.sha256)
+        for run in made
+        for records in run.ranks
+        if records.end is not None
+    ]
+    # Ranks may be of another make, which writes none; but then none of them does.
+    if any(checksum for _, _, checksum in ends):
+        for key, rank, checksum in ends:
+            if not checksum:
+                finding.note(rank_path(folder.run_folder(key), rank), "its checksum is gone")
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        if path.samefile(other):
+            return True
+        sizes = {path.stat().st_size, other.stat().st_size}
+        if len(sizes) > 1 or max(sizes) > MAX_COMPARED_BYTES:
+            return False
+        mine, theirs = (read_plain(each, MAX_COMPARED_BYTES) for each in (path, other))
+        return mine == theirs
+    except OSError:
+        return False
+
+
+def _take_verdict(finding: _Finding, case: CaseSpec, *, judged: bool) -> Verdict | None:
+    folder = finding.folder.case_folder(case.id)
+    stored = finding.folder.load_verdict(case.id)
+    if stored is None:
+        if judged:
+            finding.note(folder / VERDICT_FILE, "missing, or not as it was written")
+        return None
+    if not case.skip_reason or (folder / CASE_FILE).exists():
+        _take_case_file(finding, case, folder / CASE_FILE)
+    verdict = confirmed(finding.folder, case, stored, finding.runs)
+    if verdict is not stored:
+        finding.note(folder / VERDICT_FILE, f"says {stored.outcome}, but: {verdict.message}")
+    return verdict
+
+
+def _take_case_file(finding: _Finding, case: CaseSpec, path: Path) -> None:
+    try:
+        if CaseSpec.from_json(read_object(path)) != case:
+            finding.note(path, "not the case that was planned")
+    except (OSError, RecordError, UsageError) as error:
+        finding.note(path, told(error))

@@ -1,0 +1,46 @@
+"""Where run folders are: names for new ones, the newest, and cases by name."""
+
+from pathlib import Path
+
+from harness.errors import UsageError, shown
+from harness.records import CaseSpec
+from harness.store import RunFolder, load_case
+
+DEFAULT_OUT = Path("out")
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, ... that is free."""
+    number, candidate = 2, path
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
+
+
+def newest_run(out: Path = DEFAULT_OUT) -> Path:
+    """The run folder made last under `out`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    made = [path for path in out.glob("*/manifest.json") if path.is_file()]
+    if not made:
+        raise UsageError(f"expected a run folder, {out}/ holds none")
+    return max(made, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
+    """A case's folder by its path, or by its id in a run folder (the newest by default).
+
+    Raises:
+        UsageError: there is no such case.
+    """
+    path = Path(name)
+    if run is None and (path / "case.json").is_file():
+        return path, load_case(path).case
+    folder = RunFolder.open(run or newest_run())
+    ids = [case.id for case in folder.cases]
+    if name not in ids:
+        known = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
+        raise UsageError(f"{shown(name)}: expected a case folder or id; {folder.path} has {known}")
+    return folder.case_folder(name), folder.cases[ids.index(name)]

@@ -1,0 +1,194 @@
+"""Runs that are made again because the machine failed them, and what may be believed of them.
+
+    a run ended -> a failure of the machine, by name -> less than N such attempts -> made again
+    a case passed -> steps that earlier attempts of its runs recorded -> the same bits, or no pass
+
+Every attempt is kept: its folder beside the run's, its outcome in the history and in every report.
+A check's no is never tried again, and neither is anything else that tells of the program
+(`harness.engine.infrastructure`). An attempt that computed other bits before the machine failed it
+is evidence: the pass of the attempt after it does not stand.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.checks.environment import different_keys, fingerprint
+from harness.checks.steps import rank_table, step_table
+from harness.engine.infrastructure import machine_failure
+from harness.records import (
+    DIGEST_GROUPS,
+    DIGEST_HEX_CHARS,
+    CaseSpec,
+    CheckResult,
+    Difference,
+    Json,
+    RunResult,
+    RunSpec,
+    StepRecord,
+    Verdict,
+    What,
+)
+from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept, read_outcome
+
+MANIFEST_KEY = "retries"
+"""Of the run folder's manifest: how often a run may be made again."""
+CHECK_NAME = "attempts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt(Json):
+    """One earlier attempt of a run.
+
+    Attributes:
+        signature: the failure of the machine that ended it; "" for one that somebody stopped.
+        num_steps: steps that some rank recorded.
+    """
+
+    key: str
+    number: int
+    what: What
+    message: str
+    signature: str
+    num_steps: int
+    wall_s: float
+
+    @property
+    def cause(self) -> str:
+        """What a pass after it is told with; "" for an attempt whose harness ended before it."""
+        return self.signature or ("killed" if self.what == "killed" else "")
+
+
+class Retries:
+    """How often runs of one folder may still be made again."""
+
+    def __init__(self, folder: RunFolder, limit: int) -> None:
+        """Allow `limit` attempts more than the first, for each run."""
+        self._folder = folder
+        self.limit = limit
+
+    def why_again(self, spec: RunSpec) -> str:
+        """The failure for which a run that has ended is made again; "" if its outcome stands."""
+        if not self.limit:
+            return ""
+        outcome, _ = read_outcome(self._folder.run_folder(spec.key), spec.key)
+        if outcome is None or not outcome.what:
+            return ""
+        failure = machine_failure(self._folder.load_run(spec))
+        spent = sum(bool(attempt.signature) for attempt in earlier_attempts(self._folder, spec))
+        return failure if spent < self.limit else ""
+
+
+def stored_limit(manifest: Mapping[str, object]) -> int:
+    """The limit that a run folder was made with; 0 if it says none."""
+    stored = manifest.get(MANIFEST_KEY)
+    whole = isinstance(stored, int) and not isinstance(stored, bool) and stored > 0
+    return int(stored) if whole else 0  # type: ignore[call-overload]
+
+
+def earlier_attempts(folder: RunFolder, spec: RunSpec) -> tuple[Attempt, ...]:
+    """Every attempt of a run but the last, oldest first."""
+    return tuple(_attempt(run, number) for number, run in enumerate(_earlier_runs(folder, spec)))
+
+
+def _earlier_runs(folder: RunFolder, spec: RunSpec) -> list[RunResult]:
+    current = folder.run_folder(spec.key)
+    places = [kept_folder(current, number) for number in range(num_kept(current))]
+    return [load_run_folder(place, spec) for place in places]
+
+
+def _attempt(run: RunResult, number: int) -> Attempt:
+    return Attempt(
+        key=run.outcome.key,
+        number=number,
+        what=run.outcome.what,
+        message=run.outcome.message,
+        signature=machine_failure(run),
+        num_steps=len({record.step for records in run.ranks for record in records.steps}),
+        wall_s=run.outcome.wall_s,
+    )
+
+
+def beside_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -> Verdict:
+    """The verdict, unless it says passed and an earlier attempt of one of its runs says otherwise.
+
+    A candidate that computed other bits has failed; a reference that did is not deterministic.
+    """
+    if verdict.outcome != "passed":
+        return verdict
+    for leg in LEGS:
+        spec: RunSpec = getattr(case, leg)
+        earlier = _earlier_runs(folder, spec)
+        if not earlier:
+            continue
+        last = folder.load_run(spec)
+        for number, run in enumerate(earlier):
+            if _same_environment(run, last) and (place := _first_difference(run, last)) is not None:
+                return _contradicted(verdict, leg, number, place)
+    return verdict
+
+
+def _contradicted(verdict: Verdict, leg: str, number: int, place: Difference) -> Verdict:
+    of = f" of {place.tensor}" if place.tensor else ""
+    message = (
+        f"attempt {number} of the {leg}, which did not finish, had other {place.quantity}{of} at "
+        f"step {place.step} on rank {place.rank} than the attempt after it"
+    )
+    answer = CheckResult(
+        check=CHECK_NAME,
+        outcome="failed" if leg == "candidate" else "incomparable",
+        what="diverged" if leg == "candidate" else "nondeterministic_reference",
+        message=message,
+        difference=place,
+    )
+    return dataclasses.replace(
+        verdict, outcome=answer.outcome, what=answer.what, message=message, difference=place,
+        checks=(*verdict.checks, answer),
+    )  # fmt: skip
+
+
+def _same_environment(earlier: RunResult, last: RunResult) -> bool:
+    prints = [
+        {records.rank: fingerprint(records.start.environment)
+         for records in run.ranks if records.start is not None}
+        for run in (earlier, last)
+    ]  # fmt: skip
+    shared = set(prints[0]) & set(prints[1])
+    return bool(shared) and not any(different_keys(prints[0][r], prints[1][r]) for r in shared)
+
+
+def _first_difference(earlier: RunResult, last: RunResult) -> Difference | None:
+    ours, theirs = step_table(earlier), step_table(last)
+    for key in (key for key in ours if key in theirs):
+        for quantity in ("loss", "grad_norm", *DIGEST_GROUPS):
+            left, right = _bits(ours[key], quantity), _bits(theirs[key], quantity)
+            if left != right:
+                return _difference(last, key, quantity, left, right)
+    return None
+
+
+def _difference(
+    run: RunResult, key: tuple[int, int], quantity: str, left: str, right: str
+) -> Difference:
+    step, rank = key
+    tensor = ""
+    if quantity in DIGEST_GROUPS:
+        size = DIGEST_HEX_CHARS
+        place = next(
+            i for i in range(0, len(left) + 1, size) if left[i:][:size] != right[i:][:size]
+        )
+        start = rank_table(run)[rank].start
+        names = start.tensors.get(quantity, ()) if start is not None else ()
+        tensor = names[place // size] if place // size < len(names) else ""
+        left, right = left[place:][:size], right[place:][:size]
+    return Difference(
+        step=step, rank=rank, quantity=quantity, tensor=tensor, reference=left, candidate=right
+    )
+
+
+def _bits(record: StepRecord, quantity: str) -> str:
+    if quantity == "loss":
+        return " ".join(value.bits for value in (record.loss, *record.microbatch_losses))
+    if quantity == "grad_norm":
+        return record.grad_norm.bits
+    return record.digests.get(quantity, "")

@@ -1,0 +1,176 @@
+"""Options that say what is run together, and `harness list`."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness import display
+from harness.cadence import SELECTIONS, TIERS
+from harness.checks.steps import count as counted
+from harness.errors import NothingSelected, UsageError
+from harness.expectations import expected_anywhere
+from harness.listing import check_files, find_scenarios
+from harness.matrix import expand
+from harness.records import CaseSpec, ExitCode
+from harness.schema import Overrides, load_scenario
+from harness.select import select
+from harness.sharding import refuse_changed, take_shard
+from harness.shards import MAX_SHARDS, cut, parts
+from harness.suite import load_suite
+
+_PATH = click.Path(path_type=Path)
+Command = Callable[..., Any]
+
+OPTIONS: tuple[Callable[[Command], Command], ...] = (
+    click.option(
+        "--tier", "tiers", type=click.Choice(TIERS), multiple=True,
+        help="Only scenarios of this tier, those under scenarios/ if none is named.",
+    ),
+    click.option(
+        "--select", type=click.Choice(SELECTIONS),
+        help="How many of the cases, over what the scenarios say.",
+    ),
+    click.option("--shard", metavar="I/N", help="Only the part of the cases that is shard I of N."),
+    click.option(
+        "--costs", type=_PATH, metavar="FILE",
+        help="History that shards are cut by; it must not change from shard to shard.",
+    ),
+)  # fmt: skip
+DEFAULT_PATHS = (Path("scenarios"),)
+
+
+def suite_options(function: Command) -> Command:
+    """Add the options to a command."""
+    for option in reversed(OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command("list")
+@click.argument("paths", type=_PATH, nargs=-1)
+@click.option("-k", "keyword", metavar="EXPR", help="Only cases that match, as in pytest.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Replace a base value.")
+@click.option("--axis", "axes", multiple=True, metavar="NAME=LIST", help="Replace an axis.")
+@suite_options
+@click.option(
+    "--shards", type=click.IntRange(1, MAX_SHARDS), metavar="N",
+    help="What each of N shards would do; with --json, a job matrix for CI.",
+)  # fmt: skip
+@click.option("--check", is_flag=True, help="Validate every file; say all that is wrong.")
+@click.option("--count", is_flag=True, help="How many cases, not which.")
+def list_command(
+    *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool, count: bool,
+    sets: tuple[str, ...], axes: tuple[str, ...], shards: int | None, **suite: Any,
+) -> int:  # fmt: skip
+    """List the cases of scenario files; of several files, their number and the time taken last.
+
+    PATHS are files and folders, scenarios/ by default. With --tier, --select, --shard or --shards,
+    the cases that `harness run` would choose.
+    """
+    overrides = Overrides(sets, axes)
+    if check:
+        return _check(find_scenarios(paths or DEFAULT_PATHS), overrides, as_json=as_json)
+    if shards is not None or any(suite[name] for name in ("tiers", "select", "shard")):
+        if shards is not None and suite["shard"] is not None:
+            raise UsageError(
+                f"list --shards {shards}: expected no --shard {suite['shard']} with it"
+            )
+        asked = _Asked(paths or DEFAULT_PATHS, keyword, overrides, cut=shards is not None, **suite)
+        return asked.show_shards(shards, as_json=as_json) if shards else asked.show(
+            as_json=as_json, count=count
+        )  # fmt: skip
+    return _list_all(
+        find_scenarios(paths or DEFAULT_PATHS), overrides, keyword, as_json=as_json, count=count
+    )
+
+
+def _list_all(
+    files: Sequence[Path], overrides: Overrides, keyword: str | None, *, as_json: bool, count: bool
+) -> int:
+    began = time.perf_counter()
+    found: dict[str, tuple[CaseSpec, ...]] = {}
+    numbers: dict[str, int] = {}
+    for file in files:
+        scenario = load_scenario(file, overrides=overrides)
+        if chosen := select(expand(scenario, "cpu"), keyword):
+            numbers[str(file)] = len(chosen)
+            found[str(file)] = () if count else chosen  # tens of thousands a file take memory
+    if not found:
+        raise NothingSelected("no case is selected")
+    if as_json:
+        plain = {name: [case.to_json() for case in cases] for name, cases in found.items()}
+        click.echo(json.dumps(numbers if count else plain, allow_nan=False))
+        return ExitCode.PASSED
+    console = display.make_console()
+    for name, cases in found.items():
+        display.print_cases(console, name, cases, number=numbers[name])
+    if len(files) > 1:
+        seconds = time.perf_counter() - began
+        click.echo(
+            f"{counted(sum(numbers.values()), 'case')} in {len(found)} files, {seconds:.1f} s"
+        )
+    return ExitCode.PASSED
+
+
+class _Asked:
+    """What `harness run` would choose of these paths."""
+
+    def __init__(
+        self, paths: tuple[Path, ...], keyword: str | None, overrides: Overrides, *, cut: bool,
+        tiers: tuple[str, ...], select: str | None, shard: str | None, costs: Path | None,
+    ) -> None:  # fmt: skip
+        if select == "changed":
+            raise UsageError("list --select changed: expected harness run, which has a history")
+        suite = load_suite(paths, tiers=tiers, overrides=overrides)
+        self.name, self.costs = suite.name, costs
+        # A list asks no history: what has changed is known when it is run.
+        self.cases, self.told = suite.cases(
+            "cpu", forced=True, keyword=keyword, how=select,
+            changed=refuse_changed if cut or shard else tuple,
+        )  # fmt: skip
+        if shard is not None:
+            self.cases, _ = take_shard(self.cases, shard, costs=costs, recorded_in=None)
+
+    def show(self, *, as_json: bool, count: bool) -> int:
+        if as_json:
+            plain = [case.to_json() for case in self.cases]
+            click.echo(
+                json.dumps({self.name: len(plain) if count else plain}, allow_nan=False)
+            )  # fmt: skip
+            return ExitCode.PASSED
+        shown = () if count else self.cases
+        display.print_cases(display.make_console(), self.name, shown, number=len(self.cases))
+        for note in filter(None, (part.note() for part in self.told)):
+            click.echo(note)
+        return ExitCode.PASSED
+
+    def show_shards(self, number: int, *, as_json: bool) -> int:
+        """A line a shard that holds cases; as JSON, `{"include": [...]}` as GitHub takes it."""
+        seconds = expected_anywhere(self.costs)
+        found = parts(cut(self.cases, number, seconds), seconds)
+        if as_json:
+            click.echo(json.dumps({"include": [part.to_json() for part in found]}))
+            return ExitCode.PASSED
+        for part in found:
+            click.echo(
+                f"--shard {part.shard}: {counted(part.cases, 'case')}, "
+                f"{counted(part.runs, 'run')}, about {part.expected_slot_s:.0f} s of one slot"
+            )
+        return ExitCode.PASSED
+
+
+def _check(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int:
+    checked = check_files(files, overrides)
+    if as_json:
+        click.echo(json.dumps([item.to_json() for item in checked], allow_nan=False))
+    for item in checked:
+        if item.error:
+            click.echo(item.error, err=True)
+        elif not as_json:
+            click.echo(f"{item.file}: {counted(item.num_cases, 'case')}")
+    return max((item.exit_code for item in checked), default=ExitCode.NOTHING_RAN)

@@ -1,0 +1,51 @@
+"""Cases that did not pass, by cause: what happened, in which quantity, of which tensor.
+
+Numbers inside names are taken for one another: `layers.3.attn` and `layers.7.attn` that both lose a
+digest are one cause until somebody has looked.
+"""
+
+import re
+from dataclasses import dataclass
+
+from harness.records import Outcome
+from reports.summary import OUTCOME_ORDER, CaseReport, Report
+from reports.text import one_line
+
+_NUMBER = re.compile(r"\d+")
+MAX_WORDS = 160
+_GREEN: tuple[Outcome, ...] = ("passed", "skipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Cases that seem to have failed for one reason; `words` is what they share."""
+
+    outcome: Outcome
+    what: str
+    words: str
+    cases: tuple[CaseReport, ...]
+
+
+def causes(report: Report) -> tuple[Cause, ...]:
+    """The causes, those of failures first, then by how many cases have them."""
+    found: dict[tuple[Outcome, str, str], list[CaseReport]] = {}
+    for case in report.cases:
+        if case.outcome not in _GREEN:
+            key = (case.outcome, case.verdict.what, _words(case))
+            found.setdefault(key, []).append(case)
+    ordered = sorted(
+        found.items(), key=lambda item: (OUTCOME_ORDER.index(item[0][0]), -len(item[1]))
+    )
+    return tuple(
+        Cause(outcome=outcome, what=what, words=words, cases=tuple(cases))
+        for (outcome, what, words), cases in ordered
+    )
+
+
+def _words(case: CaseReport) -> str:
+    place = case.verdict.difference
+    if place is not None:
+        text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
+    else:
+        text = case.message
+    return one_line(_NUMBER.sub("N", text), MAX_WORDS)

@@ -1,0 +1,33 @@
+"""Ranks without torch that take a moment for each step, so that a kill finds them at work."""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+from harness.records import EndRecord, RunSpec
+from harness.worker.record_file import RecordFile
+from tests.planted.stub_ranks import start_record, step_record
+
+STEP_S = 0.02
+STARTS_FILE = "starts.log"
+"""In the run folder: a line for each start of a run, by its rank 0."""
+
+
+def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
+    """Write the records of a run, slowly."""
+    if rank == 0:
+        log = os.open(folder.parents[1] / STARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(log, f"{spec.key}\n".encode())
+        os.close(log)
+    file = RecordFile(folder / f"rank{rank}.jsonl")
+    file.write(dataclasses.replace(start_record(spec, rank), run=spec.key))
+    steps = spec.config["steps"]
+    for step in range(steps):
+        time.sleep(STEP_S)
+        file.write(step_record(step, rank))
+    replays = steps if spec.config["graph"] else 0
+    file.write(
+        EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0, replays=replays)
+    )
+    return 0

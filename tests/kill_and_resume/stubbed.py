@@ -1,0 +1,20 @@
+"""`python -m tests.kill_and_resume.stubbed ARGS`: the command line, over ranks without torch.
+
+With `KILLED_WITH_REPORTS` in the environment it makes its reports; without, whoever compares does.
+"""
+
+import functools
+import os
+import sys
+
+from harness import cli, launch
+from harness.engine.local import LocalEngine
+
+if __name__ == "__main__":
+    setattr(  # noqa: B010 - the class is replaced by what makes it
+        launch, "LocalEngine",
+        functools.partial(LocalEngine, entry="tests.kill_and_resume.ranks:rank_main"),
+    )  # fmt: skip
+    if "KILLED_WITH_REPORTS" not in os.environ:
+        setattr(cli, "_build_reports", lambda folder, *_: {})  # noqa: B010 - they take seconds
+    sys.exit(cli.main())

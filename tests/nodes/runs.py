@@ -1,0 +1,62 @@
+"""Runs for a Slurm: ranks that misbehave, an engine in a hurry, waiting for files."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.engine.job_files import load_submission
+from harness.engine.patience import Patience
+from harness.engine.slurm import SlurmEngine
+from harness.engine.watch import Limits
+from harness.records import RunOutcome, RunSpec
+from harness.slurm_options import SlurmOptions
+
+ENTRY = "tests.planted.stub_ranks:rank_main"
+LIMITS = Limits(grace_s=0.5, stacks_s=0.5)
+TWO_BY_TWO = SlurmOptions(nodes=2)
+SAFE = ("--nodelist=n1,n2",)
+"""Options for nodes that no test takes down."""
+LIMIT_S = 600.0
+"""How long to wait for what must happen, and what runs may take; reached only by a failing test,
+however busy the machine."""
+PATIENCE = Patience(
+    poll_s=0.05, late_s=3.0, answer_s=LIMIT_S, away_s=LIMIT_S, cancel_s=LIMIT_S, leave_s=LIMIT_S
+)
+
+
+def spec(
+    stub: dict[str, str] | None = None,
+    world_size: int = 4,
+    timeout_s: float = LIMIT_S,
+    name: str = "",
+    **more: Any,
+) -> RunSpec:
+    config = {"graph": [], "steps": 4, "microbatches": 1, "stub": stub or {}, "name": name}
+    plain = {"config": config, "device": "cpu", "world_size": world_size, "timeout_s": timeout_s}
+    return RunSpec.from_json(plain | more)
+
+
+def engine(
+    options: SlurmOptions = TWO_BY_TWO, patience: Patience = PATIENCE, **more: Any
+) -> SlurmEngine:
+    return SlurmEngine(options, entry=ENTRY, limits=LIMITS, patience=patience, **more)
+
+
+def job_id_of(folder: Path) -> int:
+    submission = load_submission(folder)
+    assert submission is not None
+    assert submission.job_id is not None
+    return submission.job_id
+
+
+def finish(engine: SlurmEngine, run: RunSpec, folder: Path) -> RunOutcome:
+    engine.start(run, folder)
+    (outcome,) = engine.wait(LIMIT_S)
+    return outcome
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, paths
+        time.sleep(0.02)

@@ -1,0 +1,101 @@
+"""Runs on a real Slurm: two nodes by two ranks, with ranks that misbehave on purpose (no torch)."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.engine.job_files import load_submission, read_reports
+from harness.records import RunOutcome, RunResult
+from harness.slurm_options import SlurmOptions
+from harness.store import load_run_folder
+from tests.nodes.local_slurm import LocalSlurm
+from tests.nodes.runs import LIMIT_S, engine, spec
+
+pytestmark = pytest.mark.xdist_group("slurm")
+
+ROWS = {
+    "all well": ({}, "", None, ""),
+    "SIGKILL": ({"2": "sigkill"}, "killed", 2, "rank 2 died by SIGKILL after step 1"),
+    "others hang": ({"3": "raise", "*": "hang"}, "crashed", 3, "ZeroDivisionError: planted"),
+    "agent killed": ({"3": "kill_leader", "*": "hang"}, "crashed", None, "node 1 left no report"),
+    # How far ranks come in that time is the machine's affair; their stacks are `overdue`'s.
+    "time up": ({"*": "hang"}, "hang", None, "time was up after 2 s; still running: rank 0"),
+    "children": ({"0": "children_then_die"}, "killed", 0, "SIGKILL"),
+}
+
+
+@pytest.fixture(scope="module")
+def rows_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each row has its run folder."""
+    return tmp_path_factory.mktemp("rows")
+
+
+@pytest.fixture(scope="module")
+def results(
+    cluster: LocalSlurm, overdue: object, requeued: object, rows_folder: Path
+) -> dict[str, tuple[RunOutcome, RunResult]]:
+    """Every row on the cluster at the same time."""
+    folder = rows_folder
+    with pytest.MonkeyPatch.context() as patch, engine() as slurm_engine:
+        for name, value in cluster.variables.items():
+            patch.setenv(name, value)
+        specs = {}
+        for row, (stub, *_) in ROWS.items():
+            specs[row] = spec(stub, timeout_s=2.0 if row == "time up" else LIMIT_S)
+            slurm_engine.start(specs[row], folder / row)
+        found: dict[str, RunOutcome] = {}
+        while len(found) < len(ROWS):
+            ended = slurm_engine.wait(LIMIT_S)
+            assert ended, f"no end in sight of {set(ROWS) - set(found)}"
+            found |= {outcome.key: outcome for outcome in ended}
+    return {row: (found[specs[row].key], load_run_folder(folder / row, specs[row])) for row in ROWS}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_a_misbehaving_rank_is_called(
+    results: dict[str, tuple[RunOutcome, RunResult]], row: str
+) -> None:
+    """Each way to die on one of two nodes has its own outcome and culprit, on disk too."""
+    _, what, culprit, told = ROWS[row]
+    outcome, stored = results[row]
+    assert (outcome.what, outcome.culprit_rank) == (what, culprit), outcome.message
+    assert told in outcome.message
+    assert stored.outcome == outcome
+
+
+def test_a_failure_on_one_node_ends_the_ranks_of_the_other(
+    results: dict[str, tuple[RunOutcome, RunResult]], rows_folder: Path
+) -> None:
+    """Ranks that hang on the other node are stopped at once, not when their time is up."""
+    folder = rows_folder / "others hang"
+    submission = load_submission(folder)
+    assert submission is not None
+    reports = read_reports(folder, submission.name, 2)
+    assert [(report.stopped_by, report.timed_out) for report in reports.values()] == [
+        ("SIGTERM", False), ("", False),
+    ]  # fmt: skip
+
+
+def test_ranks_of_two_nodes(results: dict[str, tuple[RunOutcome, RunResult]]) -> None:
+    """Two nodes of two ranks each: local ranks, one meeting place, exits and records of all."""
+    _, stored = results["all well"]
+    assert [state.code for state in stored.outcome.ranks] == [0, 0, 0, 0]
+    seen = [records.start.environment["env"] for records in stored.ranks if records.start]
+    assert [env["LOCAL_RANK"] for env in seen] == ["0", "1", "0", "1"]
+    assert [env["RANK"] for env in seen] == ["0", "1", "2", "3"]
+    assert len({env["MASTER_PORT"] for env in seen}) == 1
+    assert all(records.end for records in stored.ranks)
+
+
+def test_gpus_are_asked_for_and_handed_out(slurm: LocalSlurm, tmp_path: Path) -> None:
+    """A run on GPUs takes those of its nodes; each rank sees them all and knows its own."""
+    run = spec(device="cuda")
+    with engine(SlurmOptions(gpus_per_node=2)) as slurm_engine:
+        slurm_engine.check(run)
+        slurm_engine.start(run, tmp_path)
+        (outcome,) = slurm_engine.wait(LIMIT_S)
+    assert outcome.what == "", outcome.message
+    ranks = load_run_folder(tmp_path, run).ranks
+    seen = [records.start.environment["env"] for records in ranks if records.start]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == ["0,1"] * 4
+    assert [env["LOCAL_RANK"] for env in seen] == ["0", "1", "0", "1"]

@@ -1,0 +1,221 @@
+"""What a soak states, and when it must not."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.checks import judge
+from harness.checks.complete import find_flaw
+from harness.checks.soak import check, rate_bound
+from harness.records import EventRecord, RunResult
+from harness.soaking import SoakSpec
+
+KIB = 1 << 10
+STEPS, BASE = 96, 64
+
+
+@pytest.fixture(scope="session")
+def soaked(make_lab: Any) -> Any:
+    """A case of 64 steps whose candidate was soaked for 96, its reference not."""
+    lab, longer = make_lab(steps=BASE), make_lab(steps=STEPS)
+    plain = lab.case()
+    soak = SoakSpec(by="replays", amount=90)
+    case = replace(
+        plain,
+        candidate=replace(plain.candidate, soak=soak),
+        checks={"loss": {}, "state": {}, "soak": {}},
+    )
+    reference, control = lab.run(case.reference), lab.run(case.control)
+    candidate = replace(longer.run(longer.case().candidate), spec=case.candidate)
+    outcome = replace(candidate.outcome, key=case.candidate.key)
+    return case, reference, control, replace(_with_events(candidate), outcome=outcome)
+
+
+def _with_events(run: RunResult, **changes: Any) -> RunResult:
+    ranks = []
+    for records in run.ranks:
+        assert records.end is not None
+        detail = {"steps": records.end.steps, "replays": records.end.replays, "trained_s": 12.0}
+        event = EventRecord(name="soaked", rank=records.rank, step=0, detail=detail | changes)
+        ranks.append(replace(records, events=(event,)))
+    return replace(run, ranks=tuple(ranks))
+
+
+def test_a_soak_states_its_bound(soaked: Any) -> None:
+    """The verdict says how many replays, the rate, what was compared, and that memory stayed."""
+    verdict = judge(*soaked)
+    assert verdict.outcome == "passed", verdict.message
+    assert (
+        "no failure in 96 replays: fewer than 0.031 a replay at 95 % (rule of three); 96 steps, "
+        "bits compared in 64; memory does not grow" in verdict.message
+    )
+    (answer,) = (each for each in verdict.checks if each.check == "soak")
+    assert answer.figures["trials"] == 96
+    assert answer.figures["rate_bound"] == 3 / 96
+
+
+def test_the_rank_with_fewest_replays_counts(soaked: Any, edit: Any) -> None:
+    """Ranks of other stages replay more graphs: each of theirs is no trial of its own."""
+    _, reference, _, candidate = soaked
+    end = replace(candidate.ranks[1].end, replays=500)
+    assert check(reference, edit.rank(candidate, 1, end=end), {}).figures["trials"] == 96
+
+
+def test_less_than_asked_is_no_pass(soaked: Any, edit: Any) -> None:
+    """Replays that were not made are named with their rank, whatever all checks say."""
+    case, reference, control, candidate = soaked
+    end = replace(candidate.ranks[1].end, replays=89)
+    short = _with_events(edit.rank(candidate, 1, end=end))
+    flaw = find_flaw(short)
+    assert flaw is not None
+    # As many as steps past the warm-up are due of any graph: here the soak asks for no more.
+    assert (flaw.what, flaw.rank) == ("not_replayed", 1)
+    verdict = judge(case, reference, control, short)
+    assert (verdict.outcome, verdict.what) == ("failed", "not_replayed")
+
+
+@pytest.mark.parametrize(
+    ("by", "amount", "what"),
+    [("duration", 12.0, None), ("duration", 12.1, "missing_step"), ("replays", 97, "not_replayed")],
+)
+def test_what_was_asked_is_what_counts(soaked: Any, by: Any, amount: float, what: Any) -> None:
+    """Seconds of rank 0, or replays of every rank."""
+    _, _, _, candidate = soaked
+    spec = replace(candidate.spec, soak=SoakSpec(by=by, amount=amount))
+    run = replace(candidate, spec=spec, outcome=replace(candidate.outcome, key=spec.key))
+    flaw = find_flaw(run)
+    assert (flaw and flaw.what) == what
+
+
+def test_a_stressor_without_a_turn_is_no_pass(soaked: Any, edit: Any) -> None:
+    """One that was to be at work and never was, on one rank: no verdict, and nobody's failure."""
+    case, reference, control, candidate = soaked
+    config = dict(candidate.spec.config) | {"stress": ["jitter", "poison", "races"]}
+    spec = replace(
+        candidate.spec, config=config, soak=SoakSpec(by="replays", amount=90, turn_steps=48)
+    )
+    reference, control = (
+        replace(run, spec=replace(run.spec, config=dict(run.spec.config) | {"stress": []}))
+        for run in (reference, control)
+    )
+    case = replace(case, candidate=spec, reference=reference.spec, control=control.spec)
+    reference, control, run = (
+        replace(run, spec=spec, outcome=replace(run.outcome, key=spec.key))
+        for run, spec in (
+            (reference, reference.spec), (control, control.spec), (candidate, spec),
+        )
+    )  # fmt: skip
+
+    def with_turns(*names: str) -> RunResult:
+        """Rank 1 has these turns, all others one of each."""
+        made: RunResult = run
+        for records in run.ranks:
+            turns = names if records.rank == 1 else ("jitter", "poison")
+            events = tuple(
+                EventRecord(
+                    name="turn", rank=records.rank, step=48 * n, detail={"stress": [name, "races"]}
+                )
+                for n, name in enumerate(turns)
+            )
+            made = edit.rank(made, records.rank, events=(*records.events, *events))
+        return made
+
+    assert judge(case, reference, control, with_turns("poison", "jitter")).outcome == "passed"
+    verdict = judge(case, reference, control, with_turns("jitter"))
+    assert (verdict.outcome, verdict.what) == ("error", "not_run")
+    told = "turns gave no answer: poison never had a turn on rank 1 in 96 steps: expected 2 turns"
+    assert verdict.message.startswith(told)
+    assert judge(case, reference, control, with_turns()).outcome == "error"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"steps": 95}, {"replays": 1000}, {"trained_s": "long"}, {"trained_s": True}]
+)
+def test_what_a_rank_says_of_its_soak_must_fit(soaked: Any, changes: Any) -> None:
+    """It is a damaged record if it disagrees with the end record, or is no number."""
+    flaw = find_flaw(_with_events(soaked[3], **changes))
+    assert flaw is not None
+    assert flaw.what == "corrupt_record"
+
+
+def test_a_soak_without_a_word_of_it_is_damaged(soaked: Any, edit: Any) -> None:
+    """A rank that does not say what it soaked did not end as soaks end."""
+    flaw = find_flaw(edit.rank(soaked[3], 1, events=()))
+    assert flaw is not None
+    assert (flaw.what, flaw.rank) == ("corrupt_record", 1)
+
+
+def test_ranks_that_end_apart_are_a_flaw(soaked: Any, edit: Any) -> None:
+    """All ranks end a soak at the same step: one that took fewer has steps missing."""
+    candidate = soaked[3]
+    end = replace(candidate.ranks[1].end, steps=STEPS - 1)
+    short = edit.rank(candidate, 1, steps=candidate.ranks[1].steps[:-1], end=end)
+    flaw = find_flaw(_with_events(short))
+    assert flaw is not None
+    assert (flaw.what, flaw.rank, flaw.step) == ("missing_step", 1, STEPS - 1)
+
+
+def test_a_leak_is_named(soaked: Any, edit: Any) -> None:
+    """64 KiB a step on one rank fail the soak, with rank and rate; a limit above lets it pass."""
+    case, reference, control, candidate = soaked
+    steps = tuple(
+        replace(record, live_bytes=1000 + 64 * KIB * record.step)
+        for record in candidate.ranks[1].steps
+    )
+    leaking = edit.rank(candidate, 1, steps=steps)
+    verdict = judge(case, reference, control, leaking)
+    assert (verdict.outcome, verdict.what) == ("failed", "memory_regression")
+    assert "live memory of rank 1 grows by 65,536 bytes a step (64.0 KiB)" in verdict.message
+    assert check(reference, leaking, {"max_leak_bytes": 70_000}).outcome == "passed"
+
+
+def test_what_the_driver_counts_is_looked_at_too(soaked: Any, edit: Any) -> None:
+    """A leak that torch does not see grows the GPU's used memory; a few blocks are no leak."""
+    _, reference, _, candidate = soaked
+    for a_step, grows in ((4 << 20, True), (100, False)):
+        steps = tuple(
+            replace(record, device_bytes=(1 << 30) + a_step * record.step)
+            for record in candidate.ranks[0].steps
+        )
+        answer = check(reference, edit.rank(candidate, 0, steps=steps), {})
+        assert (answer.outcome == "failed") == grows
+        assert answer.message.startswith("device-used memory of rank 0 grows") == grows
+
+
+def test_late_values_that_are_not_finite_fail(soaked: Any, edit: Any) -> None:
+    """Also past the steps of the reference, where no bits are compared."""
+    case, reference, control, candidate = soaked
+    bad = edit.step(candidate, 1, STEPS - 2, nonfinite={"grads": ("head.weight",)})
+    verdict = judge(case, reference, control, bad)
+    assert (verdict.outcome, verdict.what) == ("failed", "nonfinite")
+    assert f"at step {STEPS - 2} on rank 1" in verdict.message
+
+
+def test_a_bound_needs_every_other_check(soaked: Any, edit: Any) -> None:
+    """Where bits differ, nothing is said of no failure."""
+    case, reference, control, candidate = soaked
+    verdict = judge(case, reference, control, edit.digest(candidate, 1, 5, "grads", 3))
+    assert verdict.what == "diverged"
+    assert "no failure" not in verdict.message
+    (answer,) = (each for each in verdict.checks if each.check == "soak")
+    assert (answer.outcome, answer.message) == (
+        "skipped", "not run: state did not pass: there is no bound to state",
+    )  # fmt: skip
+
+
+def test_a_run_that_was_not_soaked_proves_nothing(lab: Any) -> None:
+    """Nor do parameters that mean nothing."""
+    reference, _, candidate = lab.legs()
+    assert check(reference, candidate, {}).outcome == "error"
+    for wrong in ({"limit": 1}, {"max_leak_bytes": -1}, {"max_leak_bytes": True}):
+        answer = check(reference, candidate, wrong)
+        assert (answer.outcome, answer.what) == ("error", "unsupported")
+
+
+def test_the_rule_of_three() -> None:
+    """At that rate, so many trials without a failure have a chance of at most 5 %."""
+    for number in (10, 96, 20_000):
+        assert (1 - rate_bound(number)) ** number <= 0.05
+        assert (1 - 0.99 * rate_bound(number)) ** number > 0.0475 or number < 100
+    assert rate_bound(1) == 1

@@ -1,0 +1,243 @@
+"""From reports of nodes and the word of Slurm to one outcome."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.engine.job_files import NodeReport, Submission
+from harness.engine.put_together import Word, last_of_log, needs_word, put_together
+from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
+from tests.planted.stub_ranks import start_record, step_record
+from tests.unit.harness.engine.nccl_dump import dump
+
+SPEC = RunSpec(
+    config={"graph": [], "steps": 4, "microbatches": 1}, device="cpu", world_size=4, timeout_s=60.0
+)
+JOB = Submission(
+    name="job", num_nodes=2, ranks_per_node=2, submitted_unix_s=1.0, job_id=7, attempt=3
+)
+STOPPED = RankExit(rank=0, code=-9, killed_by_harness=True)
+
+
+def report(node: int, codes: tuple[int, int] = (0, 0), **more: object) -> NodeReport:
+    ours = more.pop("stopped_by", "")
+    ranks = (2 * node, 2 * node + 1)
+    exits = tuple(
+        RankExit(rank=r, code=c, killed_by_harness=bool(ours) and c == -9)
+        for r, c in zip(ranks, codes, strict=True)
+    )
+    failed = {str(r): 100.0 + r for r, c in zip(ranks, codes, strict=True) if c and not ours}
+    plain = {
+        "job": "job", "restart": 0, "node": node, "exits": [e.to_json() for e in exits],
+        "failed_unix_s": failed, "timed_out": False, "stopped_by": ours, "record_bytes": {},
+        "problem": "", "started_unix_s": 50.0 + node, "wall_s": 2.0 + node,
+    }  # fmt: skip
+    return NodeReport.from_json(plain | more)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder in which every rank has begun."""
+    for rank in range(4):
+        lines = [dumps(start_record(SPEC, rank)), dumps(step_record(0, rank))]
+        (tmp_path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def fails(folder: Path, rank: int, message: str) -> None:
+    with (folder / f"rank{rank}.jsonl").open("a") as file:
+        record = ErrorRecord(
+            rank=rank, step=1, what="crashed", type="E", message=message, traceback=""
+        )
+        file.write(dumps(record) + "\n")
+
+
+def outcome(folder: Path, *reports: NodeReport, word: Word | None = None) -> RunOutcome:
+    return put_together(SPEC, folder, JOB, {r.node: r for r in reports}, word or Word())
+
+
+def test_all_nodes_well(folder: Path) -> None:
+    """Times, attempt and exits are those of all nodes together."""
+    got = outcome(folder, report(0), report(1))
+    # Every rank left without an end record: two nodes' zeros alone are no proof of a whole run.
+    assert [state.rank for state in got.ranks] == [0, 1, 2, 3]
+    assert (got.started_unix_s, got.wall_s, got.attempt) == (50.0, 3.0, 3)
+    assert got.what == ""
+
+
+def test_the_first_failure_of_any_node_is_to_blame(folder: Path) -> None:
+    """The order of failures goes across nodes; who only lost its peer is not to blame."""
+    fails(folder, 0, "Connection closed by peer")
+    fails(folder, 3, "broken")
+    got = outcome(folder, report(0, (1, 0)), report(1, (0, 1)))
+    assert (got.what, got.culprit_rank) == ("crashed", 3)
+    early = report(1, (1, 1), failed_unix_s={"2": 100.0, "3": 90.0})
+    assert outcome(folder, report(0), early).culprit_rank == 3
+    late = report(1, (13, 13), failed_unix_s={"2": 80.0, "3": 90.0})
+    (folder / "rank3.jsonl").unlink()
+    assert outcome(folder, report(0), late).culprit_rank == 2
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "CANCELLED", "PREEMPTED", "BOOT_FAIL"])
+@pytest.mark.parametrize("reported", [0, 1, 2])
+def test_what_comes_from_outside_says_nothing_of_the_program(
+    folder: Path, state: str, reported: int
+) -> None:
+    """Whatever ranks said of lost peers, and whoever reported: interrupted, with Slurm's word."""
+    fails(folder, 1, "Connection closed by peer")
+    reports = [report(node, (-9, -9), stopped_by="SIGTERM") for node in range(reported)]
+    got = outcome(folder, *reports, word=Word(state, "scontrol: Reason=X"))
+    assert (got.what, got.culprit_rank) == ("interrupted", None)
+    assert got.message.startswith(f"Slurm job 7 ended as {state} (scontrol: Reason=X")
+
+
+def test_a_job_cancelled_after_all_was_said_is_judged_by_what_was_said(folder: Path) -> None:
+    """Reports of all nodes, nobody stopped: the state of the job changes nothing any more."""
+    assert outcome(folder, report(0), report(1), word=Word("CANCELLED", "x")).what == ""
+    failed = outcome(folder, report(0, (13, 0)), report(1), word=Word("NODE_FAIL", "x"))
+    assert (failed.what, failed.culprit_rank) == ("crashed", 0)
+
+
+def test_the_limits_of_slurm_are_outcomes_of_their_own(folder: Path) -> None:
+    """Time up is a hang, memory up is oom and names the rank if only one was killed."""
+    stopped = [report(node, (-9, -9), stopped_by="SIGTERM") for node in (0, 1)]
+    late = outcome(folder, *stopped, word=Word("TIMEOUT", "x"))
+    assert late.what == "hang"
+    assert "ended as TIMEOUT" in late.message
+    assert "rank 3 after step 0" in late.message
+    silent = outcome(folder, word=Word("DEADLINE", "x"))
+    assert silent.what == "hang"
+    oom = outcome(folder, report(0, (0, -9)), report(1), word=Word("OUT_OF_MEMORY", "x"))
+    assert (oom.what, oom.culprit_rank) == ("oom", 1)
+    assert outcome(folder, report(0), word=Word("OUT_OF_MEMORY", "x")).what == "oom"
+
+
+def test_a_node_without_a_report(folder: Path) -> None:
+    """An agent that was killed is a crash; one that never was is the machine's doing."""
+    killed = Word("FAILED", "scontrol: FAILED, exit code 137:0")
+    got = outcome(folder, report(0, (-9, -9), stopped_by="SIGTERM"), word=killed)
+    assert got.what == "crashed"
+    assert got.message.startswith("node 1 left no report; Slurm job 7 ended as FAILED")
+    never = outcome(folder, word=Word("FAILED", "scontrol: FAILED, exit code 1:0"))
+    assert never.what == "interrupted"
+    assert "nodes 0, 1 left no report" in never.message
+    assert "do the nodes share" not in never.message
+    for rank in range(4):
+        (folder / f"rank{rank}.jsonl").unlink()
+    assert outcome(folder, word=killed).what == "interrupted"
+
+
+def test_a_rank_that_failed_beside_a_node_without_a_report(folder: Path) -> None:
+    """The rank that died by itself is to blame, not the node that went with it."""
+    got = outcome(folder, report(0, (-11, 0)), word=Word("FAILED", "exit code 1:0"))
+    assert (got.what, got.culprit_rank) == ("crashed", 0)
+    assert "SIGSEGV" in got.message
+    assert "node 1 left no report" in got.message
+
+
+def test_a_rank_that_raised_before_another_node_was_up(folder: Path) -> None:
+    """Its words are told: an agent that is told to stop as it starts has nothing to report."""
+    fails(folder, 0, "no such layer")
+    got = outcome(folder, report(0, (1, 0)), word=Word("FAILED", "exit code 143:0"))
+    assert (got.what, got.culprit_rank) == ("crashed", 0)
+    assert "no such layer" in got.message
+    assert got.message.endswith("node 1 left no report")
+    (folder / "rank0.jsonl").write_text((folder / "rank1.jsonl").read_text().replace("1", "0"))
+    fails(folder, 0, "Connection closed by peer")
+    gone = outcome(folder, report(0, (1, 0)), word=Word("FAILED", "exit code 1:0"))
+    assert (gone.what, gone.culprit_rank) == ("interrupted", None), "it only saw the others go"
+
+
+@pytest.mark.parametrize(
+    ("log", "what"),
+    [
+        ("0: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT T ***\n"
+         "srun: error: n1: task 0: Killed\n", "interrupted"),
+        ("srun: error: n2: task 1: Killed\n"
+         "0: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT T ***\n", "crashed"),
+        ("srun: error: n2: task 1: Killed\n"
+         "started again by Slurm; what was there is in restart0, job.log goes on\n"
+         "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT T ***\n", "interrupted"),
+        ("", "crashed"),
+    ],
+    ids=["by somebody", "by srun", "by somebody, the second time", "not told"],
+)  # fmt: skip
+def test_who_ended_a_step_whose_agents_were_killed(folder: Path, log: str, what: str) -> None:
+    """A step that somebody cancels is no crash of the program: srun tells of a task first."""
+    (folder / "job.log").write_text(log)
+    got = outcome(folder, word=Word("FAILED", "scontrol: FAILED, exit code 137:0"))
+    assert (got.what, got.culprit_rank) == (what, None)
+
+
+def test_a_hang_while_the_job_was_suspended_is_none(folder: Path) -> None:
+    """Time that went by without the program is not held against it; what it did itself is."""
+    hung = {"timed_out": True, "stopped_by": "timeout", "suspended": True}
+    got = outcome(folder, report(0, (-9, -9), **hung), report(1, (-9, -9), **hung))
+    assert (got.what, got.culprit_rank) == ("interrupted", None)
+    assert got.message.startswith("the job was suspended while it ran; time was up after 60 s")
+    fault = outcome(folder, report(0, (-11, 0), suspended=True), report(1))
+    assert (fault.what, fault.culprit_rank) == ("crashed", 0)
+    for rank in range(4):
+        fails(folder, rank, "Timed out waiting 5000ms for recv operation")
+    waited = outcome(folder, report(0, (1, 1), suspended=True), report(1, (1, 1)))
+    assert waited.what == "interrupted"
+
+
+def test_a_job_that_nobody_knows_has_vanished(folder: Path) -> None:
+    """No state at all is said as such, never read as done."""
+    got = outcome(folder)
+    assert got.what == "interrupted"
+    assert "Slurm job 7 has vanished: neither squeue, scontrol nor sacct know of job" in got.message
+
+
+def test_stopped_ranks_with_nobody_to_blame(folder: Path) -> None:
+    """Ended by SIGTERM from somebody, Slurm calls it FAILED: interrupted, not the program."""
+    stopped = [report(node, (-9, -9), stopped_by="SIGTERM") for node in (0, 1)]
+    got = outcome(folder, *stopped, word=Word("FAILED", "x"))
+    assert (got.what, got.culprit_rank) == ("interrupted", None)
+
+
+def test_what_nccl_recorded_names_the_rank_that_others_wait_for(folder: Path) -> None:
+    """Dumps in the shared folder are read as on one machine, where stacks tell nothing."""
+    dump(folder / "nccl_rank0", "completed", "started", at=9)
+    dump(folder / "nccl_rank1", "completed", at=8)
+    hung = {"timed_out": True, "stopped_by": "timeout"}
+    got = outcome(folder, report(0, (-9, -9), **hung), report(1, (-9, -9), **hung))
+    assert (got.what, got.culprit_rank) == ("hang", 1)
+    assert "rank 1 never entered all_gather_base (collective 9 of ranks 0,1)" in got.message
+
+
+def test_the_kernel_of_an_illegal_access_is_said(folder: Path) -> None:
+    """What CUDA's core dump told the rank's stderr is said for ranks of every node."""
+    (folder / "rank2.stderr").write_text(
+        "CUDA error: an illegal memory access was encountered\n"
+        "[07:05] coredump: Detected an exception of type CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS\n"
+        "[07:05] coredump:   #0\t0x7f3c43786350\tscatter_add(float*)\n"
+    )
+    got = outcome(folder, report(0), report(1, (-6, 0)))
+    assert (got.what, got.culprit_rank) == ("illegal_access", 2)
+    assert "CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS in kernel scatter_add" in got.message
+
+
+def test_lost_output_is_said(folder: Path) -> None:
+    """A disk that was full on one node is in the message of the whole."""
+    got = outcome(folder, report(0), report(1, problem="No space left"))
+    assert got.message == "output lost: No space left"
+
+
+def test_whether_slurm_has_to_be_asked() -> None:
+    """Asked if it may have ended or killed a rank; not for what ranks did themselves."""
+    assert not needs_word({0: report(0), 1: report(1, (13, -11))})
+    assert needs_word({0: report(0), 1: report(1, (0, -9))})
+    assert needs_word({0: report(0), 1: report(1, (-9, -9), stopped_by="SIGTERM")})
+    assert not needs_word({0: report(0, timed_out=True)})
+
+
+def test_what_is_quoted_of_a_log(tmp_path: Path) -> None:
+    """Slurm's own line if there is one, else the last that is no noise."""
+    assert last_of_log(tmp_path) == ""
+    log = tmp_path / "job.log"
+    log.write_text("0: Traceback\n0: ModuleNotFoundError: x\nsrun: Force Terminated StepId=1.0\n\n")
+    assert last_of_log(tmp_path) == "0: ModuleNotFoundError: x"
+    log.write_text("a\nslurmstepd: *** STEP 1.0 ON n1 CANCELLED AT x DUE TO TIME LIMIT ***\nb\n")
+    assert "DUE TO TIME LIMIT" in last_of_log(tmp_path)

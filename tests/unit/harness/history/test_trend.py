@@ -1,0 +1,307 @@
+"""Contracts of trends and of the flaky ledger: what a case did, night by night, and since when."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from harness.history import CaseTrend, History, flaky_cases, trends
+from harness.history.entries import FolderEntry, RunEntry, name_of
+from harness.history.flaky import wilson
+from harness.history_tables import shift_text, turning_point
+from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, case, night, run
+
+SAME: dict[str, Any] = {"commit": "abc"}
+ERROR: dict[str, Any] = {"outcome": "error", "what": "interrupted"}
+DIVERGED_SELF: dict[str, Any] = {"outcome": "incomparable", "what": "nondeterministic_reference"}
+
+
+def trend_of(history: History, entries: Iterable[FolderEntry]) -> CaseTrend:
+    for entry in entries:
+        history.record(entry)
+    (found,) = trends(history, "nightly", "dp1-attn")
+    assert not history.damaged
+    return found
+
+
+def answers(*changes: dict[str, Any]) -> list[FolderEntry]:
+    return [night(n, answers={0: change}) for n, change in enumerate(changes)]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "bad", "good"),
+    [
+        ([{}, {}, FAILED, FAILED], 2, 1),
+        ([{}, FAILED, {}, ERROR, FAILED, DIVERGED_SELF, FAILED, ERROR], 4, 2),
+        ([FAILED, FAILED], 0, None),
+        ([FAILED, {}], None, 1),
+        ([{}, ERROR, ERROR], None, 0),
+        ([{}, {**FAILED, "what": "interrupted"}], None, 0),
+    ],
+)  # fmt: skip
+def test_first_bad_night_and_last_good_commit(
+    outcomes: list[dict[str, Any]], bad: int | None, good: int | None, history: History
+) -> None:
+    """The first failure after the last pass, over nights without a verdict; none if it passes."""
+    found = trend_of(history, answers(*outcomes))
+    first, last = found.first_bad, found.last_good
+    assert (first.commit if first else None) == (
+        name_of([bad, "commit"]) if bad is not None else None
+    )
+    assert (last.commit if last else None) == (
+        name_of([good, "commit"]) if good is not None else None
+    )
+    assert found.num_nights == len(outcomes)
+
+
+ELSEWHERE: dict[str, Any] = {"environment": {**ENVIRONMENT, "cores": 4}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "elsewhere", "first", "good"),
+    [
+        # A pass on another machine, between two failures of this one, is no repair.
+        ((2, 4), (1, 3), 2, 0),
+        # The environment changed when it began to fail: the last pass is the other one's.
+        ((2, 3, 4), (0, 1), 2, 1),
+        # It failed there all along, here only since the last night.
+        ((0, 2, 4), (0, 2), 4, 3),
+        # The last answer is a pass, wherever: it does not fail now.
+        ((2, 3), (4,), None, 4),
+    ],
+)  # fmt: skip
+def test_the_turning_point_is_that_of_the_environment_that_fails(
+    bad: tuple[int, ...], elsewhere: tuple[int, ...], first: int | None, good: int,
+    history: History,
+) -> None:  # fmt: skip
+    """Of five nights, some bad and some elsewhere: first failure and last pass of where it fails
+    now, of all if it never passed there."""
+    entries = [
+        night(n, answers={0: FAILED if n in bad else {}}, **(ELSEWHERE if n in elsewhere else {}))
+        for n in range(5)
+    ]
+    found = trend_of(history, entries)
+    assert (found.first_bad.commit if found.first_bad else None) == (
+        name_of([first, "commit"]) if first is not None else None
+    )
+    assert found.last_good is not None
+    assert found.last_good.commit == name_of([good, "commit"])
+
+
+def test_a_commit_that_was_run_twice_can_be_both(history: History) -> None:
+    """Nights count, not commits: what passed and then failed at one commit says so."""
+    found = trend_of(history, [night(0, **SAME), night(1, answers={0: FAILED}, **SAME)])
+    assert found.first_bad is not None
+    assert found.last_good is not None
+    assert found.first_bad.commit == found.last_good.commit == "abc"
+    assert "the same commit, so see --flaky" in turning_point(found).plain
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "words"),
+    [
+        ([{}, {}], "it does not fail now"),
+        ([{}, ERROR], "no verdict since it passed, "),
+        ([ERROR, DIVERGED_SELF], "no verdict in these nights"),
+        ([FAILED, ERROR], "or earlier: no pass in these nights"),
+    ],
+)  # fmt: skip
+def test_no_verdict_is_not_told_as_a_pass(
+    outcomes: list[dict[str, Any]], words: str, history: History
+) -> None:
+    """Of a case that has had no verdict lately it is not said that it does not fail."""
+    assert words in turning_point(trend_of(history, answers(*outcomes))).plain
+
+
+def test_nights_are_in_their_own_order_and_days_limit_them(history: History) -> None:
+    """The order is that of the runs, not of recording; shards of a day count as one day."""
+    for number in (2, 0, 3, 1):
+        history.record(night(number))
+    history.record(night(3, id="other shard", answers={0: {"case_id": "dp1-attn"}}))
+    (found,) = trends(history, "nightly", "dp1-attn")
+    days = [entry.created[:10] for entry in found.nights]
+    assert days == sorted(days)
+    (late,) = trends(history, "nightly", "dp1-attn", days=2)
+    assert [entry.created[:10] for entry in late.nights] == days[2:]
+    assert trends(history, "nothing") == ()
+
+
+def test_values_are_those_of_the_candidate_and_only_of_a_run_that_ended_well(
+    history: History,
+) -> None:
+    """Step time, peak and start-up are the candidate's; a run that crashed measured nothing."""
+
+    def values(run: RunEntry, leg: str) -> dict[str, Any]:
+        return {"step_s": 0.5 if leg == "candidate" else 9.0}
+
+    def crashed(run: RunEntry, leg: str) -> dict[str, Any]:
+        return {"what": "crashed"} if leg == "candidate" else {}
+
+    found = trend_of(history, [night(0, values=values), night(1, values=crashed)])
+    first, second = found.nights
+    assert (first.step_s, first.peak_bytes, first.startup_s) == (0.5, 40 << 20, 1.0)
+    assert (second.step_s, second.peak_bytes, second.series) == (None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"environment": {**ENVIRONMENT, "gpu_driver": "590"}}, "gpu_driver: 580 became 590"),
+        ({"slots": 2}, "slots: 8 became 2"),
+        (
+            {"environment": {**ENVIRONMENT, "variables": {"NCCL_ALGO": "Ring"}}},
+            "variables: {} became absent; variables.NCCL_ALGO: absent became Ring",
+        ),
+    ],
+)  # fmt: skip
+def test_another_environment_is_another_series(
+    changes: dict[str, Any], told: str, history: History
+) -> None:
+    """Values are not compared across environments, and what changed is said; coming back is the
+    old series again."""
+    jump = [
+        night(n, values=lambda run, leg: {"step_s": 0.03}, **changes) if 20 <= n < 40 else night(n)
+        for n in range(60)
+    ]
+    found = trend_of(history, jump)
+    assert "".join(entry.series for entry in found.nights) == "A" * 20 + "B" * 20 + "A" * 20
+    assert found.series["B"] == told
+    assert found.shifts == ()
+
+
+def test_an_unknown_environment_is_in_no_series(history: History) -> None:
+    """Where the environment or a rank's fingerprint was not recorded nothing is compared."""
+    found = trend_of(
+        history,
+        [night(0, environment={}), night(1, values=lambda run, leg: {"fingerprint": ""})],
+    )
+    assert [entry.series for entry in found.nights] == ["", ""]
+    assert found.nights[0].step_s is not None
+
+
+def test_a_lasting_change_is_told_with_its_nights(history: History) -> None:
+    """A step in time within one series names the first night of it and the night before."""
+
+    def slower(run: RunEntry, leg: str) -> dict[str, Any]:
+        return {"step_s": 0.022, "peak_bytes": 50 << 20}
+
+    found = trend_of(history, [night(n, values=slower if n >= 30 else None) for n in range(40)])
+    assert [shift.metric for shift in found.shifts] == ["step_s", "peak_bytes"]
+    shift = found.shifts[0]
+    assert shift.first.commit == name_of([30, "commit"])
+    assert shift.last_before.commit == name_of([29, "commit"])
+    assert shift.change.ratio == pytest.approx(0.1)
+
+
+def moody(number: int, since: int) -> Callable[[RunEntry, str], dict[str, Any]]:
+    """A night whose machine has a mood of 3 %, its runs of 0.3 %; 3 % slower graphs since then."""
+    draw = random.Random(number)
+    mood = 0.02 * draw.lognormvariate(0, 0.03)
+
+    def values(run: RunEntry, leg: str) -> dict[str, Any]:
+        slower = 1.03 if leg == "candidate" and number >= since else 1.0
+        return {"step_s": mood * slower * draw.lognormvariate(0, 0.003)}
+
+    return values
+
+
+def test_what_the_machine_does_to_both_legs_hides_no_change(history: History) -> None:
+    """A step of 3 % in moods of 3 % shows over the reference on its third night, nowhere else."""
+    nights = [night(n, values=moody(n, since=20)) for n in range(23)]
+    assert trend_of(history, nights[:22]).shifts == ()
+    (shift,) = trend_of(history, nights[22:]).shifts
+    assert (shift.metric, shift.first.commit) == ("step_ratio", name_of([20, "commit"]))
+    assert shift.change.ratio == pytest.approx(0.03, abs=0.01)
+    assert "step time over the reference's +" in shift_text(shift).plain
+
+
+def test_a_reference_that_does_other_work_is_no_measure(history: History) -> None:
+    """Ratios are those over what the reference does now; other nights have none."""
+
+    def slower(run: RunEntry, leg: str) -> dict[str, Any]:
+        return {} if leg == "candidate" else {"work": "other", "step_s": 0.04}
+
+    nights = [night(n, values=slower if n < 20 else None) for n in range(23)]
+    found = trend_of(history, nights)
+    assert [entry.step_ratio for entry in found.nights] == [None] * 20 + [1.0] * 3
+    assert {entry.series for entry in found.nights} == {"A"}
+    assert found.shifts == ()
+
+
+def test_the_reference_and_its_control_are_one_measure(history: History) -> None:
+    """Their geometric mean, or the one of them that there is; without both there is no ratio."""
+
+    def values(**legs: float | None) -> Any:
+        return lambda run, leg: {"step_s": {"candidate": 0.06, **legs}[leg]}
+
+    nights = [night(0, values=values(reference=0.02, control=0.045)),
+              night(1, values=values(reference=0.02, control=None)),
+              night(2, values=values(reference=None, control=None))]  # fmt: skip
+    ratios = [entry.step_ratio for entry in trend_of(history, nights).nights]
+    assert ratios == [pytest.approx(2.0), pytest.approx(3.0), None]
+
+
+def test_attempts_are_all_shown(history: History) -> None:
+    """Answers of one folder are shown one by one; values belong to its last answer."""
+    entry = night()
+    second = case(0, attempt=1)
+    first = dataclasses.replace(entry.cases[0], **FAILED)
+    repeated = run(0, attempt=1, step_s=0.7)
+    whole = dataclasses.replace(entry, cases=(first, second), runs=(*entry.runs, repeated))
+    found = trend_of(history, [whole])
+    assert [(n.attempt, n.outcome, n.step_s) for n in found.nights] == [
+        (0, "failed", None), (1, "passed", 0.7),
+    ]  # fmt: skip
+    assert found.num_nights == 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([night(0, **SAME), night(1, answers={0: FAILED}, **SAME)], (1, 1)),
+        ([night(n, **SAME) for n in range(4)]
+         + [night(n, answers={0: FAILED}, **SAME) for n in range(4, 6)], (1, 5)),
+        ([night(0, **SAME), night(1, answers={0: {**FAILED, "what": "hang"}}, **SAME),
+          night(2, answers={0: FAILED}, **SAME)], (2, 2)),
+        ([night(0), night(1, answers={0: FAILED})], None),
+        ([night(0, **SAME), night(1, answers={0: FAILED}, slots=8, commit="abc+1")], None),
+        ([night(0, commit=""), night(1, answers={0: FAILED}, commit="")], None),
+        ([night(0, **SAME), night(1, answers={0: FAILED}, environment={"cores": 9}, **SAME)],
+         None),
+        ([night(0, **SAME, environment={}),
+          night(1, answers={0: FAILED}, environment={}, **SAME)], None),
+        ([night(0, **SAME), night(1, answers={0: ERROR}, **SAME), night(2, **SAME)], None),
+        ([night(0, **SAME),
+          night(1, answers={0: FAILED}, values=lambda run, leg: {"fingerprint": ""}, **SAME)],
+         (1, 1)),
+        ([night(0, **SAME),
+          night(1, answers={0: FAILED}, values=lambda run, leg: {"work": "other"}, **SAME)],
+         None),
+        ([night(0, **SAME),
+          night(1, answers={0: FAILED}, values=lambda run, leg: {"fingerprint": ""},
+                environment={"cores": 9}, **SAME)],
+         None),
+    ],
+    ids=["changed", "once in five", "each cause", "other commit", "changes on top",
+         "unknown commit", "other environment", "unknown environment", "interrupted",
+         "died early", "other settings", "died early elsewhere"],
+)  # fmt: skip
+def test_flaky_is_what_changes_by_itself(
+    entries: list[FolderEntry], expected: tuple[int, int] | None, history: History
+) -> None:
+    """Only a verdict that changed at the same commit, environment and settings is flaky."""
+    found = flaky_cases([trend_of(history, entries)])
+    assert [(entry.changes, entry.repeats) for entry in found] == ([expected] if expected else [])
+
+
+def test_the_interval_is_wilsons() -> None:
+    """Known intervals, and the ends at which a share is 0 or 1."""
+    assert wilson(5, 50) == pytest.approx((0.0434, 0.2136), abs=1e-4)
+    assert wilson(1, 1)[1] == 1.0
+    assert wilson(0, 10)[0] == 0.0
+    assert wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
+    for successes, trials in ((1, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="Expected 0 <= successes <= trials >= 1, got"):
+            wilson(successes, trials)

@@ -1,0 +1,200 @@
+"""Contracts of `harness history`, `harness compare` and of what `harness run` records."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from harness import commit, history_tables
+from harness.cli import main
+from harness.history import History, compare, flaky_cases, trends
+from harness.history.entries import RunEntry
+from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
+from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, night
+
+
+def slow(run: RunEntry, leg: str) -> dict[str, Any]:
+    return {"step_s": 0.03}
+
+
+@pytest.fixture
+def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """out/history.sqlite with 30 nights: torch changes at 5, times at 20, a failure at 28."""
+    monkeypatch.chdir(tmp_path)
+    with History.open(tmp_path / "out" / "history.sqlite", create=True) as history:
+        history.connection.execute("PRAGMA synchronous = OFF")
+        for number in range(30):
+            history.record(
+                night(
+                    number, cases=2, commit=f"{number // 2:08x}c0ffee",
+                    answers={1: FAILED} if number in (9, 28, 29) else None,
+                    values=slow if number >= 20 else None,
+                    environment=ENVIRONMENT | ({"python": "3.11.9"} if number >= 5 else {}),
+                )
+            )  # fmt: skip
+    return tmp_path / "out" / "history.sqlite"
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
+    """What a command prints, all of it."""
+    capsys.readouterr()
+    assert main(list(args)) == code
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_a_run_is_in_the_history_beside_its_folder(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run` and `rerun` record, at the default place and at another; the commit is known."""
+    engine.spoil = unequal
+    monkeypatch.setattr(commit, "describe", lambda: "3f1c")
+    assert run_json(capsys, "run", "small.yaml")[0] == 1
+    assert run_json(capsys, "rerun", "dp1-attn", "--history", "other.sqlite")[0] == 1
+    with History.open(Path("out") / "history.sqlite") as history:
+        (entry,) = history.entries()
+    assert len(entry.cases) == 4
+    assert entry.commit == "3f1c"
+    assert entry.machine
+    assert len(entry.id) == 32
+    with History.open(Path("other.sqlite")) as history:
+        assert [len(entry.cases) for entry in history.entries()] == [1]
+
+
+def test_a_history_that_fails_does_not_fail_the_run(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line on stderr, the exit code and the JSON are the run's, the folder has a note."""
+    Path("file").write_text("")
+    capsys.readouterr()
+    assert main(["run", "small.yaml", "--out", "r", "--history", "file/h", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["exit_code"] == 0
+    assert [line for line in err.splitlines() if line.startswith("harness: ")] == [
+        f"harness: {Path('r/history_not_written.txt').read_text().strip()}"
+    ]
+
+
+def test_no_history_records_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--no-history` leaves no file, and a dry run neither."""
+    assert main(["run", "small.yaml", "--no-history"]) == 0
+    assert main(["run", "small.yaml", "--dry-run"]) == 0
+    assert [path for path in Path("out").iterdir() if path.is_file()] == []
+
+
+def test_what_the_history_says(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Overview, scenario, case and flaky ledger, in words and as JSON."""
+    assert "1 passed, 1 failed" in said(capsys, "history")
+    cases = said(capsys, "history", "nightly")
+    assert "2031-01-29" in cases
+    assert "0000000d" in cases
+    one = said(capsys, "history", "dp2-attn")
+    assert one == said(capsys, "history", "nightly/dp2-attn")
+    assert "first bad night 2031-01-29 03:00 at 0000000e, last good 2031-01-28 03:00" in one
+    assert "B is not compared with the series before it: python: 3.11.7 became 3.11.9" in one
+    assert "step time +50.0% since 2031-01-21 03:00 (series B): 20.00 ms became 30.00 ms" in one
+    assert "nightly/dp2-attn" in said(capsys, "history", "--flaky")
+    code, answer = run_json(capsys, "history", "dp2-attn", "--days", "3")
+    assert code == 0
+    assert [entry["outcome"] for entry in answer[0]["nights"]] == ["passed", "failed", "failed"]
+    code, answer = run_json(capsys, "history", "--flaky")
+    assert (answer[0]["case_id"], answer[0]["changes"]) == ("dp2-attn", 1)
+
+
+def test_what_is_not_there_is_said(
+    filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unknown name is usage, an empty history is nothing, a missing one is usage."""
+    assert "did you mean nightly" in said(capsys, "history", "nightli", code=4)
+    assert "expected a history, got nothing" in said(capsys, "history", "--history", "none", code=4)
+    History.open(tmp_path / "empty", create=True).connection.close()
+    assert "holds no run yet" in said(capsys, "history", "--history", "empty", code=5)
+    filled.write_bytes(filled.read_bytes()[:20_000])
+    assert "is damaged: " in said(capsys, "history", code=6)
+
+
+def test_export_and_import(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A history travels as JSON lines; a second import adds nothing; damage is exit 6."""
+    assert main(["history", "--export", "lines"]) == 0
+    assert said(capsys, "history", "--export", "-") == Path("lines").read_text()
+    code, answer = run_json(capsys, "history", "--history", "b", "--import", "lines")
+    assert (code, answer["folders"], answer["cases"]) == (0, 30, 60)
+    again = said(capsys, "history", "--history", "b", "--import", "lines")
+    assert again == "b: 0 runs, 0 answers and 0 attempts are new\n"
+    Path("lines").write_text(Path("lines").read_text().replace('"slots":8', '"slots":7', 1))
+    assert "harness: lines: line 2: its digest" in said(
+        capsys, "history", "--history", "c", "--import", "lines", code=6
+    )
+
+
+def test_a_changed_row_is_told(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that were edited are left out, named, and the exit code says that not all is told."""
+    with History.open(filled) as history:
+        history.connection.execute("UPDATE cases SET outcome = 'passed' WHERE outcome = 'failed'")
+    told = said(capsys, "history", "dp2-attn", code=6)
+    assert told.count("left out, damaged: cases: ") == 3
+    assert "failed" not in told
+
+
+def test_runs_are_compared_by_folder_and_by_id(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folders, or ids of the history where folders are gone; exit codes as everywhere."""
+    for name, spoiled in (("a", False), ("b", True), ("c", False)):
+        if spoiled:
+            engine.spoil = unequal
+        else:
+            engine.spoil = lambda spec, record: record
+        main(["run", "small.yaml", "--out", name, "--history", "h"])
+    assert "4 cases: 4 alike" in said(capsys, "compare", "a", "c")
+    told = said(capsys, "compare", "a", "b", code=1)
+    assert told.index("environment: the same") < told.index("passed became failed diverged")
+    code, answer = run_json(capsys, "compare", "b", "a")
+    assert (code, answer["exit_code"]) == (1, 1)  # the bits of the spoiled leg changed back
+    assert answer["cases"][0]["bits"] == ["candidate: state bits"]
+    with History.open(Path("h")) as history:
+        ids = [entry.id for entry in history.entries()]
+    for name in ("a", "b", "c"):
+        shutil.rmtree(name)
+    codes = {run_json(capsys, "compare", one, two, "--history", "h")[0]
+             for one in ids for two in ids}  # fmt: skip
+    assert codes == {0, 1}
+    assert "'zz': expected a run folder or an id, got nothing, also in h" in said(
+        capsys, "compare", "zz", ids[0], "--history", "h", code=4
+    )
+
+
+def test_other_environments_are_said_first(
+    filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What differs in packages, driver, variables and hardware stands before any case; exit 6."""
+    with History.open(filled) as history:
+        ids = [entry.id for entry in history.entries()]
+    told = said(capsys, "compare", ids[0], ids[6], code=6)
+    assert told.index("3.11.9") < told.index("incomparable: the environments differ")
+    assert "2 incomparable" in told
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal(width: int, filled: Path) -> None:
+    """No line is wider than the terminal, and no night, commit or value is cut."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, emoji=False)
+    with History.open(filled) as history:
+        found = trends(history, "nightly")
+        entries = list(history.entries())
+    history_tables.print_scenarios(console, {"nightly": found})
+    history_tables.print_cases_of(console, "nightly", found)
+    history_tables.print_case_trend(console, found[1], num_nights=60)
+    history_tables.print_flaky(console, flaky_cases(found))
+    history_tables.print_comparison(console, compare(entries[0], entries[29]))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("2031-01-29 03:00", "0000000e", "30.00 ms", "40.0 MiB", "failed diverged"):
+        assert any(word in line for line in text.splitlines()), word
+    headed = any("commit" in line and "start-up" in line for line in text.splitlines())
+    assert headed == (width > 80)

@@ -1,0 +1,365 @@
+"""What lies in a run folder may come from anywhere: links, pipes, forged plans, told secrets."""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli, display, launch, occupancy
+from harness.checks.complete import find_flaw
+from harness.disk import FolderLock, write_atomic
+from harness.engine.job_files import load_submission
+from harness.engine.leader import tail_of
+from harness.engine.whereabouts import read_place
+from harness.errors import Infrastructure
+from harness.masking import MASK
+from harness.records import RecordError, RunResult, Verdict, parse_record
+from harness.run import Silent, execute
+from harness.store import RunFolder
+from reports.summary import _history_note
+from reports.text import tail
+from tests.damaged_folders import good, hands
+from tests.damaged_folders.corpus import copy
+from tests.damaged_folders.kinds import CASE
+from tests.damaged_folders.rewrite import rewrite
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+
+SECRET = "correct-horse-battery-7"
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "report": ("rank0.stderr", tail),
+    "leader": ("rank0.stderr", tail_of),
+    "show": ("rank0.stderr", display.stderr_tail),
+    "note": ("history_not_written.txt", lambda path: _history_note(path.parent)),
+    "occupancy": ("occupancy.json", lambda path: occupancy.load(path.parent)),
+    "slurm": ("slurm.json", lambda path: load_submission(path.parent)),
+    "place": ("rank0.place", read_place),
+}
+
+
+ONE = SCENARIO.replace("[{dp: 1}, {dp: 2}]", "[{dp: 2}]").replace(", [full_iteration]", "")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of one case, which passed."""
+    root = tmp_path_factory.mktemp("base")
+    (root / "one.yaml").write_text(ONE)
+    out = str(root / "r")
+    assert good.harness("run", str(root / "one.yaml"), "--out", out, engine=FakeEngine())[0] == 0
+    return root / "r"
+
+
+@pytest.fixture
+def made(engine: FakeEngine, base: Path) -> Path:
+    """A copy of it, `r` in the working folder, beside its scenario."""
+    Path("one.yaml").write_text(ONE)
+    return copy(base, Path("r").absolute())
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_is_not_read(reader: str, kind: str, tmp_path: Path) -> None:
+    """A link shows nothing of what it points to; a pipe, that nobody writes to, keeps nobody."""
+    name, read = READERS[reader]
+    kept = tmp_path / "kept"
+    content = {
+        "occupancy": [{"slots": 1, "num_runs": 1, "wall_s": 1, "busy_slot_s": 1, "expected_s": 1}],
+        "slurm": {"name": "j", "num_nodes": 1, "ranks_per_node": 1, "submitted_unix_s": 1},
+        "place": {"step": 1, "operator": "o", "label": "", "group": [0], "is_inside": True},
+    }.get(reader, "root:x:0:0")
+    kept.write_text(json.dumps(content))
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / name).write_bytes(kept.read_bytes())
+    assert read(tmp_path / "plain" / name)
+    if kind == "link":
+        (tmp_path / name).symlink_to(kept)
+    else:
+        os.mkfifo(tmp_path / name)
+    assert not read(tmp_path / name)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """Neither a lock nor a file that is made beside its place reaches what a link points to."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "lock").symlink_to("mine")
+    with pytest.raises(Infrastructure, match="cannot lock"):
+        FolderLock(tmp_path / "lock").acquire()
+    (tmp_path / f".f.{os.getpid()}.tmp").symlink_to("mine")
+    with pytest.raises(Infrastructure, match="cannot write"):
+        write_atomic(tmp_path / "f", "theirs")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def no_layers(*args: Any, **more: Any) -> Verdict:
+    raise KeyError("layers")
+
+
+def without_layers(case: dict[str, Any]) -> None:
+    del case["candidate"]["config"]["model"]["layers"]
+
+
+def unknown_fault(case: dict[str, Any]) -> None:
+    case["candidate"]["plant"] = {"fault": "gremlins"}
+
+
+def broken_rule(case: dict[str, Any]) -> None:
+    case["candidate"]["config"]["parallel"]["dp"] = 0
+
+
+def a_word(case: dict[str, Any]) -> None:
+    case["candidate"]["config"]["model"] = "dense_tiny"
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [(without_layers, "lacks model.layers"), (unknown_fault, "no fault is named gremlins"),
+     (broken_rule, "dp: expected an integer >= 1"), (a_word, "its configuration is none")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["resume", "rerun"])
+def test_a_forged_plan_is_a_damaged_folder(
+    forge: Callable[[dict[str, Any]], None], said: str, command: str,
+    made: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One line and exit 4, before anything runs, though all checksums fit."""
+    hands._plan(made, forge)
+    path = made / "cases" / CASE / "case.json"
+    plain = json.loads(path.read_bytes())
+    forge(plain)
+    rewrite(path, plain)
+    ran = len(engine.made)
+    capsys.readouterr()
+    args = ["run", "--resume", "r"] if command == "resume" else ["rerun", CASE, "r"]
+    assert cli.main(args) == 4
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "is a damaged run folder" in err
+    assert said in err
+    assert len(engine.made) == ran
+
+
+def test_a_plan_that_cannot_be_judged_is_an_answer(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a forged plan does to a check is told as an error of its case, never as a traceback."""
+    monkeypatch.setattr("harness.confirm.judge_case", no_layers)
+    capsys.readouterr()
+    assert cli.main(["check", "r"]) == 6
+    assert "its plan cannot be judged: KeyError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["run folder", "case folder", "copied case"])
+def test_a_forged_pass_is_not_shown(
+    where: str, engine: FakeEngine, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`show` judges a pass again, also of a case folder that was copied elsewhere."""
+    engine.spoil = unequal
+    assert cli.main(["run", "one.yaml", "--out", "d"]) == 1
+    case = Path("d") / "cases" / CASE
+    rewrite(case / "verdict.json", hands.FORGED)
+    if where == "copied case":
+        case = case.rename("elsewhere")
+    args = [CASE, "d"] if where == "run folder" else [str(case)]
+    capsys.readouterr()
+    assert cli.main(["show", *args]) == 0
+    assert "passed" not in capsys.readouterr().out.replace("verdict.json says passed", "").replace(
+        "  passed  ",
+        "",  # answers of single checks
+    ).replace("every check said yes", "")
+    assert run_json(capsys, "show", *args)[1]["verdict"]["outcome"] == "failed"
+    assert run_json(capsys, "show", CASE, "r")[1]["verdict"]["outcome"] == "passed"
+
+
+@pytest.mark.parametrize("leg", ["reference", "control", "candidate"])
+@pytest.mark.parametrize("of", ["run", "case"])
+def test_show_believes_no_copy_alone(
+    of: str, leg: str, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of the run and those kept with the case must both bear a pass out."""
+    case = RunFolder.open(made).cases[0]
+    kept = made / "cases" / CASE / leg
+    path = (made / "runs" / getattr(case, leg).key if of == "run" else kept) / "rank0.jsonl"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data.replace(b'"step":3', b'"step":2', 1))
+    assert run_json(capsys, "show", CASE, "r")[1]["verdict"]["outcome"] != "passed"
+
+
+def test_tracebacks_are_masked(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Our own mistakes quote values: no secret in their files, lines and verdicts."""
+    monkeypatch.setenv("DEPLOY_TOKEN", SECRET)
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise KeyError(SECRET)
+
+    engine.on_start = broken
+    assert cli.main(["run", "small.yaml", "--out", "engine"]) == 3
+    monkeypatch.setattr(launch, "load_suite", broken)
+    assert cli.main(["run", "small.yaml"]) == 3
+    err = capsys.readouterr().err
+    elsewhere = Path(err.split("traceback: ")[2].rstrip().rstrip(")"))
+    written = err + Path("engine/internal_error.txt").read_text() + elsewhere.read_text()
+    elsewhere.unlink()
+    assert SECRET not in written
+    assert written.count(MASK) >= 4
+
+
+def test_what_spoils_a_judge_is_masked(
+    made: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict of a case that could not be judged, and the traceback beside it."""
+    monkeypatch.setenv("DEPLOY_TOKEN", SECRET)
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise KeyError(SECRET)
+
+    folder = RunFolder.open(made)
+    (verdict,) = execute(folder, folder.cases, engine(slots=2), Silent(), judge=broken)
+    folder.release()
+    trace = (folder.case_folder(CASE) / "judge_error.txt").read_text()
+    assert verdict.outcome == "error"
+    assert SECRET not in verdict.message + trace
+    assert MASK in verdict.message
+    assert MASK in trace
+
+
+def test_a_scenario_is_stored_without_secrets(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is masked in every file; a resumed run knows it again."""
+    monkeypatch.setenv("DEPLOY_TOKEN", SECRET)
+    told = SCENARIO.replace("A sentence", f"Needs {SECRET}") + f"# ghp_{'a1B2' * 9}\n"
+    Path("small.yaml").write_text(told)
+    assert cli.main(["run", "small.yaml", "--out", "r", "-k", "dp1"]) == 0
+    data = b"".join(path.read_bytes() for path in Path().rglob("*") if path.is_file() and
+                    path.name != "small.yaml")  # fmt: skip
+    assert SECRET.encode() not in data
+    assert b"ghp_" not in data
+    assert b"Needs ***" in data
+    assert cli.main(["run", "small.yaml", "--resume", "r"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("data={kind: text, path: https://me:s3cr3tpass@host/x}", "data.path"),
+        (f"taps=[layers.{SECRET.replace('-', '_')}]", "taps"),
+    ],
+)
+def test_a_secret_that_runs_are_made_from_is_refused(
+    setting: str, key: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A setting cannot be masked and still make the same run: exit 4, and it is not quoted."""
+    monkeypatch.setenv("DEPLOY_TOKEN", SECRET.replace("-", "_"))
+    assert cli.main(["run", "small.yaml", "--out", "r", "--set", setting]) == 4
+    err = capsys.readouterr().err
+    assert f"{key}: expected no secret" in err
+    assert "battery" not in err
+    assert "s3cr3t" not in err
+    assert not Path("r").exists()
+
+
+def test_numbers_agree_with_their_nouns(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One case is `1 case`."""
+    capsys.readouterr()
+    assert cli.main(["check", "r"]) == 0
+    assert capsys.readouterr().out == "1 case, 3 runs: all files as they were written\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("spec.json", b'"graph":["attn"]', b'"graph":[true]'),
+        ("spec.json", b'"lr":0.001', b'"lr":NaN'),
+        ("spec.json", b'"lr":0.001', b'"lr":1e999'),
+        ("spec.json", b'"lr":0.001', b'"lr":' + b"[" * 700 + b"]" * 700),
+        ("outcome.json", b'{"', b'{"what":"crashed","'),
+        (
+            "rank0.jsonl",
+            b'"environment":{',
+            b'"environment":{"x":' + b"[" * 700 + b"]" * 700 + b",",
+        ),
+        ("rank0.jsonl", b'"step_s":0.01', b'"step_s":1' + b"0" * 400),
+        ("rank0.jsonl", b'"peak_bytes":20', b'"peak_bytes":1' + b"0" * 400),
+    ],
+)
+def test_odd_values_are_damage(
+    file: str, old: bytes, new: bytes, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys twice, numbers that are none or too large, deep nests, names that are none: one line."""
+    (path,) = made.glob(f"runs/*attn*/{file}")
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    capsys.readouterr()
+    assert cli.main(["check", "r"]) in (1, 6)
+    err = capsys.readouterr().err
+    assert file in err
+    assert "internal error" not in err
+
+
+def test_steps_that_a_plan_asks_for_are_not_counted_one_by_one(made: Path) -> None:
+    """A forged plan may ask for any number of steps: the answer comes at once."""
+    folder = RunFolder.open(made)
+    run = folder.load_run(folder.cases[0].candidate)
+    config = run.spec.config | {"steps": 10**15}
+    spec = dataclasses.replace(run.spec, config=config)
+    start = [
+        dataclasses.replace(r, start=dataclasses.replace(r.start, run=""))
+        for r in run.ranks
+        if r.start
+    ]
+    outcome = dataclasses.replace(run.outcome, key=spec.key)
+    flaw = find_flaw(RunResult(spec=spec, outcome=outcome, ranks=tuple(start)))
+    assert flaw is not None
+    assert flaw.message == (
+        "rank 0 has no record of step 4 (999999999999996 of 1000000000000000 steps missing)"
+    )
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["manifest.json", "cases/*/case.json", "cases/*/verdict.json", "runs/*attn*/outcome.json"],
+)
+def test_a_checksum_that_is_gone_is_damage(
+    file: str, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder whose files have checksums, one without is not older: somebody took it away."""
+    (path,) = made.glob(file)
+    plain = json.loads(path.read_bytes())
+    del plain["sha256"]
+    path.write_text(json.dumps(plain))
+    capsys.readouterr()
+    assert cli.main(["check", "r"]) == (4 if file == "manifest.json" else 6)
+    assert f"{path.name}: its checksum is gone" in capsys.readouterr().err
+
+
+def test_records_whose_checksum_is_gone_are_damage(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same of a rank's records."""
+    (path,) = made.glob("runs/*attn*/rank0.jsonl")
+    path.write_bytes(re.sub(rb'"sha256":"[0-9a-f]{64}"', b'"sha256":""', path.read_bytes()))
+    capsys.readouterr()
+    assert cli.main(["check", "r"]) == 6
+    assert "rank0.jsonl: its checksum is gone" in capsys.readouterr().err
+
+
+def test_records_of_any_shape_are_nested_no_deeper_than_they_can_be_walked(made: Path) -> None:
+    """What an environment or an event holds is walked by recursion later: not this deep."""
+    (path,) = made.glob("runs/*attn*/rank0.jsonl")
+    start = json.loads(path.read_bytes().splitlines()[0])
+    for depth, refused in ((50, False), (70, True), (700, True)):
+        start["environment"] = {"x": json.loads("[" * depth + "]" * depth)}
+        if refused:
+            with pytest.raises(RecordError, match="nested deeper than 64"):
+                parse_record(json.dumps(start))
+        else:
+            parse_record(json.dumps(start))

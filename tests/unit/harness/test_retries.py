@@ -1,0 +1,282 @@
+"""Runs that the machine failed are made again, and nothing that a program did is forgiven."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli, launch
+from harness.cli import main
+from harness.engine.infrastructure import SIGNATURES, machine_failure, signature_of
+from harness.records import (
+    ErrorRecord,
+    RankRecords,
+    RunOutcome,
+    RunResult,
+    RunSpec,
+    StepRecord,
+    What,
+)
+from harness.retries import earlier_attempts, stored_limit
+from harness.store import RunFolder
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
+
+TAKEN = "DistNetworkError: EADDRINUSE, address already in use"
+NCCL = "DistBackendError: NCCL error: unhandled system error, ncclSystemError"
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/listener.cc:61] bind: "
+
+
+def error(told: str, rank: int = 0, **more: Any) -> ErrorRecord:
+    """What a rank records of 'Type: words'."""
+    kind, _, message = told.partition(": ")
+    plain: dict[str, Any] = {"step": -1, "what": "crashed", "traceback": ""} | more
+    return ErrorRecord(rank=rank, type=kind, message=message, **plain)
+
+
+def outcome(what: What, message: str) -> RunOutcome:
+    return RunOutcome(
+        key="k", what=what, message=message, culprit_rank=0, ranks=(), started_unix_s=0.0,
+        wall_s=1.0,
+    )  # fmt: skip
+
+
+class FailingEngine(FakeEngine):
+    """Fails the first `times` attempts of the candidates that are graphed as `graph` says.
+
+    Rank 0 records 'Type: words' as its end, unless it is said to have `recorded` nothing.
+    """
+
+    def __init__(self, message: str, *, what: What = "crashed", times: int = 1) -> None:
+        super().__init__()
+        self.message, self.what, self.times, self.graph = message, what, times, ["attn"]
+        self.steps_before, self.recorded = 2, True
+        self.bits_before: Callable[[StepRecord], StepRecord] = lambda record: record
+
+    def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
+        super().start(spec, folder, attempt=attempt)
+        if spec.config["graph"] != self.graph or spec.world_size != 2 or attempt >= self.times:
+            return
+        ended = dataclasses.replace(
+            self.ended.pop(), what=self.what, message=self.message, culprit_rank=0
+        )
+        (folder / "outcome.json").write_text(json.dumps(ended.to_json()))
+        for path in folder.glob("rank*.jsonl"):
+            lines = path.read_text().splitlines()[: 1 + self.steps_before]
+            plain = [StepRecord.from_json(json.loads(line)) for line in lines[1:]]
+            told = [json.dumps(self.bits_before(record).to_json()) for record in plain]
+            if path.name == "rank0.jsonl" and self.recorded:
+                told.append(json.dumps(error(self.message).to_json()))
+            path.write_text("\n".join([lines[0], *told]) + "\n")
+        self.ended.append(ended)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Run the small scenario with an engine; the arguments of the command."""
+
+    def args(engine: FakeEngine, retries: int, out: str = "run") -> list[str]:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "s.yaml").write_text(SCENARIO)
+        monkeypatch.setattr(launch, "LocalEngine", engine)
+        monkeypatch.setattr(cli, "_build_reports", lambda folder, *_: {})  # they take seconds
+        sets = ["--set", f"launch.retries={retries}"] if retries else []
+        return ["run", "s.yaml", "--out", out, "--slots", "2", "--no-history", *sets]
+
+    return args
+
+
+def attempts_in(folder: Path, graph: str = "attn") -> dict[str, list[str]]:
+    opened = RunFolder.open(folder)
+    return {
+        case.id: [a.signature for a in earlier_attempts(opened, case.candidate)]
+        for case in opened.cases
+        if case.candidate.world_size == 2 and case.candidate.config["graph"] == [graph]
+    }
+
+
+def test_a_failure_of_the_machine_is_tried_again(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that the machine failed once passes on its second attempt, and the first is kept."""
+    engine = FailingEngine(NCCL)
+    code, done = run_json(capsys, *small(engine, 2))
+    assert code == 0
+    assert {verdict["outcome"] for verdict in done["verdicts"]} == {"passed"}
+    assert list(attempts_in(Path("run")).values()) == [["nccl_system_error"]]
+    assert len(engine.made) == len(set(engine.made)) + 1
+
+
+def test_the_history_counts_what_the_machine_failed(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pass on the second attempt is a pass, and in the flaky ledger; the last attempt is not."""
+    args = [arg for arg in small(FailingEngine(NCCL), 2) if arg != "--no-history"]
+    database = ("--history", "history.sqlite")
+    assert run_json(capsys, *args)[0] == 0
+    code, found = run_json(capsys, "history", "--flaky", *database)
+    assert code == 0
+    told = [(entry["case_id"], entry["retried"], entry["changes"]) for entry in found]
+    assert told == [("dp2-attn", {"nccl_system_error": 1}, 0)]
+    args[args.index("--out") + 1] = "beyond"
+    launch.LocalEngine.times = 9  # type: ignore[attr-defined]
+    assert run_json(capsys, *args)[0] == 1
+    (entry,) = run_json(capsys, "history", "--flaky", *database)[1]
+    assert entry["retried"] == {"nccl_system_error": 3}
+    assert main(["history", "--flaky", *database]) == 0
+    assert "3 x nccl_system_error" in capsys.readouterr().out
+
+
+def test_without_retries_it_stands(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is tried again unless the scenario says so."""
+    engine = FailingEngine(NCCL)
+    code, _ = run_json(capsys, *small(engine, 0))
+    assert code == 1
+    assert len(engine.made) == len(set(engine.made))
+
+
+def test_retries_are_counted_across_resumes(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that fails more often than allowed is not tried for ever, nor on `--resume`."""
+    engine = FailingEngine(NCCL, times=9)
+    assert run_json(capsys, *small(engine, 2))[0] == 1
+    assert list(attempts_in(Path("run")).values()) == [["nccl_system_error"] * 2]
+    made = len(engine.made)
+    assert main(["run", "--resume", "run", "--no-history"]) == 1
+    assert len(engine.made) == made
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("illegal_access", f"CUDA illegal memory access; {NCCL}"),
+        ("oom", f"out of memory; {NCCL}"),
+        ("stale_address", NCCL),
+        ("crashed", "RuntimeError: a tensor is NaN"),
+        ("crashed", TAKEN),  # two steps are recorded
+        ("killed", NCCL),
+        # The words alone, from somebody who has no business to say them.
+        ("crashed", NCCL.replace("DistBackendError", "RuntimeError")),
+        ("crashed", "ValueError: uncorrectable ECC error encountered"),
+        ("crashed", "RuntimeError: uncorrectable ECC error encountered"),
+    ],
+)
+def test_what_a_program_did_stands(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], what: What, message: str
+) -> None:
+    """No other ending is tried again, whatever words of machines it holds."""
+    engine = FailingEngine(message, what=what)
+    assert run_json(capsys, *small(engine, 5))[0] == 1
+    assert len(engine.made) == len(set(engine.made))
+
+
+def test_what_a_program_printed_is_not_forgiven(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that exits with words of machines as its last line, and no record, has failed."""
+    engine = FailingEngine(f"rank 0 exited with code 1 after step 1: {NCCL}")
+    engine.recorded = False
+    assert run_json(capsys, *small(engine, 5))[0] == 1
+    assert len(engine.made) == len(set(engine.made))
+
+
+def test_a_pass_does_not_stand_beside_an_attempt_with_other_bits(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A first attempt that diverged before the machine failed it is not washed away by a second."""
+    engine = FailingEngine(NCCL)
+    engine.bits_before = lambda record: (
+        dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
+        if record.step == 1 and record.rank == 1
+        else record
+    )
+    code, done = run_json(capsys, *small(engine, 1))
+    assert code == 1
+    (bad,) = [verdict for verdict in done["verdicts"] if verdict["outcome"] != "passed"]
+    assert (bad["outcome"], bad["what"]) == ("failed", "diverged")
+    place = bad["difference"]
+    assert (place["step"], place["rank"], place["quantity"], place["tensor"]) == (
+        1, 1, "weights", "w",
+    )  # fmt: skip
+
+
+def test_records_of_a_program_overrule_the_words() -> None:
+    """A NaN on record, or one rank's illegal access, makes the whole run the program's."""
+    other = error("E: m", rank=1, what="illegal_access")
+    assert machine_failure(ended(error(NCCL))) == "nccl_system_error"
+    assert machine_failure(ended(error(NCCL), other)) == ""
+
+
+def test_only_the_rank_at_fault_is_heard() -> None:
+    """Not one that lost its network because another failed, nor one that quotes the other."""
+    assert machine_failure(ended(error("ValueError: mine"), error(NCCL, rank=1))) == ""
+    quoting = error(f"DistBackendError: lost; before that, rank 1 failed: {NCCL}", blames=1)
+    assert machine_failure(ended(quoting)) == ""
+
+
+def ended(*errors: ErrorRecord) -> RunResult:
+    """A crashed run whose rank 0 is at fault, and what its ranks recorded as their ends."""
+    spec = RunSpec(config={}, device="cpu", world_size=2, timeout_s=1.0)
+    ranks = [
+        RankRecords(rank=e.rank, start=None, steps=(), events=(), error=e, end=None, problems=())
+        for e in errors
+    ]
+    return RunResult(spec=spec, outcome=outcome("crashed", "it crashed"), ranks=tuple(ranks))
+
+
+def test_a_nan_on_record_is_not_tried_again(
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that recorded a non-finite tensor before the machine failed it is not made again."""
+    engine = FailingEngine(NCCL)
+    engine.bits_before = lambda record: dataclasses.replace(record, nonfinite={"grads": ("w",)})
+    assert run_json(capsys, *small(engine, 5))[0] == 1
+    assert len(engine.made) == len(set(engine.made))
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "told"),
+    [
+        ("port_in_use", "crashed", TAKEN),
+        ("port_in_use", "crashed", f"{GLOO}Address already in use"),
+        ("rendezvous_timeout", "crashed", "DistStoreError: 1/2 clients joined"),
+        ("rendezvous_timeout", "hang", "DistNetworkError: The client socket has timed out"),
+        ("nccl_system_error", "crashed", NCCL),
+        ("memory_error", "crashed", "AcceleratorError: CUDA error: uncorrectable ECC error "
+                                    "encountered"),
+        ("", "crashed", "OSError: [Errno 98] Address already in use"),
+        ("", "crashed", "AssertionError: "),
+    ],
+)  # fmt: skip
+def test_every_signature_is_told_by_its_exception(name: str, what: What, told: str) -> None:
+    """A failure of libraries is known by their exception; the harness' own words say nothing."""
+    assert signature_of(outcome(what, "it failed"), [error(told)]) == name
+    assert signature_of(outcome(what, told)) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "message"),
+    [
+        ("no_process", "not_run", "Errno 11: Resource temporarily unavailable"),
+        ("forkserver_died", "interrupted", "the forkserver died by SIGKILL during the run"),
+        ("node_failure", "interrupted", "Slurm job 7 ended as NODE_FAIL (node2)"),
+        ("", "interrupted", "rank 0 could not write: no space left on the disk"),
+        ("", "interrupted", "Slurm job 7 ended as CANCELLED by 0"),
+    ],
+)
+def test_every_signature_is_told_by_our_own_words(name: str, what: What, message: str) -> None:
+    """What the harness saw itself it words itself; a full disk or a cancelled job is nobody's."""
+    assert signature_of(outcome(what, message)) == name
+    assert len({signature.name for signature in SIGNATURES}) == len(SIGNATURES) == 7
+
+
+def test_a_stored_limit_is_a_count() -> None:
+    """A manifest may say anything; only a positive integer allows an attempt."""
+    values = [3, 0, -1, True, "3", None, 2.0]
+    assert [stored_limit({"retries": value}) for value in values] == [3, 0, 0, 0, 0, 0, 0]
+    assert stored_limit({}) == 0

@@ -1,0 +1,348 @@
+"""Contracts of several scenarios in one run, tiers, selections, shards and their merging."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main
+from harness.occupancy import load
+from harness.store import RunFolder
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+
+WIDE = """\
+name: wide
+why: Three axes, so that pairs are fewer than cases.
+tier: pr
+select: pairwise
+axes:
+  seed: [1, 2]
+  steps: [4, 5]
+  graph_warmup_steps: [1, 2]
+  graph: [eager, [attn], [full_iteration]]
+compare: {axis: graph, reference: eager, expect: bitwise}
+checks: {loss: {}, state: {}}
+launch: {device: cpu}
+"""
+SMOKE = ("--tier", "smoke")
+
+
+@pytest.fixture
+def folder(engine: FakeEngine, tmp_path: Path) -> Path:
+    """scenarios/ with two of tier smoke, one of tier pr, one without."""
+    place = tmp_path / "scenarios"
+    place.mkdir()
+    (place / "one.yaml").write_text(SCENARIO + "tier: smoke\n")
+    (place / "two.yaml").write_text(SCENARIO.replace("small", "other") + "tier: smoke\n")
+    (place / "wide.yaml").write_text(WIDE)
+    (place / "free.yaml").write_text(SCENARIO.replace("small", "free"))
+    return place
+
+
+def cases_of(path: str) -> list[str]:
+    return [case.id for case in RunFolder.open(Path(path)).cases]
+
+
+def test_a_tier_runs_in_one_folder_with_one_schedule(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scenarios of the tier and no others, each run made once though two scenarios need it."""
+    code, answer = run_json(capsys, "run", "--tier", "smoke", "--out", "r")
+    assert (code, answer["num_cases"]) == (0, 8)
+    assert len(engine.made) == len(set(engine.made)) == 8  # not 16: the scenarios are alike
+    assert cases_of("r")[0] == "small.dp1-attn"
+    assert cases_of("r")[-1] == "other.dp2-full_iteration"
+    manifest = RunFolder.open(Path("r")).manifest
+    assert (manifest["tier"], manifest["scenario"]) == ("smoke", "smoke")
+    assert [part["num_cases"] for part in manifest["selected"]] == [4, 4]
+    assert main(["run", "scenarios/free.yaml", "--out", "s"]) == 0
+    assert cases_of("s")[0] == "dp1-attn"  # one file: ids as they are
+
+
+def test_selections_are_said_and_legs_stay(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pairwise choice covers all pairs, keeps every reference, and says what it left out."""
+    assert main(["run", str(folder / "wide.yaml"), "--out", "r"]) == 0
+    said = capsys.readouterr().out
+    chosen = RunFolder.open(Path("r"))
+    assert len(chosen.cases) < 16
+    note = f"wide: {len(chosen.cases)} of 16 cases cover all "
+    assert note in said
+    assert chosen.manifest["notes"][0].startswith(note)
+    for case in chosen.cases:
+        assert all(chosen.finished(getattr(case, leg).key) for leg in ("reference", "control"))
+    code, answer = run_json(capsys, "run", str(folder / "wide.yaml"), "--select", "all")
+    assert (code, answer["num_cases"]) == (0, 16)
+    narrow = ("-k", "seed2 and steps5 and steps2 and attn")
+    assert run_json(capsys, "run", str(folder / "wide.yaml"), *narrow)[1]["num_cases"] == 1
+
+
+def test_changed_leaves_out_what_has_passed_as_it_is(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Passed: left out. Failed, other code, other limits, another environment: run again."""
+    monkeypatch.setattr("harness.commit.describe", lambda root=None: "c" * 40)
+    file = str(folder / "free.yaml")
+    engine.spoil = unequal
+    assert main(["run", file]) == 1
+    changed = ("run", file, "--select", "changed")
+    code, answer = run_json(capsys, *changed)
+    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (1, ["dp1-attn", "dp2-attn"])
+    engine.spoil = lambda spec, record: record
+    # An answer that was no stays in the history: one pass does not outweigh it.
+    assert run_json(capsys, *changed)[1]["num_cases"] == 2
+    assert main([*changed, "-k", "full_iteration"]) == 5
+    assert "2 cases of free have passed as they are now" in capsys.readouterr().err
+    text = Path(file).read_text()
+    Path(file).write_text(text.replace("state: {}", "state: {}, finite: {}"))
+    assert run_json(capsys, *changed)[1]["num_cases"] == 4
+    Path(file).write_text(text)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert run_json(capsys, *changed)[1]["num_cases"] == 4
+    monkeypatch.delenv("NCCL_ALGO")
+    monkeypatch.setattr("harness.commit.describe", lambda root=None: "d" * 40)
+    assert run_json(capsys, *changed)[1]["num_cases"] == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("--tier", "weekly"), 5, "no scenario in scenarios has this tier (tiers there: pr"),
+        (("--tier", "smoke", "--tier", "nightly"), 5, "--tier nightly: no scenario"),
+        (("scenarios", "--shard", "0/0"), 4, "expected from 1 to 1000 shards, got 0"),
+        (("scenarios", "--shard", "5/4"), 4, "from 1 to 4 (the first is 1), got 5"),
+        (("scenarios", "--shard", "0/4"), 4, "got 0"),
+        (("scenarios", "--shard", "two"), 4, "expected I/N, as 2/4, got 'two'"),
+        (("scenarios", "--shard", "-1/4"), 4, "expected I/N"),
+        (("scenarios", "--shard", "1/99999"), 4, "from 1 to 1000 shards"),
+        (("scenarios/free.yaml", "--shard", "4/4"), 5, "shard 4/4 holds no case"),
+        (("scenarios/free.yaml", "--shard", "1/2", "-k", "nothing"), 5, "selects none"),
+        (("scenarios/free.yaml", "--shard", "1/2", "--select", "changed"), 4, "histories differ"),
+        (("--resume", "r", "--shard", "1/2"), 4, "--resume: expected no --shard"),
+        (("--resume", "r", "--tier", "pr"), 4, "--resume: expected no --tier"),
+        (("scenarios/free.yaml", "scenarios/free.yaml", "scenarios/again.yaml"), 4, "the name of"),
+        (("scenarios/free.yaml", "--shard", "1/2", "--costs", "out/history.sqlite"), 4, "does not"),
+        (("scenarios/free.yaml", "--shard", "1/2", "--costs", "none.sqlite"), 4, "none.sqlite"),
+    ],
+)  # fmt: skip
+def test_misuse_is_one_line(
+    args: tuple[str, ...], code: int, said: str, folder: Path, engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A shard, tier or file that cannot be is refused; nothing selected is 5, never 0."""
+    (folder / "again.yaml").write_text((folder / "free.yaml").read_text())
+    if args[0] == "scenarios":
+        (folder / "again.yaml").unlink()
+    if args[0] == "--resume":
+        assert main(["run", str(folder / "free.yaml"), "-k", "dp1-attn", "--out", "r"]) == 0
+        capsys.readouterr()
+    made = len(engine.made)
+    assert main(["run", *args]) == code
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
+    assert len(engine.made) == made
+    assert not list(Path().glob("out/*/manifest.json"))
+
+
+def test_shards_are_all_cases_once_and_ci_can_ask(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job matrix names the shards that hold cases; together they run what one run would."""
+    matrix = run_json(capsys, "list", "scenarios", "--shards", "4")[1]["include"]
+    assert [set(part) for part in matrix] == [
+        {"shard", "cases", "runs", "expected_slot_s"} for _ in matrix
+    ]
+    assert len(matrix) == 4
+    found: list[str] = []
+    for part in matrix:
+        listed = run_json(capsys, "list", "scenarios", "--shard", part["shard"])[1]
+        (cases,) = listed.values()
+        assert len(cases) == part["cases"]
+        found += [case["id"] for case in cases]
+    (every,) = run_json(capsys, "list", "scenarios", "--select", "all")[1].values()
+    assert len(found) == len(set(found))
+    assert set(found) < {case["id"] for case in every}  # wide says pairwise
+    few = run_json(capsys, "list", "scenarios/free.yaml", "--shards", "5")[1]["include"]
+    assert [part["shard"] for part in few] == ["1/5", "2/5"]  # two references
+
+
+def test_merged_shards_are_one_report(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Merged: the cases of an unsharded run in its order, its verdicts, and every run once."""
+    engine.spoil = unequal
+    assert main(["run", *SMOKE, "--out", "whole"]) == 1
+    for index in (1, 2):
+        assert main(["run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}"]) == 1
+    assert run_json(capsys, "merge", "s2", "s1", "--out", "m")[0] == 1
+    assert cases_of("m") == cases_of("whole")
+    before, after = (RunFolder.open(Path(path)).verdicts() for path in ("whole", "m"))
+    assert [(v.case_id, v.outcome) for v in before] == [(v.case_id, v.outcome) for v in after]
+    names = [sorted(p.name for p in Path(path, "runs").iterdir()) for path in ("whole", "m")]
+    assert names[0] == names[1]
+    assert main(["show", cases_of("m")[0], "m"]) == 0
+    assert RunFolder.open(Path("m")).manifest["merged"][0]["shard"] == "2/2"
+
+
+def test_a_missing_shard_shows(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a shard nothing is green: its cases are errors that name it; resuming makes them."""
+    assert main(["run", *SMOKE, "--shard", "1/2", "--out", "s1"]) == 0
+    assert run_json(capsys, "merge", "s1", "--out", "m")[0] == 6
+    verdicts = RunFolder.open(Path("m")).verdicts()
+    lost = [verdict for verdict in verdicts if verdict.outcome == "error"]
+    assert len(lost) == len(cases_of("m")) - len(cases_of("s1")) == 4
+    assert {verdict.message for verdict in lost} == {
+        "shard 2/2 is missing: its run folder was not among those merged"
+    }
+    assert main(["run", "--resume", "m"]) == 0
+
+
+@pytest.fixture
+def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of the time, and nothing is asked of them."""
+    monkeypatch.setattr("harness.cli._build_reports", lambda *_: {})
+
+
+@pytest.mark.usefixtures("no_reports")
+def test_what_a_killed_job_left_is_a_missing_shard(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One folder that cannot be read costs its own cases; a mistyped name is refused."""
+    for index in (1, 2, 3):
+        assert main(["run", *SMOKE, "--shard", f"{index}/3", "--out", f"s{index}"]) in (0, 5)
+    Path("s2/manifest.json").write_text("{")
+    capsys.readouterr()
+    assert main(["merge", "s1", "s2", "typed-wrong", "--out", "m"]) == 4
+    assert "typed-wrong is not a run folder" in capsys.readouterr().err
+    assert main(["merge", "s1", "s2", "--out", "m"]) == 6
+    told = capsys.readouterr().out
+    assert "shard 2/3 is missing: " in told
+    assert "s2 is a damaged run folder" in told
+    lost = [v for v in RunFolder.open(Path("m")).verdicts() if v.outcome == "error"]
+    assert len(lost) == 8 - len(cases_of("s1"))
+    assert main(["merge", "s2", "s2", "--out", "n"]) == 4
+    assert main(["run", "scenarios/free.yaml", "--out", "whole"]) == 0
+    assert main(["merge", "whole", "s2", "--out", "n"]) == 4  # nothing would say what is missed
+    assert not Path("n").exists()
+
+
+@pytest.mark.usefixtures("no_reports")
+def test_a_shard_of_another_commit_does_not_answer_for_this_one(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What an earlier night left in the workspace is refused; an unknown commit is not another."""
+    for index, commit in ((1, "a" * 40), (2, "b" * 40)):
+        monkeypatch.setattr("harness.commit.describe", lambda root=None, commit=commit: commit)
+        assert main(["run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}"]) == 0
+    monkeypatch.setattr("harness.commit.describe", lambda root=None: "")
+    assert main(["run", *SMOKE, "--shard", "2/2", "--out", "unknown"]) == 0
+    capsys.readouterr()
+    assert main(["merge", "s1", "s2", "--out", "m"]) == 4
+    said = capsys.readouterr().err
+    assert f"s2 was made by commit {'b' * 40}, " in said
+    assert f"s1 by {'a' * 40}: expected shards of one night" in said
+    assert main(["merge", "s1", "unknown", "--out", "m"]) == 0
+
+
+def test_a_list_is_cut_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards of a shard are none that `harness run` knows, and what has changed is not cut."""
+    file = folder / "free.yaml"
+    assert main(["list", str(file), "--shards", "2", "--shard", "1/2"]) == 4
+    assert "expected no --shard 1/2 with it" in capsys.readouterr().err
+    file.write_text(SCENARIO + "select: changed\n")
+    for args in (("--shards", "2"), ("--shard", "1/2")):
+        assert main(["list", str(file), *args]) == 4
+        assert "histories differ" in capsys.readouterr().err
+
+
+def test_what_does_not_go_together_is_refused(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards of different cuts, a shard twice, a shard and a whole, the same case twice."""
+    free = str(folder / "free.yaml")
+    made: list[list[str]] = [
+        [free, "--shard", "1/2", "--out", "a"],
+        [free, "--shard", "2/3", "--out", "b"],
+        [free, "--shard", "1/2", "--out", "twice"],
+        [free, "--shard", "2/2", "-k", "not dp1-attn", "--out", "other"],
+        [free, "--out", "whole"],
+        [free, "--out", "again"],
+    ]
+    for args in made:
+        assert main(["run", *args]) == 0
+    for paths, said in (
+        (("a", "b"), "of another cut"), (("a", "other"), "of another cut"),
+        (("a", "twice"), "is shard 1/2, and so is"), (("a", "whole"), "is no shard"),
+        (("whole", "a"), "is shard 1/2"), (("whole", "again"), "holds the case dp1-attn, and so"),
+    ):  # fmt: skip
+        capsys.readouterr()
+        assert main(["merge", *paths, "--out", "m"]) == 4
+        assert said in capsys.readouterr().err
+        assert not Path("m").exists()
+    shards = Path("a/shards.json")
+    shards.write_text(shards.read_text().replace("dp1", "dp9", 1))
+    assert main(["merge", "a", "--out", "m"]) == 4
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_scenario_for_another_device_is_skipped_in_company(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside others, a scenario for GPUs is skipped case by case with the reason."""
+    (folder / "one.yaml").write_text(SCENARIO.replace("device: cpu", "device: cuda"))
+    (folder / "wide.yaml").unlink()
+    code, answer = run_json(capsys, "run", "scenarios")
+    reasons = {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"}
+    assert reasons == {"its scenario is for cuda, this run is on cpu"}
+    assert code == 0
+
+
+def test_engines_must_agree(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run has one engine; --engine decides for all."""
+    (folder / "one.yaml").write_text(SCENARIO.replace("device: cpu", "engine: slurm"))
+    assert main(["run", "scenarios"]) == 4
+    assert "launch.engine: expected that of" in capsys.readouterr().err
+    assert main(["run", "scenarios", "--engine", "local"]) == 0
+
+
+def test_how_busy_the_slots_were_is_kept(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each execution of a folder that made runs adds its figures, and the user is told."""
+    code, answer = run_json(capsys, "run", str(folder / "free.yaml"), "--out", "r", "--slots", "4")
+    assert code == 0
+    told: dict[str, Any] = answer["occupancy"]
+    assert (told["slots"], told["num_runs"], told["busy_slot_s"]) == (4, 8, 0.5 * (4 * 1 + 4 * 2))
+    assert told["share"] == told["busy_slot_s"] / (4 * told["wall_s"])
+    shutil.rmtree(next(Path("r/runs").glob("w2-attn*")))
+    assert main(["run", "--resume", "r"]) == 0
+    assert "slots" in capsys.readouterr().out
+    assert [entry.num_runs for entry in load(Path("r"))] == [8, 1]
+    Path("r/occupancy.json").write_text(json.dumps([{"slots": "x"}]))
+    assert load(Path("r")) == ()
+
+
+def test_costs_order_the_runs(
+    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the history says of a run is what the plan expects of it."""
+    assert main(["run", str(folder / "free.yaml")]) == 0
+    plan = run_json(capsys, "run", str(folder / "free.yaml"), "--dry-run")[1]
+    assert {run["estimate_s"] for run in plan["runs"]} == {0.5}
+    shutil.copy("out/history.sqlite", "costs.sqlite")
+    shards = ("list", str(folder / "free.yaml"), "--shards", "2")
+    by = ("--costs", "costs.sqlite")
+    told = [run_json(capsys, *shards, *more)[1]["include"] for more in ((), by)]
+    assert sum(part["expected_slot_s"] for part in told[0]) > 6.0
+    assert [part["expected_slot_s"] for part in told[1]] == [4 * 0.5 * 2, 4 * 0.5 * 1]
+    assert main(["run", str(folder / "free.yaml"), "--shard", "1/2", *by]) == 0

@@ -1,0 +1,258 @@
+"""Writes run folders without running anything: records that agree, or not, and the real checks."""
+
+import dataclasses
+import hashlib
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.checks import judge
+from harness.records import (
+    DIGEST_GROUPS,
+    CaseSpec,
+    EndRecord,
+    FloatBits,
+    RankExit,
+    RunOutcome,
+    RunSpec,
+    StartRecord,
+    StepRecord,
+    dumps,
+)
+from harness.store import RunFolder, begin_run, save_outcome
+
+TENSORS = {
+    "grads": tuple(f"layers.{i}.attn.qkv.weight" for i in range(4)),
+    "weights": tuple(f"layers.{i}.attn.qkv.weight" for i in range(4)),
+    "optim": tuple(f"layers.{i}.attn.qkv.weight.exp_avg" for i in range(4)),
+    "rng": ("cpu",),
+}
+SCENARIO = """\
+name: fsdp_cudagraph_alignment
+why: Graphing must not change one bit of the loss under FSDP.
+axes: {parallel: [{dp: 1}, {dp: 2}], graph: [eager, [attn], [full_iteration]]}
+compare: {axis: graph, reference: eager, expect: bitwise}
+"""
+HOSTILE = (
+    "<script>alert(1)</script> ]]> \x00 \x1b[31mred\x1b[0m | `tick` ``` @everyone "
+    "https://example.org/x \ud800 \u202eright-to-left \x07 </pre></footer> "
+    "$\\frac{1}$ {{ 7*7 }} & é 漢"
+)
+STEPS = 20
+Edit = Callable[[StepRecord], StepRecord | None]
+ENVIRONMENT = {
+    "python": "3.11.7", "torch": "2.12.0", "device": "cpu", "threads": 1,
+    "corpus": "sha256:2f1c9a", "deterministic": True,
+}  # fmt: skip
+
+
+def bits(value: float) -> FloatBits:
+    return FloatBits.from_bits(int.from_bytes(struct.pack(">f", value), "big"))
+
+
+def ulp(value: FloatBits, distance: int) -> FloatBits:
+    return FloatBits.from_bits(int(value.bits, 16) + distance)
+
+
+def same(record: StepRecord) -> StepRecord:
+    return record
+
+
+@dataclasses.dataclass
+class Writer:
+    """Writes one run folder: cases first, then runs, then verdicts."""
+
+    path: Path
+    scenario: str = SCENARIO
+    steps: int = STEPS
+    wall_s: float = 1.25
+    created: str = "2031-02-03T04:05:06+00:00"
+    cases: list[CaseSpec] = dataclasses.field(default_factory=list)
+    runs: list[tuple[RunSpec, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    unjudged: set[str] = dataclasses.field(default_factory=set)
+
+    def add(self, case_id: str, world_size: int, graph: str, **changes: Any) -> None:
+        """Plan a case; `reference`, `control`, `candidate` say how that run is not whole."""
+        legs = {}
+        for leg, replica, scopes in (
+            ("reference", 0, []), ("control", 1, []), ("candidate", 0, [graph]),
+        ):  # fmt: skip
+            config = {
+                "steps": self.steps, "microbatches": 2, "graph": scopes, "seed": len(self.cases),
+            }  # fmt: skip
+            legs[leg] = RunSpec(
+                config=config, device="cpu", world_size=world_size, timeout_s=300.0, replica=replica
+            )
+            if not changes.get("skip_reason"):
+                self.runs.append((legs[leg], changes.get(leg, {})))
+        self.cases.append(
+            CaseSpec(
+                id=case_id,
+                scenario=changes.get("scenario", "fsdp_cudagraph_alignment"),
+                labels=changes.get("labels", {"parallel": f"dp{world_size}", "graph": graph}),
+                expect="bitwise",
+                checks={
+                    "loss": {}, "state": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0},
+                },
+                skip_reason=changes.get("skip_reason", ""),
+                reference=legs["reference"],
+                control=legs["control"],
+                candidate=legs["candidate"],
+            )
+        )  # fmt: skip
+        if changes.get("unjudged"):
+            self.unjudged.add(case_id)
+
+    def write(self) -> Path:
+        """Write it all and return the folder."""
+        manifest = {
+            "scenario": self.cases[0].scenario if self.cases else "fsdp_cudagraph_alignment",
+            "created": self.created,
+            "command_line": ["harness", "run", "scenarios/smoke/fsdp_cudagraph_alignment.yaml"],
+        }
+        with RunFolder.create(self.path, manifest, self.scenario, self.cases) as folder:
+            for spec, changes in self.runs:
+                self._run(folder.run_folder(spec.key), spec, **changes)
+            for case in self.cases:
+                if case.id in self.unjudged:
+                    continue
+                folder.seal_case(case)
+                legs = [folder.load_run(s) for s in (case.reference, case.control, case.candidate)]
+                folder.save_verdict(judge(case, *legs, wall_s=self.wall_s))
+        return self.path
+
+    def _run(
+        self,
+        path: Path,
+        spec: RunSpec,
+        *,
+        edit: Edit = same,
+        what: str = "",
+        message: str = "",
+        culprit: int | None = None,
+        peak: int = 40 << 20,
+        stop: int | None = None,
+        printed: str = "",
+        environment: dict[str, Any] | None = None,
+    ) -> None:
+        begin_run(path, spec)
+        for rank in range(spec.world_size):
+            lines = [dumps(_start(spec, rank, ENVIRONMENT | (environment or {})))]
+            for step in range(self.steps if stop is None else stop):
+                record = edit(_step(spec, rank, step, peak))
+                if record is not None:
+                    lines.append(dumps(record))
+            if stop is None:
+                lines.append(
+                    dumps(EndRecord(
+                        rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096,
+                        startup_s=0.1, wall_s=1.0,
+                        replays=self.steps if spec.config["graph"] else 0,
+                    ))
+                )  # fmt: skip
+            (path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+            (path / f"rank{rank}.stderr").write_bytes(
+                printed.encode("utf-8", "surrogatepass") if rank == (culprit or 0) else b""
+            )
+        save_outcome(
+            path,
+            RunOutcome(
+                key=spec.key, what=what, message=message, culprit_rank=culprit,  # type: ignore[arg-type]
+                ranks=tuple(
+                    RankExit(rank=r, code=-9 if what and r == culprit else 0)
+                    for r in range(spec.world_size)
+                ),
+                started_unix_s=0.0, wall_s=self.wall_s,
+            ),
+        )  # fmt: skip
+
+
+def _start(spec: RunSpec, rank: int, environment: dict[str, Any]) -> StartRecord:
+    return StartRecord(
+        schema=1, rank=rank, world_size=spec.world_size, pid=rank, device="cpu", tensors=TENSORS,
+        environment={"fingerprint": environment},
+    )  # fmt: skip
+
+
+def _step(spec: RunSpec, rank: int, step: int, peak: int) -> StepRecord:
+    micro = tuple(
+        bits(1.5 + 4.0 * math.exp(-step / 6) + 0.05 * math.sin(3 * step + rank + 2 * m))
+        for m in range(2)
+    )
+    seed = f"{spec.world_size}/{spec.config['seed']}/{rank}/{step}"
+    return StepRecord(
+        step=step, rank=rank, loss=micro[0], microbatch_losses=micro,
+        grad_norm=bits(1.0 / (1 + step)),
+        digests={
+            group: "".join(
+                hashlib.md5(f"{seed}/{group}/{name}".encode()).hexdigest()
+                for name in TENSORS[group]
+            )
+            for group in DIGEST_GROUPS
+        },
+        nonfinite=dict.fromkeys(DIGEST_GROUPS, ()), step_s=0.01, live_bytes=peak // 2,
+        peak_bytes=peak + rank * 4096,
+    )  # fmt: skip
+
+
+def drift(record: StepRecord) -> StepRecord:
+    """One ulp on a weight of the last rank at step 7, that reaches the loss at step 9."""
+    digests = dict(record.digests)
+    if record.rank == 1 and record.step >= 7:
+        for group in ("weights", "optim") if record.step == 7 else DIGEST_GROUPS[:3]:
+            text = digests[group]
+            digests[group] = text[:64] + f"{int(text[64:96], 16) ^ 1:032x}" + text[96:]
+    distance = 0 if record.step < 9 else (record.step - 8) ** 2
+    return dataclasses.replace(record, digests=digests, loss=ulp(record.loss, distance))
+
+
+def nan_at_12(record: StepRecord) -> StepRecord:
+    if record.step < 12:
+        return record
+    return dataclasses.replace(
+        record, loss=FloatBits.from_bits(0x7FC00000),
+        nonfinite={"grads": ("layers.2.attn.qkv.weight",)} if record.rank else {},
+    )  # fmt: skip
+
+
+def negative_zero(record: StepRecord) -> StepRecord:
+    zero = 0x80000000 if record.step == 5 and record.rank == 0 else 0
+    return dataclasses.replace(record, loss=FloatBits.from_bits(zero))
+
+
+def positive_zero(record: StepRecord) -> StepRecord:
+    return dataclasses.replace(record, loss=FloatBits.from_bits(0))
+
+
+def without_step_4(record: StepRecord) -> StepRecord | None:
+    return None if record.step == 4 and record.rank == 1 else record
+
+
+def add_everything(writer: Writer) -> Writer:
+    """Passes, every kind of failure, errors, incomparables, a skip, and a case not judged."""
+    add = writer.add
+    add("dp1-attn", 1, "attn")
+    add("dp1-full_iteration", 1, "full_iteration")
+    add("dp2-attn", 2, "attn", candidate={"edit": drift})
+    add("dp2-full_iteration", 2, "full_iteration", candidate={"edit": nan_at_12})
+    add("dp3-attn", 3, "attn", candidate={
+        "what": "hang", "message": f"rank 1 did not finish within 300 s; {HOSTILE}", "culprit": 1,
+        "stop": 9,
+        "printed": "line\n" * 50 + "x" * 1_000_000 + f"\n{HOSTILE}\nlast line\n",
+    })  # fmt: skip
+    add("dp3-full_iteration", 3, "full_iteration", candidate={"peak": 100 << 20})
+    add("dp4-attn", 4, "attn", candidate={"edit": without_step_4})
+    add("dp4-full_iteration", 4, "full_iteration", control={"edit": drift})
+    add("dp5-attn", 5, "attn", reference={
+        "what": "oom", "message": "rank 0 ran out of memory", "culprit": 0, "stop": 3,
+        "printed": "OutOfMemoryError: tried to allocate 2 GiB\n",
+    })  # fmt: skip
+    add("dp5-full_iteration", 5, "full_iteration", candidate={"environment": {"torch": "2.13.0"}})
+    add("dp6-attn", 6, "attn", skip_reason="needs 6 GPUs, this machine has 0")
+    add("dp6-full_iteration", 6, "full_iteration", unjudged=True)
+    add("dp7-attn", 1, "attn", labels={"parallel": "dp7", "graph": HOSTILE},
+        reference={"edit": positive_zero}, control={"edit": positive_zero},
+        candidate={"edit": negative_zero})  # fmt: skip
+    return writer

@@ -1,0 +1,118 @@
+"""The page's filter means what `-k` means, and what it selects can be linked to."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quickjs
+
+import reports
+from harness.errors import UsageError
+from harness.select import compile_expression
+from tests.pace import in_paces
+
+FILTER = Path(reports.__file__).parent / "templates" / "filter.js"
+AXES = [["model", ["dense", "moe"]], ["graph", ["attn", "attn+mlp", "full_iteration"]]]
+OUTCOMES = ["failed", "error", "incomparable", "passed", "skipped"]
+WORDS = ("dp2", "DP24", "attn", "mlp", "model=moe", "graph=attn+mlp", "x" * 9)
+
+
+def index(num_cases: int) -> dict[str, Any]:
+    rng = random.Random(num_cases)
+    cases = [
+        [f"dp{n}-{n % 7}", rng.randrange(5), rng.randrange(-1, 4), [n % 2, rng.randrange(-1, 3)]]
+        for n in range(num_cases)
+    ]
+    return {"outcomes": OUTCOMES, "axes": AXES, "cases": cases}
+
+
+class Script:
+    """The page's filter over one index."""
+
+    def __init__(self, cases: dict[str, Any]) -> None:
+        self.engine = quickjs.Context()
+        self.engine.eval(FILTER.read_text())
+        self.engine.eval(f"const index = {json.dumps(cases)}; const texts = known(index);")
+
+    def ask(self, expression: str) -> Any:
+        return json.loads(self.engine.eval(f"JSON.stringify({expression})"))
+
+    def choose(self, **wish: Any) -> dict[str, Any]:
+        full = {"words": "", "outcomes": [], "axes": {}, "cause": -1} | wish
+        answer: dict[str, Any] = self.ask(f"choose(index, texts, {json.dumps(full)})")
+        return answer
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script(index(60))
+
+
+def expression(rng: random.Random, depth: int = 0) -> str:
+    kind = rng.randrange(6 if depth < 4 else 2)
+    if kind < 2:
+        return rng.choice(WORDS)
+    if kind == 2:
+        return f"not {expression(rng, depth + 1)}"
+    if kind == 3:
+        return f"({expression(rng, depth + 1)})"
+    join = " and " if kind == 4 else " or "
+    return join.join(expression(rng, depth + 1) for _ in range(rng.randrange(2, 4)))
+
+
+def test_words_mean_what_they_mean_to_the_command_line(script: Script) -> None:
+    """Any expression selects the same cases in the page as `-k` does."""
+    rng = random.Random(7)
+    texts = script.ask("texts")
+    selected = 0
+    for _ in range(300):
+        text = expression(rng)
+        matches = compile_expression(text)
+        expected = [matches(known) for known in texts]
+        assert script.choose(words=text)["shown"] == expected, text
+        selected += sum(expected)
+    assert 0 < selected < 300 * len(texts)
+
+
+@pytest.mark.parametrize("text", ["and", "a b", "(a", "a)", "not", "a or", "()", "not " * 51 + "a"])
+def test_what_the_command_line_refuses_the_page_refuses(script: Script, text: str) -> None:
+    """An expression that cannot be read is told, not guessed at."""
+    with pytest.raises(UsageError):
+        compile_expression(text)
+    with pytest.raises(quickjs.JSException, match="expected"):
+        script.choose(words=text)
+
+
+def test_outcomes_axes_and_causes_narrow_together(script: Script) -> None:
+    """Only cases that fit every wish are shown; the chips count what fits all but the outcome."""
+    cases = index(60)["cases"]
+    answer = script.choose(outcomes=[0, 1], axes={"0": 1}, cause=2)
+    fits = [values[0] == 1 and cause == 2 for _, _, cause, values in cases]
+    assert any(answer["shown"])
+    assert answer["shown"] == [
+        fit and outcome in (0, 1) for fit, (_, outcome, _, _) in zip(fits, cases, strict=True)
+    ]
+    assert answer["counts"] == [
+        sum(fit and outcome == place for fit, (_, outcome, _, _) in zip(fits, cases, strict=True))
+        for place in range(5)
+    ]
+    assert script.choose(axes={"1": 1})["shown"] == [values[1] == 1 for _, _, _, values in cases]
+    assert script.choose()["shown"] == [True] * 60
+
+
+def test_a_wish_goes_into_the_address_and_comes_back(script: Script) -> None:
+    """What is shown can be sent as a link; an address that says nothing known shows everything."""
+    wish = {"words": "a & b=c (d)", "outcomes": [0, 3], "axes": {"1": 1}, "cause": 2}
+    assert script.ask(f"read(index, written(index, {json.dumps(wish)}))") == wish
+    nothing = {"words": "", "outcomes": [], "axes": {}, "cause": -1}
+    assert script.ask(f"written(index, {json.dumps(nothing)})") == ""
+    for fragment in ("", "#dp2-attn", "#?o=green&axis.graph=none&cause=-7&%E0=%zz", "#?=&&"):
+        assert script.ask(f"read(index, {json.dumps(fragment)})") == nothing
+
+
+def test_a_thousand_cases_are_filtered_at_once() -> None:
+    """Even in a small interpreter without a compiler a filter over 1,000 cases takes no pace."""
+    script = Script(index(1000))
+    assert in_paces(lambda: script.choose(words="attn and not (dp2 or dp3)")) < 1  # 0.05 measured

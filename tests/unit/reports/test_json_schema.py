@@ -1,0 +1,121 @@
+"""Published schemas: those of the code, met by what is written, and by nothing that is damaged."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from harness.records import RecordError, Verdict, parse_record
+from reports import json_report
+from reports.json_schema import FOLDER, schemas, text_of
+from reports.summary import Report
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
+
+NAMES = ("record", "outcome", "verdict", "case", "report", "run")
+
+
+def validator(name: str) -> Draft202012Validator:
+    return Draft202012Validator(json.loads((FOLDER / f"{name}.schema.json").read_text()))
+
+
+def lines_of(folder: Path) -> list[str]:
+    return [
+        line
+        for path in sorted(folder.glob("runs/*/rank*.jsonl"))[:8]
+        for line in path.read_text().splitlines()
+    ]
+
+
+def test_schemas_are_those_of_the_code() -> None:
+    """What is published is what the code says now: `python -m reports.json_schema` writes it."""
+    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(
+        f"{name}.schema.json" for name in NAMES
+    )
+    for name, schema in schemas().items():
+        Draft202012Validator.check_schema(schema)
+        assert (FOLDER / f"{name}.schema.json").read_text() == text_of(schema), name
+
+
+@pytest.mark.parametrize("name", ["outcome", "verdict", "case"])
+def test_files_of_a_run_folder_fit(everything: Path, name: str) -> None:
+    """Every file of these kinds in a folder with every outcome is valid."""
+    paths = [*everything.glob(f"cases/*/{name}.json"), *everything.glob(f"runs/*/{name}.json")]
+    assert paths
+    for path in paths:
+        validator(name).validate(json.loads(path.read_text()))
+
+
+def test_records_fit_and_damaged_ones_do_not(everything: Path) -> None:
+    """A line is valid exactly if the harness decodes it, whichever of its keys is spoilt."""
+    lines = {json.loads(line)["kind"]: json.loads(line) for line in lines_of(everything)}
+    assert set(lines) == {"start", "step", "end"}
+    lines["event"] = {"kind": "event", "name": "n", "rank": 0, "step": 1, "detail": {"a": [1]}}
+    lines["error"] = {
+        "kind": "error", "rank": 0, "step": 1, "what": "oom", "type": "E", "message": "m",
+        "traceback": "t", "blames": None,
+    }  # fmt: skip
+    check = validator("record")
+    spoilt = 0
+    for plain in lines.values():
+        assert check.is_valid(plain)
+        parse_record(json.dumps(plain))
+        for damaged in damages(plain):
+            spoilt += 1
+            assert check.is_valid(damaged) == decodes(damaged), damaged
+    assert spoilt > 100
+
+
+def damages(plain: dict[str, Any]) -> list[dict[str, Any]]:
+    """The record with one key away, unknown, or of another type."""
+    found = [plain | {"unknown": 1}, plain | {"kind": "other"}]
+    for key in plain:
+        found.append({k: v for k, v in plain.items() if k != key})
+        others: tuple[Any, ...] = (None, [], {}, "x", 1, True)
+        found += [plain | {key: value} for value in others]
+    if "loss" in plain:
+        found.append(plain | {"loss": plain["loss"] | {"bits": "XYZ"}})
+    return found
+
+
+def decodes(plain: dict[str, Any]) -> bool:
+    try:
+        parse_record(json.dumps(plain))
+    except RecordError:
+        return False
+    return True
+
+
+def test_the_report_fits(summary: Report) -> None:
+    """report.json of every outcome is valid; with an unknown key, or a verdict cut, it is not."""
+    plain = json.loads(json_report.render(summary))
+    check = validator("report")
+    check.validate(plain)
+    for place in ((), ("cases", 0), ("cases", 0, "verdict"), ("times",), ("counts",)):
+        damaged = copy.deepcopy(plain)
+        at: Any = damaged
+        for key in place:
+            at = at[key]
+        at["unknown"] = 1
+        assert not check.is_valid(damaged)
+        del at["unknown"]
+        del at[next(iter(at))]
+        assert not check.is_valid(damaged)
+
+
+def test_what_the_command_line_prints_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`harness run --json` prints what its schema says."""
+    from harness import cli, launch
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "LocalEngine", FakeEngine())
+    monkeypatch.setattr(cli, "_build_reports", lambda folder, *_: {"html": folder / "index.html"})
+    Path("s.yaml").write_text(SCENARIO)
+    _, answer = run_json(capsys, "run", "s.yaml", "--out", "r", "--slots", "2", "--no-history")
+    validator("run").validate(answer)
+    assert [Verdict.from_json(plain).outcome for plain in answer["verdicts"]] == ["passed"] * 4
+    assert not validator("run").is_valid(answer | {"unknown": 1})

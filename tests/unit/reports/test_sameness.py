@@ -1,0 +1,64 @@
+"""One command says whether two run folders came to the same results, and where they did not."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness import cli, launch
+from harness.cli import main
+from reports.normalise import normalise
+from reports.sameness import differences
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, unequal
+
+FILES = {"index.html", "report.md", "junit.xml", "report.json"}
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Two with the same results, one of which was interrupted; one with others."""
+    (tmp_path / "s.yaml").write_text(SCENARIO)
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_build_reports", lambda folder, *_: {})  # they take seconds
+        for name in ("whole", "resumed", "other"):
+            engine = FakeEngine()
+            engine.spoil = unequal if name == "other" else engine.spoil
+            patch.setattr(launch, "LocalEngine", engine)
+            args = ["run", "s.yaml", "-k", "dp1-attn", "--out", name, "--slots", "1"]
+            assert main([*args, "--no-history"]) == int(name == "other")
+    run = next((tmp_path / "resumed/runs").iterdir())
+    shutil.copytree(run, run.with_name(f"{run.name}.attempt0"))
+    (run.with_name(f"{run.name}.attempt0") / "outcome.json").unlink()
+    return {name: tmp_path / name for name in ("whole", "resumed", "other")}
+
+
+def test_a_resumed_run_is_the_same_as_one_that_nobody_disturbed(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An attempt more, other times and another place are no difference; what is kept is equal."""
+    whole, resumed, kept = folders["whole"], str(folders["resumed"]), tmp_path / "kept"
+    assert main(["report", resumed, "--normalised", str(kept), "--same-as", str(whole)]) == 0
+    assert "not as in" not in capsys.readouterr().err
+    assert {path.name for path in kept.iterdir()} == FILES
+    for path in kept.iterdir():
+        theirs = whole / "report" / path.name
+        assert path.read_text() == normalise(path.name, theirs.read_text(), whole)
+        assert "attempt0" not in path.read_text()
+
+
+def test_other_results_are_told_file_by_file(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A difference ends with exit code 1 and names each file, the line, and both sides."""
+    assert main(["report", str(folders["other"]), "--same-as", str(folders["whole"])]) == 1
+    told = capsys.readouterr().err
+    for name in FILES:
+        assert f"not as in {folders['whole']}: {name}: line " in told
+
+
+def test_a_file_that_one_side_lacks_is_a_difference() -> None:
+    """Nothing is compared with nothing as if it were equal; lines beyond the end count."""
+    assert differences({"a": "x\ny"}, {"a": "x\ny"}) == ()
+    assert differences({"a": "x"}, {}) == ("a: line 1: 'x' is '' there",)
+    assert differences({"a": "x"}, {"a": "x\n"}) == ("a: line 2: '(no line)' is '' there",)
