@@ -56,6 +56,8 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     service = functools.partial(CaseService, make_engine=pretend_engine.PretendEngine)
     monkeypatch.setattr(session, "CaseService", service)
     monkeypatch.setattr(pretend_engine, "MADE", [])
+    for name in ("CI", "BUILD_NUMBER"):  # pytest cuts its summary to the terminal but not in CI
+        monkeypatch.delenv(name, raising=False)
     (pytester.path / "scenarios").mkdir()
     (pytester.path / "scenarios/a.yaml").write_text(scenario())
 
