@@ -7,38 +7,11 @@ itself, so that the legs differ in one thing only.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
-from harness.records import What
+from harness.faults.fault import Argument, Fault
 
-Argument = Literal["step", "rank", "tensor"]
 LEGS = ("candidate", "reference", "control")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One entry of the catalogue.
-
-    Attributes:
-        name: what a scenario's `plant.fault` says.
-        description: one sentence for people.
-        takes: which of step, rank and tensor mean something to it; giving another is an error.
-        expects: the `what` values that a verdict may name when the fault is in the candidate.
-        devices: where it can be planted.
-        counterpart: fault planted in the legs that do not get this one, or "".
-        scopes: graph scopes of which the run needs one; empty if it needs none.
-    """
-
-    name: str
-    description: str
-    takes: tuple[Argument, ...]
-    expects: tuple[What, ...]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    counterpart: str = ""
-    scopes: tuple[str, ...] = ()
-
 
 _HOLD_ATTENTION = ("attn", "layer", "full_iteration")
 _AT_TENSOR: tuple[Argument, ...] = ("step", "rank", "tensor")

@@ -24,10 +24,12 @@ import torch
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
+from harness.faults.catalogue import CATALOGUE
 from harness.records import EventRecord, PlantSpec, RunSpec
 from harness.worker.capture_faults import PLACES, plant_in_capture
+from harness.worker.plants import PLANTINGS
+from harness.worker.plants.planting import Planting
 from harness.worker.record_file import RecordFile
-from harness.worker.stress import ORDER_FAULTS
 
 _LEAKED_BYTES = {"leak": 1 << 20, "small_leak": 64 << 10}
 """What each leak keeps more of a step."""
@@ -42,8 +44,10 @@ class Plant:
 
     def __init__(self, spec: RunSpec, rank: int, file: RecordFile) -> None:
         plant = spec.plant
+        everywhere = plant is not None and CATALOGUE[plant.fault].everywhere
         target = -1 if plant is None else plant.rank % spec.world_size
-        self._plant: PlantSpec | None = plant if rank == target else None
+        self._plant: PlantSpec | None = plant if everywhere or rank == target else None
+        self._planting = PLANTINGS.get(self._fault, Planting())
         self._everywhere = "" if plant is None else plant.fault
         self._rank, self._file = rank, file
         self._last_step = ""
@@ -60,6 +64,8 @@ class Plant:
 
         Capturing takes collectives of its own, so all ranks skip it, or none.
         """
+        if self._planting.before_make is not None:
+            config = self._planting.before_make(config)
         return replace(config, graph=()) if self._everywhere == "skip_graphs" else config
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -86,8 +92,8 @@ class Plant:
         if self._fault in PLACES:
             assert action is not None
             action = functools.partial(plant_in_capture, trainer, self._fault, action)
-        if self._plant.fault in ORDER_FAULTS:
-            action = functools.partial(ORDER_FAULTS[self._plant.fault], trainer)
+        if self._planting.before_step is not None:
+            action = functools.partial(self._planting.before_step, trainer)
         if action is not None:
             self._announce(step)
             action()
@@ -101,6 +107,12 @@ class Plant:
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Act after the optimizer of `step`, before its digests are read."""
         if self._plant is None or step != self._plant.step:
+            return
+        if self._planting.after_step is not None:
+            with torch.no_grad(), trainer.device.on(trainer.stream):
+                self._planting.after_step(trainer)
+            trainer.redigest_state()
+            self._announce(step)
             return
         values = {"nan": float("nan"), "negative_zero": -0.0, "positive_zero": 0.0}
         if self._plant.fault != "ulp" and self._plant.fault not in values:

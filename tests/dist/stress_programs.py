@@ -11,7 +11,7 @@ from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.stressed import StressedTrainer
-from harness.worker.stress import ORDER_FAULTS
+from harness.worker.plants.streams import ORDER_FAULTS
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
 
@@ -98,7 +98,7 @@ def train_misordered_each(
 
 
 def train_misordered(stressed: Stressed, fault: str, step: int) -> tuple[str, Any]:
-    """All steps with a fault of `harness.worker.stress` on every rank: what was raised, or seen."""
+    """All steps with a fault of `plants.streams` on every rank: what was raised, or seen."""
     config = stressed.config
     trainer = make_trainer(config, build_axes(config.parallel, device()), device())
     seen = []

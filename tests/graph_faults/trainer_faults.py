@@ -14,7 +14,7 @@ from fsdp_core.graph.host import HostGraph
 from fsdp_core.graph.slot import Slot
 from fsdp_core.graph.undo import Undo
 from fsdp_core.train.build import roots
-from harness.worker.stress import ORDER_FAULTS
+from harness.worker.plants.streams import ORDER_FAULTS
 from tests.graph_faults.programs import WARMUP, Moments, Planting
 from tests.graph_faults.training import Training
 
@@ -180,7 +180,7 @@ def gradients_alias(moments: Moments) -> Iterator[None]:
 
 
 def misordered(name: str, step: int = CAPTURED) -> Planting:
-    """A fault of `harness.worker.stress`, by default from the first step that only replays."""
+    """A fault of `plants.streams`, by default from the first step that only replays."""
 
     @contextlib.contextmanager
     def plant(moments: Moments) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""From a red cell to its cause: place, tensor, rank, element, configuration, commit."""
