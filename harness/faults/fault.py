@@ -31,11 +31,23 @@ class Cell:
         settings: over those of `harness.faults.catalogue.BASE`, as `base` of a scenario has them.
         graph: scopes of the candidate; empty if it is eager, as the reference always is.
         stress: stressors of the candidate.
+        step: `plant.step`, of a fault that takes one: graphs are captured in step 2.
+        rank: `plant.rank`, of a fault that takes one; -1 is the last.
+        tensor: `plant.tensor`, of a fault that takes one; "" for the fault's own choice.
+        legs: `plant.legs`.
+        checks: with their limits, beside loss, state and finite: `{"peak_memory": {...}}`.
+        timeout_s: of a run; little where it ends in one.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     graph: tuple[str, ...] = ()
     stress: tuple[str, ...] = ()
+    step: int = 3
+    rank: int = -1
+    tensor: str = ""
+    legs: tuple[str, ...] = ("candidate",)
+    checks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
