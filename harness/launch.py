@@ -219,19 +219,38 @@ def prepare_rerun(
         HarnessError: not a case folder, or the case cannot run here.
     """
     case = load_case(case_folder).case
-    check_whole(case_folder, [dataclasses.replace(case, skip_reason="")])
+    fresh = dataclasses.replace(case, skip_reason="")
+    check_whole(case_folder, [fresh])
+    why = f"Case {case.id} of {case.scenario}, run again."
+    return prepare_cases(
+        [fresh], name=case.scenario, why=why, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs
+    )
+
+
+def prepare_cases(
+    cases: Sequence[CaseSpec],
+    *,
+    name: str,
+    why: str,
+    slots: int | None = None,
+    ranks_per_gpu: int | None = None,
+    jobs: int | None = None,
+) -> Prepared:
+    """Plan cases of one device that come from no scenario file.
+
+    Raises:
+        HarnessError: the machine cannot run them.
+    """
     here = machine.describe()
-    device = case.candidate.device
+    device = cases[0].candidate.device
     machine.resolve_device(device, here)
     count, devices = _slots(slots, device, here, ranks_per_gpu)
-    fresh = dataclasses.replace(case, skip_reason="")
-    why = f"Case {case.id} of {case.scenario}, run again."
     return Prepared(
-        name=case.scenario,
+        name=name,
         why=why,
-        # Not a scenario to run: it only names this for the report. cases.json holds the case.
-        text=f"name: {json.dumps(case.scenario)}\nwhy: {json.dumps(why)}\n",
-        plan=make_plan([fresh], slots=count, jobs=jobs),
+        # Not a scenario to run: it only names this for the report. cases.json holds the cases.
+        text=f"name: {json.dumps(name)}\nwhy: {json.dumps(why)}\n",
+        plan=make_plan(cases, slots=count, jobs=jobs),
         device=device,
         devices=devices,
         machine=here,

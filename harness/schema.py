@@ -127,9 +127,16 @@ def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Sc
     Raises:
         ScenarioError: the file or an option cannot be used; one line says where and why.
     """
-    path = Path(path)
-    source = read_bytes(path)
-    origin = Origin(str(path), 1)
+    return decode_scenario(read_bytes(Path(path)), str(Path(path)), overrides=overrides)
+
+
+def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Overrides()) -> Scenario:
+    """Decode what a scenario file holds, or would hold; `path` names it in messages.
+
+    Raises:
+        ScenarioError: as `load_scenario`.
+    """
+    origin = Origin(path, 1)
     root = parse_bytes(source, origin)
     sections = take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
     base = _decode_base(sections.get("base"), overrides.sets)
@@ -148,7 +155,7 @@ def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Sc
     return Scenario(
         name=decode_name(sections["name"]),
         why=decode_why(sections["why"]),
-        path=str(path),
+        path=path,
         source=source,
         base=joined(base, _owners(axes), soak),
         axes=axes,
