@@ -22,6 +22,11 @@ Phase = Literal[
 `reduce`: gradients over ranks, and their norm; `state`: what is kept between steps and changed by
 none of these; `capture`: making graphs; `outside`: the process, its records, its machine."""
 
+AT_STEP: tuple[Argument, ...] = ("step", "rank")
+AT_TENSOR: tuple[Argument, ...] = ("step", "rank", "tensor")
+HOLD_ATTENTION = ("attn", "layer", "full_iteration")
+"""Scopes in which attention is captured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:

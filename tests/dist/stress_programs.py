@@ -11,7 +11,7 @@ from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
 from fsdp_core.train import Trainer, make_trainer
 from fsdp_core.train.stressed import StressedTrainer
-from harness.worker.plants.streams import ORDER_FAULTS
+from harness.worker.plants import act_before_step
 from tests.dist.train_layout_programs import STEPS, Run, bits
 
 
@@ -98,14 +98,14 @@ def train_misordered_each(
 
 
 def train_misordered(stressed: Stressed, fault: str, step: int) -> tuple[str, Any]:
-    """All steps with a fault of `plants.streams` on every rank: what was raised, or seen."""
+    """All steps with a fault of `harness.worker.plants` on every rank: what was raised, or seen."""
     config = stressed.config
     trainer = make_trainer(config, build_axes(config.parallel, device()), device())
     seen = []
     try:
         for number in range(STEPS):
             if number == step:
-                ORDER_FAULTS[fault](trainer)
+                act_before_step(fault, trainer)
             seen.append(bits(trainer, number))
     except Exception as error:  # noqa: BLE001 - the answer
         return type(error).__name__, str(error)

@@ -14,7 +14,7 @@ from fsdp_core.graph.host import HostGraph
 from fsdp_core.graph.slot import Slot
 from fsdp_core.graph.undo import Undo
 from fsdp_core.train.build import roots
-from harness.worker.plants.streams import ORDER_FAULTS
+from harness.worker.plants import act_before_step
 from tests.graph_faults.programs import WARMUP, Moments, Planting
 from tests.graph_faults.training import Training
 
@@ -180,11 +180,11 @@ def gradients_alias(moments: Moments) -> Iterator[None]:
 
 
 def misordered(name: str, step: int = CAPTURED) -> Planting:
-    """A fault of `plants.streams`, by default from the first step that only replays."""
+    """A fault of `harness.worker.plants`, by default from the first step that only replays."""
 
     @contextlib.contextmanager
     def plant(moments: Moments) -> Iterator[None]:
-        moments.before(step, lambda p: ORDER_FAULTS[name](cast("Training", p).trainer))
+        moments.before(step, lambda p: act_before_step(name, cast("Training", p).trainer))
         yield
 
     return plant

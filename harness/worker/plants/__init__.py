@@ -1,15 +1,41 @@
 """What each planted fault does in a rank, by its name in the catalogue.
 
-One module a class of `harness.faults`; each has its PLANTINGS, and this one has them all.
+One module a kind of `harness.faults`; each has its PLANTINGS, and this one has them all.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from fsdp_core.train import Trainer
+from harness.worker.plants import (
+    addresses,
+    capture,
+    collectives,
+    data,
+    hooks,
+    infrastructure,
+    numerics,
+    streams,
+)
 from harness.worker.plants.planting import Planting
-from harness.worker.plants.streams import ORDER_FAULTS
+
+_KINDS = (
+    hooks, addresses, streams, capture, collectives, numerics, data, infrastructure,
+)  # fmt: skip
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
-    {name: Planting(before_step=act) for name, act in ORDER_FAULTS.items()}
+    {name: planting for kind in _KINDS for name, planting in kind.PLANTINGS.items()}
 )
 """Every fault that is no business of records or processes, which `harness.worker.plant` sees to."""
+
+
+def act_before_step(name: str, trainer: Trainer) -> None:
+    """Plant a fault that acts before a step, at once.
+
+    Raises:
+        KeyError: no fault of that name acts then.
+    """
+    act = PLANTINGS[name].before_step
+    if act is None:
+        raise KeyError(name)
+    act(trainer)

@@ -1,27 +1,25 @@
-"""Faults in the order of FSDP's work, and in who owns memory when: what stressors are for.
+"""Faults in the order of FSDP's work, and of memory given back too soon: what stressors are for.
 
     gather_ignores_writes      gathers do not wait for what is written on the compute stream
     compute_ignores_gather     compute does not wait for the gather of its weights
     buffer_ignores_reduction   a gradient buffer is given back while it is being reduced
     reduction_freed_early      outputs of a reduction are freed while it writes them
     early_release              the root's weights are given back before they are used
-    unstable_buffers           gathered weights get other memory each time, under captured graphs
 
-On the CPU, and on a GPU that has nothing else to do, a plain run shows none of them but the last,
-and that by luck. Each is planted in one rank, from a step on, and changes no collective.
+On the CPU, and on a GPU that has nothing else to do, a plain run shows none of them. Each is
+planted in one rank, from a step on, and changes no collective.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fsdp_core.fsdp.dynamic_pool import DynamicPool
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.schedule import Schedule
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.stress.pools import WatchedPool
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
+from harness.worker.plants.planting import Planting
 
 
 def _schedules(trainer: Trainer) -> Iterator[Schedule]:
@@ -108,26 +106,13 @@ def _give_back_twice(schedule: Schedule, unit: Unit, group: ParamGroup) -> None:
     group.reshard = take_again  # type: ignore[method-assign]
 
 
-def _unstable_buffers(trainer: Trainer) -> None:
-    for schedule in _schedules(trainer):
-        unstable, pool = DynamicPool(schedule.device), schedule.pool
-        if isinstance(pool, WatchedPool):
-            pool.inner = unstable
-            continue
-        schedule.pool = unstable
-        for unit in schedule.units:
-            for group in unit.groups:
-                group.pool = unstable
-
-
-ORDER_FAULTS: Mapping[str, Callable[[Trainer], None]] = MappingProxyType(
+PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {
-        "gather_ignores_writes": _gather_ignores_writes,
-        "compute_ignores_gather": _compute_ignores_gather,
-        "buffer_ignores_reduction": _buffer_ignores_reduction,
-        "reduction_freed_early": _reduction_freed_early,
-        "early_release": _early_release,
-        "unstable_buffers": _unstable_buffers,
+        "gather_ignores_writes": Planting(before_step=_gather_ignores_writes),
+        "compute_ignores_gather": Planting(before_step=_compute_ignores_gather),
+        "buffer_ignores_reduction": Planting(before_step=_buffer_ignores_reduction),
+        "reduction_freed_early": Planting(before_step=_reduction_freed_early),
+        "early_release": Planting(before_step=_early_release),
     }
 )
-"""What each fault of this kind does to a trainer, by its name in the catalogue."""
+"""By name in the catalogue."""

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from importlib import import_module
+from typing import get_args
 
 from harness.faults.catalogue import CATALOGUE
+from harness.faults.fault import Kind
 from harness.records import WHATS
 
 
@@ -16,6 +19,19 @@ def test_entries_are_whole() -> None:
         assert set(fault.devices) <= {"cpu", "cuda"}
         assert fault.expects
         assert set(fault.expects) <= set(WHATS) - {""}
+
+
+def test_entries_stand_with_their_kind() -> None:
+    """A fault is in the module of its kind, once, and says where a search must end."""
+    num = 0
+    for kind in get_args(Kind):
+        for fault in import_module(f"harness.faults.{kind}").FAULTS:
+            assert fault.kind == kind
+            assert CATALOGUE[fault.name] is fault
+            assert fault.symptom
+            assert fault.points_at is not None
+            num += 1
+    assert num == len(CATALOGUE)
 
 
 def test_counterparts_exist_and_take_the_same() -> None:

@@ -1,0 +1,61 @@
+"""Work that does not wait for other work, and memory that is given back too soon."""
+
+from harness.faults.fault import AT_STEP, Cell, Fault, Pointer
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        name="gather_ignores_writes",
+        description="Gathers do not wait for what is written on the compute stream.",
+        takes=AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+        kind="streams",
+        source="F31",
+        symptom="on a busy GPU, weights of the step before; losses drift",
+        cell=Cell(graph=("attn",), stress=("races",)),
+        points_at=Pointer(phase="forward", module="embedding", tensor="root main_weight"),
+    ),
+    Fault(
+        name="compute_ignores_gather",
+        description="Compute does not wait for the gather of its weights.",
+        takes=AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+        kind="streams",
+        source="F32",
+        symptom="on a busy GPU, garbage in the first product",
+        cell=Cell(graph=("attn",), stress=("races",)),
+        points_at=Pointer(phase="forward", module="embedding", tensor="gather buffer of unit root"),
+    ),
+    Fault(
+        name="buffer_ignores_reduction",
+        description="A gradient buffer is given back while it is being reduced.",
+        takes=AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+        kind="streams",
+        source="F34",
+        symptom="on a busy GPU, gradients of one unit in another",
+        cell=Cell(graph=("attn",), stress=("races",)),
+        points_at=Pointer(phase="reduce", tensor="grad buffer of unit *"),
+    ),
+    Fault(
+        name="reduction_freed_early",
+        description="Outputs of a reduction are freed while it writes them.",
+        takes=AT_STEP,
+        expects=("race", "diverged", "nonfinite"),
+        kind="streams",
+        source="F34",
+        symptom="under memory pressure, gradients that something else overwrote",
+        cell=Cell(graph=("attn",), stress=("races",)),
+        points_at=Pointer(phase="reduce", tensor="*grad buffer of unit *"),
+    ),
+    Fault(
+        name="early_release",
+        description="The root's weights are given back before they are used.",
+        takes=AT_STEP,
+        expects=("nonfinite", "diverged"),
+        kind="streams",
+        source="F33",
+        symptom="under memory pressure, weights that the next gather overwrote",
+        cell=Cell(graph=("attn",), stress=("poison", "scramble")),
+        points_at=Pointer(phase="forward", module="embedding", tensor="embedding*"),
+    ),
+)

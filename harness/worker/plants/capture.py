@@ -1,0 +1,9 @@
+"""Faults of captures: see `harness.faults.capture`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from harness.worker.plants.planting import Planting
+
+PLANTINGS: Mapping[str, Planting] = MappingProxyType({})
+"""By name in the catalogue."""
