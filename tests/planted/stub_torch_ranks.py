@@ -1,4 +1,7 @@
-"""Ranks that meet over gloo: enough torch to see what the survivors of a dead rank report."""
+"""Ranks that meet over gloo: enough torch to see what the survivors of a dead rank report.
+
+An entry, never imported by tests: its leaders go by the clock of `leader_clock`.
+"""
 
 import os
 import signal
@@ -9,26 +12,33 @@ import torch
 import torch.distributed as dist
 
 from harness.records import EndRecord, ErrorRecord, RunSpec
-from tests.planted.stub_ranks import Stream, sleep_for_ever, start_record
+from tests.planted import leader_clock
+from tests.planted.stub_ranks import Stream, hang, start_record
 
-TIMEOUT = timedelta(seconds=1)
+MEETING_TIMEOUT = timedelta(seconds=120)
+"""Of what must work, however busy the machine."""
+LOST_TIMEOUT = timedelta(seconds=1)
+"""Of the collective that one rank does not come to."""
+leader_clock.install()
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     stream = Stream(folder, rank)
     stream.write(start_record(spec, rank))
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=MEETING_TIMEOUT)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=spec.world_size, timeout=TIMEOUT
+        "gloo", store=store, rank=rank, world_size=spec.world_size, timeout=MEETING_TIMEOUT
     )
     value = torch.ones(4)
     dist.all_reduce(value)
     assert value[0].item() == spec.world_size
-    behaviour = spec.config["stub"].get(str(rank), "ok")
-    if behaviour == "sigkill":
+    stub = spec.config["stub"]
+    if stub.get(str(rank)) == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if behaviour == "hang":
-        sleep_for_ever()
+    if stub.get(str(rank)) == "hang":
+        hang(spec, folder, rank, stream)
+    if "hang" in stub.values():
+        dist.distributed_c10d._set_pg_timeout(LOST_TIMEOUT, dist.group.WORLD)
     try:
         dist.all_reduce(value)
     except RuntimeError as error:

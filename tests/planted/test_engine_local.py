@@ -2,11 +2,9 @@
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,21 +12,29 @@ import pytest
 
 from harness.engine.local import LocalEngine
 from harness.engine.process import parent_of
-from harness.engine.watch import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
 from harness.store import RunFolder, load_run_folder, read_outcome
+from tests.planted.leader_clock import put_ahead
+from tests.planted.local_runs import (
+    LIMITS,
+    PATIENCE_S,
+    TIMEOUT_S,
+    finish,
+    finish_late,
+    leader_of,
+    rank_pids,
+    wait_for,
+    wait_gone,
+)
 
-ENTRY = "tests.planted.stub_ranks:rank_main"
-LIMITS = Limits(grace_s=0.4, stacks_s=0.3, output_cap_bytes=100_000)
-PATIENCE_S = 20.0
-"""How long to wait for what must happen; reached only by a failing test."""
+ENTRY = "tests.planted.clocked_ranks:rank_main"
 
 
 def spec(
     stub: dict[str, str] | None = None,
     world_size: int = 4,
-    timeout_s: float = 15.0,
+    timeout_s: float = TIMEOUT_S,
     name: str = "",
     device: str = "cpu",
 ) -> RunSpec:
@@ -44,37 +50,6 @@ def engine() -> Iterator[LocalEngine]:
         patch.delenv("PYTHONUNBUFFERED", raising=False)
         with LocalEngine(8, entry=ENTRY, limits=LIMITS) as engine:
             yield engine
-
-
-def finish(engine: LocalEngine, run: RunSpec, folder: Path) -> RunOutcome:
-    engine.start(run, folder)
-    (outcome,) = engine.wait(PATIENCE_S)
-    return outcome
-
-
-def wait_gone(*pids: int) -> None:
-    """Until every process has ended; its end is an event, not a poll."""
-    for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            assert select.select([fd], [], [], PATIENCE_S)[0], f"process {pid} is still there"
-        finally:
-            os.close(fd)
-
-
-def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, paths
-        time.sleep(0.01)
-
-
-def rank_pids(folder: Path) -> list[int]:
-    lines = [path.read_text().partition("\n")[0] for path in sorted(folder.glob("rank*.jsonl"))]
-    return [json.loads(line)["pid"] for line in lines if line]
 
 
 def stray_pids(folder: Path) -> list[int]:
@@ -103,7 +78,12 @@ ROWS = {
 def test_what_a_misbehaving_rank_is_called(engine: LocalEngine, tmp_path: Path, row: str) -> None:
     """Each way to die has its own outcome and culprit, on disk too, and leaves no process."""
     stub, what, culprit, told = ROWS[row]
-    outcome = finish(engine, spec(stub), tmp_path)
+    hanging = [int(rank) for rank, how in stub.items() if how == "hang"]
+    if hanging:
+        limit_s = LIMITS.grace_s
+        outcome = finish_late(engine, spec(stub), tmp_path, hanging, limit_s=limit_s)
+    else:
+        outcome = finish(engine, spec(stub), tmp_path)
     assert (outcome.what, outcome.culprit_rank) == (what, culprit), outcome.message
     assert told in outcome.message
     assert load_run_folder(tmp_path, spec(stub)).outcome == outcome
@@ -122,24 +102,30 @@ def test_a_hanging_rank_is_ended_at_the_timeout(
     engine: LocalEngine, tmp_path: Path, how: str
 ) -> None:
     """A rank that hangs, ignores SIGTERM or is stopped ends as `hang`, named, and is gone."""
-    outcome = finish(engine, spec({"1": how}, timeout_s=0.5), tmp_path)
+    outcome = finish_late(engine, spec({"1": how}), tmp_path, [1])
     assert (outcome.what, outcome.culprit_rank) == ("hang", 1)
     assert "rank 1 after step 1" in outcome.message
     assert [r.killed_by_harness for r in outcome.ranks] == [False, True, False, False]
-    assert 0.5 <= outcome.wall_s < 5
     wait_gone(*rank_pids(tmp_path))
 
 
 def test_a_hang_leaves_the_stack_of_every_rank(engine: LocalEngine, tmp_path: Path) -> None:
     """Before a hung run is killed, each rank's stack lands in its output file."""
-    outcome = finish(engine, spec({"*": "hang"}, timeout_s=0.5), tmp_path)
+    files = [tmp_path / f"rank{rank}.stderr" for rank in range(4)]
+    outcome = finish_late(
+        engine, spec({"*": "hang"}), tmp_path, range(4),
+        said=lambda: all("in sleep_for_ever" in file.read_text() for file in files),
+    )  # fmt: skip
     assert (outcome.what, outcome.culprit_rank) == ("hang", None)
-    for rank in range(4):
-        assert "in sleep_for_ever" in (tmp_path / f"rank{rank}.stderr").read_text()
+    for file in files:
+        assert "in sleep_for_ever" in file.read_text()
 
 
 def test_a_neighbour_does_not_notice_a_crash(engine: LocalEngine, tmp_path: Path) -> None:
-    """Of runs under way together, the crash, hang or dead leader of one leaves the rest whole."""
+    """Of runs under way together, the crash, hang or dead leader of one leaves the rest whole.
+
+    The one that hangs has its time in real seconds; once it is asked for its stack, no more.
+    """
     runs = {
         "good": spec({}, 2, name="good"),
         "segv": spec({"0": "segv"}, 2, name="segv"),
@@ -149,12 +135,17 @@ def test_a_neighbour_does_not_notice_a_crash(engine: LocalEngine, tmp_path: Path
     for name, run in runs.items():
         engine.start(run, tmp_path / name)
     assert not engine.can_start(spec({}, 1))
-    whats: dict[str, str] = {}
-    while len(whats) < len(runs):
-        for outcome in engine.wait(PATIENCE_S):
-            whats[outcome.key] = outcome.what
+    hanging = tmp_path / "hang"
+    wait_for(hanging / "rank0.stderr", hanging / "hanging0")
+    leader = leader_of(hanging)
+    found: dict[str, RunOutcome] = {}
+    while len(found) < len(runs):
+        found |= {outcome.key: outcome for outcome in engine.wait(0.02)}
+        if (hanging / "rank0.stderr").read_text():
+            put_ahead(hanging, leader, LIMITS.stacks_s)
     expected = {"good": "", "segv": "crashed", "leader": "killed", "hang": "hang"}
-    assert {name: whats[run.key] for name, run in runs.items()} == expected
+    assert {name: found[run.key].what for name, run in runs.items()} == expected
+    assert found[runs["hang"].key].wall_s >= 0.6
     ranks = load_run_folder(tmp_path / "good", runs["good"]).ranks
     assert all(rank.end is not None and not rank.problems for rank in ranks)
 
@@ -166,7 +157,10 @@ def test_children_of_ranks_are_not_left_behind(
     engine: LocalEngine, tmp_path: Path, how: str
 ) -> None:
     """What a rank forks ends with the run, even in a session of its own."""
-    finish(engine, spec({"1": how}, timeout_s=1.0), tmp_path)
+    if how == "children_then_hang":
+        finish_late(engine, spec({"1": how}), tmp_path, [1])
+    else:
+        finish(engine, spec({"1": how}), tmp_path)
     strays = stray_pids(tmp_path)
     assert len(strays) == 2
     wait_gone(*strays)
@@ -294,12 +288,16 @@ def test_cancel_kills_and_leaves_the_folder_unfinished(engine: LocalEngine, tmp_
 def test_a_leader_writes_where_its_folder_went(engine: LocalEngine, tmp_path: Path) -> None:
     """A run whose folder was set aside cannot put its outcome into a newer attempt's folder."""
     folder = tmp_path / "run"
-    engine.start(spec({"*": "hang"}, timeout_s=1.0), folder)
+    run = spec({"*": "hang"})
+    engine.start(run, folder)
     wait_for(*(folder / f"hanging{rank}" for rank in range(4)))
-    folder.rename(tmp_path / "run.attempt0")
+    leader, moved = leader_of(folder), tmp_path / "run.attempt0"
+    folder.rename(moved)
     folder.mkdir()
-    engine.wait(PATIENCE_S)
-    kept, _ = read_outcome(tmp_path / "run.attempt0", spec({"*": "hang"}, timeout_s=1.0).key)
+    put_ahead(moved, leader, TIMEOUT_S)
+    while not engine.wait(0.02):
+        put_ahead(moved, leader, PATIENCE_S)
+    kept, _ = read_outcome(moved, run.key)
     assert kept is not None
     assert kept.what == "hang"
 

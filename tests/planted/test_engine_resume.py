@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from harness.records import CaseSpec, ExitCode, RunSpec
 from harness.store import RunFolder
+from tests.planted.local_runs import PATIENCE_S, TIMEOUT_S, wait_for
 
 HARNESS = """
 import sys
@@ -40,7 +40,7 @@ with LocalEngine(2, entry="tests.planted.stub_ranks:rank_main") as engine:
 def run(name: str, replica: int = 0) -> RunSpec:
     stub = {"*": "hang_once"} if name == "slow" else {}
     config = {"graph": [], "steps": 4, "microbatches": 1, "stub": stub, "name": name}
-    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=20.0, replica=replica)
+    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=TIMEOUT_S, replica=replica)
 
 
 def case(name: str) -> CaseSpec:
@@ -68,10 +68,7 @@ def harness(folder: RunFolder) -> "subprocess.Popen[str]":
 
 def until_slow_hangs(folder: RunFolder) -> None:
     paths = [folder.run_folder(run("slow").key) / f"hanging{rank}" for rank in (0, 1)]
-    deadline = time.monotonic() + 20
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(*paths)
 
 
 def facts(folder: RunFolder) -> list[tuple[str, str, str]]:
@@ -90,7 +87,7 @@ def test_a_stopped_matrix_goes_on_where_it_was(folder: RunFolder, how: int, tmp_
         assert "judged fast\n" in iter(first.stdout.readline, "")
         until_slow_hangs(folder)
         first.send_signal(how)
-        told = first.communicate(timeout=20)[0]
+        told = first.communicate(timeout=PATIENCE_S)[0]
     expected = -how if how == signal.SIGKILL else ExitCode.INTERRUPTED
     assert first.returncode == expected
     if how != signal.SIGKILL:
@@ -99,7 +96,7 @@ def test_a_stopped_matrix_goes_on_where_it_was(folder: RunFolder, how: int, tmp_
             for key in (run("ref").key, run("ref", 1).key, run("fast").key)}  # fmt: skip
     assert folder.finished(run("slow").key) is None
     with harness(folder) as second:
-        lines = second.communicate(timeout=20)[0].splitlines()
+        lines = second.communicate(timeout=PATIENCE_S)[0].splitlines()
     assert second.returncode == 0
     started = [line.split()[1] for line in lines if line.startswith("started")]
     assert started == [run("slow").key, run("last").key]
@@ -111,7 +108,7 @@ def test_a_stopped_matrix_goes_on_where_it_was(folder: RunFolder, how: int, tmp_
     quiet.release()
     (quiet.run_folder(run("slow").key).with_name(f"{run('slow').key}.attempt0")).mkdir(parents=True)
     with harness(quiet) as undisturbed:
-        undisturbed.communicate(timeout=20)
+        undisturbed.communicate(timeout=PATIENCE_S)
     assert facts(folder) == facts(quiet)
     assert [fact[1] for fact in facts(folder)] == ["passed"] * 3
 
@@ -121,10 +118,10 @@ def test_a_second_harness_on_the_folder_is_refused(folder: RunFolder) -> None:
     with harness(folder) as first:
         until_slow_hangs(folder)
         with harness(folder) as second:
-            told = second.communicate(timeout=20)[0]
+            told = second.communicate(timeout=PATIENCE_S)[0]
         assert second.returncode == ExitCode.USAGE
         assert f"in use by another harness (process {first.pid} on" in told
         assert first.poll() is None
         first.terminate()
-        first.communicate(timeout=20)
+        first.communicate(timeout=PATIENCE_S)
     assert first.returncode == ExitCode.INTERRUPTED

@@ -12,6 +12,7 @@ import psutil
 
 from reports.normalise import normalise
 from tests.kill_and_resume.matrix import Matrix, torment
+from tests.planted.local_runs import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 SCENARIO = {
@@ -66,7 +67,7 @@ def test_kill_and_resume_equals_an_undisturbed_run(tmp_path: Path) -> None:
             kill_after_runs(process, 1)
             children = [p for p in psutil.process_iter(["cmdline"])
                         if str(folder) in " ".join(p.info["cmdline"] or ())]  # fmt: skip
-            assert not psutil.wait_procs(children, timeout=10)[1]
+            assert not psutil.wait_procs(children, timeout=PATIENCE_S)[1]
             finished = {p: p.stat().st_mtime_ns for p in folder.glob("run/runs/*/outcome.json")}
             assert finished
             process = start(folder, "--resume", "run")

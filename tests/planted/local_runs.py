@@ -1,0 +1,93 @@
+"""Runs of a local engine for tests: started, waited for by events, ended by a clock put ahead."""
+
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from harness.engine.local import LocalEngine
+from harness.engine.process import parent_of
+from harness.engine.watch import Limits
+from harness.records import RunOutcome, RunSpec
+from tests.planted.leader_clock import put_ahead
+
+PATIENCE_S = 120.0
+"""How long to wait for what must happen, however busy the machine; reached only by a failing test.
+"""
+TIMEOUT_S = 10 * PATIENCE_S
+LIMITS = Limits(grace_s=PATIENCE_S, stacks_s=10.0, output_cap_bytes=100_000)
+"""Where a limit is to end, tests put the leader's clock ahead."""
+
+
+def finish(engine: LocalEngine, run: RunSpec, folder: Path) -> RunOutcome:
+    engine.start(run, folder)
+    (outcome,) = engine.wait(PATIENCE_S)
+    return outcome
+
+
+def finish_late(
+    engine: LocalEngine,
+    run: RunSpec,
+    folder: Path,
+    hanging: Iterable[int],
+    *,
+    limit_s: float = TIMEOUT_S,
+    said: Callable[[], bool] = lambda: True,
+) -> RunOutcome:
+    """Start a run and let `limit_s` pass for it, and what comes after, once nobody gets further.
+
+    Args:
+        hanging: ranks that make a file as they hang; all others end.
+        said: what must be true before the leader ends those that do not end by themselves.
+    """
+    engine.start(run, folder)
+    wait_for(*(folder / f"hanging{rank}" for rank in hanging))
+    until(lambda: len(rank_pids(folder)) == run.world_size, "no start record of every rank")
+    pids = rank_pids(folder)
+    wait_gone(*(pid for rank, pid in enumerate(pids) if rank not in hanging))
+    assert engine.wait(0.0) == [], "ended before its time"
+    leader = leader_of(folder)
+    put_ahead(folder, leader, limit_s)
+    until(said, "not said")
+    while not (ended := engine.wait(0.02)):
+        put_ahead(folder, leader, PATIENCE_S)
+    (outcome,) = ended
+    return outcome
+
+
+def until(done: Callable[[], bool], otherwise: object) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.01)
+
+
+def wait_for(*paths: Path) -> None:
+    until(lambda: all(path.exists() for path in paths), paths)
+
+
+def wait_gone(*pids: int) -> None:
+    """Until every process has ended; its end is an event, not a poll."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([fd], [], [], PATIENCE_S)[0], f"process {pid} is still there"
+        finally:
+            os.close(fd)
+
+
+def rank_pids(folder: Path) -> list[int]:
+    """Of the ranks that have begun, in order."""
+    lines = [path.read_text().partition("\n")[0] for path in sorted(folder.glob("rank*.jsonl"))]
+    return [json.loads(line)["pid"] for line in lines if line]
+
+
+def leader_of(folder: Path) -> int:
+    """The process whose children the ranks are that have not ended."""
+    (leader,) = {parent for pid in rank_pids(folder) if (parent := parent_of(pid)) is not None}
+    return leader
