@@ -35,7 +35,7 @@ Order = tuple[bool, int, int, str, int]
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """One row of one rank; `place` is its place in the step, '' if it never ran."""
 
     tap: str
@@ -59,7 +59,7 @@ class _Call:
 class _Compared:
     """What one step of one rank showed."""
 
-    different: list[tuple[_Call, _Call]]
+    different: list[tuple[Call, Call]]
     equal: int
     unseen: frozenset[str]
 
@@ -111,8 +111,8 @@ def _blind(
     for step, rank in pairs:
         if step != last:
             continue
-        calls = (_calls(side[step, rank], starts[rank]) for side in (ours, theirs))
-        for a, b in zip(*calls, strict=True):
+        both = (calls(side[step, rank], starts[rank]) for side in (ours, theirs))
+        for a, b in zip(*both, strict=True):
             sides = ran.setdefault(a.tap, [False, False])
             ran[a.tap] = [sides[0] or bool(a.place), sides[1] or bool(b.place)]
     for text in patterns:
@@ -166,7 +166,7 @@ def _failure(bad: dict[tuple[int, int], _Compared], apart: str, num_pairs: int) 
 
 
 def _compare(ours: StepRecord, theirs: StepRecord, start: StartRecord) -> _Compared:
-    pairs = list(zip(_calls(ours, start), _calls(theirs, start), strict=True))
+    pairs = list(zip(calls(ours, start), calls(theirs, start), strict=True))
     ran = [{a.tap for a, _ in pairs if a.place}, {b.tap for _, b in pairs if b.place}]
     unseen = ran[0] ^ ran[1]
     both = [(a, b) for a, b in pairs if a.tap not in unseen]
@@ -175,12 +175,12 @@ def _compare(ours: StepRecord, theirs: StepRecord, start: StartRecord) -> _Compa
     return _Compared(different, equal, frozenset(unseen))
 
 
-def _calls(record: StepRecord, start: StartRecord) -> Iterator[_Call]:
+def calls(record: StepRecord, start: StartRecord) -> Iterator[Call]:
     for index, (name, stage) in enumerate(zip(start.taps, start.tap_stages, strict=False)):
         row = record.taps[index * TAP_HEX_CHARS : (index + 1) * TAP_HEX_CHARS]
         tap, _, number = name.rstrip("]").rpartition("[")
         place = row[DIGEST_HEX_CHARS:]
-        yield _Call(
+        yield Call(
             tap, int(number) if number.isdigit() else 0, stage, row[:DIGEST_HEX_CHARS],
             "" if place == NEVER_RAN else place,
         )  # fmt: skip

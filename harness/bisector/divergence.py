@@ -1,0 +1,147 @@
+"""Where two runs part: the step, its phase, the module, the tensor, the ranks.
+
+    first step in which anything differs
+      -> a call's input, output or gradient     input, forward, backward          `calls_part`
+      -> loss or gradients, with equal calls    forward, backward, reduce         `gradients_part`
+      -> norm                                   reduce
+      -> weights, moments                       optimizer
+      -> random state alone                     input
+
+Each is looked at only where all before it are equal, so what is found was computed from equal
+things by something that did another thing. DESIGN.md has the rules.
+"""
+
+from dataclasses import replace
+
+from harness.bisector.found import Location
+from harness.bisector.gradients import gradients_part
+from harness.bisector.legs import Legs, Tensor
+from harness.bisector.part_of_calls import calls_part
+from harness.bisector.words import differ, listed, ranks_of
+from harness.checks.steps import show_float, show_ranks
+
+LOSS = "loss"
+
+
+def where_they_part(legs: Legs) -> Location | None:
+    """The first difference of two runs, as far as their records tell; None if there is none."""
+    step = legs.first_step()
+    if step is None:
+        return None
+    at_step = Location(step=step, evidence=(_step_evidence(legs, step),))
+    found = calls_part(legs, at_step) or _losses_part(legs, at_step)
+    if found is None:
+        found = gradients_part(legs, at_step) or _norm_part(legs, at_step)
+    if found is None:
+        found = _state_part(legs, at_step) or _random_part(legs, at_step)
+    return found or replace(at_step, unknown=("what differs has no name in the records",))
+
+
+def _step_evidence(legs: Legs, step: int) -> str:
+    before = f"steps 0 to {step - 1}" if step > 1 else "step 0"
+    equal = f"{before} are equal on every rank" if step > 1 else f"{before} is equal on every rank"
+    if step == 0:
+        equal = "the very first step differs: nothing before it was recorded"
+    return f"{equal}: losses, gradients, weights, moments, random states" if step else equal
+
+
+def _losses_part(legs: Legs, at_step: Location) -> Location | None:
+    """The loss differs and no call that was looked into does."""
+    assert at_step.step is not None
+    floats = [each for each in legs.floats(at_step.step) if each[0] != "grad_norm"]
+    if not floats:
+        return None
+    # The mean over ranks comes last, though it is named first.
+    own = [each for each in floats if each[0] != LOSS] or floats
+    quantity, rank, ours, theirs = own[0]
+    ranks = tuple(sorted({r for name, r, _, _ in own if name == quantity}))
+    number = quantity.removeprefix("microbatch_losses[").removesuffix("]")
+    told = f"{quantity} on rank {rank}: {show_float(ours)} became {show_float(theirs)}"
+    found = replace(
+        at_step, phase="forward", quantity=quantity, rank=rank, ranks=ranks,
+        microbatch=int(number) if number.isdigit() else None,
+        evidence=(*at_step.evidence, told),
+    )  # fmt: skip
+    if not legs.has_taps:
+        why = "module: no module was looked into, so the input may differ as well as what it met"
+        return replace(found, unknown=(*found.unknown, why))
+    told = "what every module returned is equal: it is the loss itself, or its mean over ranks"
+    if quantity == LOSS:
+        told = "every rank's own losses are equal: it is their mean over the ranks"
+        found = replace(found, phase="reduce", near="in", collective="all-reduce of the loss")
+    return replace(found, tensor=quantity, evidence=(*found.evidence, told))
+
+
+def _norm_part(legs: Legs, at_step: Location) -> Location | None:
+    """The gradients are equal and their norm is not."""
+    assert at_step.step is not None
+    floats = [each for each in legs.floats(at_step.step) if each[0] == "grad_norm"]
+    if not floats:
+        return None
+    _, rank, ours, theirs = floats[0]
+    ranks = tuple(r for _, r, _, _ in floats)
+    near, told = "in", "on every rank"
+    if len(ranks) < len(legs.ranks(at_step.step)):
+        near, told = "after", f"on {show_ranks(set(ranks))} only"
+    return replace(
+        at_step, phase="reduce", tensor="grad_norm", quantity="grad_norm", rank=rank, ranks=ranks,
+        near="in" if near == "in" else "after", collective="all-reduce of the gradient norm",
+        evidence=(
+            *at_step.evidence,
+            "the gradients of every rank are equal, their norm is not, "
+            f"{told}: {show_float(ours)} became {show_float(theirs)}",
+        ),
+    )  # fmt: skip
+
+
+def _state_part(legs: Legs, at_step: Location) -> Location | None:
+    """Gradients and norm are equal, and what the optimizer keeps is not."""
+    assert at_step.step is not None
+    moments = [t for t in legs.tensors(at_step.step, "optim") if t.differs]
+    weights = [t for t in legs.tensors(at_step.step, "weights") if t.differs]
+    bad = moments or weights
+    if not bad:
+        return None
+    count = [t for t in bad if t.name == "step_count"]
+    first = (count or bad)[0]
+    equal = "gradients and their norm are equal on every rank"
+    told = [f"{equal}, {_named(bad, first)} {differ(len({t.name for t in bad}))} after the step"]
+    if not moments:
+        told.append("the moments are equal: what was written is the weight, not what it comes from")
+    elif not weights:
+        told.append("the weights are still equal")
+    name = first.name
+    for suffix in (".exp_avg_sq", ".exp_avg"):
+        name = name.removesuffix(suffix)
+    names = {t.name for t in weights}
+    found = replace(
+        at_step, phase="optimizer", module=name.rpartition(".")[0], tensor=name,
+        quantity=first.group, rank=first.rank, ranks=ranks_of(bad, first.name),
+        evidence=(*at_step.evidence, *told),
+    )  # fmt: skip
+    if not moments and len(names) == 1:
+        one = "one tensor alone is wrong: an update that went wrong in it, or a stray write"
+        found = replace(found, phase="state", evidence=(*found.evidence, one))
+    return found
+
+
+def _random_part(legs: Legs, at_step: Location) -> Location | None:
+    """Nothing was computed otherwise yet, but the next numbers drawn will be others."""
+    assert at_step.step is not None
+    bad = [t for t in legs.tensors(at_step.step, "rng") if t.differs]
+    if not bad:
+        return None
+    first = bad[0]
+    return replace(
+        at_step, phase="input", tensor=first.name, quantity="rng", rank=first.rank,
+        ranks=ranks_of(bad, first.name),
+        evidence=(
+            *at_step.evidence,
+            f"only the random state {first.name} differs, on {show_ranks({t.rank for t in bad})}: "
+            "the legs have drawn differently often",
+        ),
+    )  # fmt: skip
+
+
+def _named(bad: list[Tensor], first: Tensor) -> str:
+    return listed([first.name, *sorted({t.name for t in bad} - {first.name})])

@@ -1,0 +1,159 @@
+"""The first call whose input, output or gradient differs, and whose work that was.
+
+    first row in program order, all before it equal
+      input of M      whoever handed it to M: the module around M, or the data       input, forward
+      output of M     M's own work, on its weights                                   forward
+      gradient of M   backward of whoever consumed what M returned                   backward
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.bisector.flow import common, consumers, parent_of, unit_of
+from harness.bisector.found import Location
+from harness.bisector.legs import INPUT, OUTPUT, Legs, Row
+from harness.checks.steps import show_ranks
+
+
+def calls_part(legs: Legs, at_step: Location) -> Location | None:
+    """Where calls first differ; None if they do not, or nothing was looked into."""
+    assert at_step.step is not None
+    rows = legs.rows(at_step.step)
+    first = next((row for row in rows if row.differs), None)
+    if first is None:
+        return None
+    losses = [name for name, *_ in legs.floats(at_step.step) if name != "grad_norm"]
+    if first.is_backward and losses:
+        return None  # the loss was computed before any gradient
+    same = [row for row in rows if (row.tap, row.number) == (first.tap, first.number)]
+    ranks = tuple(sorted(row.rank for row in same if row.differs))
+    found = replace(
+        at_step, microbatch=first.microbatch, tensor=first.tap, quantity=f"taps.{first.kind}",
+        rank=first.rank, ranks=ranks,
+        evidence=(*at_step.evidence, _first_told(first, ranks)),
+    )  # fmt: skip
+    if first.is_folded:
+        why = f"microbatch: {first.name} stands for several calls of the step"
+        found = replace(found, unknown=(*found.unknown, why))
+    if first.kind == INPUT:
+        found = _input(found, first, rows)
+    elif first.kind == OUTPUT:
+        found = _output(found, first, rows, legs)
+    else:
+        found = _gradient(found, first, rows)
+    return _spread(_across(found, len(same), legs), first, rows)
+
+
+def _first_told(first: Row, ranks: Sequence[int]) -> str:
+    what = f"{first.kind} of {first.module}"
+    if first.is_backward:
+        what = f"gradient of the output of {first.module}"
+    if not first.candidate or not first.reference:
+        leg = "candidate" if not first.candidate else "reference"
+        return f"the {what}, call {first.number}, is missing in the {leg} on rank {first.rank}"
+    return (
+        f"the first thing in program order that differs is the {what}, call {first.number}, on "
+        f"{show_ranks(set(ranks))}"
+    )
+
+
+def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
+    """Nobody's output differs yet: it was made between modules, or it is data."""
+    known = {row.module for row in rows}
+    before = [r for r in rows if r.rank == first.rank and r.number == first.number]
+    around = parent_of(first.module, known)
+    makers = [r.module for r in before if r.kind == OUTPUT and r.reference == first.reference]
+    if before and before[0] is first and not makers and first.stage == 0:
+        told = "it is what the microbatch begins with: tokens or positions"
+        return replace(
+            found, phase="input", module=first.module, evidence=(*found.evidence, told)
+        )
+    if before and before[0] is first and first.stage > 0:
+        return replace(
+            found, phase="forward", module=first.module, near="in",
+            collective=f"transfer of activations to stage {first.stage} of the pipeline",
+            evidence=(*found.evidence, "what the stage before it returned is equal"),
+        )  # fmt: skip
+    if makers:
+        told = f"{makers[-1]} returned it as the reference did: it changed on its way"
+        return replace(
+            found, phase="forward", module=first.module, evidence=(*found.evidence, told)
+        )
+    if not around:
+        told = "no module made it: it is given to the model"
+        return replace(
+            found, phase="input", module=first.module, evidence=(*found.evidence, told)
+        )
+    told = f"{around} made it from parts that are equal: it is {around}'s own work"
+    return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
+
+
+def _output(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Location:
+    """What went in is equal, so is every part of it that was looked into."""
+    assert found.step is not None
+    told = [f"what went into {first.module} is equal"]
+    weights = _weights_of(first.module, legs)
+    if weights and found.step:
+        told.append(
+            f"its main weights were equal after step {found.step - 1}: it read a copy of them that "
+            "was not (stale, overwritten, of another unit), or computed otherwise"
+        )
+    phase = found.phase
+    drawn = any(t.differs for t in legs.tensors(found.step, "rng"))
+    if drawn and not weights:
+        told.append("the random state differs at the end of the step, too: it drew other numbers")
+        phase = "input"
+    return replace(
+        found, phase=phase or "forward", module=first.module, evidence=(*found.evidence, *told)
+    )
+
+
+def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
+    """It was computed by the backward of whoever consumed the output that it belongs to."""
+    known = {row.module for row in rows}
+    users = consumers(first, rows)
+    module = common(users, known) if users else parent_of(first.module, known)
+    backward = [row for row in rows if row.is_backward and row.rank == first.rank]
+    told = [
+        "every loss, and every output of the step, is equal",
+        f"it is what the backward of {module} gave" if module else "the loss gave it",
+    ]
+    if users:
+        told.append(f"{', '.join(users[:3])} consumed what {first.module} returned")
+    if backward and backward[0] is first:
+        told.append("it is the first gradient of the step: it comes from the loss")
+        module = first.module
+    return replace(found, phase="backward", module=module, evidence=(*found.evidence, *told))
+
+
+def _weights_of(module: str, legs: Legs) -> list[str]:
+    names = {name for start in legs.starts.values() for name in start.tensors.get("weights", ())}
+    return sorted(name for name in names if name.rpartition(".")[0] == module)
+
+
+def _across(found: Location, num_same: int, legs: Legs) -> Location:
+    """On which side of what ranks share the origin lies."""
+    weights = _weights_of(found.module, legs)
+    world = legs.reference.spec.world_size
+    if world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
+        return found
+    gather = f"all-gather of the weights of {unit_of(weights[0])}"
+    if len(found.ranks) == 1 and num_same > 1:
+        told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
+        return replace(found, near="after", collective=gather, evidence=(*found.evidence, told))
+    if len(found.ranks) == num_same == world:
+        told = "it is wrong on every rank alike: in what they share, or before it"
+        return replace(found, near="in", collective=gather, evidence=(*found.evidence, told))
+    return found
+
+
+def _spread(found: Location, first: Row, rows: Sequence[Row]) -> Location:
+    """Where the other ranks go wrong, later in the step: that is where it came to them."""
+    later: dict[int, Row] = {}
+    for row in rows:
+        if row.differs and row.rank not in found.ranks:
+            later.setdefault(row.rank, row)
+    told = tuple(
+        f"it comes to rank {rank} with {row.name}" for rank, row in sorted(later.items())[:2]
+    )
+    return replace(found, evidence=(*found.evidence, *told))
