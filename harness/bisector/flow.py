@@ -4,7 +4,6 @@ What one module returns and another is given has one digest, so the reference's 
 consumed whose output; a gradient was computed by whoever consumed the output that it belongs to.
 """
 
-import os.path
 from collections.abc import Iterable, Sequence
 
 from harness.bisector.legs import INPUT, OUTPUT, Row
@@ -83,7 +82,11 @@ def common(modules: Sequence[str], known: Iterable[str]) -> str:
         return modules[0]
     if not modules:
         return ""
-    shared = os.path.commonprefix([module.split(".") for module in modules])
+    shared = []
+    for parts in zip(*(module.split(".") for module in modules), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
     path = ".".join(shared)
     names = set(known)
     return path if path in names else parent_of(path, names)

@@ -66,7 +66,9 @@ def _side(found: Location, tensors: Sequence[Tensor], names: list[str], world: i
     if world == 1:
         return replace(found, phase="backward")
     units = sorted({unit_of(name) for name in names})
-    told = f"tensors of {len(modules)} modules differ, in {listed(units)}: what brings them together"
+    told = (
+        f"tensors of {len(modules)} modules differ, in {listed(units)}: what brings them together"
+    )
     if _is_whole_unit(names, tensors):
         told = f"every tensor of {listed(units)} differs: they travel together"
     return replace(_reduce(found, "in", told), unknown=_whose(found, world))

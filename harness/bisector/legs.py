@@ -235,4 +235,3 @@ def _tensors(
     for place, name in enumerate(start.tensors.get(group, ())):
         window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)
         yield Tensor(ours.rank, group, name, left[window], right[window])
-

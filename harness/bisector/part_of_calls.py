@@ -1,9 +1,9 @@
 """The first call whose input, output or gradient differs, and whose work that was.
 
-    first row in program order, all before it equal
-      input of M      whoever handed it to M: the module around M, or the data       input, forward
-      output of M     M's own work, on its weights                                   forward
-      gradient of M   backward of whoever consumed what M returned                   backward
+first row in program order, all before it equal
+  input of M      whoever handed it to M: the module around M, or the data       input, forward
+  output of M     M's own work, on its weights                                   forward
+  gradient of M   backward of whoever consumed what M returned                   backward
 """
 
 from collections.abc import Sequence
@@ -65,9 +65,7 @@ def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     makers = [r.module for r in before if r.kind == OUTPUT and r.reference == first.reference]
     if before and before[0] is first and not makers and first.stage == 0:
         told = "it is what the microbatch begins with: tokens or positions"
-        return replace(
-            found, phase="input", module=first.module, evidence=(*found.evidence, told)
-        )
+        return replace(found, phase="input", module=first.module, evidence=(*found.evidence, told))
     if before and before[0] is first and first.stage > 0:
         return replace(
             found, phase="forward", module=first.module, near="in",
@@ -81,9 +79,7 @@ def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
         )
     if not around:
         told = "no module made it: it is given to the model"
-        return replace(
-            found, phase="input", module=first.module, evidence=(*found.evidence, told)
-        )
+        return replace(found, phase="input", module=first.module, evidence=(*found.evidence, told))
     told = f"{around} made it from parts that are equal: it is {around}'s own work"
     return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
 

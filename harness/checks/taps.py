@@ -176,6 +176,7 @@ def _compare(ours: StepRecord, theirs: StepRecord, start: StartRecord) -> _Compa
 
 
 def calls(record: StepRecord, start: StartRecord) -> Iterator[Call]:
+    """The rows of a step, in the order in which the start record names them."""
     for index, (name, stage) in enumerate(zip(start.taps, start.tap_stages, strict=False)):
         row = record.taps[index * TAP_HEX_CHARS : (index + 1) * TAP_HEX_CHARS]
         tap, _, number = name.rstrip("]").rpartition("[")

@@ -1,0 +1,172 @@
+"""Where a run failed that did not just compute otherwise: it died, hung, or said why it stopped.
+
+    stale_address      the tensor that moved; a graph still held its place      state
+    race               the memory, and its two uses that nothing orders         by its streams
+    hang               the collective that somebody never entered, or mistook   by the collective
+    crashed, oom, ...  the step, and whether a graph was being made             capture, outside
+    not_replayed       graphs that were not made or not used                    capture
+    lost records       the first that is missing or damaged                     outside
+
+The words of errors are our own, so what they name can be read off them.
+"""
+
+import re
+from dataclasses import replace
+
+from harness.bisector.flow import module_of
+from harness.bisector.found import Location, Near
+from harness.checks.complete import find_flaw
+from harness.checks.steps import rank_table
+from harness.errors import one_line
+from harness.faults.fault import Phase
+from harness.records import ErrorRecord, RunResult, What
+
+NAMES_ITS_TENSOR: tuple[What, ...] = ("stale_address", "race", "capture_refused", "stale_guards")
+"""What a run ends with that names its own cause: a difference in the same step only follows."""
+AT_CAPTURE: tuple[What, ...] = ("capture_refused", "not_replayed", "stale_guards")
+LOST: tuple[What, ...] = (
+    "missing_step", "missing_rank", "corrupt_record", "record_after_end", "empty_run",
+)  # fmt: skip
+MAX_CHARS = 300
+
+_STALE = re.compile(r"^(?:stale_address: )?(.+?): (?:captured at|freed since|.*)")
+_RACE = re.compile(r"^race: (.+?): (\S+ (?:reads|writes) on stream (\S+) at .+?), (.+), unordered")
+_STREAM = re.compile(r"on stream (\S+)")
+_NEVER = re.compile(
+    r"^ranks? (?P<ranks>[\d, ]+) never entered (?P<operator>\w+)(?: of (?P<label>\S+))?"
+    r"(?: in step (?P<step>\d+))? \(collective \d+ of ranks (?P<group>[\d,]+)\)"
+)
+_ENTERED = re.compile(
+    r"^ranks? (?P<ranks>[\d, ]+) entered (?P<operator>\w+)(?: of (?P<label>\S+))? where ranks? "
+    r"(?P<others>[\d, ]+) entered (?P<expected>\w+)(?: of (?P<whose>\S+))?"
+    r"(?: in step (?P<step>\d+))?"
+)
+_IN_CAPTURE = re.compile(r"/fsdp_core/(graph|train)/(capture\w*|\w*graphs?|callables|scopes)\.py")
+_MODULE = re.compile(r"\b(layers\.\d+(?:\.\w+)*|embedding|norm|head)\b")
+
+
+def how_it_ended(run: RunResult) -> Location | None:
+    """Where a run went wrong, by what ended it; None if it is whole."""
+    flaw = find_flaw(run)
+    if flaw is None:
+        return None
+    rank, error = _speaker(run, flaw.rank)
+    found = Location(
+        step=_step(run, flaw.step, rank, error), rank=rank, ranks=() if rank is None else (rank,),
+        phase=_phase(flaw.what, error), quantity=flaw.what, evidence=(_told(flaw.message),),
+    )  # fmt: skip
+    if flaw.what == "stale_address":
+        return _stale(found, error)
+    if flaw.what == "race":
+        return _race(found, error)
+    if flaw.what in ("hang", "crashed") and (waited := _collective(found, run.outcome.message)):
+        return waited
+    if found.phase == "capture" and error is not None:
+        module = _MODULE.search(error.message)
+        return replace(found, module=module[1] if module else "")
+    return found
+
+
+def _speaker(run: RunResult, culprit: int | None) -> tuple[int | None, ErrorRecord | None]:
+    """The rank that failed first, and what it said."""
+    records = rank_table(run)
+    if culprit is not None and culprit in records:
+        return culprit, records[culprit].error
+    for rank, each in records.items():
+        if each.error is not None and each.error.blames in (None, rank):
+            return rank, each.error
+    return culprit, None
+
+
+def _step(
+    run: RunResult, known: int | None, rank: int | None, error: ErrorRecord | None
+) -> int | None:
+    """The step that it was in: as it said, else the one after its last record."""
+    if known is not None:
+        return known
+    if error is not None:
+        return error.step if error.step >= 0 else None
+    records = rank_table(run).get(rank) if rank is not None else None
+    if records is None or records.start is None:
+        return None
+    steps = run.spec.config.get("steps")
+    after = max((step.step for step in records.steps), default=-1) + 1
+    return after if isinstance(steps, int) and after < steps else None
+
+
+def _phase(what: What, error: ErrorRecord | None) -> Phase:
+    if what in AT_CAPTURE:
+        return "capture"
+    if what in LOST or error is None:
+        return "outside"
+    # Frames of the program, the innermost last: a capture calls everything that a step calls.
+    return "capture" if _IN_CAPTURE.search(error.traceback) else "outside"
+
+
+def _stale(found: Location, error: ErrorRecord | None) -> Location:
+    if error is None:
+        return found
+    match = _STALE.match(error.message.partition("\n")[0])
+    name = match[1] if match else ""
+    told = f"a graph was captured over {name}, which has moved or gone since"
+    return replace(
+        found, phase="state", tensor=name, module=module_of(name),
+        evidence=(*found.evidence, told),
+    )  # fmt: skip
+
+
+def _race(found: Location, error: ErrorRecord | None) -> Location:
+    match = _RACE.match(error.message.partition("\n")[0]) if error is not None else None
+    if match is None:
+        return found
+    tensor, later, earlier = match[1], match[2], match[4]
+    streams = _STREAM.findall(f"{later} {earlier}")
+    phase: Phase = "forward"
+    if any("reduce" in stream for stream in streams) or "grad" in tensor:
+        phase = "reduce"
+    unit = tensor.rpartition(" of unit ")[2] if " of unit " in tensor else tensor.split(" ")[0]
+    module = unit if unit.startswith("layers.") else module_of(tensor)
+    if unit == "root" and phase == "forward":
+        module = "embedding"  # the first of the root's modules
+    near: Near = "after" if any("gather" in s or "reduce" in s for s in streams) else ""
+    collective = ""
+    if near:
+        collective = "reduce-scatter of gradients" if phase == "reduce" else "all-gather of weights"
+    told = (f"later: {later}", f"earlier: {earlier}", "no wait says which of the two comes first")
+    return replace(
+        found, phase=phase, tensor=tensor, module=module, near=near, collective=collective,
+        evidence=(f"the memory of {tensor} is used twice", *told),
+    )  # fmt: skip
+
+
+def _collective(found: Location, message: str) -> Location | None:
+    """The collective that ranks wait in for each other, as the engine found it out."""
+    if match := _NEVER.match(message):
+        told = "the others wait in it; the ranks that are missing wait in no collective at all"
+        return _waiting(found, match, told, near="before", phase=None)
+    if match := _ENTERED.match(message):
+        whose = f" of {match['whose']}" if match["whose"] else ""
+        told = f"ranks {match['others'].strip()} are in {match['expected']}{whose}"
+        phase: Phase = "reduce" if "reduce" in match["expected"] else "forward"
+        return _waiting(found, match, told, near="in", phase=phase)
+    return None
+
+
+def _waiting(
+    found: Location, match: re.Match[str], told: str, *, near: Near, phase: Phase | None
+) -> Location:
+    ranks = tuple(int(rank) for rank in match["ranks"].split(","))
+    label = match["label"] or ""
+    step = match["step"]
+    return replace(
+        found, rank=ranks[0], ranks=ranks, near=near, phase=phase or found.phase,
+        module=label if label.startswith("layers.") else "",
+        step=int(step) if step else found.step,
+        collective=match["operator"] + (f" of {label}" if label else ""),
+        evidence=(*found.evidence, told),
+    )  # fmt: skip
+
+
+def _told(message: str) -> str:
+    text = one_line(message)
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."

@@ -1,0 +1,84 @@
+"""From the records of a case to where its fault entered, without running anything.
+
+    verdict blames the reference     reference against its own control
+    runs part, then one ends         where they part
+    a run says itself what it is     what it says (stale_address, race, a refused capture)
+    runs do not part                 how the failing one ended, or which limit it broke
+
+A difference comes before an end of the run in the same step or later, unless that names its cause.
+"""
+
+from dataclasses import replace
+
+from harness.bisector.divergence import where_they_part
+from harness.bisector.ended import NAMES_ITS_TENSOR, how_it_ended
+from harness.bisector.found import Location
+from harness.bisector.legs import Legs
+from harness.checks.complete import find_flaw
+from harness.records import RunResult, Verdict
+from harness.store import CaseRuns
+
+NOTHING = Location(unknown=("everything: the records of both legs are whole and equal",))
+
+
+def locate(runs: CaseRuns, verdict: Verdict | None = None) -> Location:
+    """Where the fault of a case entered, as far as its records tell.
+
+    Args:
+        runs: the case with the records of its three runs.
+        verdict: its answer; without it, no limit of memory or time is known to be broken.
+    """
+    if find_flaw(runs.reference) is not None:
+        return _of_leg("reference", runs.reference)
+    parted = where_they_part(Legs(runs.reference, runs.control))
+    if parted is not None or find_flaw(runs.control) is not None:
+        told = "the reference differs from its own second run: the candidate is not to blame"
+        if parted is None:
+            return _of_leg("control", runs.control)
+        return replace(parted, evidence=(told, *parted.evidence))
+    return between(runs.reference, runs.candidate, verdict)
+
+
+def between(reference: RunResult, candidate: RunResult, verdict: Verdict | None = None) -> Location:
+    """Where a candidate left its reference, or failed by itself."""
+    parted = where_they_part(Legs(reference, candidate))
+    ended = how_it_ended(candidate)
+    if ended is None:
+        return parted or _beyond_limits(verdict)
+    if parted is None or _explains(ended, candidate, parted):
+        return ended
+    return replace(parted, evidence=(*parted.evidence, f"later: {ended.evidence[0]}"))
+
+
+def failing_pair(runs: CaseRuns) -> tuple[RunResult, RunResult]:
+    """The two runs to look into: reference and candidate, or reference and control."""
+    if where_they_part(Legs(runs.reference, runs.control)) is not None:
+        return runs.reference, runs.control
+    return runs.reference, runs.candidate
+
+
+def _explains(ended: Location, candidate: RunResult, parted: Location) -> bool:
+    """Whether what a run ended with is the cause of a difference in its records, too."""
+    names = candidate.outcome.what in NAMES_ITS_TENSOR
+    return names and ended.step is not None and (parted.step or 0) >= ended.step
+
+
+def _of_leg(leg: str, run: RunResult) -> Location:
+    ended = how_it_ended(run)
+    assert ended is not None
+    told = f"the {leg} itself failed: the candidate is not to blame"
+    return replace(ended, evidence=(told, *ended.evidence))
+
+
+def _beyond_limits(verdict: Verdict | None) -> Location:
+    """Nothing differs; a limit of memory or time may be broken."""
+    bad = next((c for c in verdict.checks if c.outcome == "failed"), None) if verdict else None
+    if bad is None:
+        return NOTHING
+    place = bad.difference
+    return Location(
+        step=None if place is None else place.step, phase="outside", quantity=bad.what,
+        rank=None if place is None else place.rank,
+        ranks=() if place is None else (place.rank,),
+        evidence=("every bit of the legs is equal", bad.message),
+    )  # fmt: skip
