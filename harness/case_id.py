@@ -6,7 +6,6 @@ others between in alphabetical order. `dp2-attn`, `dp8-optim_grads_params-full_i
 editing one part of a scenario renames only the cases that this part makes.
 """
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -15,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from harness.faults.catalogue import CATALOGUE
+from harness.plant_setting import LAST_RANK
 from harness.records import PlantSpec
 from harness.schema import Choice
-from harness.settings import LAST_RANK, Value, leaf_types
+from harness.settings import Value, leaf_types
 
 MAX_ID_CHARS = 120
 _HASH_CHARS = 8
@@ -103,7 +103,7 @@ def _with_hash(name: str, assignment: Mapping[str, Choice]) -> str:
 
 def _plain(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        leaf: dataclasses.asdict(value) if isinstance(value, PlantSpec) else value
+        leaf: value.to_json() if isinstance(value, PlantSpec) else value
         for leaf, value in leaves.items()
     }
 
@@ -134,6 +134,10 @@ def _text(value: Value) -> str:
 
 
 def _plant_text(plant: PlantSpec) -> str:
+    return "+".join(map(_fault_text, plant.each))
+
+
+def _fault_text(plant: PlantSpec) -> str:
     takes = CATALOGUE[plant.fault].takes
     words = [plant.fault]
     if "step" in takes:
@@ -144,6 +148,8 @@ def _plant_text(plant: PlantSpec) -> str:
         words.append(plant.tensor)
     if plant.legs != ("candidate",):
         words.append("+".join(plant.legs))
+    if plant.chance != 1.0:
+        words.append(f"p{plant.chance}")
     return "_".join(words)
 
 

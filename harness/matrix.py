@@ -32,7 +32,8 @@ from harness.collector import held_off
 from harness.decode import dotted
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
-from harness.records import CaseSpec, PlantSpec, RunSpec
+from harness.plant_spec import PlantSpec, each_of, joined
+from harness.records import CaseSpec, RunSpec
 from harness.schema import Choice, Rule, Scenario
 from harness.settings import Leg, build_leg, overlay, plain_config
 from harness.soaking import LEAST_STEPS
@@ -324,16 +325,16 @@ class _Maker:
         self._check_timed(candidate, reference)
         for role, plant in plants.items():
             graph = (mine if role == "candidate" else theirs).graph
-            scopes = CATALOGUE[plant.fault].scopes if plant is not None else ()
-            if scopes and not set(scopes) & set(graph):
-                assert plant is not None
-                written = held.get("plant", held[self.scenario.compare.axis]).origin
-                raise written.error(
-                    "plant.fault",
-                    expected=f"a graph scope that {plant.fault} can be planted in",
-                    got=f"{'+'.join(graph) or 'eager'} in the {role}",
-                    legal=scopes,
-                )
+            for fault in each_of(plant):
+                scopes = CATALOGUE[fault.fault].scopes
+                if scopes and not set(scopes) & set(graph):
+                    written = held.get("plant", held[self.scenario.compare.axis]).origin
+                    raise written.error(
+                        "plant.fault",
+                        expected=f"a graph scope that {fault.fault} can be planted in",
+                        got=f"{'+'.join(graph) or 'eager'} in the {role}",
+                        legal=scopes,
+                    )
 
     def _check_timed(self, candidate: Leg, reference: Leg) -> None:
         """Times of warm-up and capture say nothing of the steps that come after."""
@@ -374,12 +375,12 @@ def _compiled(config: TrainConfig) -> str:
 
 
 def _planted(role: str, candidate: Leg, reference: Leg) -> PlantSpec | None:
-    """The fault of one run: its own leg's, or the counterpart of the one it is compared with."""
+    """The faults of one run: its own leg's, and counterparts of those it is compared with."""
     own = candidate.plant if role == "candidate" else reference.plant
-    if own is not None and role in own.legs:
-        return own
-    other = candidate.plant or own
-    if other is None or role in other.legs:
-        return None
-    counterpart = CATALOGUE[other.fault].counterpart
-    return dataclasses.replace(other, fault=counterpart, legs=(role,)) if counterpart else None
+    mine = [fault for fault in each_of(own) if role in fault.legs]
+    twins = [
+        dataclasses.replace(fault, fault=CATALOGUE[fault.fault].counterpart, legs=(role,))
+        for fault in each_of(candidate.plant or own)
+        if role not in fault.legs and CATALOGUE[fault.fault].counterpart
+    ]
+    return joined(mine + twins)

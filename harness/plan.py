@@ -28,6 +28,7 @@ from harness.collector import held_off
 from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
 from harness.machine import num_cores, package_version
+from harness.plant_spec import each_of
 from harness.records import CaseSpec, Json, RunSpec
 from harness.repeats import in_turn, runs_of
 from harness.schedule import Job, Seconds, arrange, makespan_s
@@ -183,9 +184,11 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
 
 
 def _lacks_device(spec: RunSpec) -> str:
-    if spec.plant is not None and spec.device not in CATALOGUE[spec.plant.fault].devices:
-        legal = " or ".join(CATALOGUE[spec.plant.fault].devices)
-        return f"the fault {spec.plant.fault} needs {legal}, this run is on {spec.device}"
+    for fault in each_of(spec.plant):
+        devices = CATALOGUE[fault.fault].devices
+        if spec.device not in devices:
+            legal = " or ".join(devices)
+            return f"the fault {fault.fault} needs {legal}, this run is on {spec.device}"
     if "races" in spec.config.get("stress", ()) and spec.device != "cpu":
         return f"the stressor races needs cpu, this run is on {spec.device}"
     return ""

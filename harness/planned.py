@@ -13,6 +13,7 @@ from fsdp_core.config import ConfigError, TrainConfig
 from harness.errors import UsageError, one_line
 from harness.faults.catalogue import CATALOGUE
 from harness.masking import Masker
+from harness.plant_spec import PlantSpec, each_of
 from harness.records import CaseSpec, RunSpec
 from harness.repeats import runs_of
 
@@ -42,8 +43,21 @@ def _flaw(spec: RunSpec) -> str:
         return f"its configuration is none: {one_line(f'{type(error).__name__}: {error}')}"
     if missing := sorted(set(_leaves(whole)) - set(_leaves(spec.config))):
         return f"its configuration lacks {', '.join(missing[:4])}"
-    if spec.plant is not None and spec.plant.fault not in CATALOGUE:
-        return f"no fault is named {spec.plant.fault}"
+    return _flaw_of_plant(spec.plant)
+
+
+def _flaw_of_plant(plant: PlantSpec | None) -> str:
+    faults = each_of(plant)
+    names = [fault.fault for fault in faults]
+    for fault in faults:
+        if fault.fault not in CATALOGUE:
+            return f"no fault is named {fault.fault}"
+        if names.count(fault.fault) > 1:
+            return f"the fault {fault.fault} is planted twice"
+        if fault.beside:
+            return f"faults beside {fault.fault}, which is beside another itself"
+        if not 0 < fault.chance <= 1:
+            return f"the fault {fault.fault} has a chance of {fault.chance}"
     return ""
 
 
@@ -83,5 +97,4 @@ def _texts(cases: Iterable[CaseSpec]) -> Iterator[tuple[str, str]]:
         for spec in (case.reference, case.candidate):
             yield "data.path", str(spec.config.get("data", {}).get("path") or "")
             yield from (("taps", str(pattern)) for pattern in spec.config.get("taps", ()))
-            if spec.plant is not None:
-                yield "plant.tensor", spec.plant.tensor
+            yield from (("plant.tensor", fault.tensor) for fault in each_of(spec.plant))

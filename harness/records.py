@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from harness.codec import Json, RecordError, check_depth, dumps
 from harness.float_bits import FloatBits, ulp_distance
+from harness.plant_spec import PlantSpec
 from harness.soaking import SoakSpec
 
 __all__ = [
@@ -77,17 +78,6 @@ class ExitCode(IntEnum):
 
 
 # --- specifications ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlantSpec(Json):
-    """A known fault to plant in a run. `rank` -1 is the last rank; `tensor` is a parameter name."""
-
-    fault: str
-    step: int = 0
-    rank: int = -1
-    tensor: str = ""
-    legs: tuple[str, ...] = ("candidate",)
 
 
 @dataclass(frozen=True, kw_only=True)

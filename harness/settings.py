@@ -31,11 +31,10 @@ from harness.decode import (
     unknown_key,
 )
 from harness.errors import shown
-from harness.faults.catalogue import CATALOGUE, LEGS
-from harness.records import PlantSpec
+from harness.plant_setting import check_plant, decode_plant
+from harness.plant_spec import PlantSpec
 from harness.yaml_source import Node, Origin
 
-LAST_RANK = -1
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
 Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...] | PlantSpec | None
 
@@ -203,46 +202,6 @@ def _in_order(nodes: Iterable[Node], full: str, legal: tuple[str, ...]) -> tuple
     return tuple(sorted((take_str(node, full, legal=legal) for node in nodes), key=legal.index))
 
 
-def decode_plant(node: Node, full: str) -> PlantSpec | None:
-    """A `plant` entry: null or `none`, or a mapping checked against the catalogue of faults.
-
-    Raises:
-        ScenarioError: an unknown fault, a key that the fault does not take, a bad value.
-    """
-    if node.value is None or node.value == "none":
-        return None
-    fields = ("fault", "step", "rank", "tensor", "legs")
-    entries = take_mapping(node, full, legal=fields, required=("fault",))
-    name = take_str(entries["fault"], f"{full}.fault", legal=CATALOGUE)
-    takes = ("fault", *CATALOGUE[name].takes, "legs")
-    # A step left out would be step 0, before any graph is captured: say it.
-    due = ("step",) if "step" in takes else ()
-    for key in (*entries, *due):
-        if key not in takes or key not in entries:
-            raise node.keys.get(key, node.origin).error(
-                f"{full}.{key}",
-                expected=f"what the fault {name} takes",
-                got="nothing" if key in due else "a key that it does not take",
-                legal=takes,
-            )
-    values: dict[str, Any] = {"fault": name}
-    if "step" in entries:
-        values["step"] = take_int(entries["step"], f"{full}.step", minimum=0)
-    if "rank" in entries:
-        rank = entries["rank"]
-        last = rank.value in ("last", LAST_RANK)
-        values["rank"] = LAST_RANK if last else take_int(rank, f"{full}.rank", minimum=0)
-    if "tensor" in entries:
-        values["tensor"] = take_str(entries["tensor"], f"{full}.tensor")
-    if "legs" in entries:
-        legs = take_list(entries["legs"], f"{full}.legs", "legs")
-        names = tuple(take_str(leg, f"{full}.legs", legal=LEGS) for leg in legs)
-        if len(set(names)) != len(names):
-            raise refuse(entries["legs"], f"{full}.legs", "each leg once")
-        values["legs"] = names
-    return PlantSpec(**values)
-
-
 def overlay(*layers: Iterable[Setting]) -> dict[str, Setting]:
     """Leaf to setting; a later layer wins leaf by leaf."""
     return {setting.leaf: setting for layer in layers for setting in layer}
@@ -277,10 +236,10 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
             got=shown(stated.value),
         )
     plant = settings.get("plant")
-    if plant is not None:
-        _check_plant(plant, config)
     value = plant.value if plant is not None else None
     assert value is None or isinstance(value, PlantSpec)
+    if plant is not None and value is not None:
+        check_plant(value, plant.origin, config.steps, config.parallel.world_size)
     return Leg(config, value)
 
 
@@ -334,19 +293,3 @@ def _culprit(key: str, settings: Mapping[str, Setting]) -> Setting | None:
     part = key.partition(".")[0]
     near = [s for leaf, s in settings.items() if leaf.partition(".")[0] == part]
     return near[-1] if near else settings.get("graph")
-
-
-def _check_plant(plant: Setting, config: TrainConfig) -> None:
-    spec = plant.value
-    if not isinstance(spec, PlantSpec):
-        return
-    if "step" in CATALOGUE[spec.fault].takes and spec.step >= config.steps:
-        raise plant.origin.error(
-            "plant.step", expected=f"a step below steps={config.steps}", got=shown(spec.step)
-        )
-    if spec.rank >= config.parallel.world_size:
-        raise plant.origin.error(
-            "plant.rank",
-            expected=f"last or a rank below the world size {config.parallel.world_size}",
-            got=shown(spec.rank),
-        )

@@ -97,10 +97,11 @@ class _Session:
         """Train every step and write every record."""
         determinism.prepare_environment()
         torch.set_num_threads(1)
-        config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         gpu = int(os.environ["LOCAL_RANK"]) if self.spec.device == "cuda" else 0
         device = Device(self.spec.device, gpu)
         self.store = join_store(store_port)
+        self.plant.draw(self.store)
+        config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         init_ranks(device, self.store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
         trace = MemoryTrace(device) if self.spec.explain else None

@@ -14,6 +14,7 @@ The catalogue says which faults take a step, a rank or a tensor; the decoder req
 import functools
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -21,11 +22,13 @@ from dataclasses import replace
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
 from harness.faults.catalogue import CATALOGUE
-from harness.records import EventRecord, PlantSpec, RunSpec
+from harness.plant_spec import PlantSpec, each_of
+from harness.records import EventRecord, RunSpec
 from harness.worker.capture_faults import PLACES, plant_in_capture
 from harness.worker.plants import PLANTINGS
 from harness.worker.plants.planting import Planting
@@ -33,6 +36,7 @@ from harness.worker.record_file import RecordFile
 
 _LEAKED_BYTES = {"leak": 1 << 20, "small_leak": 64 << 10}
 """What each leak keeps more of a step."""
+_ALTERING = ("drop_step", "corrupt_record", "record_after_end")
 
 
 class PlantedError(RuntimeError):
@@ -40,24 +44,82 @@ class PlantedError(RuntimeError):
 
 
 class Plant:
-    """One planted fault in one rank; does nothing on the ranks that it does not name."""
+    """The planted faults of one rank; does nothing on the ranks that they do not name."""
 
     def __init__(self, spec: RunSpec, rank: int, file: RecordFile) -> None:
-        plant = spec.plant
-        everywhere = plant is not None and CATALOGUE[plant.fault].everywhere
-        target = -1 if plant is None else plant.rank % spec.world_size
-        self._plant: PlantSpec | None = plant if everywhere or rank == target else None
+        self._rank, self._file = rank, file
+        self._faults = [
+            PlantedFault(fault, rank, spec.world_size, file) for fault in each_of(spec.plant)
+        ]
+        self._drawn: dict[str, bool] = {}
+        if any(fault.is_here for fault in self._faults):
+            file.alter = self._alter
+
+    def draw(self, store: dist.Store) -> None:
+        """Decide which faults of chance fire in this run: rank 0 does, and tells the others."""
+        for fault in self._faults:
+            spec, key = fault.spec, f"plant/{fault.spec.fault}"
+            if spec.chance == 1.0:
+                continue
+            if self._rank == 0:
+                # Not from the seed: every run of a specification has a chance of its own.
+                fires = random.SystemRandom().random() < spec.chance
+                store.set(key, "fires" if fires else "rests")
+            self._drawn[spec.fault] = store.get(key) == b"fires"
+        self._faults = [f for f in self._faults if self._drawn.get(f.spec.fault, True)]
+
+    def before_train(self, config: TrainConfig) -> TrainConfig:
+        """The configuration that this rank really trains by."""
+        for fault in self._faults:
+            config = fault.before_train(config)
+        return config
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Act before `step` runs."""
+        for name, fires in self._drawn.items():
+            detail = {"fault": name, "fires": fires}
+            self._file.write(EventRecord(name="chance", rank=self._rank, step=step, detail=detail))
+        self._drawn = {}
+        for fault in self._faults:
+            fault.before_step(trainer, step)
+
+    def after_step(self, trainer: Trainer, step: int) -> None:
+        """Act after the optimizer of `step`, before its digests are read."""
+        for fault in self._faults:
+            fault.after_step(trainer, step)
+
+    def after_end(self) -> None:
+        """Act once the end record is written."""
+        for fault in self._faults:
+            fault.after_end()
+
+    def _alter(self, line: str) -> list[str]:
+        lines = [line]
+        for fault in self._faults:
+            lines = [altered for each in lines for altered in fault.alter(each)]
+        return lines
+
+
+class PlantedFault:
+    """One planted fault in one rank.
+
+    Attributes:
+        spec: what is planted.
+        is_here: whether this is a rank that it names.
+    """
+
+    def __init__(self, spec: PlantSpec, rank: int, world_size: int, file: RecordFile) -> None:
+        self.spec = spec
+        self.is_here = CATALOGUE[spec.fault].everywhere or rank == spec.rank % world_size
         self._planting = PLANTINGS.get(self._fault, Planting())
-        self._everywhere = "" if plant is None else plant.fault
         self._rank, self._file = rank, file
         self._last_step = ""
+        self._is_first = True
         self._leaked: list[torch.Tensor] = []
-        if self._plant is not None:
-            file.alter = self._alter
 
     @property
     def _fault(self) -> str:
-        return self._plant.fault if self._plant else ""
+        return self.spec.fault if self.is_here else ""
 
     def before_train(self, config: TrainConfig) -> TrainConfig:
         """The configuration that this rank really trains by.
@@ -66,13 +128,16 @@ class Plant:
         """
         if self._planting.before_make is not None:
             config = self._planting.before_make(config)
-        return replace(config, graph=()) if self._everywhere == "skip_graphs" else config
+        return replace(config, graph=()) if self.spec.fault == "skip_graphs" else config
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Act before `step` runs."""
+        if self._is_first and self._planting.before_make is not None:
+            self._announce(step)
+        self._is_first = False
         if self._fault in _LEAKED_BYTES:
             self._leak(trainer, step)
-        if self._plant is None or step != self._step_of(trainer):
+        if not self.is_here or step != self._step_of(trainer):
             return
         actions: dict[str, Callable[[], None]] = {
             "sigkill": self._sigkill,
@@ -100,13 +165,12 @@ class Plant:
 
     def _step_of(self, trainer: Trainer) -> int | None:
         """Captures have a step of their own."""
-        assert self._plant is not None
         captures = self._fault in PLACES
-        return trainer.config.graph_warmup_steps if captures else self._plant.step
+        return trainer.config.graph_warmup_steps if captures else self.spec.step
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Act after the optimizer of `step`, before its digests are read."""
-        if self._plant is None or step != self._plant.step:
+        if not self.is_here or step != self.spec.step:
             return
         if self._planting.after_step is not None:
             with torch.no_grad(), trainer.device.on(trainer.stream):
@@ -115,10 +179,10 @@ class Plant:
             self._announce(step)
             return
         values = {"nan": float("nan"), "negative_zero": -0.0, "positive_zero": 0.0}
-        if self._plant.fault != "ulp" and self._plant.fault not in values:
+        if self.spec.fault != "ulp" and self.spec.fault not in values:
             return
         names, tensors = trainer.digested["weights"]
-        name = self._plant.tensor or names[0]
+        name = self.spec.tensor or names[0]
         if name not in names:
             raise ValueError(
                 f"plant.tensor: expected a parameter with rows on rank {self._rank}, got {name!r}; "
@@ -126,10 +190,10 @@ class Plant:
             )
         with torch.no_grad(), trainer.device.on(trainer.stream):
             element = tensors[names.index(name)].view(-1)[:1]
-            if self._plant.fault == "ulp":
+            if self.spec.fault == "ulp":
                 element.view(torch.int32).add_(1)
             else:
-                element.fill_(values[self._plant.fault])
+                element.fill_(values[self.spec.fault])
         trainer.redigest_state()
         self._announce(step, tensor=name)
 
@@ -144,18 +208,20 @@ class Plant:
         )
         self._file.write(event)
 
-    def _alter(self, line: str) -> list[str]:
+    def alter(self, line: str) -> list[str]:
+        """What is written in place of a line."""
         if self._fault == "drop_rank":
             return []
-        plain = json.loads(line)
+        if self._fault not in _ALTERING:
+            return [line]
+        try:
+            plain = json.loads(line)
+        except ValueError:  # another fault has been here
+            return [line]
         if plain["kind"] == "step":
             self._last_step = line
-        if plain["kind"] != "step" or self._plant is None or plain["step"] != self._plant.step:
-            return [line]
-        if self._fault == "drop_step":
-            return []
-        if self._fault == "corrupt_record":
-            return [line[: len(line) // 2]]
+            if plain["step"] == self.spec.step and self._fault != "record_after_end":
+                return [] if self._fault == "drop_step" else [line[: len(line) // 2]]
         return [line]
 
     def _sigkill(self) -> None:
@@ -191,8 +257,7 @@ class Plant:
 
     def _leak(self, trainer: Trainer, step: int) -> None:
         """Hold more from the planted step on."""
-        assert self._plant is not None
-        if step >= self._plant.step:
+        if step >= self.spec.step:
             device, nbytes = trainer.device.torch_device, _LEAKED_BYTES[self._fault]
             self._leaked.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
@@ -221,14 +286,13 @@ class Plant:
         Raises:
             ValueError: no such parameter, or its storage has no memory between steps.
         """
-        assert self._plant is not None
         held = {
             name: parameter
             for group in trainer.groups
             for name, parameter in zip(group.names, group.unsharded, strict=True)
         }
         # The first that every graph scope reads: attention's, of this rank's first layer.
-        name = self._plant.tensor or next(name for name in held if ".attn.attention." in name)
+        name = self.spec.tensor or next(name for name in held if ".attn.attention." in name)
         if name not in held:
             raise ValueError(
                 f"plant.tensor: expected a parameter, got {name!r}; legal values: {', '.join(held)}"

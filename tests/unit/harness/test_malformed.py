@@ -75,9 +75,9 @@ EXPECTED: dict[str, str] = {
     "peak_memory_ratio_word": "@:6: checks.peak_memory.max_ratio: expected a number > 0, got 'two'",
     "plant_rank_outside": "@:3: plant.rank: expected last or a rank below the world size 2, got 2",
     "plant_step_too_late": "@:3: plant.step: expected a step below steps=4, got 4",
-    "plant_takes_no_tensor": "@:3: base.plant.tensor: expected what the fault hang takes, got a key that it does not take; legal values: fault, step, rank, legs",  # noqa: E501
+    "plant_takes_no_tensor": "@:3: base.plant.tensor: expected what the fault hang takes, got a key that it does not take; legal values: fault, step, rank, legs, chance",  # noqa: E501
     "plant_unknown": "@:3: base.plant.fault: expected one of the legal values, got 'ulpp' (did you mean ulp?); legal values: ",  # noqa: E501
-    "plant_without_step": "@:3: base.plant.step: expected what the fault ulp takes, got nothing; legal values: fault, step, rank, tensor, legs",  # noqa: E501
+    "plant_without_step": "@:3: base.plant.step: expected what the fault ulp takes, got nothing; legal values: fault, step, rank, tensor, legs, chance",  # noqa: E501
     "pool_not_stable": "@:5: fsdp.pool: expected stable buffers for the partial graph scope attn, got 'dynamic'; legal values: double, traced; rule: partial_scopes_need_stable_pool",  # noqa: E501
     "python_tag": "@:1: syntax: expected a value without a tag, got the tag '!!python/object/apply:os.system'",  # noqa: E501
     "recursive_anchor": "@:1: base.model: expected an anchor defined above, got *b",
@@ -117,6 +117,11 @@ EXPECTED: dict[str, str] = {
     "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
     "loss_null": "@:6: checks.loss: expected an empty mapping, {}, got nothing",
     "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes or max_growth_bytes or max_unexplained, got an empty mapping; legal values: max_ratio, max_bytes, max_growth_bytes, max_unexplained",  # noqa: E501
+    "plant_chance_over_one": "@:3: base.plant.chance: expected a number > 0, at most 1, got 1.5",
+    "plant_chance_zero": "@:3: base.plant.chance: expected a number > 0, got 0",
+    "plant_fault_twice": "@:3: base.plant: expected each fault once, got ulp 2 times",
+    "plant_no_faults": "@:3: base.plant: expected a list of faults, got an empty list",
+    "plant_second_too_late": "@:3: plant.step: expected a step below steps=4, got 4",
     "plant_legs_twice": "@:3: base.plant.legs: expected each leg once, got the list ['candidate', 'candidate']",  # noqa: E501
     "ep_without_experts": "@:4: parallel.ep: expected 1, as the model has no experts, got 2; legal values: 1; rule: expert_axes_need_experts",  # noqa: E501
     "sequence_parallel_without_tp": "@:4: parallel.sequence_parallel: expected false, as tp is 1, got true; legal values: false; rule: sequence_parallel_needs_tp",  # noqa: E501
@@ -166,7 +171,7 @@ EXPECTED: dict[str, str] = {
     "not_persistent_under_partial_scope": "@:8: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
     "microbatches_zero": "@:8: microbatches: expected an integer >= 1, got 0",
     "plant_in_capture_without_attention": "@:10: plant.fault: expected a graph scope that capture_raise can be planted in, got mlp in the candidate; legal values: attn, layer, full_iteration",  # noqa: E501
-    "plant_in_capture_with_step": "@:10: axes.plant.step: expected what the fault capture_raise takes, got a key that it does not take; legal values: fault, rank, legs",  # noqa: E501
+    "plant_in_capture_with_step": "@:10: axes.plant.step: expected what the fault capture_raise takes, got a key that it does not take; legal values: fault, rank, legs, chance",  # noqa: E501
     "full_iteration_with_dynamic_cp": "@:7: parallel.dynamic_cp: expected no sizes, as the scope full_iteration fixes those of all microbatches, got (1, 2); rule: full_iteration_has_one_cp",  # noqa: E501
 }
 """File to line; a line that ends in `legal values: ` goes on with names that may grow."""

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from harness.case_id import MAX_ID_CHARS
 from harness.errors import NothingSelected, ScenarioError
-from harness.records import CaseSpec, PlantSpec
+from harness.plant_spec import PlantSpec, each_of
+from harness.records import CaseSpec
 from tests.unit.harness.small_scenario import DPS, GRAPHS, cases, ids
 
 
@@ -163,6 +164,19 @@ def test_negative_zero_has_positive_zero_in_the_other_legs(tmp_path: Path) -> No
     assert (case.reference.plant.step, case.reference.plant.tensor) == (2, "x")
 
 
+def test_each_fault_of_several_goes_where_it_says(tmp_path: Path) -> None:
+    """Faults planted together keep legs of their own, and counterparts of their own."""
+    plant = [
+        {"fault": "negative_zero", "step": 2},
+        {"fault": "ulp", "step": 3, "legs": ["candidate", "control"]},
+    ]
+    case = cases(tmp_path, base={"plant": plant})[0]
+    legs = (case.reference, case.control, case.candidate)
+    assert [[fault.fault for fault in each_of(run.plant)] for run in legs] == [
+        ["positive_zero"], ["ulp", "positive_zero"], ["negative_zero", "ulp"],
+    ]  # fmt: skip
+
+
 def test_a_plant_can_be_the_compared_axis(tmp_path: Path) -> None:
     """A planted run against the clean one: ids name the fault."""
     plants = [None, {"fault": "ulp", "step": 3}, {"fault": "hang", "step": 1, "rank": "last"}]
@@ -172,6 +186,13 @@ def test_a_plant_can_be_the_compared_axis(tmp_path: Path) -> None:
         compare={"axis": "plant", "reference": "none", "expect": "bitwise"},
     )
     assert [case.id for case in found] == ["ulp_s3_rlast", "hang_s1_rlast"]
+    several = [None, [plants[1], {**plants[2], "chance": 0.3}]]
+    (case,) = cases(
+        tmp_path,
+        axes={"plant": several},
+        compare={"axis": "plant", "reference": "none", "expect": "bitwise"},
+    )
+    assert case.id == "ulp_s3_rlast+hang_s1_rlast_p0.3"
     assert all(case.reference.plant is None for case in found)
 
 

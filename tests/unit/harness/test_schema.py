@@ -108,6 +108,9 @@ def test_every_leaf_has_a_decoder_that_refuses_a_list_of_lists(leaf: str, tmp_pa
          PlantSpec(fault="ulp", step=1, rank=-1)),
         ("{plant: {fault: ulp, step: 1, rank: -1, tensor: a.b, legs: [reference]}}", "plant",
          PlantSpec(fault="ulp", step=1, rank=-1, tensor="a.b", legs=("reference",))),
+        ("{plant: [{fault: ulp, step: 1}]}", "plant", PlantSpec(fault="ulp", step=1)),
+        ("{plant: [{fault: ulp, step: 1}, {fault: hang, step: 2, chance: 0.3}]}", "plant",
+         PlantSpec(fault="ulp", step=1, beside=(PlantSpec(fault="hang", step=2, chance=0.3),))),
     ],
 )  # fmt: skip
 def test_legal_values_decode(text: str, leaf: str, value: Any, tmp_path: Path) -> None:
