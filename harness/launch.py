@@ -381,6 +381,7 @@ def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping
         NOTES_KEY: list(prepared.notes),
         MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
         "machine": prepared.machine,
+        "packages": machine.installed_packages(),
         "commit": commit.describe(),
         "environment": {"python": sys.version.split()[0], "variables": dict(os.environ)},
     }

@@ -80,6 +80,12 @@ def package_version(name: str) -> str:
         return ""
 
 
+def installed_packages() -> dict[str, str]:
+    """Version of every installed package, by name."""
+    found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions())
+    return {name: version for name, version in sorted(found, key=str) if name}
+
+
 def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
     """The device that `auto`, `cpu` or `cuda` means here.
 

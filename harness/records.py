@@ -84,6 +84,7 @@ class ExitCode(IntEnum):
 class RunSpec(Json):
     """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control,
     higher ones are repeats for times. `explain`: its ranks say whose memory their peak was.
+    `kernels`: they say which operators and kernels a step launched (`harness.worker.launched`).
 
     `soak` is None where the run takes the steps of its configuration and no more.
     """
@@ -96,6 +97,7 @@ class RunSpec(Json):
     plant: PlantSpec | None = None
     explain: bool = False
     soak: SoakSpec | None = None
+    kernels: bool = False
 
     def __post_init__(self) -> None:
         # An int here would give another key than the same specification read back from JSON.
@@ -118,6 +120,8 @@ class RunSpec(Json):
             del plain["soak"]  # the keys of plain runs are older than soaks
         if not self.explain:
             del plain["explain"]  # and than this
+        if not self.kernels:
+            del plain["kernels"]
         text = _SORTED.encode(plain)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"w{self.world_size}-{graph}-r{self.replica}-{digest}"

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from harness.check_limits import decode_peak_memory, decode_throughput
-from harness.decode import dotted, refuse, take_float, take_int, take_mapping, take_str
+from harness.decode import dotted, refuse, take_bool, take_float, take_int, take_mapping, take_str
 from harness.slurm_options import DEFAULT_OPTIONS, SlurmOptions, decode_slurm
 from harness.slurm_options import KEYS as SLURM_KEYS
 from harness.yaml_source import Node, Origin, parse_text
 
 CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak")
 EVIDENCE = ("loss", "state", "taps")
-LAUNCH_KEYS = ("device", "timeout_s", "slots", "engine", "retries", "slurm")
+LAUNCH_KEYS = ("device", "timeout_s", "slots", "engine", "retries", "kernels", "slurm")
 ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT_S = 300.0
@@ -27,7 +27,8 @@ _SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
 class Launch:
     """Where and for how long runs may run. `slots` None: what the machine has, or the cluster.
 
-    `retries`: how often a run may be made again after a failure of the machine.
+    `retries`: how often a run may be made again after a failure of the machine. `kernels`: runs say
+    what they launched.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -36,6 +37,7 @@ class Launch:
     engine: Literal["local", "slurm"] = "local"
     slurm: SlurmOptions = DEFAULT_OPTIONS
     retries: int = 0
+    kernels: bool = False
 
 
 def decode_name(node: Node) -> str:
@@ -137,11 +139,12 @@ def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
         if retries > MAX_RETRIES:
             expected = f"an integer from 0 to {MAX_RETRIES}"
             raise refuse(entries["retries"], "launch.retries", expected)
+    kernels = "kernels" in entries and take_bool(entries["kernels"], "launch.kernels")
     if "slurm" in entries:
         written = take_mapping(entries["slurm"], "launch.slurm", legal=SLURM_KEYS)
         slurm = {**written, **slurm}
     options = decode_slurm(slurm)
-    return Launch(device, timeout_s, slots, engine, options, retries)  # type: ignore[arg-type] # take_str
+    return Launch(device, timeout_s, slots, engine, options, retries, kernels)  # type: ignore[arg-type] # take_str
 
 
 def _refuse_launch_key(key: str, origin: Origin) -> NoReturn:

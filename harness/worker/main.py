@@ -47,6 +47,7 @@ from harness.records import (
 )
 from harness.worker.collectives import noted
 from harness.worker.digest_time import digest_time_event, is_told
+from harness.worker.launched import Launched
 from harness.worker.memory_event import memory_event
 from harness.worker.observe import Observer
 from harness.worker.plant import Plant
@@ -141,11 +142,13 @@ class _Session:
         )
         device.synchronize()
         startup_s = time.monotonic() - self.started_s
+        launched = Launched(trainer, wanted=self.spec.kernels)
         try:
             soaking = Soaking(self.spec, self.rank, trainer, self.store, self.file.write)
             for self.step in soaking.steps():
                 self.plant.before_step(trainer, self.step)
-                trainer.step(self.step)
+                with launched.counting(self.step):
+                    trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
         finally:
@@ -154,6 +157,8 @@ class _Session:
         self._write_graph_event(trainer, observer)
         self.file.write(memory_event(trainer, self.rank, self.step, trace))
         peak_bytes = device.peak_bytes()
+        if self.spec.kernels:
+            self.file.write(launched.event(self.rank, self.step))
         if is_told(self.spec):
             self.file.write(digest_time_event(trainer, self.rank, self.step))
         self.file.write(
