@@ -15,7 +15,8 @@ PARALLEL = ParallelConfig(dp=2)
 
 def run(plant: PlantSpec | None = None, **settings: Any) -> RunSpec:
     """A run of two ranks, or of as many as its layout has."""
-    config = TrainConfig(**({"parallel": PARALLEL, "steps": 6} | settings))
+    given: dict[str, Any] = {"parallel": PARALLEL, "steps": 6}
+    config = TrainConfig(**(given | settings))
     plain = RunSpec(
         config=config.to_dict(), device="cpu", world_size=config.parallel.world_size, timeout_s=60.0
     )

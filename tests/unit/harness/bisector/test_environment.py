@@ -118,8 +118,7 @@ def test_each_part_of_a_manifest_is_compared(
     tmp_path: Path, kind: str, change: dict[str, Any]
 ) -> None:
     """A night on another commit, package, driver, variable or machine says so, and only so."""
-    nights = [_night(tmp_path / "a", {}), _night(tmp_path / "b", change)]
-    found = of_nights(*nights)
+    found = of_nights(_night(tmp_path / "a", {}), _night(tmp_path / "b", change))
     assert {fact.kind for fact in found.facts} == {kind}
     assert set(found.same) == set(KINDS) - {kind, "kernels"}
     assert "a and b ran in other environments" in found.sentence
