@@ -19,6 +19,7 @@ from rich.text import Text
 from harness import display, launch
 from harness.again import set_killed_aside
 from harness.answers import find_answer
+from harness.bisect_command import bisect_command
 from harness.check_command import check_command, code_of, tell_damage
 from harness.doctor import diagnose
 from harness.errors import (
@@ -341,11 +342,10 @@ def doctor(*, as_json: bool) -> int:
     return ExitCode.PASSED if diagnosis.healthy else ExitCode.NO_VERDICT
 
 
-commands.add_command(list_command)
-commands.add_command(history_command)
-commands.add_command(compare_command)
-commands.add_command(predict_command)
-commands.add_command(check_command)
+for _command in (
+    list_command, history_command, compare_command, predict_command, check_command, bisect_command,
+):  # fmt: skip
+    commands.add_command(_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,133 @@
+"""`harness bisect CASE`: from a failing case to where, and why, it fails."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness import display, machine
+from harness.answers import find_answer
+from harness.bisector.findings import Findings
+from harness.bisector.page import PAGE_FILE
+from harness.bisector.screen import print_findings
+from harness.bisector.session import Search, bisect
+from harness.errors import NothingSelected, UsageError
+from harness.masking import Masker
+from harness.matrix import expand
+from harness.progress import make_view
+from harness.records import CaseSpec, ExitCode, Verdict
+from harness.schema import Overrides, load_scenario
+from harness.select import select
+
+_PATH = click.Path(path_type=Path)
+SCENARIO_SUFFIXES = (".yaml", ".yml")
+MOST_NAMED = 5
+Command = Callable[..., Any]
+
+_ROOM = (
+    click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time."),
+    click.option(
+        "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Let N ranks share a GPU."
+    ),
+    click.option("--jobs", type=click.IntRange(1), help="Runs that may run at a time."),
+)
+
+
+def _room(function: Command) -> Command:
+    for option in reversed(_ROOM):
+        function = option(function)
+    return function
+
+
+@click.command("bisect")
+@click.argument("case")
+@click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
+@click.option("-k", "keyword", metavar="EXPR", help="Of a scenario: the one case that matches.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Of a scenario.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Of a scenario.")
+@click.option("--out", type=_PATH, metavar="FOLDER", help="Folder of the search.")
+@click.option("--budget-runs", type=click.IntRange(0), metavar="N", help="Runs of this sitting.")
+@click.option(
+    "--budget-minutes", type=click.FloatRange(0), metavar="M", help="Minutes of this sitting."
+)
+@click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+@_room
+def bisect_command(
+    *, case: str, folder: Path | None, keyword: str | None, device: str | None,
+    sets: tuple[str, ...], no_element: bool, as_json: bool, **search: Any,
+) -> int:  # fmt: skip
+    """Find where a failing case fails: step, phase, module, tensor, rank, element.
+
+    CASE is a case folder, an id in RUN (the newest under out/ by default), or a scenario file, of
+    which -k selects one case. The search goes on where it was if its folder is there.
+
+    Exit codes: 0 the case passes, 1 it fails and the search is done, 2 interrupted, 6 it could not
+    be judged, or the budget ended first.
+    """
+    place: Path | None = None
+    if case.endswith(SCENARIO_SUFFIXES):
+        if folder is not None:
+            raise UsageError(f"bisect: expected no RUN beside the scenario {case}, got {folder}")
+        spec = _of_scenario(Path(case), keyword, device or "auto", sets)
+    else:
+        if keyword or device or sets:
+            raise UsageError("bisect: expected -k, --device and --set with a scenario, got a case")
+        place, spec, verdict = find_answer(case, folder)
+        if verdict is not None and verdict.outcome in ("passed", "skipped"):
+            return _nothing(verdict, as_json=as_json)
+    console = display.make_console(stderr=as_json)
+    asked = Search(
+        case=dataclasses.replace(spec, skip_reason=""), place=place, argv=_command_line(),
+        element=not no_element, **search,
+    )  # fmt: skip
+    findings, where = bisect(asked, make_view(console))
+    code = _code(findings)
+    if as_json:
+        plain = findings.to_json() | {"folder": str(where), "exit_code": int(code)}
+        click.echo(json.dumps(plain, allow_nan=False))
+    else:
+        print_findings(console, findings, where / PAGE_FILE)
+    return code
+
+
+def _nothing(verdict: Verdict, *, as_json: bool) -> int:
+    """A case that passed has no cause to look for; one that was skipped no records."""
+    told = f"{verdict.case_id} {verdict.outcome}: nothing to bisect ({verdict.message})"
+    click.echo(json.dumps({"verdict": verdict.to_json()}, allow_nan=False) if as_json else told)
+    return ExitCode.PASSED if verdict.outcome == "passed" else ExitCode.NOTHING_RAN
+
+
+def _of_scenario(path: Path, keyword: str | None, wanted: str, sets: tuple[str, ...]) -> CaseSpec:
+    scenario = load_scenario(path, overrides=Overrides(sets, ()))
+    device = machine.resolve_device(
+        scenario.launch.device if wanted == "auto" else wanted, machine.describe()
+    )
+    cases = select(expand(scenario, device), keyword)
+    if not cases:
+        raise NothingSelected("no case is selected")
+    if len(cases) > 1:
+        named = ", ".join(case.id for case in cases[:MOST_NAMED])
+        more = ", ..." if len(cases) > MOST_NAMED else ""
+        raise UsageError(
+            f"bisect {path}: expected -k EXPR that selects one case, got {len(cases)}: "
+            f"{named}{more}"
+        )
+    return cases[0]
+
+
+def _code(findings: Findings) -> ExitCode:
+    if findings.outcome == "passed":
+        return ExitCode.PASSED
+    if findings.stopped or findings.outcome != "failed":
+        return ExitCode.NO_VERDICT
+    return ExitCode.FAILED
+
+
+def _command_line() -> list[str]:
+    args: list[str] = click.get_current_context().find_root().obj
+    return ["harness", *Masker(os.environ).words(args)]

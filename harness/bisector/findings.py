@@ -1,0 +1,78 @@
+"""What a search has found so far, stage by stage: `bisect.json`, and what page and screen show."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.bisector.found import Location
+from harness.checksum import with_checksum
+from harness.codec import Json, RecordError, dumps
+from harness.disk import write_atomic
+from harness.object_file import read_object
+from harness.records import Outcome, What
+
+FINDINGS_FILE = "bisect.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedQuestion(Json):
+    """One question that cost runs."""
+
+    words: str
+    answer: str
+    runs: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings(Json):
+    """All that is known of a failing case.
+
+    Attributes:
+        case_id, scenario: which case.
+        outcome, what, message: its verdict.
+        command: that goes on with the search, or shows it again.
+        environment: what legs or nights ran in, where it differs; said first.
+        place: where the fault entered; None before that stage.
+        causes: smallest sets of differences between the legs that still fail, a line each.
+        least_case: path of the scenario that fails alone; "" if there is none.
+        commit: the first bad one, or the range of suspects; "" if nobody asked.
+        questions: what was asked, in order.
+        num_runs: made in all sittings.
+        seconds: spent in all sittings.
+        stopped: why the search ended before its end; "" if it did not.
+    """
+
+    case_id: str
+    scenario: str
+    outcome: Outcome
+    what: What
+    message: str
+    command: str
+    environment: tuple[str, ...] = ()
+    place: Location | None = None
+    causes: tuple[str, ...] = ()
+    least_case: str = ""
+    commit: str = ""
+    questions: tuple[AskedQuestion, ...] = ()
+    num_runs: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+
+
+def keep_findings(folder: Path, findings: Findings) -> Path:
+    """Write what is known; the file's path.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    path = folder / FINDINGS_FILE
+    write_atomic(path, dumps(with_checksum(findings)) + "\n")
+    return path
+
+
+def read_findings(folder: Path) -> Findings | None:
+    """What an earlier sitting has kept; None if there is none that decodes."""
+    try:
+        return Findings.from_json(read_object(folder / FINDINGS_FILE))
+    except (OSError, RecordError):
+        return None

@@ -1,0 +1,71 @@
+"""`bisect.md`: one page that stands for the search, for people who were not there."""
+
+from pathlib import Path
+
+from harness.bisector.findings import Findings
+from harness.bisector.summary import facts, spent
+from harness.disk import write_atomic
+from harness.errors import one_line
+
+PAGE_FILE = "bisect.md"
+
+
+def keep_page(folder: Path, findings: Findings) -> Path:
+    """Write the page; its path.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    path = folder / PAGE_FILE
+    write_atomic(path, page(findings))
+    return path
+
+
+def page(findings: Findings) -> str:
+    """The page as Markdown; nothing from outside is read as markup."""
+    lines = [f"# {_code(findings.case_id)}: {findings.outcome} {findings.what}".rstrip(), ""]
+    for told in findings.environment:
+        lines += [f"**Environment:** {_plain(told)}", ""]
+    if findings.stopped:
+        lines += [f"**Not finished:** {_plain(findings.stopped)}", ""]
+    lines += ["| | |", "| --- | --- |"]
+    lines += [f"| {name} | {_cell(text)} |" for name, text in facts(findings)]
+    lines += ["", f"Verdict: {_plain(findings.message)}", ""]
+    place = findings.place
+    if place is not None:
+        lines += _section("Evidence", place.evidence, numbered=True)
+        lines += _section("Not known", place.unknown)
+    asked = [
+        f"{q.words}: {q.answer} ({q.runs} runs, {q.seconds:.1f} s)" for q in findings.questions
+    ]
+    lines += _section(f"Asked ({spent(findings)})", asked, numbered=True)
+    lines += ["## Again", "", f"    {one_line(findings.command)}", ""]
+    return "\n".join(lines)
+
+
+def _section(
+    title: str, items: tuple[str, ...] | list[str], *, numbered: bool = False
+) -> list[str]:
+    if not items:
+        return []
+    marks = [f"{i}." for i in range(1, len(items) + 1)] if numbered else ["-"] * len(items)
+    return [
+        f"## {title}", "",
+        *(f"{mark} {_plain(item)}" for mark, item in zip(marks, items, strict=True)), "",
+    ]  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    escaped = one_line(text)
+    for mark in "\\`*_[]<>#|":
+        escaped = escaped.replace(mark, f"\\{mark}")
+    return escaped
+
+
+def _cell(text: str) -> str:
+    return _plain(text)
+
+
+def _code(text: str) -> str:
+    return f"`{one_line(text).replace('`', '')}`"

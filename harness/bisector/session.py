@@ -1,0 +1,201 @@
+"""One sitting of a search: its folder, its engine, its stages, and what it keeps after each.
+
+    environment -> place -> (causes -> least case -> commits)
+
+A stage takes what is known and gives what is known after it. Findings and page are written after
+every stage, and when somebody stops the search: what was found stays, and the same command goes on.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness import commit, launch
+from harness.bisector.asking import Asker
+from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
+from harness.bisector.page import keep_page
+from harness.bisector.probes import locate_case
+from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget
+from harness.checks import environment
+from harness.errors import Interrupted, UsageError
+from harness.expectations import kind_of
+from harness.leftovers import clear_leftovers
+from harness.lookup import DEFAULT_OUT, unused
+from harness.progress import View
+from harness.records import CaseSpec, Verdict
+from harness.store import MANIFEST_FILE, CaseRuns, RunFolder
+
+JOURNAL_FILE = "questions.jsonl"
+MAX_NAME_CHARS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is searched for, and with what.
+
+    Attributes:
+        case: that failed, or is to be run first.
+        place: folder with its runs; None if they are still to be made.
+        out: run folder of the search; None for one under `out/` that is named after the case.
+        argv: the command line.
+        slots, ranks_per_gpu, jobs: room, as for a run.
+        budget_runs, budget_minutes: of this sitting.
+        element: whether to look for the first differing element.
+    """
+
+    case: CaseSpec
+    place: Path | None
+    out: Path | None = None
+    argv: Sequence[str] = ()
+    slots: int | None = None
+    ranks_per_gpu: int | None = None
+    jobs: int | None = None
+    budget_runs: int | None = None
+    budget_minutes: float | None = None
+    element: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What stages work on."""
+
+    search: Search
+    asker: Asker
+    runs: CaseRuns
+    verdict: Verdict
+    findings: Findings
+
+
+Stage = Callable[[State], Findings]
+
+
+def bisect(search: Search, view: View) -> tuple[Findings, Path]:
+    """Search, as far as the budget goes; what was found, and the folder that holds it.
+
+    Raises:
+        UsageError: the folder is of something else, or the machine cannot run the case.
+        Interrupted: somebody stopped it; what was found is kept.
+        Infrastructure: the disk or the engine failed.
+    """
+    prepared = launch.prepare_cases(
+        [search.case], name=f"bisect-{search.case.scenario}",
+        why=f"Where the failure of {search.case.id} comes from.",
+        slots=search.slots, ranks_per_gpu=search.ranks_per_gpu, jobs=search.jobs,
+    )  # fmt: skip
+    folder = _folder(search, prepared)
+    budget = Budget(runs=search.budget_runs, minutes=search.budget_minutes)
+    identity = Identity(
+        code=commit.describe(), environment=kind_of(prepared.machine), case=search.case.id
+    )
+    with folder, view, Journal(folder.path / JOURNAL_FILE, identity, budget) as journal:
+        clear_leftovers(folder)
+        engine = launch.make_engine(prepared)
+        try:
+            asker = Asker(folder, engine, journal=journal, progress=view)
+            return _carry_out(search, asker), folder.path
+        finally:
+            engine.close()
+
+
+def _carry_out(search: Search, asker: Asker) -> Findings:
+    folder, began_s = asker.folder.path, time.monotonic()
+    before = read_findings(folder)
+    if search.place is not None:
+        asker.adopt(search.place, search.case)
+    asked = asker.ask(search.case, "does the case itself fail?")
+    findings = Findings(
+        case_id=search.case.id, scenario=search.case.scenario, outcome=asked.verdict.outcome,
+        what=asked.verdict.what, message=asked.verdict.message, command=_again(search, folder),
+    )  # fmt: skip
+    state = State(
+        search=search, asker=asker, runs=asked.runs, verdict=asked.verdict, findings=findings
+    )
+    spent_s = before.seconds if before is not None else 0.0
+
+    def keep(found: Findings) -> Findings:
+        whole = _with_questions(found, asker, spent_s + time.monotonic() - began_s)
+        keep_findings(folder, whole)
+        keep_page(folder, whole)
+        return whole
+
+    if asked.verdict.outcome in ("passed", "skipped"):
+        return keep(findings)
+    for stage in STAGES:
+        try:
+            state = replace(state, findings=stage(state))
+        except OutOfBudget as error:
+            return keep(replace(state.findings, stopped=str(error)))
+        except Interrupted:
+            keep(replace(state.findings, stopped="interrupted"))
+            raise Interrupted(
+                f"interrupted; what was found is in {folder}, go on with: {findings.command}"
+            ) from None
+        keep(state.findings)
+    return keep(state.findings)
+
+
+def _environment(state: State) -> Findings:
+    """Said before anything else: bits of other environments prove nothing about the code."""
+    answers = (
+        environment.check(state.runs.reference, getattr(state.runs, leg), leg)
+        for leg in ("control", "candidate")
+    )
+    told = tuple(answer.message for answer in answers if answer.outcome != "passed")
+    return replace(state.findings, environment=told)
+
+
+def _place(state: State) -> Findings:
+    place = locate_case(
+        state.runs, state.asker, verdict=state.verdict, element=state.search.element
+    )
+    return replace(state.findings, place=place)
+
+
+STAGES: tuple[Stage, ...] = (_environment, _place)
+"""In this order; each may rest on those before it."""
+
+
+def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Findings:
+    entries = asker.journal.entries if asker.journal is not None else ()
+    asked = tuple(
+        AskedQuestion(words=q.words, answer=r.words, runs=r.runs, seconds=r.seconds)
+        for q, r in entries
+    )
+    runs = sum(question.runs for question in asked)
+    return replace(findings, questions=asked, num_runs=runs, seconds=round(seconds, 3))
+
+
+def _folder(search: Search, prepared: launch.Prepared) -> RunFolder:
+    """The folder of this search: the one that is there, if it is of the same case."""
+    wanted = search.out or DEFAULT_OUT / f"bisect-{search.case.id}"[:MAX_NAME_CHARS]
+    if (wanted / MANIFEST_FILE).is_file():
+        folder = RunFolder.open(wanted)
+        if folder.cases and same_question(folder.cases[0], search.case):
+            return folder
+        if search.out is not None:
+            raise UsageError(
+                f"--out {wanted}: expected a search of {search.case.id} or nothing, got a run "
+                "folder of something else"
+            )
+        wanted = unused(wanted)
+    return launch.make_folder(prepared, wanted, search.argv)
+
+
+def same_question(one: CaseSpec, other: CaseSpec) -> bool:
+    """Whether two cases ask the same of the same runs."""
+    keys = [(c.reference.key, c.control.key, c.candidate.key, c.checks) for c in (one, other)]
+    return keys[0] == keys[1]
+
+
+def _again(search: Search, folder: Path) -> str:
+    """The command line that goes on, whatever was typed first."""
+    words = [word for word in search.argv if word not in ("--json",)]
+    if "--out" not in words:
+        words += ["--out", str(_short(folder))]
+    return " ".join(words)
+
+
+def _short(folder: Path) -> Path:
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
