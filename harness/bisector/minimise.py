@@ -152,11 +152,7 @@ class Minimiser:
         if answer != FAILS:
             self._confirmed.add(changes)
             return True
-        # One pass was luck, so others may have been: all that is not confirmed is asked again.
         self._note(f"{self._words(changes)}: passed at first and failed when asked again")
-        self._answers = {
-            s: a for s, a in self._answers.items() if a != PASSES or s in self._confirmed
-        }
         self._answers[changes] = FAILS
         return False
 
@@ -230,15 +226,16 @@ class Minimiser:
     def _leave_out_each(self, failing: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """A set of which no single change can be left out; those without which it cannot run."""
         while True:
-            unproven = tuple(
-                c for c in failing if self.answer(frozenset(failing) - {c}) == UNRESOLVED
+            whole = frozenset(failing)
+            left: tuple[str, ...] | None = next(
+                ((c,) for c in failing if self._fails(whole - {c})), None
             )
-            sizes = range(1, len(unproven) + 1) if len(unproven) <= 4 else (1, 2, len(unproven))
-            groups = [group for size in sizes for group in combinations(unproven, size)]
-            singles = [(c,) for c in failing if c not in unproven]
-            left = next(
-                (g for g in (*singles, *groups) if self._fails(frozenset(failing) - set(g))), None
-            )
+            unproven = tuple(c for c in failing if self.answer(whole - {c}) == UNRESOLVED)
+            if left is None:
+                # What cannot go alone may go with others that it needs, or that need it.
+                sizes = range(2, len(unproven) + 1) if len(unproven) <= 4 else (2, len(unproven))
+                groups = (group for size in sizes for group in combinations(unproven, size))
+                left = next((group for group in groups if self._fails(whole - set(group))), None)
             if left is None:
                 return failing, unproven
             failing = tuple(c for c in failing if c not in left)

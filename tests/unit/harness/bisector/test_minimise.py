@@ -149,6 +149,45 @@ def test_an_illegal_rest_is_asked_in_part() -> None:
     assert found_by(minimiser) == set(sets("a", "d"))
 
 
+def test_halves_are_tried_where_no_prefix_runs() -> None:
+    """Every prefix crashes, so nothing is told apart: not each change is left out one by one."""
+    changes = names(32)
+    prefixes = {frozenset(changes[:n]) for n in range(1, 32)}
+
+    def test(tried: Changes) -> Answer:
+        return UNRESOLVED if tried in prefixes else failing([frozenset(["c20"])])(tried)
+
+    minimiser = Minimiser(changes, test)
+    assert minimiser.minimal() == Cause(changes=("c20",))
+    assert minimiser.num_questions < 31 + 32
+
+
+def test_what_ends_a_branch_ends_all_below_it() -> None:
+    """Nothing fails without a, so nothing need be asked of what lacks a and more."""
+    asked: list[Changes] = []
+
+    def test(tried: Changes) -> Answer:
+        asked.append(tried)
+        return failing(sets("ab", "ac"))(tried)
+
+    assert found_by(Minimiser("abcd", test)) == set(sets("ab", "ac"))
+    assert frozenset("bcd") in asked
+    assert not {frozenset("cd"), frozenset("bd")} & set(asked)
+
+
+@pytest.mark.parametrize(("number", "complete"), [(6, False), (13, True), (14, False)])
+def test_the_legal_parts_of_a_rest_are_all_asked_or_it_is_said(number: int, complete: bool) -> None:
+    """More parts than are asked, or than are looked for: there may be another cause."""
+    changes = names(number)
+    alone = number == 6  # each of the five others is legal alone; or nothing is without the first
+
+    def legal(tried: Changes) -> bool:
+        return changes[0] in tried or len(tried) <= alone
+
+    minimiser = Minimiser(changes, failing([frozenset(changes[:1])]), legal=legal)
+    assert minimiser.causes().complete == complete
+
+
 def test_what_cannot_be_asked_is_said() -> None:
     """No two run together without a, and some crash: whether they fail stays open."""
     minimiser = Minimiser(
@@ -254,6 +293,20 @@ def test_a_lucky_pass_is_caught_where_the_conclusion_rests_on_it() -> None:
     assert {frozenset(c.changes) for c in found.causes} == set(sets("b", "df"))
     assert found.contradictions == ()
     assert any("passed at first and failed when asked again" in note for note in found.notes)
+
+
+def test_a_lucky_pass_is_no_contradiction() -> None:
+    """A set around the cause that passed once is asked again before anybody is told."""
+    lucky = frozenset("abc")
+
+    def test(tried: Changes) -> Answer:
+        return PASSES if tried == lucky else failing(sets("b"))(tried)
+
+    known: dict[Changes, Answer] = {NONE: PASSES}
+    assert Minimiser("abcdef", test, known=known).causes().contradictions
+    found = Minimiser("abcdef", test, confirm=failing(sets("b")), known=known).causes()
+    assert (found.causes, found.contradictions) == ((Cause(changes=("b",)),), ())
+    assert found.notes == ("a + b + c: passed at first and failed when asked again",)
 
 
 def test_nothing_is_confirmed_that_no_conclusion_rests_on() -> None:
