@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from harness.codec import Json, RecordError, check_depth, dumps
 from harness.float_bits import FloatBits, ulp_distance
+from harness.keeping import KeepSpec
 from harness.plant_spec import PlantSpec
 from harness.soaking import SoakSpec
 
@@ -86,7 +87,8 @@ class RunSpec(Json):
     higher ones are repeats for times. `explain`: its ranks say whose memory their peak was.
     `kernels`: they say which operators and kernels a step launched (`harness.worker.launched`).
 
-    `soak` is None where the run takes the steps of its configuration and no more.
+    `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
+    writes digests and no contents of tensors.
     """
 
     config: dict[str, Any]
@@ -98,6 +100,7 @@ class RunSpec(Json):
     explain: bool = False
     soak: SoakSpec | None = None
     kernels: bool = False
+    keep: KeepSpec | None = None
 
     def __post_init__(self) -> None:
         # An int here would give another key than the same specification read back from JSON.
@@ -122,6 +125,8 @@ class RunSpec(Json):
             del plain["explain"]  # and than this
         if not self.kernels:
             del plain["kernels"]
+        if self.keep is None:
+            del plain["keep"]  # and this
         text = _SORTED.encode(plain)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"w{self.world_size}-{graph}-r{self.replica}-{digest}"

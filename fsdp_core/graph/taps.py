@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, empty_rows
 from fsdp_core.graph.digest_words import INT_OF_SIZE, NUM_LANES
+from fsdp_core.graph.kept import Calls
 
 NEVER = -1
 """Place of a row that no call has written in this step."""
@@ -64,10 +65,12 @@ class Taps:
         stages: of the rows.
         rows: int32 [taps * calls, 6]: the digest's five columns, and the place in the step.
         calls_seen: int32 [taps], calls since `begin`.
+        kept: copies of what went through some of them.
     """
 
     def __init__(self, taps: Sequence[Tap], calls: int, device: torch.device) -> None:
-        self._taps, self._calls = tuple(taps), calls
+        self._taps, self.calls, self.device = tuple(taps), calls, device
+        self.kept: Calls | None = None
         self.names = [f"{t.name}:{t.kind}[{i}]" for t in self._taps for i in range(calls)]
         self.stages = [t.stage for t in self._taps for _ in range(calls)]
         self._blank = torch.zeros(len(self.names), NUM_COLUMNS + 1, dtype=torch.int32)
@@ -80,7 +83,6 @@ class Taps:
         self._is_last = self._numbers == calls - 1
         fold = [[_FOLD] * NUM_LANES + [0, 1], [1] * NUM_COLUMNS + [0]]
         self._keep, self._add = torch.tensor(fold, dtype=torch.int32).to(device)[:, None].unbind()
-        self._device = device
         self._digests: dict[tuple[Any, ...], _Digest] = {}
         modules = dict.fromkeys(tap.module for tap in self._taps)
         self._watched = list(modules)
@@ -98,6 +100,8 @@ class Taps:
             self.rows.copy_(self._blank)
             self.calls_seen.zero_()
             self._clock.zero_()
+        if self.kept is not None:
+            self.kept.begin()
 
     def close(self) -> None:
         """Watch no more; graphs that were captured still do."""
@@ -119,6 +123,17 @@ class Taps:
         for number, digest in enumerate(self._digests.values()):
             for index, tensor in enumerate(digest.tensors()):
                 yield f"taps scratch {index} of kind {number}", tensor
+        for index, tensor in enumerate(() if self.kept is None else self.kept.tensors()):
+            yield f"taps copy {index}", tensor
+
+    def keep(self, calls: Calls) -> None:
+        """From now on copy, too, what goes through some of the taps."""
+        self.kept = calls
+
+    def is_digest_of(self, row: Tensor, tensors: Sequence[Tensor]) -> bool:
+        """Whether a row, on the host, is the digest of one call with these tensors, on the host."""
+        digest = _Digest(tensors, torch.device("cpu"))(tensors)
+        return torch.equal(digest[0], row[:NUM_COLUMNS])
 
     # ---- watching
 
@@ -158,17 +173,19 @@ class Taps:
             digest = self._digest_of(tap, tensors)(tensors)
             line = torch.cat((digest, self._clock[:, None]), dim=1)
             seen = self.calls_seen[tap : tap + 1]
-            own = self.rows[tap * self._calls : (tap + 1) * self._calls]
-            again = self._is_last & (seen >= self._calls)
+            own = self.rows[tap * self.calls : (tap + 1) * self.calls]
+            again = self._is_last & (seen >= self.calls)
             folded = own * self._keep + line * self._add
             own.copy_(torch.where(self._numbers == seen, line, torch.where(again, folded, own)))
+            if self.kept is not None:
+                self.kept.record(tap, seen[0], tensors)
             seen.add_(1)
             self._clock.add_(1)
 
     def _digest_of(self, tap: int, tensors: list[Tensor]) -> "_Digest":
         signature = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         digest = self._digests.pop(signature, None)
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if digest is None:
             if capturing:
                 raise RuntimeError(
@@ -176,7 +193,7 @@ class Taps:
                     "the capture, got it first inside: run a step of these shapes eagerly first."
                 )
             try:
-                digest = _Digest(tensors, self._device)
+                digest = _Digest(tensors, self.device)
             except ValueError as error:
                 raise ValueError(
                     f"Expected plain tensors in {self.tap_names[tap]}, got others; leave it out of "

@@ -8,7 +8,9 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy
+from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import make_pool
+from fsdp_core.layouts import AXES, axis_size
 from fsdp_core.model.backend import Backend
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.sharding import Sharding, shard_stage
@@ -17,6 +19,14 @@ from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.rng import RandomStreams
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def require_same(config: TrainConfig, axes: Axes) -> None:
+    """See that axes are those of a configuration (`ValueError`)."""
+    for name in AXES:
+        expected, got = axis_size(config.parallel, name), getattr(axes, name).size
+        if got != expected:
+            raise ValueError(f"Expected axes with {name}={expected}, as configured, got {got}.")
 
 
 def make_streams(config: TrainConfig, axes: Axes, device: Device) -> RandomStreams:
@@ -68,3 +78,18 @@ def roots(stages: Iterable[DecoderStage]) -> Iterator[FSDPModule]:
     """The stages as what `fully_shard` made of them."""
     for stage in stages:
         yield cast("FSDPModule", stage)
+
+
+def named_states(groups: Iterable[ParamGroup]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, main weight and main gradient of this rank's rows of every parameter."""
+    return [
+        (name, group.local_rows(group.main_weight, i), group.local_rows(_main_grad(group), i))
+        for group in groups
+        for i, name in enumerate(group.names)
+    ]
+
+
+def _main_grad(group: ParamGroup) -> torch.Tensor:
+    kept = group.gradients.main_grad
+    assert kept is not None
+    return kept

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_core.graph.digest import Digester, empty_rows
+from fsdp_core.graph.kept import Copies
 from fsdp_core.model.microbatch import num_averaged
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.axes import Axes
@@ -59,6 +60,7 @@ class Digests:
 
     Attributes:
         digested: names and tensors of each group.
+        kept: copies that are taken with the digests of a group.
     """
 
     def __init__(self, optimizer: AdamW, others: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -79,6 +81,7 @@ class Digests:
         self._digesters = {
             group: Digester(tensors, named) for group, (named, tensors) in self.digested.items()
         }
+        self.kept: dict[str, Copies] = {}
 
     def empty(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Rows for the digests of each group."""
@@ -87,9 +90,18 @@ class Digests:
     def update(self, group: str, outputs: StepOutputs) -> None:
         """Digest a group into its rows."""
         self._digesters[group](self.digested[group][1], outputs.digests[group])
+        if group in self.kept:
+            self.kept[group].take()
+
+    def keep(self, group: str, copies: Copies) -> None:
+        """From now on take copies, too, whenever a group is digested."""
+        self.kept[group] = copies
 
     def scratch(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that digesting needs, by name."""
         for group, digester in self._digesters.items():
             for number, tensor in enumerate(digester.scratch()):
                 yield f"digest scratch {number} of {group}", tensor
+        for group, copies in self.kept.items():
+            for name, buffer in copies.buffers.items():
+                yield f"copy of {group}:{name}", buffer

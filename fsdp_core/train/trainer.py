@@ -14,7 +14,7 @@ with the update or without; partial scopes capture parts of layers, forward and 
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -27,7 +27,6 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.compiled import Compilation
 from fsdp_core.graph.ledger import AddressBook
-from fsdp_core.layouts import AXES, axis_size
 from fsdp_core.model.backend import make_backend
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
@@ -37,10 +36,18 @@ from fsdp_core.parallel.pipeline import Microbatch, Pipeline, PipelineOptions
 from fsdp_core.parallel.pipeline_schedule import make_schedule, slots_needed
 from fsdp_core.parallel.rng import RandomStream
 from fsdp_core.parallel.stage_transfer import TensorSpec
-from fsdp_core.train.build import TORCH_DTYPES, build_stages, make_streams, roots
+from fsdp_core.train.build import (
+    TORCH_DTYPES,
+    build_stages,
+    make_streams,
+    named_states,
+    require_same,
+    roots,
+)
 from fsdp_core.train.captures import Captures
 from fsdp_core.train.compiled_parts import compile_parts
 from fsdp_core.train.inputs import make_inputs
+from fsdp_core.train.keeping import Keeping
 from fsdp_core.train.names import (
     PointerChanges,
     enter_attributes,
@@ -78,7 +85,7 @@ class Trainer:
                 f"Expected no stressors for a plain trainer, got {', '.join(config.stress)}; "
                 "make_trainer makes one that runs under stress."
             )
-        _require_same(config, axes)
+        require_same(config, axes)
         self.config, self.axes, self.device = config, axes, device
         self.stream = device.new_stream()
         # TransformerEngine must be loaded before anything makes torch load its own cuDNN.
@@ -90,7 +97,7 @@ class Trainer:
             self._roots = list(roots(self.stages))
             self.taps = open_taps(config, self.stages, axes.pp, device.torch_device)
             self._compiler = compile_parts(config, self.stages)
-            self.optimizer = AdamW(self._named_states(), config.optim)
+            self.optimizer = AdamW(named_states(self.groups), config.optim)
             self._inputs = make_inputs(config, axes, device)
             self._digests = Digests(self.optimizer, list(self._expert_biases()))
             self.outputs = self._empty_outputs()
@@ -262,15 +269,16 @@ class Trainer:
             self._digests.update("weights", self.outputs)
             self._digests.update("optim", self.outputs)
 
-    # ---- parts
+    def keep(self, names: Sequence[str], max_bytes: int) -> Keeping:
+        """Keep copies of tensors as they are digested: see `keeping`. Before the first step."""
+        assert not self._whole_steps
+        with self.device.on(self.stream):
+            return Keeping(
+                names, max_bytes, digests=self._digests, taps=self.taps, stages=self.stages,
+                groups=self.groups,
+            )  # fmt: skip
 
-    def _named_states(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, main weight and main gradient of this rank's rows of every parameter."""
-        return [
-            (name, group.local_rows(group.main_weight, i), group.local_rows(main_grad(group), i))
-            for group in self.groups
-            for i, name in enumerate(group.names)
-        ]
+    # ---- parts
 
     def _biased_routers(self) -> Iterator[tuple[str, Router]]:
         for stage in self.stages:
@@ -378,20 +386,6 @@ class Trainer:
             self._graphs.drop()
             self._compiler.close()
             self.device.synchronize()
-
-
-def _require_same(config: TrainConfig, axes: Axes) -> None:
-    for name in AXES:
-        expected, got = axis_size(config.parallel, name), getattr(axes, name).size
-        if got != expected:
-            raise ValueError(f"Expected axes with {name}={expected}, as configured, got {got}.")
-
-
-def main_grad(group: ParamGroup) -> torch.Tensor:
-    """The kept gradient buffer of a group."""
-    kept = group.gradients.main_grad
-    assert kept is not None
-    return kept
 
 
 def _state(stream: RandomStream) -> torch.Tensor | None:

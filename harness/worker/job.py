@@ -30,7 +30,8 @@ from harness.store import OUTCOME_FILE, SPEC_FILE
 VISIBLE_S = 90.0
 """How long a file may take to show on another node; caches of NFS hold for 60 s at most."""
 _LEFT_BEHIND = (
-    "rank*.jsonl", "rank*.stderr", "rank*.place", "node*.json", "nccl_rank*", "cuda*.core",
+    "rank*.jsonl", "rank*.contents", "rank*.stderr", "rank*.place", "node*.json", "nccl_rank*",
+    "cuda*.core",
 )  # fmt: skip
 """Of an earlier start: records to append to, reports, and evidence of what it was that hung."""
 

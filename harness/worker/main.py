@@ -46,6 +46,7 @@ from harness.records import (
     What,
 )
 from harness.worker.collectives import noted
+from harness.worker.contents import ContentsFile
 from harness.worker.digest_time import digest_time_event, is_told
 from harness.worker.launched import Launched
 from harness.worker.memory_event import memory_event
@@ -121,6 +122,7 @@ class _Session:
         dist.destroy_process_group()
 
     def _train(self, trainer: Trainer, trace: MemoryTrace | None) -> None:
+        contents = ContentsFile(self.spec, self.rank, self.folder, trainer)
         observer = Observer(trainer, self.rank, self.file)
         device = trainer.device
         self.file.write(
@@ -151,6 +153,7 @@ class _Session:
                     trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
+                contents.observe(self.step)
         finally:
             self._flush(observer)
         soaking.write_event()

@@ -25,7 +25,7 @@ WORK: dict[str, dict[str, Any]] = {
     "close": {},
 }
 """What a trainer is asked to do, in order."""
-LOOKS = {"at_work", "named_tensors", "pointer_changes", "rng_states"}
+LOOKS = {"at_work", "keep", "named_tensors", "pointer_changes", "rng_states"}
 """Methods that issue nothing on the stream."""
 
 
@@ -85,3 +85,19 @@ def test_each_work_begins_with_other_memory_and_ends_with_what_was_found(
         getattr(trainer, method)(**arguments)
         assert calls == ["before_step", "after_step"], method
         calls.clear()
+
+
+def test_a_trainer_under_stress_keeps_contents(axes: Axes, mesh: DeviceMesh) -> None:
+    """Copies are in order with what they copy: no race is found, and each gives its digest."""
+    del mesh
+    config = TrainConfig(
+        model=TINY, steps=3, microbatches=2, graph=("full_iteration",), graph_warmup_steps=1,
+        taps=("layers.0.attn:output",), stress=("poison", "scramble", "races"),
+    )  # fmt: skip
+    trainer = make_trainer(config, axes, Device("cpu"))
+    keeping = trainer.keep(("grads:*", "layers.0.attn:output[1]"), 1 << 20)
+    for step in range(3):
+        kept = keeping.read(trainer.step(step))
+        assert len(kept) == len(trainer.digested["grads"][0]) + 1
+        assert all(each.as_digested for each in kept)
+    trainer.close()

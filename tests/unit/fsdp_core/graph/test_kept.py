@@ -1,0 +1,58 @@
+"""Kept copies: the bits of the call that was asked for, whatever shapes calls have."""
+
+import pytest
+import torch
+
+from fsdp_core.graph.digest_words import INT_OF_SIZE, PATTERNS
+from fsdp_core.graph.kept import Calls, Copies, Room
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", PATTERNS, ids=str)
+def test_every_bit_of_every_type_is_kept(dtype: torch.dtype) -> None:
+    """All patterns of bytes, NaN payloads among them, of a tensor that is not contiguous."""
+    raw = torch.arange(1024, dtype=torch.int64).to(torch.uint8)
+    tensor = raw.view(dtype).view(8, -1).t()
+    copies = Copies({"x": tensor}, Room(1 << 12, CPU))
+    copies.take()
+    ((name, copy),) = copies.read()
+    assert (name, copy.dtype, copy.shape) == ("x", dtype, tensor.shape)
+    whole = INT_OF_SIZE[dtype.itemsize]
+    assert torch.equal(copy.view(whole), tensor.view(whole))
+    assert copy.data_ptr() != tensor.data_ptr()
+
+
+def test_the_call_that_was_asked_for_is_kept_whatever_its_shape() -> None:
+    """Calls of growing and shrinking shapes, step after step: the second of each step is kept."""
+    calls, seen = Calls({(0, 1): "x:output[1]"}, Room(1 << 12, CPU)), torch.zeros(2).int()
+    for sizes in ((4, 7), (7, 4), (9, 2), (2, 9)):
+        calls.begin()
+        seen.zero_()
+        given = [torch.randn(size) for size in sizes]
+        for tensor in given:
+            calls.record(0, seen[0], [tensor, tensor[:1].bool()])
+            calls.record(1, seen[1], [torch.ones(3)])
+            seen.add_(1)
+        ((name, (kept, flag)),) = calls.read()
+        assert name == "x:output[1]"
+        assert torch.equal(kept, given[1])
+        assert torch.equal(flag, given[1][:1].bool())
+
+
+def test_a_row_without_a_call_in_this_step_has_nothing() -> None:
+    """What a step before has written is not passed off as this step's."""
+    calls, seen = Calls({(0, 0): "x:output[0]"}, Room(64, CPU)), torch.zeros(1).int()
+    calls.begin()
+    calls.record(0, seen[0], [torch.ones(2)])
+    assert len(list(calls.read())) == 1
+    calls.begin()
+    assert list(calls.read()) == []
+
+
+def test_there_is_room_for_so_many_bytes_and_no_more() -> None:
+    """The last byte fits; one more is refused with both numbers and the name."""
+    room = Room(8, CPU)
+    Copies({"a": torch.zeros(2)}, room)
+    with pytest.raises(ValueError, match="at most 8 bytes on a rank, got 9 with b"):
+        Copies({"b": torch.zeros(1, dtype=torch.bool)}, room)
