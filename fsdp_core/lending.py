@@ -26,12 +26,14 @@ _OF_NO_THREAD = frozenset(("barrier", "monitored_barrier_", "send", "recv_", "re
 _NOBODY = "fake"
 """torch's backend that does nothing."""
 _WAIT = "_c10d_functional::wait_tensor"
+_WRAP = "_c10d_functional::_wrap_tensor_autograd"
+"""No collective: since torch 2.13 it makes the result of one the tensor that waits for itself."""
 
 
 def is_collective(func: Any) -> bool:
-    """Whether `func` is one of c10d's operators, functional or not."""
+    """Whether `func` is one of c10d's operators, functional or not, that threads work on."""
     name: str = func._schema.name
-    return name.startswith(("c10d::", "_c10d_functional::"))
+    return name.startswith(("c10d::", "_c10d_functional::")) and name != _WRAP
 
 
 @dataclass
