@@ -70,6 +70,19 @@ def consumers(row: Row, rows: Sequence[Row]) -> list[str]:
     )
 
 
+def returned_by(row: Row, rows: Sequence[Row]) -> str:
+    """The outermost module that returns just what `row`'s module does, as the last of its parts."""
+    given = next((r.reference for r in rows if _is_output_of(r, row)), "")
+    around = [
+        other.module
+        for other in rows
+        if other.kind == OUTPUT
+        and (other.rank, other.number, other.reference) == (row.rank, row.number, given)
+        and is_inside(row.module, other.module)
+    ]
+    return min(around, key=len, default=row.module) if given else row.module
+
+
 def _is_output_of(other: Row, row: Row) -> bool:
     return (other.module, other.kind, other.number, other.rank) == (
         row.module, OUTPUT, row.number, row.rank

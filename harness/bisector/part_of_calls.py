@@ -9,7 +9,7 @@ first row in program order, all before it equal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.bisector.flow import common, consumers, parent_of, unit_of
+from harness.bisector.flow import common, consumers, parent_of, returned_by, unit_of
 from harness.bisector.found import Location
 from harness.bisector.legs import INPUT, OUTPUT, Legs, Row
 from harness.checks.steps import show_ranks
@@ -108,7 +108,8 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     """It was computed by the backward of whoever consumed the output that it belongs to."""
     known = {row.module for row in rows}
     users = consumers(first, rows)
-    module = common(users, known) if users else parent_of(first.module, known)
+    around = parent_of(returned_by(first, rows), known)
+    module = common(users, known) if users else around
     backward = [row for row in rows if row.is_backward and row.rank == first.rank]
     told = [
         "every loss, and every output of the step, is equal",

@@ -18,8 +18,9 @@ MOST_EVIDENCE = 8
 def print_findings(console: Console, findings: Findings, page: Path) -> None:
     """Print the answer; the rest is on the page."""
     width = min(console.width, WIDTH)
-    head = Text(f"{findings.outcome} ", style=COLOURS[findings.outcome])
-    head.append_text(cell(findings.case_id, "bold"))
+    told = f"{findings.outcome} {findings.what}".rstrip()
+    head = Text(told, style=COLOURS[findings.outcome])
+    head.append_text(cell(f"  {findings.case_id}", "bold"))
     console.print(head, soft_wrap=True)
     for told in findings.environment:
         console.print(cell(told, "yellow"), width=width)
@@ -27,7 +28,9 @@ def print_findings(console: Console, findings: Findings, page: Path) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for number, (name, text) in enumerate(facts(findings)):
-        table.add_row(cell(name, "dim"), cell(text, "bold" if number in (1, 2) else ""))
+        table.add_row(
+            cell(name, "dim"), cell(text, "bold" if number < 2 or name == "element" else "")
+        )
     console.print(table, width=width)
     if findings.stopped:
         console.print(cell(f"not finished: {findings.stopped}", "yellow"), width=width)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from harness import commit, launch
 from harness.bisector.asking import Asker
+from harness.bisector.environment import of_legs
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.page import keep_page
 from harness.bisector.probes import locate_case
 from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget
-from harness.checks import environment
 from harness.errors import Interrupted, UsageError
 from harness.expectations import kind_of
 from harness.leftovers import clear_leftovers
@@ -137,12 +137,8 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
 
 def _environment(state: State) -> Findings:
     """Said before anything else: bits of other environments prove nothing about the code."""
-    answers = (
-        environment.check(state.runs.reference, getattr(state.runs, leg), leg)
-        for leg in ("control", "candidate")
-    )
-    told = tuple(answer.message for answer in answers if answer.outcome != "passed")
-    return replace(state.findings, environment=told)
+    found = of_legs(state.runs.reference, state.runs.candidate)
+    return replace(state.findings, environment=(found.sentence,) if found.facts else ())
 
 
 def _place(state: State) -> Findings:

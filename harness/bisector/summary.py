@@ -26,23 +26,21 @@ def where(place: Location | None) -> str:
 
 
 def first_wrong(place: Location | None) -> str:
-    """The first wrong tensor, and its first wrong element as far as somebody looked."""
+    """The first wrong tensor."""
     if place is None or not (place.tensor or place.quantity):
         return UNKNOWN
     name = place.tensor or place.quantity
     of = f" ({place.quantity})" if place.quantity and place.quantity != name else ""
-    if place.element is None:
-        return f"{name}{of}"
-    return f"{name}{of}{element(place.element)}"
+    return f"{name}{of}"
 
 
 def element(found: Element) -> str:
-    """`[3, 17]: 0x3f8a21c4 became 0x3f8a21c5 (0.27 became 0.2700001), 1 ulp`."""
+    """`[3, 17]: 0x3f8a21c4 became 0x3f8a21c5, 1 ulp apart (1.07 became 1.0700001); ...`."""
     index = ", ".join(map(str, found.index))
     apart = "" if found.ulps is None else f", {count(found.ulps, 'ulp')} apart"
     return (
-        f"[{index}]: 0x{found.reference_bits} became 0x{found.candidate_bits} "
-        f"({found.reference} became {found.candidate}){apart}; "
+        f"[{index}]: 0x{found.reference_bits} became 0x{found.candidate_bits}{apart} "
+        f"({found.reference} became {found.candidate}); "
         f"{found.num_different} of {count(found.numel, 'element')} differ"
     )
 
@@ -68,10 +66,11 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     """Name and text of each line, in the order in which they are read."""
     place = findings.place
     lines = [
-        ("what", findings.what or findings.outcome),
         ("where", where(place)),
         ("first wrong", first_wrong(place)),
     ]
+    if place is not None and place.element is not None:
+        lines.append(("element", element(place.element)))
     if beside := side(place):
         lines.append(("ranks", beside))
     lines.append(("since", since(place)))

@@ -1,0 +1,157 @@
+"""Where two runs part, by the rules of DESIGN.md: each edit of the records has one right answer."""
+
+import dataclasses
+
+import pytest
+
+from harness.bisector.found import Location
+from harness.bisector.legs import Legs
+from harness.bisector.locate import between
+from harness.records import DIGEST_HEX_CHARS, TAP_HEX_CHARS, RunResult, StepRecord
+from tests.unit.harness.bisector.small_model import (
+    OTHER,
+    ROWS,
+    WEIGHTS,
+    Edit,
+    both,
+    calls_from,
+    digests,
+    edited,
+    floats,
+    place_in,
+    run_of,
+)
+
+
+def brief(found: Location) -> tuple[object, ...]:
+    """Phase, module, tensor."""
+    return found.phase, found.module, found.tensor
+
+
+@pytest.mark.parametrize(
+    ("tap", "expected"),
+    [
+        ("embedding:input", ("input", "embedding", "embedding:input")),
+        ("embedding:output", ("forward", "embedding", "embedding:output")),
+        ("layers.0.attn.norm:input", ("forward", "layers.0.attn.norm", "layers.0.attn.norm:input")),
+        ("layers.0.attn.attention.wq:output",
+         ("forward", "layers.0.attn.attention.wq", "layers.0.attn.attention.wq:output")),
+        ("layers.0.attn.attention.wo:input",
+         ("forward", "layers.0.attn.attention", "layers.0.attn.attention.wo:input")),
+        ("layers.0.attn:output", ("forward", "layers.0.attn", "layers.0.attn:output")),
+        ("norm:gradient", ("backward", "head", "norm:gradient")),
+        ("layers.0.attn:gradient", ("backward", "norm", "layers.0.attn:gradient")),
+        ("layers.0.attn.attention.wo:gradient",
+         ("backward", "layers.0.attn", "layers.0.attn.attention.wo:gradient")),
+        ("layers.0.attn.attention.wq:gradient",
+         ("backward", "layers.0.attn.attention", "layers.0.attn.attention.wq:gradient")),
+        ("layers.0.attn.norm:gradient",
+         ("backward", "layers.0.attn.attention.wq", "layers.0.attn.norm:gradient")),
+        ("embedding:gradient", ("backward", "layers.0.attn.norm", "embedding:gradient")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_first_call_that_differs_names_whose_work_it_was(
+    tap: str, number: int, expected: tuple[str, str, str]
+) -> None:
+    """All before it is equal: the module that made it is named, and the microbatch."""
+    found = place_in({1: both(calls_from(tap, number), digests(grads=WEIGHTS, weights=WEIGHTS))})
+    assert brief(found) == expected
+    assert (found.step, found.microbatch, found.rank, found.ranks) == (2, number, 1, (1,))
+
+
+def test_a_call_that_differs_on_one_rank_first_is_its_origin() -> None:
+    """What comes to another rank later in the step spread there; the evidence says with what."""
+    found = place_in({0: calls_from("norm:input"), 1: calls_from("embedding:output")})
+    assert (found.rank, found.ranks, found.module) == (1, (1,), "embedding")
+    assert found.near == "after"
+    assert any("rank 0 with norm:input[0]" in told for told in found.evidence)
+
+
+def test_a_call_that_differs_on_every_rank_lies_in_what_they_share() -> None:
+    """Weights come by one gather: wrong on all ranks alike, it was there or before."""
+    edit = calls_from("embedding:output")
+    found = place_in({0: edit, 1: edit})
+    assert (found.near, found.ranks) == ("in", (0, 1))
+    assert "root" in found.collective
+
+
+def test_numbers_drawn_otherwise_are_an_input() -> None:
+    """A module without weights whose output differs while the random state does: its mask."""
+    edit = both(calls_from("layers.0.attn:output"), digests(rng=("cpu",)))
+    assert place_in({0: edit, 1: edit}).phase == "input"
+
+
+LOSS_1 = (OTHER, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (floats(microbatch_losses=LOSS_1, loss=OTHER), ("forward", "", "microbatch_losses[0]")),
+        (floats(loss=OTHER), ("reduce", "", "loss")),
+        (digests(grads=WEIGHTS), ("reduce", "head", "head.weight")),
+        (digests(grads=("layers.0.attn.attention.wq.weight",)),
+         ("backward", "layers.0.attn.attention.wq", "layers.0.attn.attention.wq.weight")),
+        (digests(grads=("layers.0.attn.norm.weight", "layers.1.attn.norm.weight")),
+         ("reduce", "layers.0.attn.norm", "layers.0.attn.norm.weight")),
+        (floats(grad_norm=OTHER), ("reduce", "", "grad_norm")),
+        (digests(optim=("norm.weight.exp_avg",), weights=("norm.weight",)),
+         ("optimizer", "norm", "norm.weight")),
+        (digests(optim=("step_count", "norm.weight.exp_avg"), weights=WEIGHTS),
+         ("optimizer", "", "step_count")),
+        (digests(weights=("norm.weight",)), ("state", "norm", "norm.weight")),
+        (digests(weights=WEIGHTS), ("optimizer", "embedding", "embedding.weight")),
+        (digests(rng=("cpu",)), ("input", "", "cpu")),
+    ],
+)  # fmt: skip
+def test_what_differs_while_every_call_is_equal_names_the_phase(
+    edit: Edit, expected: tuple[str, str, str]
+) -> None:
+    """Losses, gradients, norm, moments, weights, random state: each rules out those before it."""
+    found = place_in({0: edit, 1: edit})
+    assert brief(found) == expected
+    assert found.ranks == (0, 1)
+
+
+def test_wrong_rows_of_one_rank_alone_came_after_the_collective() -> None:
+    """The other rank has right rows of the same tensors: the sum itself was right."""
+    found = place_in({1: digests(grads=("embedding.weight", "norm.weight", "head.weight"))})
+    assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
+
+
+def test_without_taps_nothing_is_claimed_of_modules() -> None:
+    """A loss that differs may come from anything that went before: that is said."""
+    found = place_in({0: floats(loss=OTHER, microbatch_losses=LOSS_1)}, taps=False)
+    assert (found.module, found.quantity) == ("", "microbatch_losses[0]")
+    assert any(told.startswith("module:") for told in found.unknown)
+
+
+def test_equal_runs_have_no_place() -> None:
+    """Nothing differs, nobody failed: nothing is made up."""
+    found = between(run_of(), run_of(graph=("attn",)))
+    assert (found.step, found.phase, found.module) == (None, None, "")
+    assert found.unknown
+
+
+def test_a_shared_module_says_nothing_of_when() -> None:
+    """A row for all further calls of a module comes after rows that stand for one call."""
+    reference, candidate = run_of(), edited(run_of(graph=("attn",)), {0: calls_from("norm:output")})
+    rows = Legs(reference, candidate).rows(2)
+    assert not any(row.is_folded for row in rows)
+    legs = Legs(*(shared(run, "layers.0.attn.norm:output[1]") for run in (reference, candidate)))
+    rows = legs.rows(2)
+    assert [row.name for row in rows if row.is_folded] == ["layers.0.attn.norm:output[1]"] * 2
+    assert all(row.is_folded for row in rows[-2:])
+
+
+def shared(run: RunResult, name: str) -> RunResult:
+    """The run with the second row of a module called in the first microbatch."""
+    taps = [f"{tap}[{number}]" for tap, number in ROWS]
+
+    def edit(record: StepRecord) -> StepRecord:
+        at = taps.index(name) * TAP_HEX_CHARS + DIGEST_HEX_CHARS
+        moved = record.taps[:at] + f"{9:08x}" + record.taps[at + 8 :]
+        return dataclasses.replace(record, taps=moved)
+
+    return edited(run, {0: edit, 1: edit})

@@ -1,0 +1,121 @@
+"""Runs that died, hung or stopped themselves: what their last words are made into."""
+
+import dataclasses
+
+import pytest
+
+from harness.bisector.ended import how_it_ended
+from harness.bisector.locate import between
+from harness.records import ErrorRecord, RunResult, What
+from tests.unit.harness.bisector.small_model import calls_from, edited, run_of
+
+STALE = "stale_address: layers.0.attn.norm.weight: captured at 0x561a, now at 0x561b (and root)"
+RACE = (
+    "race: root main_weight: aten::copy_ reads on stream gather at param_group.py:287, "
+    "aten::_fused_adamw_ writes on stream main at optim.py:49, unordered (and 2 more)"
+)
+MEMORY = "memory made by aten::new_empty at gradients.py:230 for the grad buffer of unit layers.1"
+RACE_GRAD = (
+    f"race: {MEMORY}: reuse writes on stream main at streams.py:66, "
+    "c10d::_reduce_scatter_base_ writes on stream reduce at collectives.py:32, unordered"
+)
+NEVER = (
+    "rank 1 never entered allgather_base of layers.1 in step 2 (collective 50 of ranks 0,1); time "
+    "was up after 30 s; still running: rank 0 after step 1"
+)
+ENTERED = (
+    "rank 1 entered allreduce where rank 0 entered reduce_scatter_base of layers.0 in step 2 "
+    "(collective 9 of ranks 0,1); time was up"
+)
+IN_CAPTURE = '  File "/x/fsdp_core/graph/capture.py", line 9, in capture\n'
+
+
+def ended(what: What, message: str, *, rank: int = 1, traceback: str = "") -> RunResult:
+    """A graphed run that a rank ended in step 2."""
+    run = run_of(graph=("attn",))
+    error = ErrorRecord(
+        rank=rank, step=2, what=what, type="Error", message=message, traceback=traceback
+    )
+    ranks = tuple(
+        dataclasses.replace(
+            each, steps=each.steps[:2], end=None, error=error if each.rank == rank else None
+        )
+        for each in run.ranks
+    )
+    told = message.removeprefix(f"{what}: ")
+    outcome = dataclasses.replace(run.outcome, what=what, message=told, culprit_rank=rank)
+    return dataclasses.replace(run, ranks=ranks, outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    ("what", "message", "expected"),
+    [
+        ("stale_address", STALE, ("state", "layers.0.attn.norm", "layers.0.attn.norm.weight")),
+        ("race", RACE, ("forward", "embedding", "root main_weight")),
+        ("race", RACE_GRAD, ("reduce", "layers.1", MEMORY)),
+        ("oom", "out of memory", ("outside", "", "")),
+        ("capture_refused", "layers.0.attn reads a value on the host",
+         ("capture", "layers.0.attn", "")),
+    ],
+)  # fmt: skip
+def test_an_error_that_names_its_tensor_is_a_place(
+    what: What, message: str, expected: tuple[str, str, str]
+) -> None:
+    """Step and rank are the error's, module and tensor those that it names."""
+    found = between(run_of(), ended(what, message))
+    assert (found.phase, found.module, found.tensor) == expected
+    assert (found.step, found.rank, found.ranks) == (2, 1, (1,))
+
+
+def test_a_failure_while_a_graph_is_made_is_of_the_capture() -> None:
+    """The traceback says what was under way."""
+    found = between(run_of(), ended("crashed", "planted", traceback=IN_CAPTURE))
+    assert found.phase == "capture"
+
+
+@pytest.mark.parametrize(
+    ("message", "near", "ranks", "collective"),
+    [
+        (NEVER, "before", (1,), "allgather_base of layers.1"),
+        (ENTERED, "in", (1,), "allreduce"),
+    ],
+)
+def test_a_hang_names_the_collective_and_who_is_missing(
+    message: str, near: str, ranks: tuple[int, ...], collective: str
+) -> None:
+    """Who waits in vain is not at fault."""
+    run = ended("hang", message, rank=0)
+    silent = tuple(dataclasses.replace(each, error=None) for each in run.ranks)
+    found = between(run_of(), dataclasses.replace(run, ranks=silent))
+    assert (found.near, found.ranks, found.collective, found.step) == (near, ranks, collective, 2)
+
+
+def test_a_difference_before_the_end_comes_first() -> None:
+    """What was computed otherwise in step 1 may be why the rank died in step 2."""
+    died = ended("crashed", "boom")
+    wrong = edited(died, {1: calls_from("norm:output")}, step=1)
+    found = between(run_of(), wrong)
+    assert (found.step, found.module) == (1, "norm")
+    assert "boom" in found.evidence[-1]
+
+
+def test_a_stale_address_outranks_the_difference_that_follows_from_it() -> None:
+    """In the same step the ledger names the cause, the digests its effect."""
+    wrong = edited(ended("stale_address", STALE), {1: calls_from("norm:output")}, step=1)
+    assert between(run_of(), wrong).step == 1
+    found = between(run_of(), ended("stale_address", STALE))
+    assert found.tensor == "layers.0.attn.norm.weight"
+
+
+def test_a_lost_record_is_no_fault_of_the_program() -> None:
+    """A step without a record has a rank and a number, and no module."""
+    run = run_of(graph=("attn",))
+    ranks = (dataclasses.replace(run.ranks[0], steps=run.ranks[0].steps[:3]), run.ranks[1])
+    found = how_it_ended(dataclasses.replace(run, ranks=ranks))
+    assert found is not None
+    assert (found.phase, found.step, found.rank, found.quantity) == (
+        "outside",
+        3,
+        0,
+        "missing_step",
+    )

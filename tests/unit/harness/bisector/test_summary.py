@@ -1,0 +1,68 @@
+"""Screen and page: the answer is in the first lines, in 80 columns, and all of it is text."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from harness.bisector.findings import AskedQuestion, Findings
+from harness.bisector.found import Element, Location
+from harness.bisector.page import page
+from harness.bisector.screen import print_findings
+
+ELEMENT = Element(
+    index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",
+    reference="1.0791554", candidate="1.0791556", num_different=1, numel=1024, ulps=1,
+)  # fmt: skip
+PLACE = Location(
+    step=7, phase="backward", microbatch=1, module="layers.0.attn", tensor="layers.0.attn:gradient",
+    quantity="taps.gradient", rank=3, ranks=(3,), near="before", collective="reduce-scatter",
+    element=ELEMENT, evidence=tuple(f"sentence {n} [red]x[/red]" for n in range(30)),
+    unknown=("rank: `not` known",),
+)  # fmt: skip
+FINDINGS = Findings(
+    case_id="dp4-ulp_s7-attn", scenario="planted", outcome="failed", what="diverged",
+    message="w differs | first", command="harness bisect dp4", place=PLACE,
+    causes=("graph: attn",), least_case="scenarios/repro/x.yaml", commit="3f1c0a9",
+    questions=(AskedQuestion(words="does it fail?", answer="failed", runs=2, seconds=1.5),),
+    num_runs=2, seconds=1.5,
+)  # fmt: skip
+
+
+def screen() -> list[str]:
+    file = io.StringIO()
+    console = Console(file=file, width=200, highlight=False)
+    print_findings(console, FINDINGS, Path("bisect.md"))
+    return file.getvalue().splitlines()
+
+
+def test_the_answer_is_in_the_first_three_lines() -> None:
+    """What, where, and the first wrong element with both bit patterns."""
+    first = "\n".join(screen()[:3])
+    for word in ("failed diverged", "dp4-ulp_s7-attn", "step 7", "backward", "microbatch 1",
+                 "layers.0.attn", "rank 3", "layers.0.attn:gradient"):  # fmt: skip
+        assert word in first
+    assert "0x3f8a21c4 became 0x3f8a21c5" in "\n".join(screen()[:4])
+
+
+def test_the_screen_is_one_screen() -> None:
+    """40 lines of 80 columns, however much is known; paths and commands may be longer."""
+    lines = screen()
+    assert len(lines) <= 40
+    assert all(len(line.rstrip()) <= 80 for line in lines[1:-2])
+    assert "[red]x[/red]" in "\n".join(lines)
+
+
+def test_the_page_has_all_of_it() -> None:
+    """Every sentence, every question, the command; marks of Markdown are text."""
+    text = page(FINDINGS)
+    assert "sentence 29" in text
+    assert "does it fail?: failed" in text
+    assert "    harness bisect dp4" in text
+    assert "rank: \\`not\\` known" in text
+    assert "w differs \\| first" in text
+
+
+def test_findings_survive_their_file() -> None:
+    """The typed answer is read back as it was written."""
+    assert Findings.from_json(FINDINGS.to_json()) == FINDINGS
