@@ -20,7 +20,8 @@ from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig, not_built
 from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE
-from harness.records import PlantSpec, RunSpec
+from harness.plant_spec import PlantSpec, each_of, joined
+from harness.records import RunSpec
 from harness.settings import leaf_types
 
 PLANT = "plant"
@@ -69,15 +70,15 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 def plants_of(spec: RunSpec) -> tuple[PlantSpec, ...]:
     """The faults planted in a run."""
-    return () if spec.plant is None else (spec.plant,)
+    return each_of(spec.plant)
 
 
 def with_plants(spec: RunSpec, plants: Sequence[PlantSpec]) -> RunSpec:
     """The run with these faults in place of its own."""
-    return dataclasses.replace(spec, plant=plants[0] if plants else None)
+    return dataclasses.replace(spec, plant=joined(plants))
 
 
-class Legs:
+class LegChanges:
     """Reference and candidate of a case, and what lies between them.
 
     Args:

@@ -1,0 +1,75 @@
+"""Answers questions from a rule about the changes of a case, in no time and without runs."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_core.config import ParallelConfig, TrainConfig
+from harness.bisector.asking import Asked, Asker
+from harness.bisector.differences import LegChanges
+from harness.bisector.questions import Budget
+from harness.plant_spec import PlantSpec, joined
+from harness.records import CaseSpec, RunSpec, Verdict
+
+Rule = Callable[[frozenset[str]], str]
+"""From the changes of a candidate to the `what` of its failure, "" if it passes."""
+
+
+class MadeUpAsker(Asker):
+    """An asker that makes no runs.
+
+    Args:
+        rule: how the reference with some changes fails.
+        chance: that a failure fires, in each run for itself.
+        max_runs: budget.
+    """
+
+    def __init__(
+        self, rule: Rule, *, chance: float = 1.0, seed: int = 0, max_runs: int | None = None
+    ) -> None:
+        self.num_runs = 0
+        self.asked: list[CaseSpec] = []
+        self.budget = Budget(runs=max_runs)
+        self._rule, self._chance, self._random = rule, chance, random.Random(seed)
+
+    def ask(self, case: CaseSpec, words: str, **_: Any) -> Asked:
+        """The rule's answer."""
+        self.budget.check(1)
+        self.budget.spend(1)
+        self.num_runs += 1
+        self.asked.append(case)
+        return Asked(runs=None, verdict=self.verdict(case))  # type: ignore[arg-type] # nobody reads them
+
+    def verdict(self, case: CaseSpec) -> Verdict:
+        """What the rule says of a case, if its failure fires."""
+        what: Any = self._rule(frozenset(LegChanges(case.reference, case.candidate).names))
+        if what and self._random.random() >= self._chance:
+            what = ""
+        return verdict_of(case, what)
+
+
+def verdict_of(case: CaseSpec, what: Any) -> Verdict:
+    """A pass, or a failure of that name."""
+    return Verdict(
+        case_id=case.id, outcome="failed" if what else "passed", what=what,
+        message=f"planted {what}", checks=(), runs={}, wall_s=0.0,
+    )  # fmt: skip
+
+
+def run(*plants: PlantSpec, **settings: Any) -> RunSpec:
+    """A run of two ranks, or of as many as its layout has."""
+    given: dict[str, Any] = {"parallel": ParallelConfig(dp=2), "steps": 6}
+    config = TrainConfig(**(given | settings))
+    return RunSpec(
+        config=config.to_dict(), device="cpu", world_size=config.parallel.world_size,
+        timeout_s=60.0, plant=joined(plants),
+    )  # fmt: skip
+
+
+def case_of(reference: RunSpec, candidate: RunSpec) -> CaseSpec:
+    """A case of these legs."""
+    control = RunSpec.from_json(reference.to_json() | {"replica": 1})
+    return CaseSpec(
+        id="dp2-attn", scenario="made_up", labels={}, reference=reference, control=control,
+        candidate=candidate, expect="bitwise", checks={"loss": {}, "state": {}},
+    )  # fmt: skip
