@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.bisector.asking import Asked, Asker, judged_by
+from harness.bisector.contents_probe import look_at_elements
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.bisector.locate import between, failing_pair, locate
@@ -51,11 +52,16 @@ def locate_case(
     if asker is None:
         return found
     pair = failing_pair(runs)
+    specs = [shortened(run.spec, found.step, pair) for run in pair]
+    missing = "module"
     try:
         if wants_calls(found, pair):
-            found = _look_into_calls(found, runs.case, pair, asker)
+            found, specs = _look_into_calls(found, runs.case, pair, asker)
+        missing = "element"
+        if element:
+            found = look_at_elements(found, runs.case, specs, asker)
     except OutOfBudget as error:
-        found = replace(found, unknown=(*found.unknown, f"module: not looked into, {error}"))
+        found = replace(found, unknown=(*found.unknown, f"{missing}: not looked at, {error}"))
     return found
 
 
@@ -73,9 +79,10 @@ def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:
 
 def _look_into_calls(
     found: Location, case: CaseSpec, pair: Sequence[RunResult], asker: Asker
-) -> Location:
-    """Both legs again, with every call digested."""
+) -> tuple[Location, list[RunSpec]]:
+    """Both legs again, with every call digested; the place, and the legs that show it."""
     assert found.step is not None
+    plain = [shortened(run.spec, found.step, pair) for run in pair]
     why = ""
     for patterns in (EVERYWHERE, RESULTS_ONLY):
         asked = asker.ask(
@@ -84,9 +91,12 @@ def _look_into_calls(
             judge=judged_by(_told),
         )
         if find_flaw(asked.runs.reference) is None:
-            return _taken(found, asked)
+            closer = _taken(found, asked)
+            seen = [asked.runs.case.reference, asked.runs.case.candidate]
+            return closer, plain if closer.quantity == found.quantity else seen
         why = asked.verdict.message
-    return replace(found, unknown=(*found.unknown, f"module: looking into modules failed: {why}"))
+    told = f"module: looking into modules failed: {why}"
+    return replace(found, unknown=(*found.unknown, told)), plain
 
 
 def _taken(found: Location, asked: Asked) -> Location:
@@ -115,12 +125,19 @@ def look_case(
 ) -> CaseSpec:
     """The case with taps, up to a step; its control is the reference, as nothing is in question."""
     reference, candidate = (
-        look_spec(run.spec, steps=num_steps(pair, step), taps=list(taps)) for run in pair
+        look_spec(shortened(run.spec, step, pair), taps=list(taps)) for run in pair
     )
     return replace(
         case, id=f"look-{candidate.key}", labels={"question": "calls"}, reference=reference,
         control=reference, candidate=candidate, checks={"taps": {}}, repeats=0, skip_reason="",
     )  # fmt: skip
+
+
+def shortened(spec: RunSpec, step: int | None, pair: Sequence[RunResult]) -> RunSpec:
+    """The same run as far as a step; whole if no step is known."""
+    if step is None:
+        return spec
+    return look_spec(spec, steps=num_steps(pair, step))
 
 
 def num_steps(pair: Sequence[RunResult], step: int) -> int:
