@@ -5,29 +5,36 @@
     buffer_ignores_reduction   a gradient buffer is given back while it is being reduced
     reduction_freed_early      outputs of a reduction are freed while it writes them
     early_release              the root's weights are given back before they are used
+    reduction_ignores_gradients   reductions do not wait for what backward writes
+    clip_ignores_reductions    what follows backward does not wait for the last reduction
+    refilled_while_reduced     a microbatch's gradients go where the last one's are being reduced
+    replica_sum_unordered      replicas are summed on a stream that nothing waits for
+    clip_unordered             gradients are clipped on a stream that nothing waits for
+    gathered_ahead             weights are gathered for the next step before the optimizer's
 
-On the CPU, and on a GPU that has nothing else to do, a plain run shows none of them. Each is
-planted in one rank, from a step on, and changes no collective.
+On the CPU, and on a GPU that has nothing else to do, a plain run shows none of them but the last.
+Each is planted from a step on; but for the last, in one rank, and changes no collective.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import fsdp_core.fsdp.gradients
+import fsdp_core.train.trainer
+from fsdp_core.device import Device
+from fsdp_core.fsdp.gradients import Gradients
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.schedule import Schedule
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.train import Trainer
-from fsdp_core.train.build import roots
 from harness.worker.plants.planting import Planting
-
-
-def _schedules(trainer: Trainer) -> Iterator[Schedule]:
-    return (root.fsdp_schedule for root in roots(trainer.stages))
+from harness.worker.plants.seams import schedules, unit_named, wrap
 
 
 def _gather_ignores_writes(trainer: Trainer) -> None:
-    for schedule in _schedules(trainer):
+    for schedule in schedules(trainer):
         schedule.gather_stream.wait_stream = lambda stream: None
 
 
@@ -35,13 +42,13 @@ def _compute_ignores_gather(trainer: Trainer) -> None:
     def forget(unit: Unit) -> Callable[[], None]:
         return lambda: setattr(unit, "gathered_event", None)
 
-    for schedule in _schedules(trainer):
+    for schedule in schedules(trainer):
         for unit in schedule.units:
             unit._wait_gather = forget(unit)  # type: ignore[method-assign]
 
 
 def _buffer_ignores_reduction(trainer: Trainer) -> None:
-    for schedule in _schedules(trainer):
+    for schedule in schedules(trainer):
         schedule.drain = _draining(schedule)  # type: ignore[method-assign, assignment]
 
 
@@ -70,7 +77,7 @@ def _dropping(group: ParamGroup) -> Callable[..., list[Any]]:
 
 
 def _early_release(trainer: Trainer) -> None:
-    for schedule in _schedules(trainer):
+    for schedule in schedules(trainer):
         unit = schedule.root
         for group in unit.groups:
             _give_back_twice(schedule, unit, group)
@@ -106,6 +113,84 @@ def _give_back_twice(schedule: Schedule, unit: Unit, group: ParamGroup) -> None:
     group.reshard = take_again  # type: ignore[method-assign]
 
 
+def _reduction_ignores_gradients(trainer: Trainer) -> None:
+    for schedule in schedules(trainer):
+        schedule.reduce_stream.wait_stream = lambda stream: None
+
+
+def _clip_ignores_reductions(trainer: Trainer) -> None:
+    for schedule in schedules(trainer):
+        wrap(schedule, "end_backward", functools.partial(_not_joining, schedule))
+
+
+def _not_joining(schedule: Schedule, end: Callable[[], None]) -> Callable[[], None]:
+    """The end of backward as if there were no stream of reductions."""
+
+    def end_backward() -> None:
+        streams = schedule._side_streams
+        for reduction in schedule._reductions:
+            reduction.event = None
+        schedule.__dict__["_side_streams"] = (streams[0], streams[0])
+        try:
+            end()
+        finally:
+            schedule.__dict__["_side_streams"] = streams
+
+    return end_backward
+
+
+def _refilled_while_reduced(trainer: Trainer) -> None:
+    def room(schedule: Schedule, gradients: Gradients) -> None:
+        if not gradients.is_pending:
+            schedule.drain(keep=1)
+
+    for schedule in schedules(trainer):
+        schedule.make_room = functools.partial(room, schedule)  # type: ignore[method-assign]
+
+
+def _aside(device: Device, work: Callable[..., Any]) -> Callable[..., Any]:
+    """The same work on a stream of its own, which waits for none and for which none waits."""
+    streams: list[Any] = []
+
+    def done_aside(*args: Any) -> Any:
+        if not streams:
+            streams.append(device.new_stream("aside"))
+        with device.on(streams[0]):
+            return work(*args)
+
+    return done_aside
+
+
+def _replica_sum_unordered(trainer: Trainer) -> None:
+    wrap(fsdp_core.fsdp.gradients, "all_reduce", functools.partial(_aside, trainer.device))
+
+
+def _clip_unordered(trainer: Trainer) -> None:
+    wrap(fsdp_core.train.trainer, "clip_grads", functools.partial(_aside, trainer.device))
+
+
+def _gathered_ahead(trainer: Trainer) -> None:
+    unit = unit_named(trainer, "layers.1")
+
+    def gathering(step: Callable[[], None]) -> Callable[[], None]:
+        def gather_and_step() -> None:
+            unit.unshard()
+            step()
+
+        return gather_and_step
+
+    def forgetting(changed: Callable[[], None], group: ParamGroup) -> Callable[[], None]:
+        def changed_and_gathered() -> None:
+            changed()
+            group.gathered_version = group.main_weight._version
+
+        return changed_and_gathered
+
+    wrap(trainer.optimizer, "step", gathering)
+    for group in unit.groups:
+        wrap(group, "main_weight_changed", functools.partial(forgetting, group=group))
+
+
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {
         "gather_ignores_writes": Planting(before_step=_gather_ignores_writes),
@@ -113,6 +198,12 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         "buffer_ignores_reduction": Planting(before_step=_buffer_ignores_reduction),
         "reduction_freed_early": Planting(before_step=_reduction_freed_early),
         "early_release": Planting(before_step=_early_release),
+        "reduction_ignores_gradients": Planting(before_step=_reduction_ignores_gradients),
+        "clip_ignores_reductions": Planting(before_step=_clip_ignores_reductions),
+        "refilled_while_reduced": Planting(before_step=_refilled_while_reduced),
+        "replica_sum_unordered": Planting(before_step=_replica_sum_unordered),
+        "clip_unordered": Planting(before_step=_clip_unordered),
+        "gathered_ahead": Planting(before_step=_gathered_ahead),
     }
 )
 """By name in the catalogue."""
