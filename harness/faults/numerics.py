@@ -156,7 +156,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="gradient_ulp",
-        description="One element of a gradient is one ulp off.",
+        description="The elements of a gradient's row are one ulp off.",
         takes=AT_STEP,
         expects=("diverged",),
         kind="numerics",

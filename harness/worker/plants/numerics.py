@@ -123,7 +123,7 @@ def _negate_row(rows: torch.Tensor) -> None:
 
 
 def _one_ulp(rows: torch.Tensor) -> None:
-    rows[0][:1].view(torch.int32).add_(1)
+    rows[0].view(torch.int32).add_(1)
 
 
 def _noise(rows: torch.Tensor) -> None:
