@@ -34,6 +34,13 @@ def test_entries_stand_with_their_kind() -> None:
     assert num == len(CATALOGUE)
 
 
+def test_what_acts_everywhere_takes_no_rank() -> None:
+    """A rank means something to a fault, or it acts on all of them."""
+    for fault in CATALOGUE.values():
+        assert not (fault.everywhere and "rank" in fault.takes), fault.name
+        assert fault.kind in ("infrastructure", "capture") or fault.takes, fault.name
+
+
 def test_counterparts_exist_and_take_the_same() -> None:
     """A counterpart is a fault of its own that is planted with the same arguments."""
     for fault in CATALOGUE.values():

@@ -186,7 +186,8 @@ def test_a_plant_can_be_the_compared_axis(tmp_path: Path) -> None:
         compare={"axis": "plant", "reference": "none", "expect": "bitwise"},
     )
     assert [case.id for case in found] == ["ulp_s3_rlast", "hang_s1_rlast"]
-    several = [None, [plants[1], {**plants[2], "chance": 0.3}]]
+    flaky = {"fault": "hang", "step": 1, "rank": "last", "chance": 0.3}
+    several = [None, [plants[1], flaky]]
     (case,) = cases(
         tmp_path,
         axes={"plant": several},

@@ -146,7 +146,7 @@ def test_other_ranks_are_left_alone(trainer: Trainer, spec: Spec, tmp_path: Path
     """On a rank that the plant does not name nothing happens and every line is written."""
     before = [tensor.clone() for tensor in trainer.digested["weights"][1]]
     addresses = {n: t.data_ptr() for n, t in trainer.named_tensors().items()}
-    for fault in CATALOGUE:
+    for fault in (name for name, each in CATALOGUE.items() if not each.everywhere):
         path = tmp_path / fault
         file = RecordFile(path)
         chosen = spec(PlantSpec(fault=fault, step=STEP, rank=1), world_size=2)
