@@ -4,12 +4,21 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.dist.rank_pool import RankPool
 
 MAX_RANKS = 8
 RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
 """Tests of more ranks than there are GPUs run where ranks may share them."""
+# How long an example takes is the machine's affair: none of Hypothesis' limits in seconds.
+settings.register_profile(
+    "any_machine",
+    settings(),
+    deadline=None,
+    suppress_health_check=[*settings().suppress_health_check, HealthCheck.too_slow],
+)
+settings.load_profile("any_machine")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ RunScenario = Callable[..., Judged]
 @pytest.fixture(scope="session")
 def warm_engine() -> Iterator[LocalEngine]:
     """This machine's engine: its forkserver imports torch once for all tests of a worker."""
-    with LocalEngine(SLOTS) as engine:
+    with LocalEngine(SLOTS, entry="tests.planted.hasty_worker:rank_main") as engine:
         yield engine
 
 

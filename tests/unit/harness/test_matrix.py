@@ -288,7 +288,9 @@ def _distinct(axes: dict[str, Any]) -> int:
 
 
 @hypothesis_settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(axes=AXES, random=st.randoms(use_true_random=False))
 def test_ids_are_unique_and_blind_to_order(
@@ -319,7 +321,9 @@ def test_ids_are_unique_and_blind_to_order(
 
 
 @hypothesis_settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_exclude_takes_away_exactly_what_it_matches(tmp_path: Path, data: st.DataObject) -> None:

@@ -141,7 +141,9 @@ def test_a_damaged_file_is_told_and_stays_as_it_is(
 
 @given(data=st.data())
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_flipped_bytes_never_become_facts(
     data: st.DataObject, full: Path, tmp_path_factory: pytest.TempPathFactory

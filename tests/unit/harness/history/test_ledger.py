@@ -58,7 +58,9 @@ FOLDERS = st.builds(
 )  # fmt: skip
 SETS = st.lists(FOLDERS, min_size=1, max_size=3, unique_by=lambda folder: folder.id)
 QUICK = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 

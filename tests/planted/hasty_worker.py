@@ -1,0 +1,31 @@
+"""The real worker, but where a plant hangs a rank its run's time is up at once: an entry.
+
+Without, whoever waits for the verdict of a hang waits for the whole limit of the run.
+"""
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from harness.records import RunSpec
+from harness.worker import main, plant
+from tests.planted import leader_clock
+
+_real_hang = plant.Plant._hang
+_folders: list[Path] = []
+
+
+def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
+    """As the real one."""
+    _folders.append(folder)
+    return main.rank_main(spec, folder, rank, store_port)
+
+
+def _hang_late(self: plant.Plant) -> NoReturn:
+    (folder,) = _folders
+    leader_clock.put_ahead(folder, os.getppid(), 3600)
+    _real_hang(self)
+
+
+setattr(plant.Plant, "_hang", _hang_late)  # noqa: B010 - a method is replaced
+leader_clock.install()
