@@ -22,12 +22,8 @@ from harness.answers import find_answer
 from harness.bisect_command import bisect_command
 from harness.check_command import check_command, code_of, tell_damage
 from harness.doctor import diagnose
-from harness.errors import (
-    HarnessError,
-    InternalError,
-    Interrupted,
-    UsageError,
-)
+from harness.errors import HarnessError, InternalError, Interrupted, UsageError
+from harness.faults_command import faults_command
 from harness.history import DATABASE_FILE, remember
 from harness.history_commands import compare_command, history_command
 from harness.inspection import inspect
@@ -344,6 +340,7 @@ def doctor(*, as_json: bool) -> int:
 
 for _command in (
     list_command, history_command, compare_command, predict_command, check_command, bisect_command,
+    faults_command,
 ):  # fmt: skip
     commands.add_command(_command)
 

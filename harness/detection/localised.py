@@ -1,0 +1,93 @@
+"""How well an answer of the bisector says where a fault was planted.
+
+    exactly  phase, module and tensor match the entry's pointer, as far as it names them; the step
+             is that of the plant, and the rank too, where the plant has them
+    near     not exactly, but in the step of the plant, one later or none that is known, and
+               where the pointer names a module or a tensor: in the same part of the model
+               (embedding, a layer, final norm, head), or in the part before it or after it, which
+               made what it takes or takes what it made;
+               where it names none: in the same phase, or on the rank of the plant
+    no       anything else, nothing said included
+
+Patterns are those of `fnmatch`; a pointer that names no module or tensor asks for none, whatever
+the answer names. A tensor may be named with or without its quantity (`grads:`), a call of a tap
+with or without its number (`[0]`). A plant that acts on every rank has no rank to find, one of no
+step none to be late for.
+"""
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from harness.bisector.found import Location
+from harness.faults.fault import Pointer
+
+Localised = Literal["exactly", "near", "no"]
+_LAYER = re.compile(r"(?:^|[^\w])layers\.(\*|\d+)")
+_CALL = re.compile(r"\[\d+\]$")
+_ENDS = ("embedding", "norm", "head")
+ANY_LAYER = "*"
+
+
+def localised(
+    found: Location, pointer: Pointer, *, step: int | None, rank: int | None, num_layers: int
+) -> Localised:
+    """Compare an answer with the truth.
+
+    Args:
+        found: the bisector's answer.
+        pointer: of the catalogue's entry.
+        step: in which the fault was planted, None if it has no step.
+        rank: on which, None if it acts on all of them, or on none in particular.
+        num_layers: of the model.
+    """
+    in_step = step is None or found.step == step
+    on_rank = rank is None or found.rank == rank
+    if in_step and on_rank and _matches(found, pointer):
+        return "exactly"
+    if step is not None and found.step is not None and not step <= found.step <= step + 1:
+        return "no"
+    if pointer.module or pointer.tensor:
+        return "near" if _is_beside(found, pointer, num_layers) else "no"
+    right_rank = rank is not None and found.rank == rank
+    return "near" if found.phase == pointer.phase or right_rank else "no"
+
+
+def _matches(found: Location, pointer: Pointer) -> bool:
+    return (
+        found.phase == pointer.phase
+        and (not pointer.module or fnmatchcase(found.module, pointer.module))
+        and (not pointer.tensor or any(fnmatchcase(t, pointer.tensor) for t in _names(found)))
+    )
+
+
+def _names(found: Location) -> Iterator[str]:
+    """The ways in which a tensor may be written."""
+    plain = _CALL.sub("", found.tensor)
+    yield from (found.tensor, plain)
+    if found.quantity:
+        yield from (f"{found.quantity}:{found.tensor}", f"{found.quantity}:{plain}")
+    group, colon, rest = plain.partition(":")
+    if colon and group in ("grads", "weights", "optim", "rng"):
+        yield rest
+
+
+def _is_beside(found: Location, pointer: Pointer, num_layers: int) -> bool:
+    theirs = _place(found.module, num_layers) or _place(found.tensor, num_layers)
+    truth = _place(pointer.module, num_layers) or _place(pointer.tensor, num_layers)
+    if theirs is None or truth is None:
+        return False
+    return any(abs(one - other) <= 1 for one in theirs for other in truth)
+
+
+def _place(name: str, num_layers: int) -> range | None:
+    """Where in the line of embedding, layers, norm and head a name is; None if it is unknown."""
+    if (layer := _LAYER.search(name)) is not None:
+        if layer[1] == ANY_LAYER:
+            return range(1, num_layers + 1)
+        return range(int(layer[1]) + 1, int(layer[1]) + 2)
+    words = re.split(r"[^a-z]", name)
+    end = next((end for end in _ENDS if end in words), None)
+    at = {"embedding": 0, "norm": num_layers + 1, "head": num_layers + 2}
+    return None if end is None else range(at[end], at[end] + 1)
