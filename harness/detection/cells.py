@@ -13,6 +13,7 @@ the ledger, there are further variants:
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,6 +143,7 @@ def written(
     )
 
 
+@functools.lru_cache(maxsize=256)
 def cases_of(text: str, device: Device) -> tuple[CaseSpec, ...]:
     """The cases of a scenario that is no file.
 
