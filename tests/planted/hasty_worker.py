@@ -5,13 +5,12 @@ Without, whoever waits for the verdict of a hang waits for the whole limit of th
 
 import os
 from pathlib import Path
-from typing import NoReturn
 
 from harness.records import RunSpec
 from harness.worker import main, plant
 from tests.planted import leader_clock
 
-_real_hang = plant.Plant._hang
+_real_hang = plant.PlantedFault._hang
 _folders: list[Path] = []
 
 
@@ -21,11 +20,11 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     return main.rank_main(spec, folder, rank, store_port)
 
 
-def _hang_late(self: plant.Plant) -> NoReturn:
+def _hang_late(self: plant.PlantedFault) -> None:
     (folder,) = _folders
     leader_clock.put_ahead(folder, os.getppid(), 3600)
     _real_hang(self)
 
 
-setattr(plant.Plant, "_hang", _hang_late)  # noqa: B010 - a method is replaced
+setattr(plant.PlantedFault, "_hang", _hang_late)  # noqa: B010 - a method is replaced
 leader_clock.install()
