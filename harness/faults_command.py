@@ -39,6 +39,7 @@ from harness.records import ExitCode, RunOutcome, Verdict
 from harness.select import compile_expression
 
 CLEAN_CELLS = 200
+CLEAN_PER_LINE = 50
 MATRIX_FILES = ("matrix.md", "matrix.json", "matrix.html")
 
 _PATH = click.Path(path_type=Path)
@@ -120,9 +121,8 @@ def show_fault(*, name: str, as_json: bool) -> int:
 @click.option(
     "--patience",
     type=click.FloatRange(min=1),
-    default=1.0,
     metavar="X",
-    help="Time limits are X times as long: for a machine that is slow or busy.",
+    help="Time limits are X times as long: for a machine that is slow or busy. 1, on GPUs 4.",
 )
 @_json
 def run_faults(
@@ -233,6 +233,8 @@ class _Printer:
     def clean(self, verdict: Verdict) -> None:
         """Print what is not clean."""
         self._clean += 1
+        if self._clean % CLEAN_PER_LINE == 0:
+            self._console.print(Text(f"[{self._done}] {self._clean} clean cells", style="dim"))
         if verdict.outcome not in ("passed", "skipped"):
             told = f"{verdict.outcome} without a fault: {verdict.case_id}: {verdict.message}"
             self._console.print(Text(told, style="bold red"), soft_wrap=True)

@@ -4,7 +4,7 @@ request -> cases -> (shard) -> launch.carry_out -> rows with places -> Matrix ->
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +30,14 @@ from harness.faults.fault import Fault
 from harness.launch import Prepared, Request, carry_out, prepare, prepare_cases
 from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import describe, resolve_device
+from harness.matrix import Device
 from harness.plan import Plan
 from harness.records import CaseSpec, RunOutcome, RunSpec, Verdict
 from harness.shards import parse_shard
 from harness.store import LEGS, CaseRuns, RunFolder
 
+PATIENCE: Mapping[Device, float] = {"cpu": 1.0, "cuda": 4.0}
+"""Limits of cells that end in one are for the CPU: a GPU takes seconds to begin."""
 WHY = "Every planted fault must be seen, and nothing said where none is."
 
 
@@ -48,7 +51,7 @@ class Asked:
         device: auto, cpu or cuda.
         shard: I/N, None for all.
         locate: whether to ask the bisector.
-        patience: factor of the time limits of all runs.
+        patience: factor of the time limits of all runs; None for `PATIENCE`.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -56,7 +59,7 @@ class Asked:
     device: str = "auto"
     shard: str | None = None
     locate: bool = True
-    patience: float = 1.0
+    patience: float | None = None
     out: Path | None = None
     resume: Path | None = None
     slots: int | None = None
@@ -124,8 +127,9 @@ def _prepared(asked: Asked) -> Prepared:
         return prepared
     device = resolve_device(asked.device, describe())
     cases = plan_cases(asked.faults, asked.clean, device)
-    if asked.patience != 1:
-        cases = tuple(_patient(case, asked.patience) for case in cases)
+    patience = asked.patience or PATIENCE[device]
+    if patience != 1:
+        cases = tuple(_patient(case, patience) for case in cases)
     if asked.shard is not None:
         cases = _of_shard(cases, asked.shard)
     if not cases:

@@ -10,6 +10,8 @@ the ledger, there are further variants:
     bare        no stressor and no ledger: what somebody would see who only trains
     <stressor>  one of several stressors alone
     cell        as the catalogue has it
+
+Where the stressor races is not, on GPUs, the others stand in for it.
 """
 
 import dataclasses
@@ -20,9 +22,10 @@ from typing import Any
 
 import yaml
 
+from fsdp_core.config import STRESSORS
 from harness.errors import UsageError
 from harness.faults.catalogue import BASE
-from harness.faults.fault import Fault
+from harness.faults.fault import Cell, Fault
 from harness.matrix import Device, expand
 from harness.records import CaseSpec, What
 from harness.schema import decode_scenario
@@ -33,6 +36,8 @@ TIMEOUT_S = 120.0
 """Of a reference."""
 FAULT_LABEL, VARIANT_LABEL = "fault", "variant"
 BARE, CELL = "bare", "cell"
+RACES = "races"
+"""A stressor of the CPU only."""
 OF_THE_LEDGER: tuple[What, ...] = ("stale_address", "stale_guards")
 """What the ledger says: without it a run goes on."""
 WIDE_TAPS = ("**:input", "**:output", "**:gradient")
@@ -49,9 +54,16 @@ class Variant:
     ledger: bool = True
 
 
-def variants(fault: Fault) -> tuple[Variant, ...]:
+def stress_of(cell: Cell, device: Device) -> tuple[str, ...]:
+    """Stressors of a cell that the device has."""
+    if device == "cpu" or RACES not in cell.stress:
+        return cell.stress
+    return tuple(name for name in STRESSORS if name != RACES)
+
+
+def variants(fault: Fault, device: Device = "cpu") -> tuple[Variant, ...]:
     """Those of a fault, the barest first."""
-    stress = fault.cell.stress
+    stress = stress_of(fault.cell, device)
     found = []
     if stress or set(fault.expects) & set(OF_THE_LEDGER):
         found.append(Variant(name=BARE, ledger=False))

@@ -14,12 +14,14 @@ from typing import Any
 
 from harness.detection.cells import (
     CELL,
+    RACES,
     SCENARIO,
     TIMEOUT_S,
     Variant,
     beside_reference,
     cases_of,
     settings_of,
+    stress_of,
     written,
 )
 from harness.errors import UsageError
@@ -71,7 +73,7 @@ def clean_cells(faults: Iterable[Fault], number: int, device: Device) -> tuple[C
         device: where.
     """
     found: dict[str, CaseSpec] = {}
-    for name, candidate, settings in itertools.chain(_of_faults(faults), _further()):
+    for name, candidate, settings in itertools.chain(_of_faults(faults, device), _further()):
         if len(found) >= number:
             break
         case = _case(name, candidate, settings, device)
@@ -85,6 +87,8 @@ def _case(
 ) -> CaseSpec | None:
     """The case of a candidate; None where the rules do not allow it."""
     graph, stress = cell
+    if device != "cpu" and RACES in stress:
+        return None
     base, axes = dict(settings), {"stress": ["none", list(stress) or ["jitter"]]}
     if graph:
         base["stress"] = list(stress) or "none"
@@ -100,10 +104,10 @@ def _case(
     return dataclasses.replace(case, id=f"clean.{name}", scenario=SCENARIO, labels=labels)
 
 
-def _of_faults(faults: Iterable[Fault]) -> Iterator[_Named]:
+def _of_faults(faults: Iterable[Fault], device: Device) -> Iterator[_Named]:
     for fault in faults:
         settings = settings_of(fault, Variant(name=CELL), taps=True)
-        yield f"of_{fault.name}", (fault.cell.graph, fault.cell.stress), settings
+        yield f"of_{fault.name}", (fault.cell.graph, stress_of(fault.cell, device)), settings
 
 
 def _further() -> Iterator[_Named]:

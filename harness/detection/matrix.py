@@ -89,7 +89,11 @@ class Matrix(Json):
 def plan_cases(faults: Iterable[Fault], clean: int, device: Device) -> tuple[CaseSpec, ...]:
     """The cases of a campaign: those of each fault together, clean cells after them."""
     chosen = tuple(faults)
-    cases = [fault_case(fault, variant, device) for fault in chosen for variant in variants(fault)]
+    cases = [
+        fault_case(fault, variant, device)
+        for fault in chosen
+        for variant in variants(fault, device)
+    ]
     return (*cases, *clean_cells(chosen, clean, device))
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 from harness.bisector.found import Location
 from harness.codec import Json
 from harness.detection.alone import STRESSED, Sight, seen_plain, seen_stressed
-from harness.detection.cells import BARE, BROKEN, CELL, VARIANT_LABEL
+from harness.detection.cells import BARE, BROKEN, CELL, RACES, VARIANT_LABEL
 from harness.detection.localised import Localised, localised
 from harness.faults.fault import Fault
 from harness.records import CaseSpec, Outcome, RunResult, Verdict, What
@@ -119,11 +119,8 @@ def row_of(fault: Fault, held: Sequence[Judged]) -> Row:
     """The row of a fault from its cases, the barest first; not localised yet."""
     blank = Row(fault=fault.name, kind=fault.kind, source=fault.source, status="not run")
     cell = next(each for each in held if each.variant == CELL)
-    skipped = cell.verdict.message if cell.verdict.outcome == "skipped" else ""
-    held = [each for each in held if each.verdict.outcome != "skipped"]
-    if not held:
-        return dataclasses.replace(blank, reason=skipped)
-    cell = held[-1]
+    if cell.verdict.outcome == "skipped":
+        return dataclasses.replace(blank, reason=cell.verdict.message)
     answers = tuple(_answer(each) for each in held)
     step, rank = planted_at(fault, cell)
     told = next((a for a in answers if _is_detected(fault, a)), None)
@@ -132,9 +129,13 @@ def row_of(fault: Fault, held: Sequence[Judged]) -> Row:
     if told is None:
         told = next((a for a in answers if a.outcome != "passed"), answers[-1])
         status, reason = _undetected(fault, told)
-        if skipped and status == "missed":
-            # What would see it cannot be had here, so this says nothing of what is seen.
-            status, reason = "not run", skipped
+        if (
+            status == "missed"
+            and cell.case.candidate.device != "cpu"
+            and RACES in fault.cell.stress
+        ):
+            # Its own stressor cannot be had here, so this says nothing of what that sees.
+            status, reason = "not run", f"the stressor {RACES} needs cpu, and no other sees it here"
     runs = _runs(held)
     return dataclasses.replace(
         blank, status=status, reason=reason, case=told.case, under=told.stress,

@@ -4,6 +4,7 @@ from harness.detection.cells import (
     BARE,
     CELL,
     FAULT_LABEL,
+    RACES,
     cases_of,
     fault_case,
     plant_of,
@@ -24,7 +25,7 @@ def _device(fault: Fault) -> Device:
 def test_every_entry_has_a_legal_cell_that_plants_it() -> None:
     """The rules of scenarios take each cell of each entry, and some leg of it has the fault."""
     for fault in CATALOGUE.values():
-        for variant in variants(fault):
+        for variant in variants(fault, _device(fault)):
             case = fault_case(fault, variant, _device(fault))
             assert not case.skip_reason, (fault.name, variant.name, case.skip_reason)
             assert case.labels[FAULT_LABEL] == fault.name
@@ -53,6 +54,18 @@ def test_a_cell_with_stressors_is_run_bare_and_with_each_alone() -> None:
     assert configs[CELL]["stress"] == list(fault.cell.stress)
     assert len({case.reference.key for case in cases.values()}) == 1
     assert configs[CELL]["ledger"]
+
+
+def test_on_gpus_the_other_stressors_stand_in_for_races() -> None:
+    """Races are seen on the CPU alone; no case and no clean cell of a GPU asks for them."""
+    fault = CATALOGUE["gather_ignores_writes"]
+    assert RACES in fault.cell.stress
+    found = {v.name: v.stress for v in variants(fault, "cuda")}
+    assert list(found) == [BARE, "jitter", "poison", "scramble", CELL]
+    assert found[CELL] == ("jitter", "poison", "scramble")
+    cells = clean_cells([fault], 200, "cuda")
+    assert len(cells) == 200
+    assert not any(RACES in case.candidate.config["stress"] for case in cells)
 
 
 def test_a_fault_of_another_device_is_planned_and_skipped() -> None:
