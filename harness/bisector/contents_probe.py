@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.bisector.asking import Asker, judged_by
-from harness.bisector.elements import Compared, compare
+from harness.bisector.elements import compare
 from harness.bisector.found import Location
 from harness.contents import read_contents
 from harness.keeping import KeepSpec
 from harness.records import DIGEST_GROUPS, CaseSpec, RunSpec
-
-WORDS = "which element of {} differs first in step {}?"
+from harness.store import RunFolder
 
 
 def kept_name(found: Location) -> str:
@@ -26,44 +24,32 @@ def kept_name(found: Location) -> str:
     return f"{found.quantity}:{found.tensor}{star}"
 
 
-def look_at_elements(
-    found: Location, case: CaseSpec, specs: Sequence[RunSpec], asker: Asker
-) -> Location:
-    """The place with its first differing element, or with the reason why there is none.
+def contents_case(found: Location, case: CaseSpec, specs: Sequence[RunSpec]) -> CaseSpec:
+    """The question for the contents of the tensor that a place names.
 
     Args:
-        found: names a tensor.
+        found: names a tensor and a step.
         case: in question.
         specs: both legs, as they were when the tensor was found to differ.
-        asker: makes the runs.
-
-    Raises:
-        OutOfBudget: they cost more than is left.
     """
-    name = kept_name(found)
-    if not name or found.step is None:
-        return found
-    keep = KeepSpec(step=found.step, names=(name,))
+    assert found.step is not None
+    keep = KeepSpec(step=found.step, names=(kept_name(found),))
     reference, candidate = (replace(spec, keep=keep) for spec in specs)
-    question = replace(
+    return replace(
         case, id=f"keep-{candidate.key}", labels={"question": "contents"}, reference=reference,
         control=reference, candidate=candidate, repeats=0, skip_reason="",
     )  # fmt: skip
-    asker.ask(
-        question,
-        WORDS.format(name, found.step),
-        judge=judged_by(lambda *_: "its contents are kept"),
-    )
+
+
+def with_element(found: Location, question: CaseSpec, folder: RunFolder) -> Location:
+    """The place with its first differing element, or with the reason why there is none."""
     ours, theirs = (
-        read_contents(asker.folder.run_folder(spec.key), spec) for spec in (reference, candidate)
+        read_contents(folder.run_folder(spec.key), spec)
+        for spec in (question.reference, question.candidate)
     )
-    named = dict.fromkeys((*ours.names, *theirs.names)) or {name: None}
-    answers = [compare(ours, theirs, each) for each in named]
+    named = dict.fromkeys((*ours.names, *theirs.names)) or {kept_name(found): None}
+    answers = [compare(ours, theirs, name) for name in named]
     compared = next((each for each in answers if each.element is not None), answers[0])
-    return _with(found, compared)
-
-
-def _with(found: Location, compared: Compared) -> Location:
     unknown = (*found.unknown, *compared.notes)
     if compared.element is None:
         return replace(found, unknown=(*unknown, f"element: {compared.message}"))

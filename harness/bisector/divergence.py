@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from harness.bisector.found import Location
 from harness.bisector.gradients import gradients_part
-from harness.bisector.legs import Legs, Tensor
+from harness.bisector.legs import OUTPUT, Legs, Tensor
 from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
 from harness.checks.steps import show_float, show_ranks
@@ -65,11 +65,24 @@ def _losses_part(legs: Legs, at_step: Location) -> Location | None:
     if not legs.has_taps:
         why = "module: no module was looked into, so the input may differ as well as what it met"
         return replace(found, unknown=(*found.unknown, why))
-    told = "what every module returned is equal: it is the loss itself, or its mean over ranks"
     if quantity == LOSS:
         told = "every rank's own losses are equal: it is their mean over the ranks"
-        found = replace(found, phase="reduce", near="in", collective="all-reduce of the loss")
-    return replace(found, tensor=quantity, evidence=(*found.evidence, told))
+        return replace(
+            found, phase="reduce", near="in", tensor=quantity, collective="all-reduce of the loss",
+            evidence=(*found.evidence, told),
+        )  # fmt: skip
+    told = "what every module returned is equal: the loss was given other labels or other weights"
+    why = "phase: labels have no digest, so the loss itself may have computed otherwise as well"
+    return replace(
+        found, phase="input", module=_last_module(legs, at_step.step), tensor=quantity,
+        evidence=(*found.evidence, told), unknown=(*found.unknown, why),
+    )  # fmt: skip
+
+
+def _last_module(legs: Legs, step: int) -> str:
+    """The one whose output the loss is made of."""
+    outputs = [row.module for row in legs.rows(step) if row.kind == OUTPUT and not row.is_folded]
+    return outputs[-1] if outputs else ""
 
 
 def _norm_part(legs: Legs, at_step: Location) -> Location | None:
@@ -113,15 +126,14 @@ def _state_part(legs: Legs, at_step: Location) -> Location | None:
     name = first.name
     for suffix in (".exp_avg_sq", ".exp_avg"):
         name = name.removesuffix(suffix)
-    names = {t.name for t in weights}
     found = replace(
         at_step, phase="optimizer", module=name.rpartition(".")[0], tensor=name,
         quantity=first.group, rank=first.rank, ranks=ranks_of(bad, first.name),
         evidence=(*at_step.evidence, *told),
     )  # fmt: skip
-    if not moments and len(names) == 1:
+    if not moments and len({t.name for t in weights}) == 1:
         one = "one tensor alone is wrong: an update that went wrong in it, or a stray write"
-        found = replace(found, phase="state", evidence=(*found.evidence, one))
+        found = replace(found, evidence=(*found.evidence, one))
     return found
 
 

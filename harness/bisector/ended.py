@@ -41,6 +41,13 @@ _ENTERED = re.compile(
     r"(?P<others>[\d, ]+) entered (?P<expected>\w+)(?: of (?P<whose>\S+))?"
     r"(?: in step (?P<step>\d+))?"
 )
+_WHERE: tuple[tuple[re.Pattern[str], Phase], ...] = (
+    (re.compile(r"_engine_run_backward|/fsdp_core/fsdp/backward\.py"), "backward"),
+    (re.compile(r"/fsdp_core/(optim\.py|fsdp/optimizer\.py)"), "optimizer"),
+    (re.compile(r"/fsdp_core/fsdp/(clip|gradients|row_reductions)\.py"), "reduce"),
+    (re.compile(r"/fsdp_core/(model|parallel|fsdp)/"), "forward"),
+)
+"""Files of a traceback, by what a step does there; the first that fits."""
 _IN_CAPTURE = re.compile(r"/fsdp_core/(graph|train)/(capture\w*|\w*graphs?|callables|scopes)\.py")
 _MODULE = re.compile(r"\b(layers\.\d+(?:\.\w+)*|embedding|norm|head)\b")
 
@@ -61,7 +68,7 @@ def how_it_ended(run: RunResult) -> Location | None:
         return _race(found, error)
     if flaw.what in ("hang", "crashed") and (waited := _collective(found, run.outcome.message)):
         return waited
-    if found.phase == "capture" and error is not None:
+    if found.phase != "outside" and error is not None:
         module = _MODULE.search(error.message)
         return replace(found, module=module[1] if module else "")
     return found
@@ -99,8 +106,10 @@ def _phase(what: What, error: ErrorRecord | None) -> Phase:
         return "capture"
     if what in LOST or error is None:
         return "outside"
-    # Frames of the program, the innermost last: a capture calls everything that a step calls.
-    return "capture" if _IN_CAPTURE.search(error.traceback) else "outside"
+    # A capture calls everything that a step calls.
+    if _IN_CAPTURE.search(error.traceback):
+        return "capture"
+    return next((phase for place, phase in _WHERE if place.search(error.traceback)), "outside")
 
 
 def _stale(found: Location, error: ErrorRecord | None) -> Location:

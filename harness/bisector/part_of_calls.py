@@ -94,14 +94,10 @@ def _output(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Loc
             f"its main weights were equal after step {found.step - 1}: it read a copy of them that "
             "was not (stale, overwritten, of another unit), or computed otherwise"
         )
-    phase = found.phase
     drawn = any(t.differs for t in legs.tensors(found.step, "rng"))
     if drawn and not weights:
         told.append("the random state differs at the end of the step, too: it drew other numbers")
-        phase = "input"
-    return replace(
-        found, phase=phase or "forward", module=first.module, evidence=(*found.evidence, *told)
-    )
+    return replace(found, phase="forward", module=first.module, evidence=(*found.evidence, *told))
 
 
 def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
@@ -117,6 +113,13 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     ]
     if users:
         told.append(f"{', '.join(users[:3])} consumed what {first.module} returned")
+    last = max((row.stage for row in rows), default=0)
+    if backward and backward[0] is first and first.stage < last:
+        return replace(
+            found, phase="backward", module=first.module, near="in",
+            collective=f"transfer of gradients to stage {first.stage} of the pipeline",
+            evidence=(*found.evidence, "nothing that later stages computed differs"),
+        )  # fmt: skip
     if backward and backward[0] is first:
         told.append("it is the first gradient of the step: it comes from the loss")
         module = first.module

@@ -5,29 +5,39 @@
     contents         -> element, both bit patterns           both legs again
 
 Fewer steps change nothing before the last of them. What a run takes over from the case: its plant,
-stressors, scopes, layout, device. Looking in costs memory and moves addresses: where the failure
-stays away then, that is said, and the records of the case itself stand.
+stressors, scopes, layout, device. Where the failure stays away, the case is run as it is some more
+times: if it passes then, it comes now and then, and the look is repeated until it comes; if it does
+not, looking in keeps it away (it moves addresses and times), and the case's own records stand.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.bisector.asking import Asked, Asker, judged_by
-from harness.bisector.contents_probe import look_at_elements
+from harness.bisector.asking import Asker, judged_by
+from harness.bisector.chance import passes_needed
+from harness.bisector.contents_probe import contents_case, kept_name, with_element
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.bisector.locate import between, failing_pair, locate
 from harness.bisector.questions import OutOfBudget
 from harness.checks.complete import find_flaw
 from harness.records import CaseSpec, RunResult, RunSpec, Verdict
+from harness.repeats import FIRST_REPEAT
 from harness.store import CaseRuns
 
 EVERYWHERE = ("**:input", "**:output", "**:gradient")
 RESULTS_ONLY = ("**:output", "**:gradient")
 """For modules that are given what has no digest."""
-CALLS_TELL = ("", "loss", "grads", "microbatch_losses")
+CALLS_TELL = ("", "loss", "grads", "microbatch_losses", "taps")
+SELDOM = 0.3
+"""A fault that fires this often is met, with `MISS` as the chance to miss it, by `MOST_LOOKS`."""
+MISS = 0.01
+MOST_LOOKS = passes_needed(SELDOM, MISS)
+PLAIN_REPEATS = 3
+"""How often the case itself is run again before looking in is what keeps its failure away."""
+_TAPPED = "which call differs first, up to step {}? (taps {})"
 
 
 def locate_case(
@@ -41,7 +51,8 @@ def locate_case(
 
     Args:
         runs: the case, with the records of its three runs.
-        asker: makes further runs, at most three times both legs; None to use the records alone.
+        asker: makes further runs, both legs twice at most unless the failure stays away; None to
+            use the records alone.
         verdict: of the case.
         element: whether to look for the first differing element.
 
@@ -49,70 +60,140 @@ def locate_case(
         Interrupted: somebody stopped it; the runs that were made are kept.
     """
     found = locate(runs, verdict)
-    if asker is None:
+    if asker is None or found.step is None:
         return found
-    pair = failing_pair(runs)
-    specs = [shortened(run.spec, found.step, pair) for run in pair]
-    missing = "module"
-    try:
-        if wants_calls(found, pair):
-            found, specs = _look_into_calls(found, runs.case, pair, asker)
-        missing = "element"
-        if element:
-            found = look_at_elements(found, runs.case, specs, asker)
-    except OutOfBudget as error:
-        found = replace(found, unknown=(*found.unknown, f"{missing}: not looked at, {error}"))
-    return found
+    return _Look(found, runs.case, failing_pair(runs), asker).carry_out(element=element)
+
+
+class _Look:
+    """One look into a case: what is known of the place gets closer with each step."""
+
+    def __init__(
+        self, found: Location, case: CaseSpec, pair: Sequence[RunResult], asker: Asker
+    ) -> None:
+        assert found.step is not None
+        self._found, self._case, self._pair, self._asker = found, case, pair, asker
+        self._specs = [shortened(run.spec, found.step, pair) for run in pair]
+        self._is_flaky: bool | None = None
+
+    def carry_out(self, *, element: bool) -> Location:
+        missing = "module"
+        try:
+            if wants_calls(self._found, self._pair):
+                self._look_into_calls()
+            missing = "element"
+            if element and kept_name(self._found):
+                self._look_at_elements()
+        except OutOfBudget as error:
+            self._note(f"{missing}: not looked at, {error}")
+        return self._found
+
+    def _note(self, told: str) -> None:
+        self._found = replace(self._found, unknown=(*self._found.unknown, told))
+
+    def _look_into_calls(self) -> None:
+        """Both legs again, with every call digested."""
+        step = self._found.step
+        assert step is not None
+        why = ""
+        for patterns in (EVERYWHERE, RESULTS_ONLY):
+            question = look_case(self._case, self._pair, patterns, step)
+            words = _TAPPED.format(step, ", ".join(patterns))
+            asked = self._asker.ask(question, words, judge=judged_by(_told))
+            if find_flaw(asked.runs.reference) is None:
+                break
+            why = asked.verdict.message
+        else:
+            self._note(f"module: looking into modules failed: {why}")
+            return
+        closer = between(asked.runs.reference, asked.runs.candidate)
+        if closer.step is None:
+            again = self._until(
+                asked.runs.case, words, lambda legs: between(legs[0], legs[1]).step is not None
+            )
+            if again is None:
+                self._note_stays_away()
+                return
+            closer = between(again[0], again[1])
+        if closer.quantity != self._found.quantity:
+            self._specs = [question.reference, question.candidate]
+        self._take(closer)
+
+    def _take(self, closer: Location) -> None:
+        evidence = closer.evidence
+        if closer.step != self._found.step:
+            first = f"without digests of calls it was first seen in step {self._found.step}"
+            evidence = (*evidence, first)
+        if self._is_flaky:
+            evidence = (*evidence, "it comes now and then: the same run passes, too")
+        self._found = replace(closer, evidence=evidence)
+
+    def _note_stays_away(self) -> None:
+        if self._is_flaky:
+            rate = f"a fault of {SELDOM:.0%} of runs is met with {1 - MISS:.0%} confidence"
+            self._note(f"module: it comes now and then, and not in {MOST_LOOKS} looks ({rate})")
+        else:
+            self._note(
+                "module: the case fails again, but not with every call digested, which moves "
+                "addresses and times: it depends on those"
+            )
+
+    def _until(
+        self, question: CaseSpec, words: str, shows: Callable[[list[RunResult]], bool]
+    ) -> list[RunResult] | None:
+        """Repeat a question until it shows the failure; both legs, None if it stays away."""
+        if not self._comes_now_and_then():
+            return None
+        for number in range(1, MOST_LOOKS):
+            repeat = repeated(question, number)
+            asked = self._asker.ask(repeat, f"{words}, run {number + 1}", judge=judged_by(_told))
+            legs = [asked.runs.reference, asked.runs.candidate]
+            if shows(legs):
+                return legs
+        return None
+
+    def _comes_now_and_then(self) -> bool:
+        """Whether the case itself passes, too."""
+        if self._is_flaky is None:
+            reference, candidate = (run.spec for run in self._pair)
+            plain = replace(
+                self._case, id=f"again-{candidate.key}", labels={"question": "again"},
+                reference=reference, control=reference, candidate=candidate, repeats=0,
+            )  # fmt: skip
+            self._is_flaky = False
+            for number in range(1, PLAIN_REPEATS + 1):
+                words = f"does the case always fail? run {number + 1}"
+                asked = self._asker.ask(repeated(plain, number), words, judge=judged_by(_told))
+                if between(asked.runs.reference, asked.runs.candidate).phase is None:
+                    self._is_flaky = True
+                    break
+        return self._is_flaky
+
+    def _look_at_elements(self) -> None:
+        """Both legs again, with the bytes of the first wrong tensor."""
+        question = contents_case(self._found, self._case, self._specs)
+        words = f"which element of {kept_name(self._found)} differs first?"
+        self._asker.ask(question, words, judge=judged_by(lambda *_: "its contents are kept"))
+        found = with_element(self._found, question, self._asker.folder)
+        if found.element is None and self._is_flaky:
+            for number in range(1, MOST_LOOKS):
+                repeat = repeated(question, number)
+                words_again = f"{words[:-1]}, run {number + 1}"
+                self._asker.ask(repeat, words_again, judge=judged_by(_told))
+                found = with_element(self._found, repeat, self._asker.folder)
+                if found.element is not None:
+                    break
+        self._found = found
 
 
 def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:
     """Whether a look into modules can say more: something was computed otherwise in the step."""
-    if found.step is None or find_flaw(pair[0]) is not None:
+    if find_flaw(pair[0]) is not None:
         return False
-    is_known = found.quantity.startswith("taps.") and Legs(*pair).has_taps
     wide = set(EVERYWHERE) <= set(pair[0].spec.config.get("taps", ()))
-    if is_known and wide:
+    if wide and Legs(*pair).has_taps:
         return False
-    quantity = found.quantity.partition("[")[0].partition(".")[0]
-    return quantity in (*CALLS_TELL, "taps")
-
-
-def _look_into_calls(
-    found: Location, case: CaseSpec, pair: Sequence[RunResult], asker: Asker
-) -> tuple[Location, list[RunSpec]]:
-    """Both legs again, with every call digested; the place, and the legs that show it."""
-    assert found.step is not None
-    plain = [shortened(run.spec, found.step, pair) for run in pair]
-    why = ""
-    for patterns in (EVERYWHERE, RESULTS_ONLY):
-        asked = asker.ask(
-            look_case(case, pair, patterns, found.step),
-            f"which call differs first, up to step {found.step}? (taps {', '.join(patterns)})",
-            judge=judged_by(_told),
-        )
-        if find_flaw(asked.runs.reference) is None:
-            closer = _taken(found, asked)
-            seen = [asked.runs.case.reference, asked.runs.case.candidate]
-            return closer, plain if closer.quantity == found.quantity else seen
-        why = asked.verdict.message
-    told = f"module: looking into modules failed: {why}"
-    return replace(found, unknown=(*found.unknown, told)), plain
-
-
-def _taken(found: Location, asked: Asked) -> Location:
-    closer = between(asked.runs.reference, asked.runs.candidate)
-    if closer.step is None:
-        told = (
-            "module: with every call digested the failure did not come back: it may come now and "
-            "then, or depend on addresses and times, which digests move"
-        )
-        return replace(found, unknown=(*found.unknown, told))
-    if not asked.runs.candidate.spec.config.get("taps") or closer.quantity == found.quantity:
-        return closer
-    if closer.step != found.step:
-        told = f"without digests of calls it was first seen in step {found.step}"
-        return replace(closer, evidence=(*closer.evidence, told))
-    return closer
+    return found.quantity.partition("[")[0].partition(".")[0] in CALLS_TELL
 
 
 def _told(reference: RunResult, candidate: RunResult) -> str:
@@ -133,10 +214,15 @@ def look_case(
     )  # fmt: skip
 
 
-def shortened(spec: RunSpec, step: int | None, pair: Sequence[RunResult]) -> RunSpec:
-    """The same run as far as a step; whole if no step is known."""
-    if step is None:
-        return spec
+def repeated(question: CaseSpec, number: int) -> CaseSpec:
+    """The question with another run of its candidate."""
+    candidate = replace(question.candidate, replica=FIRST_REPEAT + number)
+    kind = question.id.partition("-")[0]
+    return replace(question, id=f"{kind}-{candidate.key}", candidate=candidate)
+
+
+def shortened(spec: RunSpec, step: int, pair: Sequence[RunResult]) -> RunSpec:
+    """The same run as far as a step."""
     return look_spec(spec, steps=num_steps(pair, step))
 
 

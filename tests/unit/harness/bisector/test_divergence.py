@@ -76,10 +76,12 @@ def test_a_call_that_differs_on_every_rank_lies_in_what_they_share() -> None:
     assert "root" in found.collective
 
 
-def test_numbers_drawn_otherwise_are_an_input() -> None:
+def test_numbers_drawn_otherwise_are_told() -> None:
     """A module without weights whose output differs while the random state does: its mask."""
     edit = both(calls_from("layers.0.attn:output"), digests(rng=("cpu",)))
-    assert place_in({0: edit, 1: edit}).phase == "input"
+    found = place_in({0: edit, 1: edit})
+    assert brief(found) == ("forward", "layers.0.attn", "layers.0.attn:output")
+    assert any("random state" in told for told in found.evidence)
 
 
 LOSS_1 = (OTHER, OTHER)
@@ -88,7 +90,7 @@ LOSS_1 = (OTHER, OTHER)
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (floats(microbatch_losses=LOSS_1, loss=OTHER), ("forward", "", "microbatch_losses[0]")),
+        (floats(microbatch_losses=LOSS_1, loss=OTHER), ("input", "head", "microbatch_losses[0]")),
         (floats(loss=OTHER), ("reduce", "", "loss")),
         (digests(grads=WEIGHTS), ("reduce", "head", "head.weight")),
         (digests(grads=("layers.0.attn.attention.wq.weight",)),
@@ -100,7 +102,7 @@ LOSS_1 = (OTHER, OTHER)
          ("optimizer", "norm", "norm.weight")),
         (digests(optim=("step_count", "norm.weight.exp_avg"), weights=WEIGHTS),
          ("optimizer", "", "step_count")),
-        (digests(weights=("norm.weight",)), ("state", "norm", "norm.weight")),
+        (digests(weights=("norm.weight",)), ("optimizer", "norm", "norm.weight")),
         (digests(weights=WEIGHTS), ("optimizer", "embedding", "embedding.weight")),
         (digests(rng=("cpu",)), ("input", "", "cpu")),
     ],
