@@ -44,7 +44,7 @@ def localised(
     """
     in_step = step is None or found.step == step
     on_rank = rank is None or found.rank == rank
-    if in_step and on_rank and _matches(found, pointer):
+    if in_step and on_rank and is_named(found, pointer):
         return "exactly"
     if step is not None and found.step is not None and not step <= found.step <= step + 1:
         return "no"
@@ -54,7 +54,8 @@ def localised(
     return "near" if found.phase == pointer.phase or right_rank else "no"
 
 
-def _matches(found: Location, pointer: Pointer) -> bool:
+def is_named(found: Location, pointer: Pointer) -> bool:
+    """Whether phase, module and tensor are right, whatever the step and the rank."""
     return (
         found.phase == pointer.phase
         and (not pointer.module or fnmatchcase(found.module, pointer.module))

@@ -75,9 +75,11 @@ class Matrix(Json):
         near = sum(row.localised == "near" for row in asked)
         found = {"detected": bounds(len(detected), len(self.ran), CONFIDENCE)}
         if asked:
-            found["localised exactly"] = bounds(exactly, len(asked), CONFIDENCE)
-            found["exactly or near"] = bounds(exactly + near, len(asked), CONFIDENCE)
-        found["false alarms"] = bounds(len(self.alarms), self.clean, CONFIDENCE)
+            named = sum(row.is_named for row in asked)
+            found["phase, module and tensor right"] = bounds(named, len(asked), CONFIDENCE)
+            found["localised exactly, with step and rank"] = bounds(exactly, len(asked), CONFIDENCE)
+            found["localised exactly or near"] = bounds(exactly + near, len(asked), CONFIDENCE)
+        found["false alarms on clean cells"] = bounds(len(self.alarms), self.clean, CONFIDENCE)
         return found
 
     def to_json(self) -> dict[str, Any]:

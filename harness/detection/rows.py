@@ -17,7 +17,7 @@ from harness.bisector.found import Location
 from harness.codec import Json
 from harness.detection.alone import STRESSED, Sight, seen_plain, seen_stressed
 from harness.detection.cells import BARE, BROKEN, CELL, RACES, VARIANT_LABEL
-from harness.detection.localised import Localised, localised
+from harness.detection.localised import Localised, is_named, localised
 from harness.faults.fault import Fault
 from harness.records import CaseSpec, Outcome, RunResult, Verdict, What
 
@@ -81,6 +81,7 @@ class Row(Json):
         planted_step, planted_rank: None where the fault has none.
         detected_step: in which its verdict sees it.
         localised: how well the bisector found it; "" if nobody asked.
+        is_named: whether phase, module and tensor are right, whatever the step and the rank.
         location: what it said.
         runs, seconds: of all its cases, shared references included, and of the search.
         alone: what each cheap check would have seen, by column.
@@ -101,6 +102,7 @@ class Row(Json):
     planted_rank: int | None = None
     detected_step: int | None = None
     localised: Localised | Literal[""] = ""
+    is_named: bool = False
     location: Location | None = None
     runs: int = 0
     seconds: float = 0.0
@@ -161,7 +163,8 @@ def located(row: Row, fault: Fault, found: Location, *, num_layers: int) -> Row:
         found, fault.points_at, step=row.planted_step, rank=row.planted_rank,
         num_layers=num_layers,
     )  # fmt: skip
-    return dataclasses.replace(row, location=found, localised=how)
+    named = is_named(found, fault.points_at)
+    return dataclasses.replace(row, location=found, localised=how, is_named=named)
 
 
 def to_locate(row: Row, fault: Fault) -> str:

@@ -94,7 +94,7 @@ def test_a_clean_cell_that_fails_ends_with_1(
     code, plain = run_json(capsys, "faults", *RAN, "ulp")
     assert code == 1
     assert plain["alarms"]
-    assert plain["rates"]["false alarms"]["successes"] == len(plain["alarms"])
+    assert plain["rates"]["false alarms on clean cells"]["successes"] == len(plain["alarms"])
 
 
 def test_faults_of_other_devices_are_not_run_and_not_counted(
