@@ -60,7 +60,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="stale_shard",
-        description="A gather gets an old shard of one rank.",
+        description="Gathers get a shard of one rank that is a step old, and stays so.",
         takes=AT_STEP,
         expects=("diverged",),
         kind="collectives",

@@ -128,7 +128,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="repeated_masks",
-        description="Each step of a rank drops what the first one dropped.",
+        description="A rank seeds its generator anew at each step: all steps drop alike.",
         takes=AT_STEP,
         expects=("diverged",),
         kind="data",

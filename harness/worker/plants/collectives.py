@@ -29,7 +29,14 @@ from fsdp_core.parallel.pipeline_schedule import Transfer
 from fsdp_core.parallel.tensor import RowLinear
 from fsdp_core.train import Trainer
 from harness.worker.plants.planting import Planting
-from harness.worker.plants.seams import group_named, module_named, unit_named, wrap
+from harness.worker.plants.seams import (
+    before_last_update,
+    group_named,
+    module_named,
+    other_main_weight,
+    unit_named,
+    wrap,
+)
 
 # ---- FSDP
 
@@ -67,17 +74,15 @@ def _replicas_of_other_axis(trainer: Trainer) -> None:
 
 
 def _stale_shard(trainer: Trainer) -> None:
-    """What a rank gives to a gather is what its shard was when the fault began."""
+    """From now on a rank gives its shard of before the last update to gathers."""
     group = group_named(trainer, "layers.1")
-    old = group.main_weight.clone()
+    with torch.no_grad(), trainer.device.on(trainer.stream):
+        old = before_last_update(trainer, group)
 
     def made(gather: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
         def gather_old(full: torch.Tensor) -> None:
-            now, group.main_weight = group.main_weight, old
-            try:
+            with other_main_weight(group, old):
                 gather(full)
-            finally:
-                group.main_weight = now
 
         return gather_old
 

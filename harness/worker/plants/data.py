@@ -133,9 +133,8 @@ def _uneven_weights(trainer: Trainer) -> None:
 
 
 def _repeated_masks(trainer: Trainer) -> None:
-    """Every step from now on draws the numbers of this one."""
-    stream = dropout_stream(trainer)
-    kept = stream.get_state()
+    """Every step from now on draws the same numbers."""
+    stream, kept = dropout_stream(trainer), random_state(trainer, trainer.config.seed)
     _after_fill(trainer, lambda inputs: stream.set_state(kept))
 
 

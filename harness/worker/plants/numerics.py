@@ -22,7 +22,14 @@ from fsdp_core.model.decoder import MoeBranch
 from fsdp_core.model.moe.router import Router
 from fsdp_core.train import Trainer
 from harness.worker.plants.planting import Planting
-from harness.worker.plants.seams import group_named, last_matrix, module_named, wrap
+from harness.worker.plants.seams import (
+    before_last_update,
+    group_named,
+    last_matrix,
+    module_named,
+    other_main_weight,
+    wrap,
+)
 
 Rows = Callable[[torch.Tensor], None]
 """Changes rows of a matrix in place."""
@@ -265,8 +272,12 @@ def _updated_neighbour(trainer: Trainer) -> None:
 
 
 def _stale_model_weights(trainer: Trainer) -> None:
-    """The copies that are computed with stay as they are."""
+    """The copies that are computed with stay those of before the last update."""
     group = group_named(trainer, "layers.1")
+    with torch.no_grad(), trainer.device.on(trainer.stream):
+        old = before_last_update(trainer, group)
+        with other_main_weight(group, old):
+            group.main_weight_changed()
     for name in ("refresh_model_weight", "main_weight_changed"):
         wrap(group, name, lambda refresh: lambda: None)
 

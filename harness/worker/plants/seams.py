@@ -1,5 +1,6 @@
 """Parts of a trainer that faults change, found by name, and how an attribute is changed."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -59,6 +60,32 @@ def last_matrix(trainer: Trainer) -> tuple[ParamGroup, int]:
         for index, spec in enumerate(group.specs)
         if len(spec.local_shape) > 1 and spec.local_shape[0] > 1
     ][-1]
+
+
+def before_last_update(trainer: Trainer, group: ParamGroup) -> torch.Tensor:
+    """This rank's main weights of a group as they were before the last AdamW step, but for bits."""
+    optimizer, options = trainer.optimizer, trainer.config.optim
+    old, taken = group.main_weight.clone(), optimizer.step_count
+    for index, name in enumerate(group.names):
+        if name not in optimizer.names:
+            continue
+        place, rows = optimizer.names.index(name), group.local_rows(old, index)
+        mean = optimizer.exp_avg[place] / (1.0 - options.beta1**taken)
+        square = optimizer.exp_avg_sq[place] / (1.0 - options.beta2**taken)
+        rows.add_(optimizer.lr * mean / (square.sqrt() + options.eps))
+        if rows.dim() >= 2:
+            rows.div_(1.0 - optimizer.lr * options.weight_decay)
+    return old
+
+
+@contextlib.contextmanager
+def other_main_weight(group: ParamGroup, weight: torch.Tensor) -> Iterator[None]:
+    """Inside, what is gathered or copied from a group's main weight is another one."""
+    now, group.main_weight = group.main_weight, weight
+    try:
+        yield
+    finally:
+        group.main_weight = now
 
 
 def random_state(trainer: Trainer, seed: int) -> torch.Tensor:

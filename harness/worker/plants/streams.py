@@ -10,7 +10,7 @@
     refilled_while_reduced     a microbatch's gradients go where the last one's are being reduced
     replica_sum_unordered      replicas are summed on a stream that nothing waits for
     clip_unordered             gradients are clipped on a stream that nothing waits for
-    gathered_ahead             weights are gathered for the next step before the optimizer's
+    gathered_ahead             weights are gathered for a step before the update that it follows
 
 On the CPU, and on a GPU that has nothing else to do, a plain run shows none of them but the last.
 Each is planted from a step on; but for the last, in one rank, and changes no collective.
@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 import fsdp_core.fsdp.gradients
 import fsdp_core.train.trainer
 from fsdp_core.device import Device
@@ -30,7 +32,13 @@ from fsdp_core.fsdp.schedule import Schedule
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.train import Trainer
 from harness.worker.plants.planting import Planting
-from harness.worker.plants.seams import schedules, unit_named, wrap
+from harness.worker.plants.seams import (
+    before_last_update,
+    other_main_weight,
+    schedules,
+    unit_named,
+    wrap,
+)
 
 
 def _gather_ignores_writes(trainer: Trainer) -> None:
@@ -170,25 +178,14 @@ def _clip_unordered(trainer: Trainer) -> None:
 
 
 def _gathered_ahead(trainer: Trainer) -> None:
+    """The next step finds the layer gathered, from main weights before the last update."""
     unit = unit_named(trainer, "layers.1")
-
-    def gathering(step: Callable[[], None]) -> Callable[[], None]:
-        def gather_and_step() -> None:
+    group = unit.groups[0]
+    with torch.no_grad(), trainer.device.on(trainer.stream):
+        old = before_last_update(trainer, group)
+        with other_main_weight(group, old):
             unit.unshard()
-            step()
-
-        return gather_and_step
-
-    def forgetting(changed: Callable[[], None], group: ParamGroup) -> Callable[[], None]:
-        def changed_and_gathered() -> None:
-            changed()
-            group.gathered_version = group.main_weight._version
-
-        return changed_and_gathered
-
-    wrap(trainer.optimizer, "step", gathering)
-    for group in unit.groups:
-        wrap(group, "main_weight_changed", functools.partial(forgetting, group=group))
+        group.gathered_version = group.main_weight._version
 
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
