@@ -6,12 +6,12 @@ Runs that the folder holds are not made again, so a search that goes on pays onl
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bisector.questions import Budget, Journal, Question, Reply
+from harness.bisector.questions import Budget, Journal, OutOfBudget, Question, Reply
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
 from harness.disk import link_or_copy
@@ -94,6 +94,30 @@ class Asker:
             self.budget.check(self.cost(case))
             self.budget.spend(find_out().runs)
         return Asked(runs=load_runs(self.folder, case), verdict=found[0])
+
+    def room(self, case: CaseSpec) -> int:
+        """How many candidates of a case fit on the engine side by side."""
+        return max(1, self._engine.slots // case.candidate.world_size)
+
+    def make_ahead(self, cases: Sequence[CaseSpec]) -> None:
+        """Make the runs of several questions side by side, to be asked one by one afterwards.
+
+        Nothing is made if the budget does not allow them all.
+
+        Raises:
+            UsageError: a run does not fit on the engine.
+            Interrupted: somebody stopped it; what is done is kept.
+        """
+        specs = {spec.key for case in cases for spec in runs_of(case)}
+        cost = sum(self.folder.finished(key) is None for key in specs)
+        try:
+            self.budget.check(cost)
+        except OutOfBudget:
+            return
+        if cost:
+            execute(self.folder, cases, self._engine, self._progress)
+            self.num_runs += cost
+            self.budget.spend(cost)
 
     def adopt(self, place: Path, case: CaseSpec) -> None:
         """Take the finished runs of a case folder, so that they are not made again.

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.bisector.asking import Asker
-from harness.bisector.chance import CONFIDENCE, NeverFails
+from harness.bisector.chance import CONFIDENCE, NeverFails, Patience
 from harness.bisector.differences import LegChanges
 from harness.bisector.failure import NONDETERMINISTIC, Failure, Judged, failure_of
 from harness.bisector.minimise import MAX_CAUSES, Causes, Minimiser
@@ -62,7 +62,7 @@ class FoundCauses(Json):
         num_questions: sets of changes that were asked.
         num_runs: that were made.
         num_illegal: sets that rules refused, at no cost.
-        confidence: in words: how often the case failed, and what is believed for it.
+        patience: how often the case failed, and what is believed for it.
         notes: what could not be found out or contradicts itself, a sentence each.
     """
 
@@ -72,7 +72,7 @@ class FoundCauses(Json):
     num_questions: int = 0
     num_runs: int = 0
     num_illegal: int = 0
-    confidence: str = ""
+    patience: Patience | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -236,7 +236,7 @@ class _Search:
             num_questions=self._num_questions,
             num_runs=self._asker.num_runs - self._runs_before,
             num_illegal=len(self._illegal),
-            confidence=str(self._judged.patience) if self._judged is not None else "",
+            patience=self._judged.patience if self._judged is not None else None,
             notes=tuple(dict.fromkeys((*self._notes, *self._unresolved()))),
         )
 

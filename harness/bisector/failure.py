@@ -107,8 +107,13 @@ class Judged:
             NeverFails: it fails too seldom for a search.
             OutOfBudget: of the asker.
         """
+
+        def run(number: int) -> Answer:
+            ahead = max(chance.ALWAYS_AFTER - number, self.asker.room(self.case))
+            return self.once(self.case.candidate, number, ahead=ahead)
+
         self.patience = chance.learn(
-            lambda number: self.once(self.case.candidate, number),
+            run,
             num_questions=num_questions, confidence=confidence, causes=causes,
         )  # fmt: skip
 
@@ -129,9 +134,12 @@ class Judged:
     def _often(
         self, candidate: RunSpec, reference: RunSpec | None, words: str, passes: int
     ) -> Answer:
-        answer, _ = chance.ask(
-            lambda number: self.once(candidate, number, reference=reference, words=words), passes
-        )
+        def run(number: int) -> Answer:
+            return self.once(
+                candidate, number, reference=reference, words=words, ahead=passes - number
+            )
+
+        answer, _ = chance.ask(run, passes)
         return answer
 
     def once(
@@ -141,8 +149,16 @@ class Judged:
         *,
         reference: RunSpec | None = None,
         words: str = "",
+        ahead: int = 1,
     ) -> Answer:
-        """Whether one run of a case fails the same way; `number` counts its runs from 0."""
+        """Whether one run of a case fails the same way.
+
+        Args:
+            candidate, reference: of the case.
+            number: counts its runs from 0.
+            words: the question for people.
+            ahead: how many runs are wanted from this one on, should it pass.
+        """
         if number == 0 and candidate.key == (reference or self.case.reference).key:
             return PASSES  # the control is that run
         case = question_case(self.case, self.failure, candidate, reference=reference, repeat=number)

@@ -29,7 +29,7 @@ class TwoCauses:
     causes: tuple[frozenset[str], ...]
     graph: tuple[str, ...] = ("attn", "mlp")
     stress: tuple[str, ...] = ("jitter", "poison")
-    dp: int = 2
+    dp: int = 1
 
     @property
     def slug(self) -> str:
@@ -90,23 +90,23 @@ TWO_CAUSES = (
               graph=("attn",), causes=_causes("unstable_buffers attn")),
     TwoCauses(name="skip_graphs+attn, skip_graphs+mlp", plants=(PlantSpec(fault="skip_graphs"),),
               causes=_causes("skip_graphs attn", "skip_graphs mlp")),
-    TwoCauses(name="gather_ignores_writes+races", stress=("jitter", "races"),
+    TwoCauses(name="gather_ignores_writes+races", stress=("jitter", "races"), dp=2,
               plants=(_plant("gather_ignores_writes"),),
               causes=_causes("gather_ignores_writes races")),
-    TwoCauses(name="reduction_freed_early+races, ulp", stress=("jitter", "races"),
+    TwoCauses(name="reduction_freed_early+races, ulp", stress=("jitter", "races"), dp=2,
               plants=(_plant("reduction_freed_early"), _plant("ulp")),
               causes=_causes("reduction_freed_early races", "ulp")),
-    TwoCauses(name="early_release+poison", plants=(_plant("early_release"),),
+    TwoCauses(name="early_release+poison", plants=(_plant("early_release"),), dp=2,
               causes=_causes("early_release poison")),
 )  # fmt: skip
 
 FLAKY_CAUSES = (
-    TwoCauses(name="ulp in 30 %", plants=(_plant("ulp", FLAKY),), causes=_causes("ulp"), dp=1),
-    TwoCauses(name="nan in 30 %", plants=(_plant("nan", FLAKY),), causes=_causes("nan"), dp=1),
+    TwoCauses(name="ulp in 30 %", plants=(_plant("ulp", FLAKY),), causes=_causes("ulp")),
+    TwoCauses(name="nan in 30 %", plants=(_plant("nan", FLAKY),), causes=_causes("nan")),
     TwoCauses(name="drop_step in 30 %", plants=(_plant("drop_step", FLAKY),),
-              causes=_causes("drop_step"), dp=1),
+              causes=_causes("drop_step")),
     TwoCauses(name="stale_parameter+attn in 30 %", plants=(_plant("stale_parameter", FLAKY),),
-              causes=_causes("stale_parameter attn"), graph=("attn",), dp=1),
+              causes=_causes("stale_parameter attn"), graph=("attn",)),
     TwoCauses(name="raise in 30 %, innocent graphs", plants=(_plant("raise", FLAKY),),
-              causes=_causes("raise"), dp=1),
+              causes=_causes("raise")),
 )  # fmt: skip

@@ -20,17 +20,25 @@ class MadeUpAsker(Asker):
 
     Args:
         rule: how the reference with some changes fails.
+        of_case: in its place, how a case fails.
         chance: that a failure fires, in each run for itself.
         max_runs: budget.
     """
 
     def __init__(
-        self, rule: Rule, *, chance: float = 1.0, seed: int = 0, max_runs: int | None = None
+        self,
+        rule: Rule | None = None,
+        *,
+        of_case: Callable[[CaseSpec], str] | None = None,
+        chance: float = 1.0,
+        seed: int = 0,
+        max_runs: int | None = None,
     ) -> None:
         self.num_runs = 0
         self.asked: list[CaseSpec] = []
         self.budget = Budget(runs=max_runs)
-        self._rule, self._chance, self._random = rule, chance, random.Random(seed)
+        self._of_case = of_case or (lambda case: _rule_of(rule, case))
+        self._chance, self._random = chance, random.Random(seed)
 
     def ask(self, case: CaseSpec, words: str, **_: Any) -> Asked:
         """The rule's answer."""
@@ -40,12 +48,21 @@ class MadeUpAsker(Asker):
         self.asked.append(case)
         return Asked(runs=None, verdict=self.verdict(case))  # type: ignore[arg-type] # nobody reads them
 
+    def room(self, case: CaseSpec) -> int:
+        """One at a time."""
+        return 1
+
     def verdict(self, case: CaseSpec) -> Verdict:
         """What the rule says of a case, if its failure fires."""
-        what: Any = self._rule(frozenset(LegChanges(case.reference, case.candidate).names))
+        what: Any = self._of_case(case)
         if what and self._random.random() >= self._chance:
             what = ""
         return verdict_of(case, what)
+
+
+def _rule_of(rule: Rule | None, case: CaseSpec) -> str:
+    assert rule is not None
+    return rule(frozenset(LegChanges(case.reference, case.candidate).names))
 
 
 def verdict_of(case: CaseSpec, what: Any) -> Verdict:

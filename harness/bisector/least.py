@@ -1,0 +1,223 @@
+"""The least case that still fails: fewer steps, ranks, layers and microbatches, plainer settings.
+
+    cause -> legs that differ in it alone -> steps -> ranks -> layers -> microbatches -> settings
+
+Both legs are made smaller in the same way, so what they differ in stays. A step is kept if the case
+still fails as it did; one that passes, fails otherwise or is illegal is not. What a size may be is
+found by halving: the least one first, as most faults need little.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_core.config import DEGREES, TrainConfig
+from harness.bisector.differences import (
+    LegChanges,
+    flat,
+    nested,
+    plants_of,
+    why_illegal,
+    with_plants,
+    world_size_of,
+)
+from harness.bisector.failure import Judged
+from harness.bisector.questions import FAILS, OutOfBudget
+from harness.faults.catalogue import CATALOGUE
+from harness.plant_setting import LAST_RANK
+from harness.records import RunSpec
+
+COUNTS = ("model.layers", "microbatches", "micro_batch_size")
+"""Sizes that are made smaller, in this order, after steps and ranks."""
+PLAIN = (
+    "stress", "graph", "compile", "taps", "fsdp.", "optim.", "data.", "flush_every", "ledger",
+    "graph_optimizer", "stress_seed", "fp8", "model.dropout",
+)  # fmt: skip
+"""Settings that are put back to what they are by default, where both legs have them alike."""
+MAX_LAYOUTS = 12
+_DEFAULTS = flat(TrainConfig().to_dict())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastCase:
+    """What is left of a failing case.
+
+    Attributes:
+        reference, candidate: its legs.
+        message: of its verdict.
+        made: what was made smaller, in words: `steps 8 -> 4`.
+        stopped: why the search ended before its end; "" if it did not.
+    """
+
+    reference: RunSpec
+    candidate: RunSpec
+    message: str
+    made: tuple[str, ...] = ()
+    stopped: str = ""
+
+
+def find_least(judged: Judged, reference: RunSpec, candidate: RunSpec) -> LeastCase:
+    """Make a failing case as small as it goes.
+
+    Args:
+        judged: answers whether a case fails in the same way.
+        reference, candidate: legs that do.
+    """
+    return _Shrinking(judged, reference, candidate).carry_out()
+
+
+class _Shrinking:
+    def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
+        self._judged = judged
+        self._legs = (reference, candidate)
+        self._first = tuple(flat(spec.config) for spec in self._legs)
+        self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
+
+    def carry_out(self) -> LeastCase:
+        stopped = ""
+        try:
+            self._steps()
+            self._ranks()
+            for leaf in COUNTS:
+                self._count(leaf, range(1, self._value(leaf)))
+            self._settings()
+        except OutOfBudget as error:
+            stopped = str(error)
+        verdict = self._judged.verdicts.get(self._legs[1].key)
+        return LeastCase(
+            reference=self._legs[0],
+            candidate=self._legs[1],
+            message=verdict.message if verdict is not None else "",
+            made=tuple(self._told()),
+            stopped=stopped,
+        )
+
+    # --- one try
+
+    def _try(self, **leaves: Any) -> bool:
+        """Take other values in both legs, if the case still fails the same way with them."""
+        legs = (_with(self._legs[0], leaves), _with(self._legs[1], leaves))
+        if any(why_illegal(spec) for spec in legs) or legs[0].world_size != legs[1].world_size:
+            return False
+        if legs[0].key == legs[1].key:
+            return False
+        told = ", ".join(f"{leaf} {value}" for leaf, value in leaves.items())
+        answer = self._judged.answer(
+            legs[1], reference=legs[0], words=f"does it still fail with {told}?"
+        )
+        if answer == FAILS:
+            self._legs = legs
+        return answer == FAILS
+
+    def _value(self, leaf: str) -> int:
+        return int(flat(self._legs[1].config)[leaf])
+
+    def _is_legal(self, **leaves: Any) -> bool:
+        return not any(why_illegal(_with(spec, leaves)) for spec in self._legs)
+
+    def _count(self, leaf: str, values: Sequence[int]) -> None:
+        """The least of ascending values that fails, as far as it is one from which on all do."""
+        if leaf in self._changed:
+            return
+        legal = [value for value in values if self._is_legal(**{leaf: value})]
+        if not legal or self._try(**{leaf: legal[0]}):
+            return
+        low, high = 0, len(legal)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._try(**{leaf: legal[middle]}):
+                high = middle
+            else:
+                low = middle
+
+    # --- what is made smaller
+
+    def _steps(self) -> None:
+        """Up to the step that was seen to be bad; faults that are planted need theirs."""
+        steps = self._value("steps")
+        verdict = self._judged.verdicts.get(self._legs[1].key)
+        found = verdict.difference.step + 1 if verdict and verdict.difference else 0
+        if found and found < steps and self._is_legal(steps=found) and self._try(steps=found):
+            return
+        self._count("steps", range(max(found, 1), steps))
+
+    def _ranks(self) -> None:
+        """Fewer ranks, the fewest first: degrees are halved, and what needs them goes."""
+        if any(leaf.startswith("parallel.") for leaf in self._changed):
+            return
+        layouts = sorted(self._smaller_layouts(), key=_size)
+        for layout in layouts[:MAX_LAYOUTS]:
+            if self._try(**layout):
+                return
+
+    def _smaller_layouts(self) -> Iterator[dict[str, Any]]:
+        now = flat(self._legs[1].config)
+        degrees = {axis: int(now[f"parallel.{axis}"]) for axis in DEGREES}
+        for chosen in itertools.product(*(_halves(degree) for degree in degrees.values())):
+            layout: dict[str, Any] = {
+                f"parallel.{axis}": degree for axis, degree in zip(degrees, chosen, strict=True)
+            }
+            if layout["parallel.tp"] == 1:
+                layout["parallel.sequence_parallel"] = False
+            if layout["parallel.pp"] == 1:
+                layout["parallel.pp_chunks"] = 1
+            smaller = world_size_of(nested({**now, **layout})) < self._legs[1].world_size
+            if smaller and self._is_legal(**layout):
+                yield layout
+
+    def _settings(self) -> None:
+        """What both legs have alike, and need not have: all of it at once, else one by one."""
+        now = flat(self._legs[0].config)
+        plain = {
+            leaf: _DEFAULTS[leaf]
+            for leaf, value in now.items()
+            if leaf.startswith(PLAIN)
+            and value != _DEFAULTS[leaf]
+            and leaf not in self._changed
+            and not (leaf == "taps" and "taps" in self._judged.case.checks)
+        }
+        if len(plain) > 1 and self._try(**plain):
+            return
+        for leaf, value in plain.items():
+            self._try(**{leaf: value})
+
+    def _told(self) -> Iterator[str]:
+        before, after = self._first[1], flat(self._legs[1].config)
+        for leaf, value in before.items():
+            if after[leaf] != value:
+                yield f"{leaf} {_words(value)} -> {_words(after[leaf])}"
+
+
+def _with(spec: RunSpec, leaves: dict[str, Any]) -> RunSpec:
+    config = nested({**flat(spec.config), **leaves})
+    world_size = world_size_of(config)
+    made = dataclasses.replace(spec, config=config, world_size=world_size)
+    plants = [
+        dataclasses.replace(plant, rank=LAST_RANK)
+        if "rank" in CATALOGUE[plant.fault].takes and plant.rank >= world_size
+        else plant
+        for plant in plants_of(spec)
+    ]
+    return with_plants(made, plants)
+
+
+def _halves(degree: int) -> list[int]:
+    """A degree and its halves: 8, 4, 2, 1."""
+    halves = [degree]
+    while halves[-1] > 1:
+        halves.append(halves[-1] // 2)
+    return halves
+
+
+def _size(layout: dict[str, Any]) -> tuple[int, int]:
+    """Sort key: fewest ranks first; of those, the one with the most axes left as they are."""
+    degrees = [layout[f"parallel.{axis}"] for axis in DEGREES]
+    return world_size_of(nested(layout)), -sum(degree > 1 for degree in degrees)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

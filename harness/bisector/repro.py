@@ -1,0 +1,236 @@
+"""A scenario that fails alone: the least case as a file that anybody can run.
+
+    legs -> base, one compared axis, plants -> YAML -> decoded again -> runs -> the same failure
+
+What the legs differ in must fit on one axis; what does not goes into `base`, into both legs. Which
+of the differences is compared is tried one after the other until a scenario fails as the case did:
+it is believed because it was run, not because it was written.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
+from harness.bisector.asking import Asker
+from harness.bisector.differences import PLANT, LegChanges, flat, nested, plants_of
+from harness.bisector.failure import Failure
+from harness.bisector.questions import FAILS
+from harness.disk import make_folder, refused
+from harness.errors import HarnessError
+from harness.faults.catalogue import CATALOGUE
+from harness.matrix import expand
+from harness.plant_spec import PlantSpec
+from harness.records import CaseSpec, RunSpec
+from harness.schema import decode_scenario
+from harness.sections import MAX_WHY_CHARS
+
+FOLDER = Path("scenarios/repro")
+FIRST = ("graph", "stress", "fsdp", "compile", PLANT)
+"""Which difference is compared, where there are several: in this order, all others after."""
+_NONE = {"graph": EAGER, "stress": NO_STRESS, "compile": NO_COMPILE, PLANT: "none"}
+_MAX_NAME = 60
+_DEFAULTS = flat(TrainConfig().to_dict())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repro:
+    """A scenario that was written, or why there is none.
+
+    Attributes:
+        text: of the scenario; "" if none fails as the case did.
+        case: the one case of it.
+        why_not: a sentence for each that was tried in vain.
+    """
+
+    text: str
+    case: CaseSpec | None
+    why_not: tuple[str, ...] = ()
+
+
+def find_repro(
+    case: CaseSpec,
+    failure: Failure,
+    reference: RunSpec,
+    candidate: RunSpec,
+    asker: Asker,
+    *,
+    story: str,
+) -> Repro:
+    """A scenario of two legs that fails as their case did, run once to prove it.
+
+    Args:
+        case: that failed; its checks are those of the scenario.
+        failure: how.
+        reference, candidate: legs that fail the same way, as small as they are.
+        asker: makes the runs.
+        story: what was found, for `why`.
+
+    Raises:
+        OutOfBudget: of the asker.
+    """
+    failed = []
+    for text in scenarios(case, reference, candidate, story=story):
+        try:
+            found = read_back(text, reference.device)
+        except HarnessError as error:
+            failed.append(str(error))
+            continue
+        asked = asker.ask(found, f"does {found.scenario} fail alone?")
+        if failure.answer(asked.verdict) == FAILS:
+            return Repro(text=text, case=found)
+        failed.append(f"{', '.join(found.labels)} compared: {asked.verdict.outcome}")
+    return Repro(text="", case=None, why_not=tuple(failed))
+
+
+def write_repro(repro: Repro, folder: Path = FOLDER) -> Path:
+    """Put the scenario into a file of its own, named after it; never over another.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    name = str(yaml.safe_load(repro.text)["name"])
+    number = 1
+    while True:
+        path = folder / (f"{name}.yaml" if number == 1 else f"{name}-{number}.yaml")
+        if _write_new(path, repro.text):
+            return path
+        number += 1
+
+
+def _write_new(path: Path, text: str) -> bool:
+    """Make a file; False if there is one of that name."""
+    make_folder(path.parent)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise refused("write", path, error) from error
+    return True
+
+
+def read_back(text: str, device: Any) -> CaseSpec:
+    """The one case of a scenario's text, through the decoder that reads all of them.
+
+    Raises:
+        ScenarioError: it is not legal.
+    """
+    (case,) = expand(decode_scenario(text.encode(), "repro.yaml"), device)
+    return case
+
+
+def scenarios(
+    case: CaseSpec, reference: RunSpec, candidate: RunSpec, *, story: str
+) -> Iterator[str]:
+    """Scenarios whose one case may be that of the legs, the likeliest first."""
+    before, after = flat(reference.config), flat(candidate.config)
+    leaves = [leaf for leaf in after if before.get(leaf) != after[leaf]]
+    axes = list(dict.fromkeys(leaf.partition(".")[0] for leaf in leaves))
+    plants = _plants(reference, candidate)
+    if any(change.leaf == PLANT for change in LegChanges(reference, candidate).changes):
+        axes.append(PLANT)
+    axes.sort(key=lambda axis: FIRST.index(axis) if axis in FIRST else len(FIRST))
+    for axis in axes:
+        values: tuple[Any, Any]
+        base = {leaf: value for leaf, value in after.items() if not _is_of(leaf, axis)}
+        if axis == PLANT:
+            values = "none", plants
+        else:
+            own = [leaf for leaf in leaves if _is_of(leaf, axis)]
+            same = [leaf for leaf in after if _is_of(leaf, axis) and leaf not in own]
+            base |= {leaf: after[leaf] for leaf in same}
+            values = _value(axis, own, before), _value(axis, own, after)
+        plain = _base(base)
+        if plants and axis != PLANT:
+            plain[PLANT] = plants
+        yield _text(case, axis, plain, values, story)
+
+
+def _is_of(leaf: str, axis: str) -> bool:
+    return leaf.partition(".")[0] == axis
+
+
+def _value(axis: str, leaves: Sequence[str], values: dict[str, Any]) -> Any:
+    """A value of an axis: of a leaf by itself, or of the leaves of a part."""
+    if "." not in leaves[0]:
+        return values[axis] or _NONE.get(axis, values[axis])
+    return {leaf.partition(".")[2]: values[leaf] for leaf in leaves}
+
+
+def _base(leaves: dict[str, Any]) -> dict[str, Any]:
+    """What departs from the defaults, nested; the model by its preset and what departs from it."""
+    preset = str(leaves.get("model.preset", _DEFAULTS["model.preset"]))
+    usual = {f"model.{k}": v for k, v in nested_model(preset).items()}
+    departing = {
+        leaf: value
+        for leaf, value in leaves.items()
+        if leaf != "model.preset" and value != {**_DEFAULTS, **usual}.get(leaf)
+    }
+    plain = nested(departing)
+    model = plain.pop("model", {})
+    base: dict[str, Any] = {"model": {"preset": preset, **model} if model else preset}
+    for key, value in plain.items():
+        base[key] = value or _NONE.get(key, value)
+    for leaf in ("steps", "parallel.dp"):
+        # Said even where they are the defaults: whoever reads the file looks for them.
+        if leaf in leaves:
+            base |= {k: v for k, v in nested({leaf: leaves[leaf]}).items() if k not in base}
+    return base
+
+
+def nested_model(preset: str) -> dict[str, Any]:
+    """The shapes of a preset, as plain values."""
+    plain: dict[str, Any] = TrainConfig(model=model_from_preset(preset, {})).to_dict()["model"]
+    return plain
+
+
+def _plants(reference: RunSpec, candidate: RunSpec) -> Any:
+    """What a scenario says of the faults of both legs; counterparts come by themselves."""
+    ours = list(plants_of(candidate))
+    twins = {CATALOGUE[plant.fault].counterpart for plant in ours} - {""}
+    ours += [p for p in plants_of(reference) if p not in ours and p.fault not in twins]
+    plain = [_plant(plant) for plant in ours]
+    return plain[0] if len(plain) == 1 else plain
+
+
+def _plant(plant: PlantSpec) -> dict[str, Any]:
+    takes = CATALOGUE[plant.fault].takes
+    plain: dict[str, Any] = {"fault": plant.fault}
+    if "step" in takes:
+        plain["step"] = plant.step
+    if "rank" in takes:
+        plain["rank"] = "last" if plant.rank < 0 else plant.rank
+    if plant.tensor:
+        plain["tensor"] = plant.tensor
+    if plant.legs != ("candidate",):
+        plain["legs"] = list(plant.legs)
+    if plant.chance != 1.0:
+        plain["chance"] = plant.chance
+    return plain
+
+
+def _text(
+    case: CaseSpec, axis: str, base: dict[str, Any], values: tuple[Any, Any], story: str
+) -> str:
+    name = re.sub(r"[^A-Za-z0-9]+", "_", f"repro_{case.id}").strip("_")[:_MAX_NAME].rstrip("_")
+    checks = {k: v for k, v in case.checks.items() if k not in ("throughput", "soak")}
+    plain = {
+        "name": name,
+        "why": story[:MAX_WHY_CHARS],
+        "base": base,
+        "axes": {axis: list(values)},
+        "compare": {"axis": axis, "reference": copy.deepcopy(values[0]), "expect": "bitwise"},
+        "checks": checks,
+        "launch": {"device": case.candidate.device, "timeout_s": case.candidate.timeout_s},
+    }
+    text: str = yaml.safe_dump(
+        plain, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True
+    )
+    return text
