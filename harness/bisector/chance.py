@@ -33,6 +33,8 @@ ALWAYS_AFTER = 5
 FAILURES = 10
 """Failures of the full case after which its rate is known well enough, if some runs passed."""
 MAX_TRIALS = 200
+MAX_SILENT = 30
+"""Passes of the full case, and no failure, after which it is given up: 2 in 100,000 at 30 %."""
 _HALVINGS = 200
 Side = Literal["both", "lower", "upper"]
 
@@ -280,9 +282,9 @@ def learn(
     """
     answers: list[Answer] = []
     while answers.count(FAILS) < (FAILURES if flaky or PASSES in answers else ALWAYS_AFTER):
-        if len(answers) == max_trials:
+        if len(answers) == (max_trials if FAILS in answers else min(MAX_SILENT, max_trials)):
             seen = answers.count(FAILS)
-            raise NeverFails(f"the full case failed in {seen} of {max_trials} runs: too seldom")
+            raise NeverFails(f"the full case failed in {seen} of {len(answers)} runs: too seldom")
         answers.append(run(len(answers)))
         if answers[-1] == UNRESOLVED:
             raise NeverFails(f"run {len(answers)} of the full case gave no answer")
