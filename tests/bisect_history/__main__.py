@@ -2,9 +2,9 @@
 
     python -m tests.bisect_history [--commits 64] [--histories 8] [--flaky 2] [--seed 1]
 
-Prints, in Markdown, a line a history: where the fault is, which three commits do not build, what was
-named, and runs beside log2 of the commits. A fault of every run is searched once as such, and once
-without knowing, at 99 %; a flaky one fires in 30 % of runs. Ends with 1 if an answer is wrong.
+Prints, in Markdown, a line a history: where the fault is, which three commits do not build, what
+was named, and runs beside log2 of the commits. A fault of every run is searched once as such, and
+once without knowing, at 99 %; a flaky one fires in 30 % of runs. Ends with 1 if an answer is wrong.
 """
 
 import argparse
