@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from harness.answers import find_answer
 from harness.bisector.findings import Findings
 from harness.bisector.page import PAGE_FILE
 from harness.bisector.screen import print_findings
-from harness.bisector.session import Search, bisect
+from harness.bisector.session import Search, Until, bisect
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.matrix import expand
@@ -55,13 +56,20 @@ def _room(function: Command) -> Command:
     "--budget-minutes", type=click.FloatRange(0), metavar="M", help="Minutes of this sitting."
 )
 @click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
+@click.option(
+    "--until",
+    type=click.Choice(typing.get_args(Until)),
+    default="causes",
+    show_default=True,
+    help="The last stage.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 @_room
 def bisect_command(
     *, case: str, folder: Path | None, keyword: str | None, device: str | None,
     sets: tuple[str, ...], no_element: bool, as_json: bool, **search: Any,
 ) -> int:  # fmt: skip
-    """Find where a failing case fails: step, phase, module, tensor, rank, element.
+    """Find where a failing case fails, and why: step, phase, module, tensor, rank, element.
 
     CASE is a case folder, an id in RUN (the newest under out/ by default), or a scenario file, of
     which -k selects one case. The search goes on where it was if its folder is there.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.bisector.causes import FoundCauses
 from harness.bisector.found import Location
 from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
@@ -33,7 +34,8 @@ class Findings(Json):
         command: that goes on with the search, or shows it again.
         environment: what legs or nights ran in, where it differs; said first.
         place: where the fault entered; None before that stage.
-        causes: smallest sets of differences between the legs that still fail, a line each.
+        causes: smallest sets of differences between the legs that still fail; None before that
+            stage, or if nobody asked.
         least_case: path of the scenario that fails alone; "" if there is none.
         commit: the first bad one, or the range of suspects; "" if nobody asked.
         questions: what was asked, in order.
@@ -50,7 +52,7 @@ class Findings(Json):
     command: str
     environment: tuple[str, ...] = ()
     place: Location | None = None
-    causes: tuple[str, ...] = ()
+    causes: FoundCauses | None = None
     least_case: str = ""
     commit: str = ""
     questions: tuple[AskedQuestion, ...] = ()

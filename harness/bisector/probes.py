@@ -75,6 +75,9 @@ class _Look:
         self._found, self._case, self._pair, self._asker = found, case, pair, asker
         self._specs = [shortened(run.spec, found.step, pair) for run in pair]
         self._is_flaky: bool | None = None
+        is_control = pair[1].spec.key == case.control.key
+        self._lead = found.evidence[:1] if is_control else ()
+        """What has to be said first: that the candidate is not to blame."""
 
     def carry_out(self, *, element: bool) -> Location:
         missing = "module"
@@ -120,7 +123,7 @@ class _Look:
         self._take(closer)
 
     def _take(self, closer: Location) -> None:
-        evidence = closer.evidence
+        evidence = (*self._lead, *closer.evidence)
         if closer.step != self._found.step:
             first = f"without digests of calls it was first seen in step {self._found.step}"
             evidence = (*evidence, first)

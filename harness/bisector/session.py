@@ -1,6 +1,6 @@
 """One sitting of a search: its folder, its engine, its stages, and what it keeps after each.
 
-    environment -> place -> (causes -> least case -> commits)
+    environment -> place -> causes
 
 A stage takes what is known and gives what is known after it. Findings and page are written after
 every stage, and when somebody stops the search: what was found stays, and the same command goes on.
@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from harness import commit, launch
 from harness.bisector.asking import Asker
+from harness.bisector.causes import FoundCauses, find_causes
 from harness.bisector.environment import of_legs
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.page import keep_page
@@ -28,6 +30,7 @@ from harness.store import MANIFEST_FILE, CaseRuns, RunFolder
 
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
+Until = Literal["environment", "place", "causes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class Search:
         slots, ranks_per_gpu, jobs: room, as for a run.
         budget_runs, budget_minutes: of this sitting.
         element: whether to look for the first differing element.
+        until: the last stage.
     """
 
     case: CaseSpec
@@ -54,6 +58,7 @@ class Search:
     budget_runs: int | None = None
     budget_minutes: float | None = None
     element: bool = True
+    until: Until = "causes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +126,11 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
 
     if asked.verdict.outcome in ("passed", "skipped"):
         return keep(findings)
-    for stage in STAGES:
+    for name, stage in STAGES.items():
         try:
             state = replace(state, findings=stage(state))
+        except Unfinished as ended:
+            return keep(replace(ended.findings, stopped=str(ended)))
         except OutOfBudget as error:
             return keep(replace(state.findings, stopped=str(error)))
         except Interrupted:
@@ -132,6 +139,8 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
                 f"interrupted; what was found is in {folder}, go on with: {findings.command}"
             ) from None
         keep(state.findings)
+        if name == search.until:
+            break
     return keep(state.findings)
 
 
@@ -148,8 +157,29 @@ def _place(state: State) -> Findings:
     return replace(state.findings, place=place)
 
 
-STAGES: tuple[Stage, ...] = (_environment, _place)
+def _causes(state: State) -> Findings:
+    """Which of the differences between the legs make it fail."""
+    findings = state.findings
+    if findings.environment:
+        return findings  # the legs differ in more than their configurations
+    try:
+        found = find_causes(state.runs.case, state.verdict, state.asker)
+    except OutOfBudget as error:
+        best = error.best if isinstance(error.best, FoundCauses) else None
+        raise Unfinished(replace(findings, causes=best), str(error)) from None
+    return replace(findings, causes=found)
+
+
+STAGES: dict[Until, Stage] = {"environment": _environment, "place": _place, "causes": _causes}
 """In this order; each may rest on those before it."""
+
+
+class Unfinished(Exception):
+    """A stage ended before its end; `findings` has what it knows."""
+
+    def __init__(self, findings: Findings, why: str) -> None:
+        super().__init__(why)
+        self.findings = findings
 
 
 def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Findings:

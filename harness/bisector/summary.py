@@ -4,6 +4,7 @@ Whoever is woken up at night reads the first three lines: what failed, where it 
 first thing that is wrong there.
 """
 
+from harness.bisector.causes import FoundCauses
 from harness.bisector.findings import Findings
 from harness.bisector.found import Element, Location
 from harness.checks.steps import count, show_ranks
@@ -62,6 +63,17 @@ def since(place: Location | None) -> str:
     return f"step {place.step}; {before} whole and equal on every rank"
 
 
+def causes(found: FoundCauses | None) -> list[str]:
+    """A line for each smallest set of differences that fails."""
+    if found is None:
+        return []
+    num = len(found.candidates)
+    of = f"of {count(num, 'difference')} between the legs"
+    lines = [str(cause) for cause in found.causes] or [f"none found {of}"]
+    lines[0] += f"; {of}" if found.causes else ""
+    return lines
+
+
 def facts(findings: Findings) -> list[tuple[str, str]]:
     """Name and text of each line, in the order in which they are read."""
     place = findings.place
@@ -74,7 +86,7 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     if beside := side(place):
         lines.append(("ranks", beside))
     lines.append(("since", since(place)))
-    lines += [("why", cause) for cause in findings.causes]
+    lines += [("why", why) for why in causes(findings.causes)]
     if findings.least_case:
         lines.append(("least case", findings.least_case))
     if findings.commit:

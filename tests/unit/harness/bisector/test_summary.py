@@ -5,6 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from harness.bisector.causes import FoundCause, FoundCauses
+from harness.bisector.failure import Failure
 from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
 from harness.bisector.page import page
@@ -20,10 +22,19 @@ PLACE = Location(
     element=ELEMENT, evidence=tuple(f"sentence {n} [red]x[/red]" for n in range(30)),
     unknown=("rank: `not` known",),
 )  # fmt: skip
+CAUSES = FoundCauses(
+    candidates=("graph: attn", "stress: jitter"), complete=True, notes=("a note",),
+    causes=(
+        FoundCause(
+            changes=("graph: attn",), unproven=(), message="w differs",
+            failure=Failure(outcome="failed", what="diverged"),
+        ),
+    ),
+)  # fmt: skip
 FINDINGS = Findings(
     case_id="dp4-ulp_s7-attn", scenario="planted", outcome="failed", what="diverged",
     message="w differs | first", command="harness bisect dp4", place=PLACE,
-    causes=("graph: attn",), least_case="scenarios/repro/x.yaml", commit="3f1c0a9",
+    causes=CAUSES, least_case="scenarios/repro/x.yaml", commit="3f1c0a9",
     questions=(AskedQuestion(words="does it fail?", answer="failed", runs=2, seconds=1.5),),
     num_runs=2, seconds=1.5,
 )  # fmt: skip
@@ -60,6 +71,8 @@ def test_the_page_has_all_of_it() -> None:
     assert "does it fail?: failed" in text
     assert "    harness bisect dp4" in text
     assert "rank: \\`not\\` known" in text
+    assert "graph: attn (failed diverged); of 2 differences between the legs" in text
+    assert "a note" in text
     assert "w differs \\| first" in text
 
 

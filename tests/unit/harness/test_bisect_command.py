@@ -1,0 +1,155 @@
+"""Contracts of `harness bisect`, with an engine that writes records itself."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.records import RunSpec, StepRecord
+from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
+
+
+def failed_run(engine: FakeEngine) -> None:
+    """A run folder `r` in which one weight of dp2-attn differs on rank 1 from step 2 on."""
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "--out", "r", "--no-history"]) == 1
+    engine.made.clear()
+
+
+def test_a_failing_case_is_led_to_its_place(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step, phase, tensor and rank; the case's own runs are taken over, not made again."""
+    failed_run(engine)
+    code, found = run_json(
+        capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "place", "--no-element"
+    )
+    assert code == found["exit_code"] == 1
+    place = found["place"]
+    assert (place["step"], place["phase"], place["tensor"]) == (2, "optimizer", "w")
+    assert (place["rank"], place["ranks"]) == (1, [1])
+    assert engine.made == []
+    assert json.loads(Path("b/bisect.json").read_text())["place"] == place
+    assert "dp2-attn" in Path("b/bisect.md").read_text()
+    assert engine.closed == 2
+
+
+def test_the_cause_is_the_one_difference_between_the_legs(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What differs is the scope alone; the screen says so, with the number of candidates."""
+    failed_run(engine)
+    code, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b")
+    assert code == 1
+    assert [cause["changes"] for cause in found["causes"]["causes"]] == [["graph: attn"]]
+    capsys.readouterr()
+    assert main(["bisect", "dp2-attn", "r", "--out", "b"]) == 1
+    out = capsys.readouterr().out
+    assert "of 1 difference between the legs" in out
+
+
+def test_the_same_command_goes_on_and_asks_nothing_twice(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget that ends is exit code 6, and what was found is kept; then it goes on."""
+    failed_run(engine)
+    command = ["bisect", "dp2-attn", "r", "--out", "b"]
+    code, found = run_json(capsys, *command, "--budget-runs", "2")
+    assert (code, found["exit_code"]) == (6, 6)
+    assert "budget of 2 runs" in found["stopped"]
+    assert found["place"]["tensor"] == "w"
+    first = set(engine.made)
+    assert len(first) <= 2
+    code, found = run_json(capsys, *command)
+    assert (code, found["stopped"]) == (1, "")
+    assert len(engine.made) == len(set(engine.made))
+    made = len(engine.made)
+    assert run_json(capsys, *command)[0] == 1
+    assert len(engine.made) == made
+
+
+def test_a_cell_of_a_scenario_is_run_first(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case that was never run is run as a question of the search; one that passes says so."""
+    engine.spoil = unequal
+    options = ["--until", "place", "--no-element"]
+    code, found = run_json(capsys, "bisect", "small.yaml", "-k", "dp2 and attn", *options)
+    assert code == 1
+    assert (found["num_runs"], found["folder"]) == (3, str(Path("out/bisect-dp2-attn").absolute()))
+    code, found = run_json(capsys, "bisect", "small.yaml", "-k", "dp2 and full_iteration", *options)
+    assert (code, found["outcome"], found["place"]) == (0, "passed", None)
+
+
+def test_a_case_that_passed_has_nothing_to_bisect(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 0, one line, no folder, no run."""
+    failed_run(engine)
+    assert main(["bisect", "dp2-full_iteration", "r"]) == 0
+    assert "nothing to bisect" in capsys.readouterr().out
+    assert engine.made == []
+    assert not Path("out").exists()
+
+
+def test_a_reference_that_differs_from_its_control_is_itself_located(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The candidate is not blamed: the place is where the two runs of the reference part."""
+
+    def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
+        if spec.replica != 1 or record.step != 3 or record.rank:
+            return record
+        return dataclasses.replace(record, digests=record.digests | {"grads": "1" * 32})
+
+    engine.spoil = spoil
+    code, found = run_json(
+        capsys, "bisect", "small.yaml", "-k", "dp2 and attn", "--until", "place", "--no-element"
+    )
+    assert (code, found["outcome"]) == (6, "incomparable")
+    assert (found["place"]["step"], found["place"]["quantity"]) == (3, "grads")
+    assert "not to blame" in found["place"]["evidence"][0]
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["small.yaml"], "expected -k EXPR that selects one case, got 4"),
+        (["small.yaml", "r"], "expected no RUN beside the scenario"),
+        (["dp2-attn", "r", "-k", "x"], "expected -k, --device and --set with a scenario"),
+        (["dp3-attn", "r"], "expected a case folder or id"),
+        (["dp2-attn", "r", "--out", "r"], "expected a search of dp2-attn or nothing"),
+        (["missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_a_request_that_cannot_be_is_one_line(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], args: list[str], expected: str
+) -> None:
+    """Exit 4: what was expected and what was got."""
+    failed_run(engine)
+    capsys.readouterr()
+    assert main(["bisect", *args]) == 4
+    err = capsys.readouterr().err
+    assert expected in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_interrupted_search_keeps_what_it_found(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit 2; the place is on disk, and the message has the command that goes on."""
+    failed_run(engine)
+
+    def interrupt(spec: RunSpec) -> None:
+        raise KeyboardInterrupt
+
+    engine.on_start = interrupt
+    capsys.readouterr()
+    assert main(["bisect", "dp2-attn", "r", "--out", "b", "--no-element"]) == 2
+    assert "go on with: harness bisect dp2-attn r" in capsys.readouterr().err
+    kept = json.loads(Path("b/bisect.json").read_text())
+    assert (kept["stopped"], kept["place"]["tensor"]) == ("interrupted", "w")
+    engine.on_start = lambda spec: None
+    assert main(["bisect", "dp2-attn", "r", "--out", "b", "--no-element"]) == 1
