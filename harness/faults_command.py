@@ -14,7 +14,7 @@ from rich.text import Text
 from harness.detection.campaign import Asked, carry_out_campaign
 from harness.detection.cells import scenario_text
 from harness.detection.document import catalogue_table, document
-from harness.detection.matrix import Matrix
+from harness.detection.matrix import Matrix, merged
 from harness.detection.pages import (
     HEADERS,
     cells_of,
@@ -168,8 +168,8 @@ def run_faults(
 @click.argument("folders", type=_PATH, nargs=-1, metavar="[RUN]...")
 @click.option("--write", type=_PATH, metavar="FILE", help="Put it there.")
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
-    """The catalogue as a document, with what RUN folders of a matrix measured."""
-    text = document([read_json(folder) for folder in folders])
+    """The catalogue as a document, with what RUN folders of matrices, or of shards, measured."""
+    text = document(merged([read_json(folder) for folder in folders]))
     if write is None:
         click.echo(text, nl=False)
     else:

@@ -18,7 +18,7 @@ failure mode of sharded training under graphs.
 
     harness faults list -k 'streams or F31'
     harness faults run                                   all that this machine can run, minutes
-    harness faults table RUN --write docs/FAULTS.md      makes this page
+    harness faults table RUN... --write docs/FAULTS.md   makes this page, of runs or their shards
 """
 MEASURED = "## Measured"
 CATALOGUE_HEADERS = ("fault", "class", "source", "what it is", "bites in", "caught as", "points at")

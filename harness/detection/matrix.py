@@ -44,7 +44,7 @@ class Matrix(Json):
     Attributes:
         device: where.
         rows: one a fault, in the order of the catalogue.
-        clean: clean cells that have a verdict.
+        clean: ids of the clean cells that have a verdict.
         skipped: clean cells that cannot be run here.
         alarms: those of `clean` that did not pass.
         wall_s: of the runs of the campaign.
@@ -52,7 +52,7 @@ class Matrix(Json):
 
     device: str
     rows: tuple[Row, ...]
-    clean: int
+    clean: tuple[str, ...]
     skipped: int
     alarms: tuple[Alarm, ...]
     wall_s: float = 0.0
@@ -79,13 +79,37 @@ class Matrix(Json):
             found["phase, module and tensor right"] = bounds(named, len(asked), CONFIDENCE)
             found["localised exactly, with step and rank"] = bounds(exactly, len(asked), CONFIDENCE)
             found["localised exactly or near"] = bounds(exactly + near, len(asked), CONFIDENCE)
-        found["false alarms on clean cells"] = bounds(len(self.alarms), self.clean, CONFIDENCE)
+        found["false alarms on clean cells"] = bounds(len(self.alarms), len(self.clean), CONFIDENCE)
         return found
 
     def to_json(self) -> dict[str, Any]:
         """With the rates, for whoever reads the file."""
         rates = {name: rate.to_json() for name, rate in self.rates().items()}
         return {**super().to_json(), "rates": rates}
+
+
+def merged(parts: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """One matrix for each device: rows of later parts in place of earlier ones, cells once.
+
+    Shards have rows and cells of their own; a fault that was run again has its last row.
+    """
+    found = []
+    for device in dict.fromkeys(part.device for part in parts):
+        held = [part for part in parts if part.device == device]
+        rows = {row.fault: row for part in held for row in part.rows}
+        order = [*CATALOGUE, *(name for name in rows if name not in CATALOGUE)]
+        alarms = {alarm.case: alarm for part in held for alarm in part.alarms}
+        found.append(
+            Matrix(
+                device=device,
+                rows=tuple(rows[name] for name in order if name in rows),
+                clean=tuple(dict.fromkeys(name for part in held for name in part.clean)),
+                skipped=sum(part.skipped for part in held),
+                alarms=tuple(alarms.values()),
+                wall_s=sum(part.wall_s for part in held),
+            )
+        )
+    return tuple(found)
 
 
 def plan_cases(faults: Iterable[Fault], clean: int, device: Device) -> tuple[CaseSpec, ...]:
@@ -145,7 +169,7 @@ def read_matrix(folder: RunFolder, rows: Sequence[Row], wall_s: float) -> Matrix
     return Matrix(
         device=folder.cases[0].candidate.device if folder.cases else "",
         rows=tuple(rows),
-        clean=len(answered),
+        clean=tuple(verdict.case_id for verdict in answered),
         skipped=len(verdicts) - len(answered),
         alarms=tuple(
             Alarm(case=v.case_id, outcome=v.outcome, what=v.what, message=v.message)

@@ -45,7 +45,7 @@ def test_a_fault_that_is_seen_ends_with_0(
     assert seen["loss at 5 decimals"] == seen["loss bits"] == "no"
     assert seen["final weights"] == seen["digests"] == "step"
     assert row["location"]["step"] == 3
-    assert (plain["clean"], plain["alarms"]) == (3, [])
+    assert (len(plain["clean"]), plain["alarms"]) == (3, [])
     assert plain["rates"]["detected"]["successes"] == 1
     made = Path("made")
     assert json.loads((made / "matrix.json").read_text())["rows"] == plain["rows"]

@@ -6,7 +6,7 @@ import pytest
 
 from harness.bisector.found import Location
 from harness.detection.cells import BARE, BROKEN, CELL, fault_case, variants
-from harness.detection.matrix import Alarm, Matrix
+from harness.detection.matrix import Alarm, Matrix, merged
 from harness.detection.rows import Judged, Row, can_run, located, row_of, to_locate
 from harness.faults.catalogue import CATALOGUE
 from harness.records import (
@@ -23,6 +23,7 @@ from harness.records import (
 
 FAULT = CATALOGUE["early_release"]
 Said = tuple[Outcome, What]
+CLEAN = tuple(map(str, range(50)))
 PASSED: Said = ("passed", "")
 SEEN: Said = ("failed", "nonfinite")
 
@@ -127,9 +128,28 @@ def test_rates_count_what_ran() -> None:
         Row(fault="d", kind="data", source="", status="not run", reason="needs cuda"),
     )
     alarm = Alarm(case="clean.x", outcome="failed", what="diverged", message="")
-    rates = Matrix(device="cpu", rows=rows, clean=50, skipped=1, alarms=(alarm,)).rates()
+    rates = Matrix(device="cpu", rows=rows, clean=CLEAN, skipped=1, alarms=(alarm,)).rates()
     counted = [(rate.successes, rate.trials) for rate in rates.values()]
     assert counted == [(2, 3), (1, 2), (1, 2), (2, 2), (1, 50)]
     assert all(
         0 <= rate.low <= rate.successes / rate.trials <= rate.high for rate in rates.values()
     )
+
+
+def test_matrices_of_shards_are_one_and_count_nothing_twice() -> None:
+    """Later rows stand, clean cells that two folders ran count once, devices stay apart."""
+    row = Row(fault="ulp", kind="numerics", source="", status="missed")
+    seen = dataclasses.replace(row, status="detected")
+    other = dataclasses.replace(row, fault="leak")
+    parts = [
+        Matrix(device="cpu", rows=(row,), clean=("a", "b"), skipped=1, alarms=(), wall_s=1.0),
+        Matrix(device="cuda", rows=(row,), clean=("a",), skipped=0, alarms=()),
+        Matrix(
+            device="cpu", rows=(other, seen), clean=("b", "c"), skipped=0, alarms=(), wall_s=2.0
+        ),
+    ]
+    cpu, cuda = merged(parts)
+    assert {r.fault: r.status for r in cpu.rows} == {"ulp": "detected", "leak": "missed"}
+    assert (cpu.clean, cpu.skipped, cpu.wall_s) == (("a", "b", "c"), 1, 3.0)
+    assert cuda == parts[1]
+    assert merged([]) == ()
