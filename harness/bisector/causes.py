@@ -75,6 +75,11 @@ class FoundCauses(Json):
     patience: Patience | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def confidence(self) -> str:
+        """How often the case failed, and what is believed for it, in words; "" if unknown."""
+        return str(self.patience) if self.patience is not None else ""
+
 
 def find_causes(
     case: CaseSpec,

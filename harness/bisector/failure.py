@@ -86,19 +86,23 @@ class Judged:
         case: that failed.
         failure: how.
         asker: makes the runs.
-        verdict: of the case itself, its first run.
+        verdict: of the case itself, its first run; None to ask for it.
 
     Attributes:
         patience: how often a case must pass; learnt by `learn`, once a case until then.
         others: verdicts that were neither the failure nor a pass, by candidate.
     """
 
-    def __init__(self, case: CaseSpec, failure: Failure, asker: Asker, verdict: Verdict) -> None:
+    def __init__(
+        self, case: CaseSpec, failure: Failure, asker: Asker, verdict: Verdict | None = None
+    ) -> None:
         self.case, self.failure, self.asker = case, failure, asker
         self.patience: chance.Patience | None = None
         self.others: dict[str, Verdict] = {}
-        self.verdicts: dict[str, Verdict] = {case.candidate.key: verdict}
-        self._known = {_keys(case): verdict}
+        self.verdicts: dict[str, Verdict] = {}
+        self._known: dict[tuple[str, ...], Verdict] = {}
+        if verdict is not None:
+            self.verdicts[case.candidate.key] = self._known[_keys(case)] = verdict
 
     def learn(self, num_questions: int, confidence: float, causes: int = 1) -> None:
         """Run the case itself until its rate of failure is known well enough.

@@ -85,7 +85,7 @@ def _tell(
             "; ".join(map(str, found.causes)),
         )
     )  # fmt: skip
-    for note in () if is_right and found.complete else (str(found.patience), *found.notes):
+    for note in () if is_right and found.complete else (found.confidence, *found.notes):
         sys.stdout.write(f"    {note}\n")
     sys.stdout.flush()
 

@@ -1,0 +1,120 @@
+"""From a cause to the scenario that fails alone: its legs -> least case -> repro -> file."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.bisector.asking import Asker
+from harness.bisector.causes import FoundCause, FoundCauses
+from harness.bisector.differences import LegChanges
+from harness.bisector.failure import Judged, failure_of
+from harness.bisector.least import find_least
+from harness.bisector.questions import FAILS, OutOfBudget
+from harness.bisector.repro import FOLDER, find_repro, write_repro
+from harness.codec import Json
+from harness.records import CaseSpec, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(Json):
+    """A scenario that fails alone.
+
+    Attributes:
+        path: of the file; "" if there is none.
+        ranks, layers, steps, microbatches: that it takes.
+        made: what was made smaller, in words.
+        message: of its verdict.
+        notes: why it is not smaller, or not there, a sentence each.
+    """
+
+    path: str = ""
+    ranks: int = 0
+    layers: int = 0
+    steps: int = 0
+    microbatches: int = 0
+    made: tuple[str, ...] = ()
+    message: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """What runs it; "" if there is none."""
+        return f"harness run {self.path}" if self.path else ""
+
+
+def leave_alone(
+    case: CaseSpec,
+    verdict: Verdict,
+    causes: FoundCauses | None,
+    asker: Asker,
+    *,
+    folder: Path = FOLDER,
+    place: str = "",
+) -> Alone:
+    """Write the least scenario that fails as the case does.
+
+    Args:
+        case: that failed.
+        verdict: its answer.
+        causes: of its failure; the first is kept. None for all differences of the legs.
+        asker: makes the runs.
+        folder: where the scenario goes.
+        place: where the fault entered, in words, for the scenario's `why`.
+    """
+    names = LegChanges(case.reference, case.candidate).names
+    cause = next(iter(causes.causes), None) if causes is not None else None
+    try:
+        judged = _judged(case, verdict, causes, cause, asker)
+        if judged is None:
+            return Alone(notes=("the cause alone did not fail again",))
+        least = find_least(judged, case.reference, judged.case.candidate)
+        repro = find_repro(
+            case, judged.failure, least.reference, least.candidate, asker,
+            story=_story(case, judged, cause, names, place),
+        )  # fmt: skip
+    except OutOfBudget as error:
+        return Alone(notes=(str(error),))
+    notes = tuple(filter(None, (least.stopped, *repro.why_not)))
+    if not repro.text:
+        return Alone(made=least.made, message=least.message, notes=notes)
+    config = least.candidate.config
+    return Alone(
+        path=str(write_repro(repro, folder)),
+        ranks=least.candidate.world_size, layers=config["model"]["layers"],
+        steps=config["steps"], microbatches=config["microbatches"],
+        made=least.made, message=least.message, notes=notes,
+    )  # fmt: skip
+
+
+def _judged(
+    case: CaseSpec,
+    verdict: Verdict,
+    causes: FoundCauses | None,
+    cause: FoundCause | None,
+    asker: Asker,
+) -> Judged | None:
+    """Who answers for the cause by itself; None if it does not fail again."""
+    if cause is None or causes is None:
+        return Judged(case, failure_of(verdict), asker, verdict)
+    legs = LegChanges(case.reference, case.candidate)
+    alone = dataclasses.replace(case, candidate=legs.run_with(cause.changes))
+    judged = Judged(alone, cause.failure, asker)
+    judged.patience = causes.patience
+    words = f"does it fail with {' + '.join(cause.changes) or 'none of the changes'}?"
+    return judged if judged.answer(alone.candidate, words=words) == FAILS else None
+
+
+def _story(
+    case: CaseSpec,
+    judged: Judged,
+    cause: FoundCause | None,
+    names: tuple[str, ...],
+    place: str,
+) -> str:
+    changes = cause.changes if cause is not None else names
+    together = " together" if len(changes) > 1 else ""
+    where = f" {place[:1].upper()}{place[1:]}." if place else ""
+    return (
+        f"Least case of {case.id} of {case.scenario}: {judged.failure} with "
+        f"{' and '.join(changes) or 'no change'}{together}.{where}"
+    )
