@@ -36,7 +36,7 @@ def page(findings: Findings) -> str:
         lines += _section("Evidence", place.evidence, numbered=True)
         lines += _section("Not known", place.unknown)
     if findings.causes is not None:
-        sure = [findings.causes.confidence] if findings.causes.confidence else []
+        sure = [str(findings.causes.patience)] if findings.causes.patience else []
         lines += _section("Causes", [*sure, *findings.causes.notes])
     asked = [
         f"{q.words}: {q.answer} ({q.runs} runs, {q.seconds:.1f} s)" for q in findings.questions

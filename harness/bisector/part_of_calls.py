@@ -106,7 +106,11 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     users = consumers(first, rows)
     around = parent_of(returned_by(first, rows), known)
     module = common(users, known) if users else around
-    backward = [row for row in rows if row.is_backward and row.rank == first.rank]
+    backward = [
+        row
+        for row in rows
+        if row.is_backward and (row.rank, row.number) == (first.rank, first.number)
+    ]
     told = [
         "every loss, and every output of the step, is equal",
         f"it is what the backward of {module} gave" if module else "the loss gave it",
@@ -121,7 +125,7 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
             evidence=(*found.evidence, "nothing that later stages computed differs"),
         )  # fmt: skip
     if backward and backward[0] is first:
-        told.append("it is the first gradient of the step: it comes from the loss")
+        told.append("it is the first gradient of its microbatch: it comes from the loss")
         module = first.module
     return replace(found, phase="backward", module=module, evidence=(*found.evidence, *told))
 
