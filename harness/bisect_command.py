@@ -14,6 +14,7 @@ from harness import display, machine
 from harness.answers import find_answer
 from harness.bisector.findings import Findings
 from harness.bisector.page import PAGE_FILE
+from harness.bisector.repro import FOLDER
 from harness.bisector.screen import print_findings
 from harness.bisector.session import Search, Until, bisect
 from harness.errors import NothingSelected, UsageError
@@ -59,9 +60,17 @@ def _room(function: Command) -> Command:
 @click.option(
     "--until",
     type=click.Choice(typing.get_args(Until)),
-    default="causes",
+    default="least",
     show_default=True,
     help="The last stage.",
+)
+@click.option(
+    "--repro",
+    type=_PATH,
+    default=FOLDER,
+    show_default=True,
+    metavar="FOLDER",
+    help="Where the scenario goes that fails alone.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 @_room

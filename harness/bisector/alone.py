@@ -11,6 +11,7 @@ from harness.bisector.failure import Judged, failure_of
 from harness.bisector.least import find_least
 from harness.bisector.questions import FAILS, OutOfBudget
 from harness.bisector.repro import FOLDER, find_repro, write_repro
+from harness.checks.steps import count
 from harness.codec import Json
 from harness.records import CaseSpec, Verdict
 
@@ -24,7 +25,7 @@ class Alone(Json):
         ranks, layers, steps, microbatches: that it takes.
         made: what was made smaller, in words.
         message: of its verdict.
-        notes: why it is not smaller, or not there, a sentence each.
+        notes: why there is none, a sentence each.
     """
 
     path: str = ""
@@ -36,10 +37,15 @@ class Alone(Json):
     message: str = ""
     notes: tuple[str, ...] = ()
 
-    @property
-    def command(self) -> str:
-        """What runs it; "" if there is none."""
-        return f"harness run {self.path}" if self.path else ""
+    def __str__(self) -> str:
+        """For people: `harness run X.yaml (1 rank, 1 layer, 3 steps, 1 microbatch)`, or why not."""
+        if not self.path:
+            return "; ".join(self.notes) or "none"
+        sizes = (
+            count(self.ranks, "rank"), count(self.layers, "layer"), count(self.steps, "step"),
+            count(self.microbatches, "microbatch"),
+        )  # fmt: skip
+        return f"harness run {self.path} ({', '.join(sizes)})"
 
 
 def leave_alone(
@@ -60,29 +66,30 @@ def leave_alone(
         asker: makes the runs.
         folder: where the scenario goes.
         place: where the fault entered, in words, for the scenario's `why`.
+
+    Raises:
+        OutOfBudget: nothing was written; what was asked is kept.
     """
     names = LegChanges(case.reference, case.candidate).names
     cause = next(iter(causes.causes), None) if causes is not None else None
-    try:
-        judged = _judged(case, verdict, causes, cause, asker)
-        if judged is None:
-            return Alone(notes=("the cause alone did not fail again",))
-        least = find_least(judged, case.reference, judged.case.candidate)
-        repro = find_repro(
-            case, judged.failure, least.reference, least.candidate, asker,
-            story=_story(case, judged, cause, names, place),
-        )  # fmt: skip
-    except OutOfBudget as error:
-        return Alone(notes=(str(error),))
-    notes = tuple(filter(None, (least.stopped, *repro.why_not)))
+    judged = _judged(case, verdict, causes, cause, asker)
+    if judged is None:
+        return Alone(notes=("the cause alone did not fail again",))
+    least = find_least(judged, case.reference, judged.case.candidate)
+    if least.stopped:
+        raise OutOfBudget(least.stopped)
+    repro = find_repro(
+        case, judged.failure, least.reference, least.candidate, asker,
+        story=_story(case, judged, cause, names, place),
+    )  # fmt: skip
     if not repro.text:
-        return Alone(made=least.made, message=least.message, notes=notes)
+        return Alone(made=least.made, message=least.message, notes=repro.why_not)
     config = least.candidate.config
     return Alone(
         path=str(write_repro(repro, folder)),
         ranks=least.candidate.world_size, layers=config["model"]["layers"],
         steps=config["steps"], microbatches=config["microbatches"],
-        made=least.made, message=least.message, notes=notes,
+        made=least.made, message=least.message,
     )  # fmt: skip
 
 

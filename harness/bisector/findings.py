@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCauses
 from harness.bisector.found import Location
 from harness.checksum import with_checksum
@@ -36,7 +37,7 @@ class Findings(Json):
         place: where the fault entered; None before that stage.
         causes: smallest sets of differences between the legs that still fail; None before that
             stage, or if nobody asked.
-        least_case: path of the scenario that fails alone; "" if there is none.
+        least_case: the scenario that fails alone; None before that stage, or if nobody asked.
         commit: the first bad one, or the range of suspects; "" if nobody asked.
         questions: what was asked, in order.
         num_runs: made in all sittings.
@@ -53,7 +54,7 @@ class Findings(Json):
     environment: tuple[str, ...] = ()
     place: Location | None = None
     causes: FoundCauses | None = None
-    least_case: str = ""
+    least_case: Alone | None = None
     commit: str = ""
     questions: tuple[AskedQuestion, ...] = ()
     num_runs: int = 0

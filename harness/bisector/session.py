@@ -1,6 +1,6 @@
 """One sitting of a search: its folder, its engine, its stages, and what it keeps after each.
 
-    environment -> place -> causes
+    environment -> place -> causes -> least case
 
 A stage takes what is known and gives what is known after it. Findings and page are written after
 every stage, and when somebody stops the search: what was found stays, and the same command goes on.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness import commit, launch
+from harness.bisector.alone import leave_alone
 from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses, find_causes
 from harness.bisector.environment import of_legs
@@ -20,6 +21,8 @@ from harness.bisector.findings import AskedQuestion, Findings, keep_findings, re
 from harness.bisector.page import keep_page
 from harness.bisector.probes import locate_case
 from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget
+from harness.bisector.repro import FOLDER
+from harness.bisector.summary import where
 from harness.errors import Interrupted, UsageError
 from harness.expectations import kind_of
 from harness.leftovers import clear_leftovers
@@ -30,7 +33,7 @@ from harness.store import MANIFEST_FILE, CaseRuns, RunFolder
 
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
-Until = Literal["environment", "place", "causes"]
+Until = Literal["environment", "place", "causes", "least"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Search:
         budget_runs, budget_minutes: of this sitting.
         element: whether to look for the first differing element.
         until: the last stage.
+        repro: folder for the scenario that fails alone.
     """
 
     case: CaseSpec
@@ -58,7 +62,8 @@ class Search:
     budget_runs: int | None = None
     budget_minutes: float | None = None
     element: bool = True
-    until: Until = "causes"
+    until: Until = "least"
+    repro: Path = FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,7 @@ class State:
     runs: CaseRuns
     verdict: Verdict
     findings: Findings
+    before: Findings | None = None
 
 
 Stage = Callable[[State], Findings]
@@ -114,8 +120,9 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
         what=asked.verdict.what, message=asked.verdict.message, command=_again(search, folder),
     )  # fmt: skip
     state = State(
-        search=search, asker=asker, runs=asked.runs, verdict=asked.verdict, findings=findings
-    )
+        search=search, asker=asker, runs=asked.runs, verdict=asked.verdict, findings=findings,
+        before=before,
+    )  # fmt: skip
     spent_s = before.seconds if before is not None else 0.0
 
     def keep(found: Findings) -> Findings:
@@ -170,7 +177,23 @@ def _causes(state: State) -> Findings:
     return replace(findings, causes=found)
 
 
-STAGES: dict[Until, Stage] = {"environment": _environment, "place": _place, "causes": _causes}
+def _least(state: State) -> Findings:
+    """The cause by itself, as small as it goes, as a scenario; one that is there stays."""
+    findings, before = state.findings, state.before
+    if findings.environment or findings.causes is None or not findings.causes.causes:
+        return findings
+    known = before.least_case if before is not None else None
+    if known is None or not known.path or not Path(known.path).is_file():
+        known = leave_alone(
+            state.runs.case, state.verdict, findings.causes, state.asker,
+            folder=state.search.repro, place=where(findings.place),
+        )  # fmt: skip
+    return replace(findings, least_case=known)
+
+
+STAGES: dict[Until, Stage] = {
+    "environment": _environment, "place": _place, "causes": _causes, "least": _least,
+}  # fmt: skip
 """In this order; each may rest on those before it."""
 
 

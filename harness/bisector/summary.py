@@ -87,8 +87,8 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         lines.append(("ranks", beside))
     lines.append(("since", since(place)))
     lines += [("why", why) for why in causes(findings.causes)]
-    if findings.least_case:
-        lines.append(("least case", findings.least_case))
+    if findings.least_case is not None:
+        lines.append(("least case", str(findings.least_case)))
     if findings.commit:
         lines.append(("commit", findings.commit))
     return lines

@@ -82,7 +82,7 @@ TWO_CAUSES = (
     TwoCauses(name="raise, nan", plants=(_plant("raise", step=4), _plant("nan")),
               causes=_causes("raise", "nan")),
     TwoCauses(name="ulp, stale_parameter+attn", plants=(_plant("ulp"), _plant("stale_parameter")),
-              causes=_causes("ulp", "stale_parameter attn")),
+              graph=("attn",), causes=_causes("ulp", "stale_parameter attn")),
     TwoCauses(name="ulp, capture_raise+attn",
               plants=(_plant("ulp"), PlantSpec(fault="capture_raise")),
               causes=_causes("ulp", "capture_raise attn")),

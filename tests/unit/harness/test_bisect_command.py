@@ -70,6 +70,20 @@ def test_the_same_command_goes_on_and_asks_nothing_twice(
     assert len(engine.made) == made
 
 
+def test_the_least_case_is_left_as_a_scenario_that_fails_alone(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is where it was asked for, runs and fails by itself, and is not written twice."""
+    failed_run(engine)
+    command = ["bisect", "dp2-attn", "r", "--out", "b", "--repro", "alone"]
+    for _ in range(2):
+        code, found = run_json(capsys, *command)
+        assert code == 1
+        assert found["least_case"]["path"] == "alone/repro_dp2_attn.yaml"
+        assert [path.name for path in Path("alone").iterdir()] == ["repro_dp2_attn.yaml"]
+    assert main(["run", "alone/repro_dp2_attn.yaml", "--out", "again", "--no-history"]) == 1
+
+
 def test_a_cell_of_a_scenario_is_run_first(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:

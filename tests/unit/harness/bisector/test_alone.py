@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from harness.bisector.alone import leave_alone
 from harness.bisector.causes import find_causes
+from harness.bisector.questions import OutOfBudget
 from harness.bisector.repro import read_back
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec
@@ -33,7 +36,7 @@ def test_the_scenario_holds_the_cause_and_nothing_else(tmp_path: Path) -> None:
     causes = find_causes(case, verdict, asker)
     alone = leave_alone(case, verdict, causes, asker, folder=tmp_path, place="layers.0.mlp")
     (path,) = tmp_path.iterdir()
-    assert (alone.path, alone.command) == (str(path), f"harness run {path}")
+    assert str(alone) == f"harness run {path} (1 rank, 1 layer, 4 steps, 1 microbatch)"
     assert (alone.ranks, alone.layers, alone.steps, alone.microbatches) == (1, 1, 4, 1)
     text = path.read_text()
     assert "graph: mlp and stress: poison together. Layers.0.mlp." in " ".join(text.split())
@@ -52,7 +55,7 @@ def test_no_scenario_is_left_where_the_failure_is_gone(tmp_path: Path) -> None:
     alone = leave_alone(
         case, verdict, causes, MadeUpAsker(of_case=lambda case: ""), folder=tmp_path
     )
-    assert (alone.path, alone.command) == ("", "")
+    assert alone.path == ""
     assert alone.notes == ("the cause alone did not fail again",)
     assert not any(tmp_path.iterdir())
 
@@ -62,6 +65,6 @@ def test_a_budget_that_ends_leaves_no_scenario_and_says_why(tmp_path: Path) -> N
     case = case_of(run(), run(graph=("attn",)))
     verdict = verdict_of(case, "diverged")
     asker = MadeUpAsker(of_case=lambda case: "diverged", max_runs=1)
-    alone = leave_alone(case, verdict, None, asker, folder=tmp_path)
-    assert "budget of 1 runs" in alone.notes[0]
+    with pytest.raises(OutOfBudget, match="budget of 1 runs"):
+        leave_alone(case, verdict, None, asker, folder=tmp_path)
     assert not any(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCause, FoundCauses
 from harness.bisector.failure import Failure
 from harness.bisector.findings import AskedQuestion, Findings
@@ -31,10 +32,11 @@ CAUSES = FoundCauses(
         ),
     ),
 )  # fmt: skip
+LEAST = Alone(path="scenarios/repro/x.yaml", ranks=1, layers=1, steps=8, microbatches=1)
 FINDINGS = Findings(
     case_id="dp4-ulp_s7-attn", scenario="planted", outcome="failed", what="diverged",
     message="w differs | first", command="harness bisect dp4", place=PLACE,
-    causes=CAUSES, least_case="scenarios/repro/x.yaml", commit="3f1c0a9",
+    causes=CAUSES, least_case=LEAST, commit="3f1c0a9",
     questions=(AskedQuestion(words="does it fail?", answer="failed", runs=2, seconds=1.5),),
     num_runs=2, seconds=1.5,
 )  # fmt: skip
