@@ -96,7 +96,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F56",
         symptom="a hang",
         cell=Cell(timeout_s=20.0),
-        points_at=Pointer(phase="forward"),
+        points_at=Pointer(phase="reduce"),
     ),
     Fault(
         name="norm_of_own_shard",
@@ -172,7 +172,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F80",
         symptom="a hang, or an error of the exchange",
         cell=Cell(settings={"model": "moe_tiny", "parallel": {"dp": 2, "ep": 2}}, timeout_s=20.0),
-        points_at=Pointer(phase="forward", module="layers.*.mlp*"),
+        points_at=Pointer(phase="forward"),
     ),
     Fault(
         name="row_sum_missing",

@@ -190,7 +190,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="data",
         source="F71",
         symptom="nothing, until something draws from it",
-        points_at=Pointer(phase="input", tensor="cpu"),
+        points_at=Pointer(phase="input", tensor="c*"),
     ),
     Fault(
         name="dropout_off",
