@@ -40,7 +40,7 @@ FAULTS: tuple[Fault, ...] = (
         expects=("diverged",),
         kind="data",
         symptom="the loss falls fast, and the model learns to copy",
-        points_at=Pointer(phase="forward", tensor="*loss*"),
+        points_at=Pointer(phase="input", module="head", tensor="*loss*"),
     ),
     Fault(
         name="repeated_microbatch",
@@ -102,7 +102,7 @@ FAULTS: tuple[Fault, ...] = (
         symptom="the loss falls too low",
         everywhere=True,
         cell=_PACKS,
-        points_at=Pointer(phase="forward", tensor="*loss*"),
+        points_at=Pointer(phase="input", module="head", tensor="*loss*"),
     ),
     Fault(
         name="lost_boundary",
@@ -124,7 +124,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="data",
         symptom="tokens of short packs count more",
         cell=_PACKS,
-        points_at=Pointer(phase="forward", tensor="*loss*"),
+        points_at=Pointer(phase="input", module="head", tensor="*loss*"),
     ),
     Fault(
         name="repeated_masks",
