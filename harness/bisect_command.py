@@ -24,6 +24,7 @@ from harness.progress import make_view
 from harness.records import CaseSpec, ExitCode, Verdict
 from harness.schema import Overrides, load_scenario
 from harness.select import select
+from harness.store import RunFolder
 
 _PATH = click.Path(path_type=Path)
 SCENARIO_SUFFIXES = (".yaml", ".yml")
@@ -72,10 +73,13 @@ def _room(function: Command) -> Command:
     metavar="FOLDER",
     help="Where the scenario goes that fails alone.",
 )
+@click.option(
+    "--passed", type=_PATH, metavar="RUN", help="A night in which it passed: what has changed?"
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 @_room
 def bisect_command(
-    *, case: str, folder: Path | None, keyword: str | None, device: str | None,
+    *, case: str, folder: Path | None, passed: Path | None, keyword: str | None, device: str | None,
     sets: tuple[str, ...], no_element: bool, as_json: bool, **search: Any,
 ) -> int:  # fmt: skip
     """Find where a failing case fails, and why: step, phase, module, tensor, rank, element.
@@ -100,7 +104,7 @@ def bisect_command(
     console = display.make_console(stderr=as_json)
     asked = Search(
         case=dataclasses.replace(spec, skip_reason=""), place=place, argv=_command_line(),
-        element=not no_element, **search,
+        element=not no_element, passed=None if passed is None else RunFolder.open(passed), **search,
     )  # fmt: skip
     findings, where = bisect(asked, make_view(console))
     code = _code(findings)

@@ -16,7 +16,7 @@ from harness import commit, launch
 from harness.bisector.alone import leave_alone
 from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses, find_causes
-from harness.bisector.environment import of_legs
+from harness.bisector.environment import of_legs, of_nights
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.page import keep_page
 from harness.bisector.probes import locate_case
@@ -50,6 +50,7 @@ class Search:
         element: whether to look for the first differing element.
         until: the last stage.
         repro: folder for the scenario that fails alone.
+        passed: run folder of a night in which it passed, to compare environments with.
     """
 
     case: CaseSpec
@@ -64,6 +65,7 @@ class Search:
     element: bool = True
     until: Until = "least"
     repro: Path = FOLDER
+    passed: RunFolder | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +155,25 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
 
 def _environment(state: State) -> Findings:
     """Said before anything else: bits of other environments prove nothing about the code."""
-    found = of_legs(state.runs.reference, state.runs.candidate)
-    return replace(state.findings, environment=(found.sentence,) if found.facts else ())
+    told = []
+    if state.search.passed is not None:
+        told.append(of_nights(state.search.passed, _night(state), state.search.case.id).sentence)
+    if _legs_differ(state):
+        told.append(of_legs(state.runs.reference, state.runs.candidate).sentence)
+    return replace(state.findings, environment=tuple(told))
+
+
+def _night(state: State) -> RunFolder:
+    """The run folder that the failing case is of; the search's own if it was made here."""
+    place = state.search.place
+    if place is not None and (place.parent.parent / MANIFEST_FILE).is_file():
+        return RunFolder.open(place.parent.parent)
+    return state.asker.folder
+
+
+def _legs_differ(state: State) -> bool:
+    """Whether the legs ran in other environments: no configuration is to blame then."""
+    return bool(of_legs(state.runs.reference, state.runs.candidate).facts)
 
 
 def _place(state: State) -> Findings:
@@ -167,7 +186,7 @@ def _place(state: State) -> Findings:
 def _causes(state: State) -> Findings:
     """Which of the differences between the legs make it fail."""
     findings = state.findings
-    if findings.environment:
+    if _legs_differ(state):
         return findings  # the legs differ in more than their configurations
     try:
         found = find_causes(state.runs.case, state.verdict, state.asker)
@@ -180,7 +199,7 @@ def _causes(state: State) -> Findings:
 def _least(state: State) -> Findings:
     """The cause by itself, as small as it goes, as a scenario; one that is there stays."""
     findings, before = state.findings, state.before
-    if findings.environment or findings.causes is None or not findings.causes.causes:
+    if findings.causes is None or not findings.causes.causes:
         return findings
     known = before.least_case if before is not None else None
     if known is None or not known.path or not Path(known.path).is_file():

@@ -19,6 +19,7 @@ from harness import launch
 from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses, find_causes
 from harness.engine.base import Engine
+from harness.errors import HarnessError
 from harness.store import RunFolder
 from tests.two_causes.faults import FLAKY_CAUSES, TWO_CAUSES, TwoCauses
 
@@ -43,7 +44,11 @@ def main(arguments: list[str]) -> int:
     out = asked.out or Path(tempfile.mkdtemp(prefix="two-causes-"))
     heads = ("fault", "n", "log2(n)", "bound", "found", "questions", "runs", "seconds", "causes")
     sys.stdout.write(_ROW.format(*heads))
-    right = [_bisect(fault, out / fault.slug, asked.slots) for fault in chosen]
+    try:
+        right = [_bisect(fault, out / fault.slug, asked.slots) for fault in chosen]
+    except HarnessError as error:
+        sys.stderr.write(f"{error}\n")
+        return int(error.exit_code)
     sys.stdout.write(f"{sum(right)} of {len(right)} right; run folders: {out}\n")
     return 0 if all(right) else 1
 

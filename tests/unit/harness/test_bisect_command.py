@@ -84,6 +84,24 @@ def test_the_least_case_is_left_as_a_scenario_that_fails_alone(
     assert main(["run", "alone/repro_dp2_attn.yaml", "--out", "again", "--no-history"]) == 1
 
 
+def test_a_night_that_passed_is_compared_first(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has changed since is the first line, and does not keep causes from being searched."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert main(["run", "small.yaml", "--out", "good", "--no-history"]) == 0
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    failed_run(engine)
+    code, found = run_json(
+        capsys, "bisect", "dp2-attn", "r", "--out", "b", "--passed", "good", "--until", "causes",
+        "--no-element",
+    )  # fmt: skip
+    assert code == 1
+    (told,) = found["environment"]
+    assert told.startswith("good and r ran in other environments: NCCL_ALGO Ring became Tree")
+    assert found["causes"]["causes"]
+
+
 def test_a_cell_of_a_scenario_is_run_first(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
