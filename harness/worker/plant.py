@@ -12,7 +12,6 @@ The catalogue says which faults take a step, a rank or a tensor; the decoder req
 """
 
 import functools
-import json
 import os
 import random
 import signal
@@ -31,12 +30,12 @@ from harness.plant_spec import PlantSpec, each_of
 from harness.records import EventRecord, RunSpec
 from harness.worker.capture_faults import PLACES, plant_in_capture
 from harness.worker.plants import PLANTINGS
+from harness.worker.plants.infrastructure import ALTERATIONS
 from harness.worker.plants.planting import Planting
 from harness.worker.record_file import RecordFile
 
 _LEAKED_BYTES = {"leak": 1 << 20, "small_leak": 64 << 10}
 """What each leak keeps more of a step."""
-_ALTERING = ("drop_step", "corrupt_record", "record_after_end")
 
 
 class PlantedError(RuntimeError):
@@ -113,6 +112,8 @@ class PlantedFault:
         self.is_here = CATALOGUE[spec.fault].everywhere or rank == spec.rank % world_size
         self._planting = PLANTINGS.get(self._fault, Planting())
         self._rank, self._file = rank, file
+        alteration = ALTERATIONS.get(self._fault)
+        self._altered = None if alteration is None else alteration(spec)
         self._last_step = ""
         self._is_first = True
         self._leaked: list[torch.Tensor] = []
@@ -150,6 +151,8 @@ class PlantedFault:
             "leak": lambda: None,  # in every step, above
             "small_leak": lambda: None,  # the same
             "segfault": self._segfault,
+            "sigterm": self._sigterm,
+            "stopped": self._stop,
             "illegal_access": lambda: self._illegal_access(trainer),
             "stale_parameter": lambda: self._move_parameter(trainer),
         }
@@ -201,6 +204,10 @@ class PlantedFault:
         """Act once the end record is written."""
         if self._fault == "record_after_end":
             self._file.write_raw(self._last_step + "\n")
+        elif self._fault == "hang_at_end":
+            self._hang()
+        elif self._fault == "exit_at_end":
+            self._exit()
 
     def _announce(self, step: int, **detail: str) -> None:
         event = EventRecord(
@@ -210,22 +217,19 @@ class PlantedFault:
 
     def alter(self, line: str) -> list[str]:
         """What is written in place of a line."""
-        if self._fault == "drop_rank":
-            return []
-        if self._fault not in _ALTERING:
-            return [line]
-        try:
-            plain = json.loads(line)
-        except ValueError:  # another fault has been here
-            return [line]
-        if plain["kind"] == "step":
+        if '"kind":"step"' in line:
             self._last_step = line
-            if plain["step"] == self.spec.step and self._fault != "record_after_end":
-                return [] if self._fault == "drop_step" else [line[: len(line) // 2]]
-        return [line]
+        return [line] if self._altered is None else self._altered(line)
 
     def _sigkill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _sigterm(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _stop(self) -> None:
+        """As a debugger or a scheduler would: not dead, and answers nobody."""
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _segfault(self) -> None:
         """As the kernel would for an address that is not mapped; faulthandler prints the stack."""

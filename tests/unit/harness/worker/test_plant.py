@@ -27,10 +27,12 @@ from harness.records import (
     RunSpec,
     StartRecord,
     StepRecord,
+    dumps,
     parse_record,
 )
 from harness.worker.main import rank_main
 from harness.worker.plant import Plant
+from harness.worker.plants.infrastructure import ALTERATIONS
 from harness.worker.record_file import RecordFile
 
 Spec = Callable[..., RunSpec]
@@ -385,6 +387,42 @@ def test_hang(spec: Spec, tmp_path: Path) -> None:
     records = records_in(tmp_path)
     assert [record.step for record in steps_of(records)] == [0, 1, 2]
     assert records[-1] == planted_events(records)[0]
+
+
+LINES = [
+    dumps({"kind": "start", "run": "w1-a"}),
+    *(
+        dumps({"kind": "step", "step": n, "rank": 0, "digests": {"grads": str(n)}})
+        for n in range(6)
+    ),
+    dumps({"kind": "end"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "changed"),
+    [
+        ("drop_step", LINES[:4] + LINES[5:]),
+        ("corrupt_record", [*LINES[:4], LINES[4][: len(LINES[4]) // 2], *LINES[5:]]),
+        ("repeated_record", [*LINES[:4], LINES[4], *LINES[4:]]),
+        ("records_out_of_order", [*LINES[:4], LINES[5], LINES[4], *LINES[6:]]),
+        (
+            "record_of_another_rank",
+            [*LINES[:4], LINES[4].replace('"rank":0', '"rank":1'), *LINES[5:]],
+        ),
+        (
+            "record_of_the_step_before",
+            [*LINES[:4], LINES[4].replace('"grads":"3"', '"grads":"2"'), *LINES[5:]],
+        ),
+        ("record_of_another_run", [LINES[0].replace("w1-a", "w1-x"), *LINES[1:]]),
+        ("end_record_lost", LINES[:-1]),
+        ("drop_rank", []),
+    ],
+)
+def test_alterations_change_what_they_say(fault: str, changed: list[str]) -> None:
+    """Each fault of records changes the lines of its step, or its kind, and no others."""
+    alter = ALTERATIONS[fault](PlantSpec(fault=fault, step=STEP))
+    assert [written for line in LINES for written in alter(line)] == changed
 
 
 def test_two_faults_are_two_causes(rank: Any, spec: Spec) -> None:
