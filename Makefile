@@ -1,12 +1,13 @@
 # Set-up and the few commands of every day. Each sets up what it needs first, once.
 #
 #   make demo    run the main scenario: eager against graphed, on 2, 4 and 8 ranks
-#   make test    the tests
+#   make test    the tests, but for those marked long
+#   make long    the tests of ranks that are marked long: a thousand (many minutes)
 #   make coverage  the same, and which lines of the packages they reach (a fifth slower)
 #   make lint    ruff, mypy, import layers, schemas of the CI templates, spelling
 #   make bench   the benchmarks that need no GPU
 #   make parity  every layout against one process, in units of rounding: out/parity (20 minutes)
-#   make nightly parity, all legal layouts counted, the tiers pr and nightly (hours on 2 cores)
+#   make nightly long tests, parity, all legal layouts counted, the tiers pr and nightly (hours on 2 cores)
 #   make memory  predicted peaks beside measured ones: a table of layouts, then drawn ones (10 minutes)
 #   make soak    replays by the hundred under stressors in turn (minutes), what soaks find (planted),
 #                then graphs over a hundred steps under every stressor, each stressor alone (hours)
@@ -33,17 +34,20 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-.PHONY: demo test coverage lint bench parity nightly memory soak venv clean
+.PHONY: demo test long coverage lint bench parity nightly memory soak venv clean
 
 demo: $(VENV)/.ready
 	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
 
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(PYTEST_ARGS)
+
+long: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -n 2 --dist load -m long $(PYTEST_ARGS)
 
 coverage: $(VENV)/.ready-test
 	rm -f .coverage .coverage.*
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term -m "not long" $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready-dev
 	$(TOOLS) ruff check .
@@ -66,6 +70,7 @@ parity: $(VENV)/.ready-test
 nightly: $(VENV)/.ready-test
 	$(BIN)/harness list --count scenarios/nightly
 	failed=0; \
+	$(BIN)/python -m pytest -n 2 --dist load -m long || failed=1; \
 	$(BIN)/python -m tests.dist.parity_table --out out/parity $(PARITY_ARGS) || failed=1; \
 	$(BIN)/harness run --tier pr --tier nightly --device $(DEVICE) || failed=1; \
 	exit $$failed
