@@ -16,27 +16,30 @@ from typing import Any
 import click
 from rich.text import Text
 
-from harness import display, launch
+from harness import display, launch, report_commands
 from harness.again import set_killed_aside
-from harness.answers import find_answer
 from harness.bisect_command import bisect_command
-from harness.check_command import check_command, code_of, tell_damage
+from harness.bisect_exit import bisect_exit, for_git
+from harness.check_command import check_command
 from harness.doctor import diagnose
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError
 from harness.faults_command import faults_command
 from harness.history import DATABASE_FILE, remember
 from harness.history_commands import compare_command, history_command
-from harness.inspection import inspect
-from harness.lookup import DEFAULT_OUT, find_case, unused
+from harness.lookup import DEFAULT_OUT, find_case
 from harness.machine import describe
 from harness.masking import Masker
-from harness.merging import merge
 from harness.predict_command import predict_command
 from harness.progress import duration, make_view
 from harness.records import ExitCode
+from harness.report_commands import (
+    command_line,
+    merge_command,
+    report_command,
+    show_command,
+)
 from harness.schema import Overrides
 from harness.sections import ENGINES
-from harness.store import RunFolder, load_case
 from harness.suite_options import list_command, suite_options
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -100,7 +103,7 @@ def commands() -> None:
 @commands.command()
 @click.argument("paths", type=_PATH, nargs=-1, metavar="[SCENARIO]...")
 @_options(suite_options, _keyword, _jobs, _slots, _ranks_per_gpu, _device, _out, _exit_first, _json)
-@_options(_engine, _history, _overrides)
+@_options(_engine, _history, _overrides, bisect_exit)
 @click.option("--dry-run", is_flag=True, help="Print the plan, run nothing.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
 @click.option("--again-killed", is_flag=True, help="With --resume: whoever killed it.")
@@ -155,7 +158,7 @@ def _carry_out(
     for note in prepared.notes:
         console.print(Text(note), soft_wrap=True)
     done = launch.carry_out(
-        prepared, make_view(console), out=out, exit_first=exit_first, argv=_command_line()
+        prepared, make_view(console), out=out, exit_first=exit_first, argv=command_line()
     )
     code = _final_code(exit_code(done.verdicts), done)
     console.print(display.verdict_table(done.verdicts))
@@ -168,17 +171,12 @@ def _carry_out(
         if warning:
             click.echo(f"harness: {warning}", err=True)
     # After the verdicts are told: a report that cannot be written must not swallow them.
-    reports = _build_reports(done.folder, database)
+    reports = report_commands.build_reports(done.folder, database)
     if "html" in reports:
         console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
     if as_json:
         click.echo(json.dumps(_result(done, reports, code), allow_nan=False))
     return code
-
-
-def _command_line() -> list[str]:
-    args: list[str] = click.get_current_context().find_root().obj
-    return ["harness", *Masker(os.environ).words(args)]
 
 
 def _final_code(code: ExitCode, done: launch.Carried) -> ExitCode:
@@ -200,116 +198,10 @@ def _result(done: launch.Carried, reports: dict[str, Path], code: int) -> dict[s
     }
 
 
-def _build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]:
-    # pandas and matplotlib come with it: only those who make a report wait for them.
-    import reports
-
-    # Where GitHub Actions wants the summary of the step that runs us.
-    step = os.environ.get("GITHUB_STEP_SUMMARY")
-    return reports.build(folder, history=database, step=Path(step) if step else None)
-
-
-@commands.command()
-@click.argument("folder", type=_PATH, metavar="RUN")
-@click.option(
-    "--normalised", type=_PATH, metavar="FOLDER",
-    help="Keep them there, too, without what may vary: times, places, attempts, history.",
-)  # fmt: skip
-@click.option(
-    "--same-as", "other", type=_PATH, metavar="RUN", help="Fail if RUN's, normalised, are others."
-)
-@_json
-def report(*, folder: Path, normalised: Path | None, other: Path | None, as_json: bool) -> int:
-    """Build the reports of a RUN folder again."""
-    built = _build_reports(RunFolder.open(folder).path)
-    found = inspect(folder)
-    tell_damage(found)
-    differences = _differences(folder, built, normalised, other)
-    for line in differences:
-        click.echo(f"harness: not as in {other}: {line}", err=True)
-    if as_json:
-        click.echo(json.dumps({name: str(path) for name, path in built.items()}))
-    else:
-        for name, path in built.items():
-            click.echo(f"{name}: {path}")
-    if found.damage:
-        return ExitCode.NO_VERDICT
-    return ExitCode.FAILED if differences else ExitCode.PASSED
-
-
-def _differences(
-    folder: Path, built: dict[str, Path], place: Path | None, other: Path | None
-) -> tuple[str, ...]:
-    """Keep normalised reports, and hold them against those of another run folder."""
-    if place is None and other is None:
-        return ()
-    import reports
-
-    mine = reports.normalised(built, folder)
-    if place is not None:
-        reports.keep(mine, place)
-    if other is None:
-        return ()
-    return reports.differences(mine, reports.normalised(reports.build(other), other))
-
-
-@commands.command("merge")
-@click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="RUN...")
-@_options(_out, _json)
-def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
-    """Put the RUN folders of shards together into one, and report.
-
-    A shard that is missing shows: its cases are errors. Exit codes as those of a run.
-    """
-    place = out or unused(DEFAULT_OUT / "merged")
-    with merge(folders, place, _command_line()) as merged:
-        reports = _build_reports(merged.path)
-    found = inspect(place)
-    code = code_of(found)
-    console = display.make_console(stderr=as_json)
-    for note in merged.manifest["notes"]:
-        console.print(Text(note), soft_wrap=True)
-    console.print(display.counts_line(found.verdicts, found.num_cases), end="")
-    console.print(Text(f"; run folder {merged.path}"), soft_wrap=True)
-    tell_damage(found)
-    if as_json:
-        plain = {name: str(path) for name, path in reports.items()}
-        answer = {"exit_code": int(code), "folder": str(merged.path), "reports": plain}
-        click.echo(json.dumps(answer, allow_nan=False))
-    return code
-
-
 @commands.command()
 @click.argument("case")
 @click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
-@_json
-def show(*, case: str, folder: Path | None, as_json: bool) -> int:
-    """Show one case: verdict, first difference, exits.
-
-    CASE is a case folder, or an id in RUN (the newest run under out/ by default).
-    """
-    place, spec, verdict = find_answer(case, folder)
-    if as_json:
-        plain = {
-            "case": spec.to_json(),
-            "folder": str(place),
-            "verdict": verdict.to_json() if verdict else None,
-        }
-        click.echo(json.dumps(plain, allow_nan=False))
-        return ExitCode.PASSED
-    legs = {}
-    if (place / "case.json").is_file():
-        runs = load_case(place)
-        for leg in ("reference", "control", "candidate"):
-            legs[leg] = (place / leg, getattr(runs, leg))
-    display.print_case(display.make_console(), spec, verdict, legs)
-    return ExitCode.PASSED
-
-
-@commands.command()
-@click.argument("case")
-@click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
-@_options(_out, _slots, _ranks_per_gpu, _jobs, _json, _history)
+@_options(_out, _slots, _ranks_per_gpu, _jobs, _json, _history, bisect_exit)
 def rerun(
     *, case: str, folder: Path | None, out: Path | None, as_json: bool,
     database: Path | None, no_history: bool, **room: Any,
@@ -339,8 +231,8 @@ def doctor(*, as_json: bool) -> int:
 
 
 for _command in (
-    list_command, history_command, compare_command, predict_command, check_command, bisect_command,
-    faults_command,
+    report_command, merge_command, show_command, list_command, history_command, compare_command,
+    predict_command, check_command, bisect_command, faults_command,
 ):  # fmt: skip
     commands.add_command(_command)
 
@@ -366,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = ExitCode.PASSED
     except Exception as error:  # noqa: BLE001 - the one place where our own mistakes end
         code = _internal(error)
-    return int(code)
+    return for_git(code, args)
 
 
 def _misused(error: click.ClickException) -> int:

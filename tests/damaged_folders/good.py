@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness import cli, launch
+from harness import cli, launch, report_commands
 from harness.errors import Infrastructure
 from harness.records import FloatBits, RunSpec, StepRecord, What
 from tests.unit.harness.fake_engine import FakeEngine, unequal
@@ -82,7 +82,7 @@ def harness(
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(launch, "LocalEngine", engine or NoEngine()),
-        mock.patch.object(cli, "_build_reports", build or mock.Mock(return_value={})),
+        mock.patch.object(report_commands, "build_reports", build or mock.Mock(return_value={})),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, launch
+from harness import launch, report_commands
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine
 
 
@@ -14,7 +14,9 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
     fake = FakeEngine()
     monkeypatch.setattr(launch, "LocalEngine", fake)
     monkeypatch.setattr(
-        cli, "_build_reports", lambda folder, *_: {"html": folder / "report" / "index.html"}
+        report_commands,
+        "build_reports",
+        lambda folder, *_: {"html": folder / "report" / "index.html"},
     )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.yaml").write_text(SCENARIO)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, launch, merging
+from harness import launch, merging, report_commands
 from harness.cli import main
 from harness.records import RunSpec, What
 from harness.retries import earlier_attempts, stored_limit
@@ -44,7 +44,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "s.yaml").write_text(SCENARIO)
         monkeypatch.setattr(launch, "LocalEngine", engine)
-        monkeypatch.setattr(cli, "_build_reports", lambda folder, *_: {})  # they take seconds
+        # They take seconds.
+        monkeypatch.setattr(report_commands, "build_reports", lambda folder, *_: {})
         return ["run", "s.yaml", "--out", "run", "--slots", "2", "--no-history", *more]
 
     return args

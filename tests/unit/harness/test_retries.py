@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, launch
+from harness import launch, report_commands
 from harness.cli import main
 from harness.engine.infrastructure import SIGNATURES, machine_failure, signature_of
 from harness.records import (
@@ -81,7 +81,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         monkeypatch.chdir(tmp_path)
         (tmp_path / "s.yaml").write_text(SCENARIO)
         monkeypatch.setattr(launch, "LocalEngine", engine)
-        monkeypatch.setattr(cli, "_build_reports", lambda folder, *_: {})  # they take seconds
+        # They take seconds.
+        monkeypatch.setattr(report_commands, "build_reports", lambda folder, *_: {})
         sets = ["--set", f"launch.retries={retries}"] if retries else []
         return ["run", "s.yaml", "--out", out, "--slots", "2", "--no-history", *sets]
 

@@ -207,7 +207,7 @@ def test_a_missing_shard_shows(
 @pytest.fixture
 def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of the time, and nothing is asked of them."""
-    monkeypatch.setattr("harness.cli._build_reports", lambda *_: {})
+    monkeypatch.setattr("harness.report_commands.build_reports", lambda *_: {})
 
 
 @pytest.mark.usefixtures("no_reports")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, launch
+from harness import launch, report_commands
 from harness.cli import main
 from harness.records import ExitCode, RunOutcome, RunSpec, StepRecord
 from harness.repeats import is_timed
@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> BusyEngine:
     """In the place of this machine's; nobody draws a report."""
     made = BusyEngine()
     monkeypatch.setattr(launch, "LocalEngine", made)
-    monkeypatch.setattr(cli, "_build_reports", lambda folder, *_: {})
+    monkeypatch.setattr(report_commands, "build_reports", lambda folder, *_: {})
     return made
 
 

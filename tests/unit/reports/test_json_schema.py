@@ -109,11 +109,13 @@ def test_what_the_command_line_prints_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`harness run --json` prints what its schema says."""
-    from harness import cli, launch
+    from harness import launch, report_commands
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "LocalEngine", FakeEngine())
-    monkeypatch.setattr(cli, "_build_reports", lambda folder, *_: {"html": folder / "index.html"})
+    monkeypatch.setattr(
+        report_commands, "build_reports", lambda folder, *_: {"html": folder / "index.html"}
+    )
     Path("s.yaml").write_text(SCENARIO)
     _, answer = run_json(capsys, "run", "s.yaml", "--out", "r", "--slots", "2", "--no-history")
     validator("run").validate(answer)

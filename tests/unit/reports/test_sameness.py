@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, launch
+from harness import launch, report_commands
 from harness.cli import main
 from reports.normalise import normalise
 from reports.sameness import differences
@@ -20,7 +20,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     (tmp_path / "s.yaml").write_text(SCENARIO)
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "_build_reports", lambda folder, *_: {})  # they take seconds
+        patch.setattr(report_commands, "build_reports", lambda folder, *_: {})  # they take seconds
         for name in ("whole", "resumed", "other"):
             engine = FakeEngine()
             engine.spoil = unequal if name == "other" else engine.spoil

@@ -1,0 +1,137 @@
+"""What tells of run folders that are there: `harness report | merge | show`."""
+
+import json
+import os
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from harness import display
+from harness.answers import find_answer
+from harness.check_command import code_of, tell_damage
+from harness.inspection import inspect
+from harness.lookup import DEFAULT_OUT, unused
+from harness.masking import Masker
+from harness.merging import merge
+from harness.records import ExitCode
+from harness.store import RunFolder, load_case
+
+_PATH = click.Path(path_type=Path)
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+
+
+def command_line() -> list[str]:
+    """What was typed, for manifests; secrets masked."""
+    args: list[str] = click.get_current_context().find_root().obj
+    return ["harness", *Masker(os.environ).words(args)]
+
+
+def build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]:
+    """Write the reports of a run folder; their paths by kind."""
+    # pandas and matplotlib come with it: only those who make a report wait for them.
+    import reports
+
+    # Where GitHub Actions wants the summary of the step that runs us.
+    step = os.environ.get("GITHUB_STEP_SUMMARY")
+    return reports.build(folder, history=database, step=Path(step) if step else None)
+
+
+@click.command("report")
+@click.argument("folder", type=_PATH, metavar="RUN")
+@click.option(
+    "--normalised", type=_PATH, metavar="FOLDER",
+    help="Keep them there, too, without what may vary: times, places, attempts, history.",
+)  # fmt: skip
+@click.option(
+    "--same-as", "other", type=_PATH, metavar="RUN", help="Fail if RUN's, normalised, are others."
+)
+@_json
+def report_command(
+    *, folder: Path, normalised: Path | None, other: Path | None, as_json: bool
+) -> int:
+    """Build the reports of a RUN folder again."""
+    built = build_reports(RunFolder.open(folder).path)
+    found = inspect(folder)
+    tell_damage(found)
+    differences = _differences(folder, built, normalised, other)
+    for line in differences:
+        click.echo(f"harness: not as in {other}: {line}", err=True)
+    if as_json:
+        click.echo(json.dumps({name: str(path) for name, path in built.items()}))
+    else:
+        for name, path in built.items():
+            click.echo(f"{name}: {path}")
+    if found.damage:
+        return ExitCode.NO_VERDICT
+    return ExitCode.FAILED if differences else ExitCode.PASSED
+
+
+def _differences(
+    folder: Path, built: dict[str, Path], place: Path | None, other: Path | None
+) -> tuple[str, ...]:
+    """Keep normalised reports, and hold them against those of another run folder."""
+    if place is None and other is None:
+        return ()
+    import reports
+
+    mine = reports.normalised(built, folder)
+    if place is not None:
+        reports.keep(mine, place)
+    if other is None:
+        return ()
+    return reports.differences(mine, reports.normalised(reports.build(other), other))
+
+
+@click.command("merge")
+@click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="RUN...")
+@click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
+@_json
+def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
+    """Put the RUN folders of shards together into one, and report.
+
+    A shard that is missing shows: its cases are errors. Exit codes as those of a run.
+    """
+    place = out or unused(DEFAULT_OUT / "merged")
+    with merge(folders, place, command_line()) as merged:
+        reports = build_reports(merged.path)
+    found = inspect(place)
+    code = code_of(found)
+    console = display.make_console(stderr=as_json)
+    for note in merged.manifest["notes"]:
+        console.print(Text(note), soft_wrap=True)
+    console.print(display.counts_line(found.verdicts, found.num_cases), end="")
+    console.print(Text(f"; run folder {merged.path}"), soft_wrap=True)
+    tell_damage(found)
+    if as_json:
+        plain = {name: str(path) for name, path in reports.items()}
+        answer = {"exit_code": int(code), "folder": str(merged.path), "reports": plain}
+        click.echo(json.dumps(answer, allow_nan=False))
+    return code
+
+
+@click.command("show")
+@click.argument("case")
+@click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
+@_json
+def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
+    """Show one case: verdict, first difference, exits.
+
+    CASE is a case folder, or an id in RUN (the newest run under out/ by default).
+    """
+    place, spec, verdict = find_answer(case, folder)
+    if as_json:
+        plain = {
+            "case": spec.to_json(),
+            "folder": str(place),
+            "verdict": verdict.to_json() if verdict else None,
+        }
+        click.echo(json.dumps(plain, allow_nan=False))
+        return ExitCode.PASSED
+    legs = {}
+    if (place / "case.json").is_file():
+        runs = load_case(place)
+        for leg in ("reference", "control", "candidate"):
+            legs[leg] = (place / leg, getattr(runs, leg))
+    display.print_case(display.make_console(), spec, verdict, legs)
+    return ExitCode.PASSED
