@@ -1,4 +1,4 @@
-"""The command line: `harness run | list | report | show | rerun | history | compare | doctor`.
+"""The command line: `harness run | list | rerun | doctor`, and the commands of other modules.
 
 Every error goes through `main`: one line on stderr and the exit code of `harness.errors`. With
 `--json`, stdout holds one JSON value and everything for people goes to stderr.
