@@ -78,7 +78,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F48",
         symptom="on a busy GPU, the first layers train on half of their gradients",
         cell=Cell(stress=("races",)),
-        points_at=Pointer(phase="reduce"),
+        points_at=Pointer(phase="reduce", tensor="grad buffer of unit *"),
     ),
     Fault(
         name="refilled_while_reduced",
@@ -100,7 +100,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F38",
         symptom="on a busy network, all layers get the gradient of the last",
         cell=Cell(settings={"parallel": {"dp_outer": 2}}, stress=("races",)),
-        points_at=Pointer(phase="reduce"),
+        points_at=Pointer(phase="reduce", tensor="*main_grad"),
     ),
     Fault(
         name="clip_unordered",
@@ -110,7 +110,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="streams",
         symptom="on a busy GPU, some steps are not clipped",
         cell=Cell(stress=("races",)),
-        points_at=Pointer(phase="reduce"),
+        points_at=Pointer(phase="reduce", tensor="*main_grad"),
     ),
     Fault(
         name="gathered_ahead",

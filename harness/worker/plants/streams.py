@@ -1,16 +1,16 @@
 """Faults in the order of FSDP's work, and of memory given back too soon: what stressors are for.
 
-    gather_ignores_writes      gathers do not wait for what is written on the compute stream
-    compute_ignores_gather     compute does not wait for the gather of its weights
-    buffer_ignores_reduction   a gradient buffer is given back while it is being reduced
-    reduction_freed_early      outputs of a reduction are freed while it writes them
-    early_release              the root's weights are given back before they are used
-    reduction_ignores_gradients   reductions do not wait for what backward writes
-    clip_ignores_reductions    what follows backward does not wait for the last reduction
-    refilled_while_reduced     a microbatch's gradients go where the last one's are being reduced
-    replica_sum_unordered      replicas are summed on a stream that nothing waits for
-    clip_unordered             gradients are clipped on a stream that nothing waits for
-    gathered_ahead             weights are gathered for a step before the update that it follows
+    gather_ignores_writes        gathers do not wait for what is written on the compute stream
+    compute_ignores_gather       compute does not wait for the gather of its weights
+    buffer_ignores_reduction     a gradient buffer is given back while it is being reduced
+    reduction_freed_early        outputs of a reduction are freed while it writes them
+    early_release                the root's weights are given back before they are used
+    reduction_ignores_gradients  reductions do not wait for what backward writes
+    clip_ignores_reductions      what follows backward does not wait for the last reduction
+    refilled_while_reduced       a microbatch's gradients go where the last one's are being reduced
+    replica_sum_unordered        replicas are summed on a stream that nothing waits for
+    clip_unordered               gradients are clipped on a stream that nothing waits for
+    gathered_ahead               weights are gathered for a step before the update that it follows
 
 On the CPU, and on a GPU that has nothing else to do, a plain run shows none of them but the last.
 Each is planted from a step on; but for the last, in one rank, and changes no collective.
