@@ -13,7 +13,7 @@ from rich.text import Text
 
 from harness.detection.campaign import Asked, carry_out_campaign
 from harness.detection.cells import scenario_text
-from harness.detection.document import catalogue_table, document
+from harness.detection.document import catalogue_table, document, measured_in
 from harness.detection.matrix import Matrix, merged
 from harness.detection.pages import (
     HEADERS,
@@ -166,10 +166,14 @@ def run_faults(
 
 @faults_command.command("table")
 @click.argument("folders", type=_PATH, nargs=-1, metavar="[RUN]...")
-@click.option("--write", type=_PATH, metavar="FILE", help="Put it there.")
+@click.option(
+    "--write", type=_PATH, metavar="FILE",
+    help="Put it there; without a RUN, what was measured there stays.",
+)  # fmt: skip
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
     """The catalogue as a document, with what RUN folders of matrices, or of shards, measured."""
-    text = document(merged([read_json(folder) for folder in folders]))
+    kept = measured_in(write.read_text()) if not folders and write and write.exists() else ""
+    text = document(merged([read_json(folder) for folder in folders])) + kept
     if write is None:
         click.echo(text, nl=False)
     else:

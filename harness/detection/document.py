@@ -34,6 +34,12 @@ def document(matrices: Sequence[Matrix]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def measured_in(text: str) -> str:
+    """The part of a page that tells what was measured."""
+    start = text.find(f"\n{MEASURED}")
+    return "" if start < 0 else text[start:]
+
+
 def catalogue_section() -> list[str]:
     """Lines of the catalogue: a count, then a table."""
     count = ", ".join(

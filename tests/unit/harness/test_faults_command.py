@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
+from harness.detection.document import MEASURED, document
 from harness.faults.catalogue import CATALOGUE
 from harness.records import FloatBits, RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json
@@ -180,3 +181,11 @@ def test_an_entry_is_shown_with_a_scenario_that_runs(
     assert main(["run", str(file), "--no-history", "--device", "cpu"]) == 1
     assert main(["faults", "show", "ulp"]) == 0
     assert plain["scenario"] in capsys.readouterr().out
+
+
+def test_a_page_made_again_keeps_what_was_measured(engine: FakeEngine) -> None:
+    """Without a run, the catalogue is written anew and the figures below it stay."""
+    page = Path("page.md")
+    page.write_text(f"old\n\n{MEASURED} (cpu)\n\n- all of it\n")
+    assert main(["faults", "table", "--write", "page.md"]) == 0
+    assert page.read_text() == document([]) + f"\n{MEASURED} (cpu)\n\n- all of it\n"
