@@ -59,23 +59,17 @@ def _room(function: Command) -> Command:
 )
 @click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
 @click.option(
-    "--until",
-    type=click.Choice(typing.get_args(Until)),
-    default="least",
-    show_default=True,
+    "--until", type=click.Choice(typing.get_args(Until)), default="least", show_default=True,
     help="The last stage.",
-)
+)  # fmt: skip
 @click.option(
-    "--repro",
-    type=_PATH,
-    default=FOLDER,
-    show_default=True,
-    metavar="FOLDER",
+    "--repro", type=_PATH, default=FOLDER, show_default=True, metavar="FOLDER",
     help="Where the scenario goes that fails alone.",
-)
+)  # fmt: skip
 @click.option(
     "--passed", type=_PATH, metavar="RUN", help="A night in which it passed: what has changed?"
 )
+@click.option("--commits", default="", metavar="GOOD..BAD", help="Find the first bad commit, too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 @_room
 def bisect_command(

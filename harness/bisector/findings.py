@@ -5,6 +5,7 @@ from pathlib import Path
 
 from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCauses
+from harness.bisector.commits import CommitSearch
 from harness.bisector.found import Location
 from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
@@ -38,7 +39,7 @@ class Findings(Json):
         causes: smallest sets of differences between the legs that still fail; None before that
             stage, or if nobody asked.
         least_case: the scenario that fails alone; None before that stage, or if nobody asked.
-        commit: the first bad one, or the range of suspects; "" if nobody asked.
+        commits: the first bad one, or the range of suspects; None if nobody asked.
         questions: what was asked, in order.
         num_runs: made in all sittings.
         seconds: spent in all sittings.
@@ -55,7 +56,7 @@ class Findings(Json):
     place: Location | None = None
     causes: FoundCauses | None = None
     least_case: Alone | None = None
-    commit: str = ""
+    commits: CommitSearch | None = None
     questions: tuple[AskedQuestion, ...] = ()
     num_runs: int = 0
     seconds: float = 0.0

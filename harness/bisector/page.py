@@ -38,6 +38,10 @@ def page(findings: Findings) -> str:
     if findings.causes is not None:
         sure = [str(findings.causes.patience)] if findings.causes.patience else []
         lines += _section("Causes", [*sure, *findings.causes.notes])
+    if findings.least_case is not None:
+        lines += _section("Least case", [*findings.least_case.made, *findings.least_case.notes])
+    if findings.commits is not None:
+        lines += _section("Commits", [findings.commits.patience, *findings.commits.notes])
     asked = [
         f"{q.words}: {q.answer} ({q.runs} runs, {q.seconds:.1f} s)" for q in findings.questions
     ]

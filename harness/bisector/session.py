@@ -1,6 +1,6 @@
 """One sitting of a search: its folder, its engine, its stages, and what it keeps after each.
 
-    environment -> place -> causes -> least case
+    environment -> place -> causes -> least case -> commits
 
 A stage takes what is known and gives what is known after it. Findings and page are written after
 every stage, and when somebody stops the search: what was found stays, and the same command goes on.
@@ -16,6 +16,8 @@ from harness import commit, launch
 from harness.bisector.alone import leave_alone
 from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses, find_causes
+from harness.bisector.commit_runs import case_run, question_name
+from harness.bisector.commits import CommitRange, CommitSearch, find_first_bad
 from harness.bisector.environment import of_legs, of_nights
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.page import keep_page
@@ -33,6 +35,8 @@ from harness.store import MANIFEST_FILE, CaseRuns, RunFolder
 
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
+COMMITS_FOLDER = "commits"
+"""Of the folder of a search: run folders of other commits."""
 Until = Literal["environment", "place", "causes", "least"]
 
 
@@ -48,9 +52,10 @@ class Search:
         slots, ranks_per_gpu, jobs: room, as for a run.
         budget_runs, budget_minutes: of this sitting.
         element: whether to look for the first differing element.
-        until: the last stage.
+        until: the last stage, of those before commits.
         repro: folder for the scenario that fails alone.
         passed: run folder of a night in which it passed, to compare environments with.
+        commits: `good..bad` to search for the first bad one; "" for none.
     """
 
     case: CaseSpec
@@ -66,6 +71,7 @@ class Search:
     until: Until = "least"
     repro: Path = FOLDER
     passed: RunFolder | None = None
+    commits: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,7 @@ class State:
     verdict: Verdict
     findings: Findings
     before: Findings | None = None
+    """What an earlier sitting has kept."""
 
 
 Stage = Callable[[State], Findings]
@@ -135,7 +142,9 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
 
     if asked.verdict.outcome in ("passed", "skipped"):
         return keep(findings)
-    for name, stage in STAGES.items():
+    names = list(STAGES)
+    stages = [STAGES[name] for name in names[: names.index(search.until) + 1]]
+    for stage in (*stages, _commits):
         try:
             state = replace(state, findings=stage(state))
         except Unfinished as ended:
@@ -148,8 +157,6 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
                 f"interrupted; what was found is in {folder}, go on with: {findings.command}"
             ) from None
         keep(state.findings)
-        if name == search.until:
-            break
     return keep(state.findings)
 
 
@@ -197,17 +204,36 @@ def _causes(state: State) -> Findings:
 
 
 def _least(state: State) -> Findings:
-    """The cause by itself, as small as it goes, as a scenario; one that is there stays."""
-    findings, before = state.findings, state.before
+    """A scenario that fails alone, in the least ranks, layers and steps."""
+    findings = state.findings
     if findings.causes is None or not findings.causes.causes:
         return findings
-    known = before.least_case if before is not None else None
-    if known is None or not known.path or not Path(known.path).is_file():
-        known = leave_alone(
-            state.runs.case, state.verdict, findings.causes, state.asker,
-            folder=state.search.repro, place=where(findings.place),
+    kept = state.before.least_case if state.before is not None else None
+    if kept is not None and kept.path and Path(kept.path).is_file():
+        return replace(findings, least_case=kept)  # written by an earlier sitting
+    found = leave_alone(
+        state.runs.case, state.verdict, findings.causes, state.asker,
+        folder=state.search.repro, place=where(findings.place),
+    )  # fmt: skip
+    return replace(findings, least_case=found)
+
+
+def _commits(state: State) -> Findings:
+    """The first commit on which the case fails, in a worktree of its own."""
+    search, folder = state.search, state.asker.folder
+    journal = state.asker.journal
+    if not search.commits or journal is None:
+        return state.findings
+    run = case_run(folder.case_folder(search.case.id), state.verdict, folder.path / COMMITS_FOLDER)
+    try:
+        found = find_first_bad(
+            CommitRange(root=Path.cwd(), commits=search.commits), run, journal,
+            name=question_name(search.case),
         )  # fmt: skip
-    return replace(findings, least_case=known)
+    except OutOfBudget as error:
+        best = error.best if isinstance(error.best, CommitSearch) else None
+        raise Unfinished(replace(state.findings, commits=best), str(error)) from None
+    return replace(state.findings, commits=found)
 
 
 STAGES: dict[Until, Stage] = {

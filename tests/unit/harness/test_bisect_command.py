@@ -39,7 +39,7 @@ def test_a_failing_case_is_led_to_its_place(
 def test_the_cause_is_the_one_difference_between_the_legs(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What differs is the scope alone; the screen says so, with the number of candidates."""
+    """What differs is the scope alone; a scenario with it fails alone, and is written once."""
     failed_run(engine)
     code, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b")
     assert code == 1
@@ -48,6 +48,8 @@ def test_the_cause_is_the_one_difference_between_the_legs(
     assert main(["bisect", "dp2-attn", "r", "--out", "b"]) == 1
     out = capsys.readouterr().out
     assert "of 1 difference between the legs" in out
+    (written,) = Path("scenarios/repro").iterdir()
+    assert f"harness run {written}" in out
 
 
 def test_the_same_command_goes_on_and_asks_nothing_twice(
@@ -55,7 +57,7 @@ def test_the_same_command_goes_on_and_asks_nothing_twice(
 ) -> None:
     """A budget that ends is exit code 6, and what was found is kept; then it goes on."""
     failed_run(engine)
-    command = ["bisect", "dp2-attn", "r", "--out", "b"]
+    command = ["bisect", "dp2-attn", "r", "--out", "b", "--until", "causes"]
     code, found = run_json(capsys, *command, "--budget-runs", "2")
     assert (code, found["exit_code"]) == (6, 6)
     assert "budget of 2 runs" in found["stopped"]
@@ -179,9 +181,10 @@ def test_an_interrupted_search_keeps_what_it_found(
 
     engine.on_start = interrupt
     capsys.readouterr()
-    assert main(["bisect", "dp2-attn", "r", "--out", "b", "--no-element"]) == 2
+    command = ["bisect", "dp2-attn", "r", "--out", "b", "--no-element", "--until", "causes"]
+    assert main(command) == 2
     assert "go on with: harness bisect dp2-attn r" in capsys.readouterr().err
     kept = json.loads(Path("b/bisect.json").read_text())
     assert (kept["stopped"], kept["place"]["tensor"]) == ("interrupted", "w")
     engine.on_start = lambda spec: None
-    assert main(["bisect", "dp2-attn", "r", "--out", "b", "--no-element"]) == 1
+    assert main(command) == 1

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCause, FoundCauses
+from harness.bisector.commits import Commit, CommitSearch
 from harness.bisector.failure import Failure
 from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
@@ -32,11 +33,18 @@ CAUSES = FoundCauses(
         ),
     ),
 )  # fmt: skip
-LEAST = Alone(path="scenarios/repro/x.yaml", ranks=1, layers=1, steps=8, microbatches=1)
+ALONE = Alone(
+    path="scenarios/repro/x.yaml", ranks=2, layers=1, steps=4, microbatches=1,
+    made=("steps 8 -> 4",),
+)  # fmt: skip
+BAD = Commit(hash="3f1c0a9" * 5, subject="break it")
+COMMITS = CommitSearch(
+    first_bad=BAD, suspects=(BAD,), skipped=(), good=BAD, bad=BAD, num_commits=8, num_runs=5
+)
 FINDINGS = Findings(
     case_id="dp4-ulp_s7-attn", scenario="planted", outcome="failed", what="diverged",
     message="w differs | first", command="harness bisect dp4", place=PLACE,
-    causes=CAUSES, least_case=LEAST, commit="3f1c0a9",
+    causes=CAUSES, least_case=ALONE, commits=COMMITS,
     questions=(AskedQuestion(words="does it fail?", answer="failed", runs=2, seconds=1.5),),
     num_runs=2, seconds=1.5,
 )  # fmt: skip
@@ -75,6 +83,9 @@ def test_the_page_has_all_of_it() -> None:
     assert "rank: \\`not\\` known" in text
     assert "graph: attn (failed diverged); of 2 differences between the legs" in text
     assert "a note" in text
+    assert "harness run scenarios/repro/x.yaml" in text
+    assert "steps 8" in text
+    assert "break it" in text
     assert "w differs \\| first" in text
 
 
