@@ -4,7 +4,6 @@ Whoever is woken up at night reads the first three lines: what failed, where it 
 first thing that is wrong there.
 """
 
-from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCauses
 from harness.bisector.findings import Findings
 from harness.bisector.found import Element, Location
@@ -89,20 +88,10 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     lines.append(("since", since(place)))
     lines += [("why", why) for why in causes(findings.causes)]
     if findings.least_case is not None:
-        lines.append(("least case", least(findings.least_case)))
+        lines.append(("least case", str(findings.least_case)))
     if findings.commits is not None:
         lines.append(("commit", str(findings.commits)))
     return lines
-
-
-def least(found: Alone) -> str:
-    """What to run, and how small it is; or why there is nothing."""
-    if not found.path:
-        return f"none: {'; '.join(found.notes)}"
-    return (
-        f"{found.command}  ({count(found.ranks, 'rank')}, {count(found.layers, 'layer')}, "
-        f"{count(found.steps, 'step')})"
-    )
 
 
 def spent(findings: Findings) -> str:
