@@ -79,7 +79,7 @@ def leave_alone(
     if least.stopped:
         raise OutOfBudget(least.stopped)
     repro = find_repro(
-        case, judged.failure, least.reference, least.candidate, asker,
+        case, judged, least.reference, least.candidate,
         story=_story(case, judged, cause, names, place),
     )  # fmt: skip
     if not repro.text:

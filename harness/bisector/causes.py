@@ -17,7 +17,7 @@ from harness.bisector.asking import Asker
 from harness.bisector.chance import CONFIDENCE, NeverFails, Patience
 from harness.bisector.differences import LegChanges
 from harness.bisector.failure import NONDETERMINISTIC, Failure, Judged, failure_of
-from harness.bisector.minimise import MAX_CAUSES, Causes, Minimiser
+from harness.bisector.minimise import MAX_CAUSES, Cause, Causes, Minimiser
 from harness.bisector.questions import FAILS, PASSES, Answer, OutOfBudget
 from harness.codec import Json
 from harness.records import CaseSpec, Verdict
@@ -117,6 +117,11 @@ def find_causes(
     return _Search(case, verdict, asker, legs, confidence, max_causes).carry_out()
 
 
+def _only(name: str) -> Causes:
+    cause = Cause(changes=(name,))
+    return Causes(causes=(cause,), complete=True, candidates=1, num_questions=0)
+
+
 class _Search:
     def __init__(
         self,
@@ -164,6 +169,10 @@ class _Search:
         judged.learn(4 * len(names).bit_length() + 4, self._confidence)
         if self._judged is None:
             self._judged = judged
+        if len(names) == 1 and judged.patience is not None and judged.patience.always:
+            # The only difference, of legs that each were seen again: nothing to tell apart.
+            self._take(_only(names[0]), failure, judged)
+            return True
         minimiser = Minimiser(
             names,
             lambda changes: self._ask(judged, changes, confirm=False),

@@ -17,9 +17,8 @@ from typing import Any
 import yaml
 
 from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
-from harness.bisector.asking import Asker
 from harness.bisector.differences import PLANT, LegChanges, flat, nested, plants_of
-from harness.bisector.failure import Failure
+from harness.bisector.failure import Judged
 from harness.bisector.questions import FAILS
 from harness.disk import make_folder, refused
 from harness.errors import HarnessError
@@ -54,21 +53,14 @@ class Repro:
 
 
 def find_repro(
-    case: CaseSpec,
-    failure: Failure,
-    reference: RunSpec,
-    candidate: RunSpec,
-    asker: Asker,
-    *,
-    story: str,
+    case: CaseSpec, judged: Judged, reference: RunSpec, candidate: RunSpec, *, story: str
 ) -> Repro:
-    """A scenario of two legs that fails as their case did, run once to prove it.
+    """A scenario of two legs that fails as their case did, run to prove it.
 
     Args:
         case: that failed; its checks are those of the scenario.
-        failure: how.
+        judged: what its failure is, and how often a scenario is run before it passes.
         reference, candidate: legs that fail the same way, as small as they are.
-        asker: makes the runs.
         story: what was found, for `why`.
 
     Raises:
@@ -81,10 +73,12 @@ def find_repro(
         except HarnessError as error:
             failed.append(str(error))
             continue
-        asked = asker.ask(found, f"does {found.scenario} fail alone?")
-        if failure.answer(asked.verdict) == FAILS:
+        alone = Judged(found, judged.failure, judged.asker)
+        alone.patience = judged.patience
+        answer = alone.answer(found.candidate, words=f"does {found.scenario} fail alone?")
+        if answer == FAILS:
             return Repro(text=text, case=found)
-        failed.append(f"{', '.join(found.labels)} compared: {asked.verdict.outcome}")
+        failed.append(f"{', '.join(found.labels)} compared: {answer}")
     return Repro(text="", case=None, why_not=tuple(failed))
 
 

@@ -46,7 +46,7 @@ class TwoCauses:
             graph_warmup_steps=1, fsdp=FsdpConfig(pool="traced", reshard_after_forward=False),
         )  # fmt: skip
         reference, candidate = (
-            RunSpec(config=config.to_dict(), device="cpu", world_size=self.dp, timeout_s=120.0)
+            RunSpec(config=config.to_dict(), device="cpu", world_size=self.dp, timeout_s=600.0)
             for config in (plain, wide)
         )
         return CaseSpec(

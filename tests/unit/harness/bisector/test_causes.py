@@ -64,6 +64,17 @@ def test_a_single_cause_costs_its_bits_and_what_makes_it_sure() -> None:
     assert found.num_runs == asker.num_runs
 
 
+def test_an_only_difference_is_asked_no_question() -> None:
+    """Only whether the case fails every time; one that does not is searched as any other."""
+    case = case_of(run(), run(graph=("attn",)))
+    found, asker = search(rule_of({(ATTN,): "diverged"}), case)
+    assert ([c.changes for c in found.causes], found.complete) == ([(ATTN,)], True)
+    assert (asker.num_runs, found.num_questions) == (4, 0)
+    found, _ = search(rule_of({(ATTN,): "diverged"}), case, chance=0.3)
+    assert ([c.changes for c in found.causes], found.complete) == ([(ATTN,)], True)
+    assert found.num_questions
+
+
 def test_a_failure_that_hides_another_is_not_the_only_one_found() -> None:
     """NaN hides a divergence: the second cause is told with its own failure."""
     found, _ = search(rule_of({(N,): "nonfinite", (U,): "diverged"}), wide_case())

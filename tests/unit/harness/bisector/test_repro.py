@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, model_from_preset
-from harness.bisector.failure import Failure
+from harness.bisector.failure import Failure, Judged
 from harness.bisector.repro import Repro, find_repro, read_back, scenarios, write_repro
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec, RunSpec
@@ -21,7 +21,8 @@ def repro_of(reference: RunSpec, candidate: RunSpec, **options: Any) -> Repro:
     """What is written for two legs."""
     case = case_of(reference, candidate)
     asker = MadeUpAsker(**(options or {"of_case": lambda case: "diverged"}))
-    return find_repro(case, DIVERGED, reference, candidate, asker, story="Because.")
+    judged = Judged(case, DIVERGED, asker)
+    return find_repro(case, judged, reference, candidate, story="Because.")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_scenario_that_does_not_fail_is_no_repro() -> None:
     """Each that was tried is told, and none is given."""
     repro = repro_of(run(), run(graph=("attn",), stress=("poison",)), of_case=lambda case: "")
     assert (repro.text, repro.case) == ("", None)
-    assert repro.why_not == ("graph compared: passed", "stress compared: passed")
+    assert repro.why_not == ("graph compared: passes", "stress compared: passes")
 
 
 def test_no_file_is_written_over_another(tmp_path: Path) -> None:
