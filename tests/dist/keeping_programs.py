@@ -60,6 +60,18 @@ def keep_all(runs: list[Run]) -> list[list[list[Kept]]]:
     return [keep(run) for run in runs]
 
 
+def initial(runs: list[Run]) -> list[list[Kept]]:
+    """The weights that each of some runs begins with."""
+    found = []
+    for run in runs:
+        trainer = Trainer(run.config, build_axes(run.config.parallel, DEVICE), DEVICE)
+        keeping = trainer.keep(("weights:*",), run.max_bytes)
+        trainer.redigest_state()
+        found.append(keeping.read(trainer.outputs))
+        trainer.close()
+    return found
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from tests.dist.keeping_programs import Run, bits, keep_all
-from tests.dist.rank_pool import RankPool
+from tests.dist.keeping_programs import Run, bits, initial, keep, keep_all, whole
+from tests.dist.rank_pool import RankError, RankPool
 
 TAPS = ("layers.*.attn:output", "layers.*.mlp:input", "**.norm:output", "layers.*:gradient")
 ROWS = ("layers.1.attn:output[1]", "layers.0.mlp:input[0]", "layers.*:gradient[1]")
@@ -38,3 +39,42 @@ def test_copies_are_what_was_digested(
                     (k.name, k.part, bits(k.tensor)) for k in b
                 ]
                 assert all(kept.as_digested for kept in b)
+
+
+MOE, MLA = "moe_tiny", "mla_moe_tiny"
+LAYOUTS = {
+    1: [Run({}), Run({}, preset=MOE), Run({}, preset=MLA)],
+    2: [
+        Run({"dp": 2}), Run({"tp": 2}), Run({"pp": 2}), Run({"cp": 2}),
+        Run({"dp": 2}, strategy="no_shard"), Run({"tp": 2, "sequence_parallel": True}),
+        Run({"dp": 2}, preset=MOE), Run({"dp": 2, "ep": 2}, preset=MOE),
+        Run({"dp": 2, "etp": 2}, preset=MLA), Run({"dp": 2, "ep": 2}, preset=MLA),
+    ],
+    4: [
+        Run({"dp": 2, "tp": 2}), Run({"dp": 2, "dp_outer": 2}), Run({"tp": 2, "pp": 2}),
+        Run({"dp": 4, "ep": 2, "etp": 2}, preset=MOE),
+        Run({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, preset=MLA),
+        Run({"dp": 2, "pp": 2, "ep": 2}, preset=MLA),
+    ],
+}  # fmt: skip
+
+
+def test_pieces_of_every_layout_make_the_whole_model(warm_ranks: RankPool) -> None:
+    """Put together, first weights of each layout have every element, and the bits of one rank."""
+    wholes: dict[str, dict[str, torch.Tensor]] = {}
+    for world_size, runs in LAYOUTS.items():
+        ranks = warm_ranks.run(initial, runs, world_size=world_size)
+        for run, *pieces in zip(runs, *ranks, strict=True):
+            found = whole(pieces)
+            expected = wholes.setdefault(run.preset, found)
+            assert found.keys() == expected.keys(), run
+            for name, tensor in expected.items():
+                assert bits(found[name]) == bits(tensor), (run, name)
+    layers = wholes[MOE]
+    assert layers["weights:layers.1.mlp.moe.experts.gate.weight"].shape == (8, 32, 32)
+
+
+def test_a_rank_without_room_says_so(warm_ranks: RankPool) -> None:
+    """The cap is a rank's own, in bytes."""
+    with pytest.raises(RankError, match="Expected copies of at most 4000 bytes on a rank"):
+        warm_ranks.run(keep, Run({"dp": 2}, max_bytes=4000), world_size=2)
