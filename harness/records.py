@@ -88,7 +88,8 @@ class RunSpec(Json):
     `kernels`: they say which operators and kernels a step launched (`harness.worker.launched`).
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
-    writes digests and no contents of tensors.
+    writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
+    (`fsdp_core.rounding`), for `harness.bisector.layouts`; 0 for all others.
     """
 
     config: dict[str, Any]
@@ -101,6 +102,7 @@ class RunSpec(Json):
     soak: SoakSpec | None = None
     kernels: bool = False
     keep: KeepSpec | None = None
+    rounding: int = 0
 
     def __post_init__(self) -> None:
         # An int here would give another key than the same specification read back from JSON.
@@ -125,6 +127,8 @@ class RunSpec(Json):
             del plain["explain"]  # and than this
         if not self.kernels:
             del plain["kernels"]
+        if not self.rounding:
+            del plain["rounding"]
         if self.keep is None:
             del plain["keep"]  # and this
         text = _SORTED.encode(plain)

@@ -34,7 +34,7 @@ class ContentsFile:
         with trainer.device.on(trainer.stream):
             kept = [*self._keeping.read(trainer.outputs), *self._random_states(keep.names)]
         write_contents(
-            self._folder, self._spec.key, self._rank, step, [_entry(each) for each in kept]
+            self._folder, self._spec.key, self._rank, step, [entry_of(each) for each in kept]
         )
 
     def _random_states(self, names: tuple[str, ...]) -> Iterator[Kept]:
@@ -44,7 +44,8 @@ class ContentsFile:
                 yield Kept(f"rng:{name}", 0, state, (), as_digested=True)
 
 
-def _entry(kept: Kept) -> tuple[KeptTensor, bytes]:
+def entry_of(kept: Kept) -> tuple[KeptTensor, bytes]:
+    """A kept tensor as a rank's file has it, and its bytes."""
     tensor = kept.tensor
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     about = KeptTensor(

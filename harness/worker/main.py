@@ -53,6 +53,7 @@ from harness.worker.memory_event import memory_event
 from harness.worker.observe import Observer
 from harness.worker.plant import Plant
 from harness.worker.record_file import RecordFile
+from harness.worker.rounded import rounded
 from harness.worker.soak import Soaking
 
 ENVIRONMENT_KEYS = (
@@ -123,6 +124,7 @@ class _Session:
 
     def _train(self, trainer: Trainer, trace: MemoryTrace | None) -> None:
         contents = ContentsFile(self.spec, self.rank, self.folder, trainer)
+        rounding = rounded(self.spec, self.rank)
         observer = Observer(trainer, self.rank, self.file)
         device = trainer.device
         self.file.write(
@@ -149,7 +151,7 @@ class _Session:
             soaking = Soaking(self.spec, self.rank, trainer, self.store, self.file.write)
             for self.step in soaking.steps():
                 self.plant.before_step(trainer, self.step)
-                with launched.counting(self.step):
+                with launched.counting(self.step), rounding:
                     trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)

@@ -26,17 +26,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_core.rounding import WIDE as WIDE  # part of the interface
+from fsdp_core.rounding import unit_roundoff as unit_roundoff
+
 Named = dict[str, torch.Tensor]
 Program = Callable[[Named], torch.Tensor]
 """Named inputs to an output, by additions and multiplications only."""
-
-WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
-"""What products of a type are accumulated in."""
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """u: 2^-53, 2^-24 or 2^-8 for float64, float32 and bfloat16."""
-    return torch.finfo(dtype).eps / 2
 
 
 def gamma(n: int, dtype: torch.dtype) -> float:

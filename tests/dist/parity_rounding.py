@@ -39,30 +39,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from fsdp_core.config import ModelConfig
+from fsdp_core.rounding import RandomRounding, unit_roundoff
 from tests.dist import parity_kernels
-from tests.dist.parity_bounds import WIDE, unit_roundoff
 from tests.dist.parity_programs import DTYPES, Problem, Routes, run_whole
 from tests.dist.parity_watch import Found
 
 SAMPLES, NARROW_SAMPLES = 3, 13
 QUANTILE = 13.32
 """Of Student's distribution with 12 degrees of freedom: 0.75e-8 are above it."""
-PARTS = 4
 CONFIDENCE = 6.0
-NARROW = (torch.float32, torch.bfloat16)
-MOVES = {
-    "alias", "arange", "cat", "clone", "detach", "empty", "empty_like", "eq", "expand", "fill_",
-    "gather", "index", "index_select", "lift_fresh", "masked_fill", "masked_fill_", "neg",
-    "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "scatter_", "sort", "stack",
-    "where", "zero_", "zeros", "zeros_like", "_unsafe_view", "embedding", "full", "full_like",
-}  # fmt: skip
-"""Operators that put numbers elsewhere and make none."""
-
-
 FLOAT64_SCALE = 2 * unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
 """From the bound of float32 to that of float64."""
 
@@ -138,79 +125,3 @@ def _rounded_at_random(arithmetic: str, sample: int, model: ModelConfig) -> Iter
             stack.enter_context(parity_kernels.eighth_linears(sample, wide))
         stack.enter_context(RandomRounding(sample))
         yield
-
-
-class RandomRounding(TorchDispatchMode):
-    """Compute every operator in float64 and round its result, at random, to its type."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in MOVES or _is_view(func) or not _floats((args, kwargs)):
-            return func(*args, **kwargs)
-        if name in ("copy_", "_to_copy"):
-            return self._converted(func, args, kwargs)
-        # In float64, on copies, before an in-place operator changes its arguments.
-        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
-        exact = func(*wide_args, **wide_kwargs)
-        out = func(*args, **kwargs)
-        if name in ("mm", "bmm"):
-            exact = self._product(func, wide_args[0], wide_args[1], out.dtype)
-        flat_out, flat_exact = (list(x) if isinstance(x, (tuple, list)) else [x]
-                                for x in (out, exact))  # fmt: skip
-        for result, value in zip(flat_out, flat_exact, strict=True):
-            if isinstance(result, torch.Tensor) and result.dtype in NARROW:
-                result.copy_(self._rounded(value.double(), result.dtype))
-        return out
-
-    def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        source = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
-        value = source.double() if source.is_floating_point() else None
-        out = func(*args, **kwargs)
-        if value is not None and out.dtype in NARROW:
-            out.copy_(self._rounded(value, out.dtype))
-        return out
-
-    def _product(
-        self, func: Any, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        length = a.shape[-1]
-        parts = PARTS if length % PARTS == 0 else 1
-        total = None
-        for left, right in zip(a.chunk(parts, -1), b.chunk(parts, -2), strict=True):
-            part = self._rounded(func(left, right), dtype)
-            total = part if total is None else self._rounded(total + part, dtype)
-        assert total is not None
-        error = math.sqrt(length) * unit_roundoff(WIDE[dtype]) * func(a.abs(), b.abs())
-        signs = torch.randint(0, 2, error.shape, generator=self._generator) * 2 - 1
-        noisy: torch.Tensor = total + signs * error
-        return noisy
-
-    def _rounded(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Up or down to a number of `dtype`, the nearer the likelier; float64 in and out."""
-        # The bits past the type's last become a carry with the probability that they stand for.
-        dropped = 52 + int(math.log2(torch.finfo(dtype).eps))
-        bits = value.contiguous().view(torch.int64)
-        carry = torch.randint(0, 1 << dropped, bits.shape, generator=self._generator)
-        return (bits + carry).bitwise_and_(-1 << dropped).view(torch.float64)
-
-
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.double() if x.is_floating_point() else x
-
-
-def _floats(tree: Any) -> bool:
-    found = []
-    tree_map_only(torch.Tensor, lambda t: found.append(t.dtype in NARROW), tree)
-    return any(found)
-
-
-def _is_view(func: Any) -> bool:
-    """Whether what it returns is memory of its arguments that it does not write."""
-    returns = func._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)

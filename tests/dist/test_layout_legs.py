@@ -1,0 +1,24 @@
+"""Between layouts, on real ranks: sound layouts are within bounds, a fault is found where it is."""
+
+from dataclasses import replace
+
+from tests.dist.layout_legs import PROJECTION, Comparer, Layout
+from tests.dist.rank_pool import RankPool
+
+
+def test_a_layout_is_within_its_bound_and_a_fault_is_not(warm_ranks: RankPool) -> None:
+    """Tensor parallel beside one process, sound and with two rows of a gradient swapped."""
+    compare = Comparer(warm_ranks)
+    reference, sound = Layout(), Layout({"tp": 2})
+    found = compare(reference, sound)
+    assert found.location is None, found.message
+    assert len(found.tensors) == 1 + 2 * 21
+    wrong = compare(reference, replace(sound, fault="two rows swapped"))
+    assert wrong.location is not None
+    assert (wrong.location.tensor, wrong.location.quantity) == (PROJECTION, "grads")
+    assert wrong.location.ranks == (1,)
+    assert wrong.location.element is not None
+    assert wrong.location.element.index[0] in (0, 1)
+    # The weight that this gradient moves may be off, too; no other gradient is.
+    gradients = [each.name for each in wrong.wrong if each.name.startswith("grads:")]
+    assert gradients == [f"grads:{PROJECTION}"]
