@@ -16,7 +16,7 @@ from fsdp_core.parallel.axes import Axes
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
     device = Device("cpu")
-    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
+    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
     yield build_mesh(ParallelConfig(), device)
     dist.destroy_process_group()
 

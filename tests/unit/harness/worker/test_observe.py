@@ -32,7 +32,7 @@ Spec = Callable[..., RunSpec]
 def make_trainer(spec: RunSpec) -> Trainer:
     """A trainer of one rank in a group of its own."""
     device = Device("cpu")
-    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
+    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
     return Trainer(TrainConfig.from_dict(spec.config), build_axes(ParallelConfig(), device), device)
 
 
@@ -164,7 +164,7 @@ def test_memory_is_live_and_peak(spec: Spec, tmp_path: Path) -> None:
     """Live bytes are storage that lives after the step; the peak only grows and is no less."""
     chosen = spec(steps=3)
     device = Device("cpu")
-    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
+    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
     with device.counting_memory():
         config = TrainConfig.from_dict(chosen.config)
         trainer = Trainer(config, build_axes(ParallelConfig(), device), device)

@@ -102,7 +102,7 @@ def test_weight_faults(
 def trainer(spec: Spec) -> Iterator[Trainer]:
     """A trainer that has run three steps, graphed."""
     device = Device("cpu")
-    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=20)
+    init_ranks(device, dist.HashStore(), 0, 1, timeout_s=300)
     config = TrainConfig.from_dict(spec(graph=("attn",)).config)
     trainer = Trainer(config, build_axes(ParallelConfig(), device), device)
     for step in range(STEP):
