@@ -44,11 +44,12 @@ _ENTERED = re.compile(
 _WHERE: tuple[tuple[re.Pattern[str], Phase], ...] = (
     (re.compile(r"_engine_run_backward|/fsdp_core/fsdp/backward\.py"), "backward"),
     (re.compile(r"/fsdp_core/(optim\.py|fsdp/optimizer\.py)"), "optimizer"),
-    (re.compile(r"/fsdp_core/fsdp/(clip|gradients|row_reductions)\.py"), "reduce"),
-    (re.compile(r"/fsdp_core/(model|parallel|fsdp)/"), "forward"),
+    (re.compile(r"/fsdp_core/model/"), "forward"),
+    (re.compile(r"/fsdp_core/fsdp/(clip|gradients)\.py|, in _require_grads\b"), "reduce"),
+    (re.compile(r"/fsdp_core/(parallel|fsdp)/"), "forward"),
 )
 """Files of a traceback, by what a step does there; the first that fits."""
-_IN_CAPTURE = re.compile(r"/fsdp_core/(graph|train)/(capture\w*|\w*graphs?|callables|scopes)\.py")
+_IN_CAPTURE = re.compile(r"/trainer\.py\", line \d+, in _capture\b|/fsdp_core/graph/capture")
 _MODULE = re.compile(r"\b(layers\.\d+(?:\.\w+)*|embedding|norm|head)\b")
 
 
@@ -60,7 +61,7 @@ def how_it_ended(run: RunResult) -> Location | None:
     rank, error = _speaker(run, flaw.rank)
     found = Location(
         step=_step(run, flaw.step, rank, error), rank=rank, ranks=() if rank is None else (rank,),
-        phase=_phase(flaw.what, error), quantity=flaw.what, evidence=(_told(flaw.message),),
+        phase=_phase(run, flaw.what, error), quantity=flaw.what, evidence=(_told(flaw.message),),
     )  # fmt: skip
     if flaw.what == "stale_address":
         return _stale(found, error)
@@ -88,7 +89,7 @@ def _speaker(run: RunResult, culprit: int | None) -> tuple[int | None, ErrorReco
 def _step(
     run: RunResult, known: int | None, rank: int | None, error: ErrorRecord | None
 ) -> int | None:
-    """The step that it was in: as it said, else the one after its last record."""
+    """The step that it was in: as it said, else the first that it has no record of."""
     if known is not None:
         return known
     if error is not None:
@@ -96,20 +97,30 @@ def _step(
     records = rank_table(run).get(rank) if rank is not None else None
     if records is None or records.start is None:
         return None
-    steps = run.spec.config.get("steps")
-    after = max((step.step for step in records.steps), default=-1) + 1
+    steps, seen = run.spec.config.get("steps"), {step.step for step in records.steps}
+    # A record that does not decode leaves a hole; a rank that died leaves off.
+    after = next(number for number in range(len(seen) + 1) if number not in seen)
     return after if isinstance(steps, int) and after < steps else None
 
 
-def _phase(what: What, error: ErrorRecord | None) -> Phase:
+def _phase(run: RunResult, what: What, error: ErrorRecord | None) -> Phase:
     if what in AT_CAPTURE:
         return "capture"
-    if what in LOST or error is None:
+    if what in LOST:
         return "outside"
+    if error is None:
+        # It left no word; those that waited for it say what all were doing.
+        others = (each.error for each in run.ranks if each.error is not None)
+        at_capture = any(_IN_CAPTURE.search(other.traceback) for other in others)
+        return "capture" if at_capture else "outside"
     # A capture calls everything that a step calls.
     if _IN_CAPTURE.search(error.traceback):
         return "capture"
-    return next((phase for place, phase in _WHERE if place.search(error.traceback)), "outside")
+    inside = next((phase for place, phase in _WHERE if place.search(error.traceback)), None)
+    config = run.spec.config
+    if inside and config.get("graph") and error.step == config.get("graph_warmup_steps"):
+        return "capture"  # no step failed before it, and what captures leave behind is new in it
+    return inside or "outside"
 
 
 def _stale(found: Location, error: ErrorRecord | None) -> Location:

@@ -16,7 +16,9 @@ def module_of(tensor: str) -> str:
 
     Words behind the name, as the ledger and the race detector have them, say what of it is meant.
     """
-    name = tensor.split(" ")[0]
+    name, _, words = tensor.partition(" ")
+    if words and (name == "root" or name.rpartition(".")[2].isdigit()):
+        return "" if name == "root" else name  # a unit's own buffer
     for part in _PARTS_OF_STATE:
         name = name.removesuffix(part)
     return name.rpartition(".")[0]

@@ -8,6 +8,7 @@
 A difference comes before an end of the run in the same step or later, unless that names its cause.
 """
 
+import re
 from dataclasses import replace
 
 from harness.bisector.divergence import where_they_part
@@ -15,9 +16,11 @@ from harness.bisector.ended import NAMES_ITS_TENSOR, how_it_ended
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.checks.complete import find_flaw
+from harness.checks.steps import shared_pairs, step_table
 from harness.records import RunResult, Verdict
 from harness.store import CaseRuns
 
+_WORST = re.compile(r"the worst rank \((\d+)\)")
 NOTHING = Location(unknown=("everything: the records of both legs are whole and equal",))
 
 
@@ -44,7 +47,7 @@ def between(reference: RunResult, candidate: RunResult, verdict: Verdict | None 
     parted = where_they_part(Legs(reference, candidate))
     ended = how_it_ended(candidate)
     if ended is None:
-        return parted or _beyond_limits(verdict)
+        return parted or _beyond_limits(reference, candidate, verdict)
     if parted is None or _explains(ended, candidate, parted):
         return ended
     return replace(parted, evidence=(*parted.evidence, f"later: {ended.evidence[0]}"))
@@ -70,15 +73,36 @@ def _of_leg(leg: str, run: RunResult) -> Location:
     return replace(ended, evidence=(told, *ended.evidence))
 
 
-def _beyond_limits(verdict: Verdict | None) -> Location:
+def _beyond_limits(reference: RunResult, candidate: RunResult, verdict: Verdict | None) -> Location:
     """Nothing differs; a limit of memory or time may be broken."""
     bad = next((c for c in verdict.checks if c.outcome == "failed"), None) if verdict else None
     if bad is None:
         return NOTHING
-    place = bad.difference
-    return Location(
-        step=None if place is None else place.step, phase="outside", quantity=bad.what,
-        rank=None if place is None else place.rank,
-        ranks=() if place is None else (place.rank,),
+    rank = None if bad.difference is None else bad.difference.rank
+    if rank is None and (worst := _WORST.search(bad.message)):
+        rank = int(worst[1])
+    found = Location(
+        step=None if bad.difference is None else bad.difference.step, phase="outside",
+        quantity=bad.what, rank=rank, ranks=() if rank is None else (rank,),
         evidence=("every bit of the legs is equal", bad.message),
     )  # fmt: skip
+    if bad.what != "memory_regression" or rank is None:
+        return found
+    step = _first_growth(reference, candidate, rank)
+    told = f"from step {step} on, rank {rank} keeps more after a step than the reference does"
+    return found if step is None else replace(found, step=step, evidence=(*found.evidence, told))
+
+
+def _first_growth(reference: RunResult, candidate: RunResult, rank: int) -> int | None:
+    """The first step that leaves more behind, over the reference, than the one before it did.
+
+    The first steps make what a run keeps, and graphs what they keep.
+    """
+    ours, theirs = step_table(reference), step_table(candidate)
+    steps = [step for step, at in shared_pairs(ours, theirs) if at == rank]
+    over = {s: theirs[s, rank].live_bytes - ours[s, rank].live_bytes for s in steps}
+    config = candidate.spec.config
+    capture = config.get("graph_warmup_steps", 0) if config.get("graph") else 0
+    return next(
+        (s for s in steps if s > max(capture, 0) and over[s] > over.get(s - 1, over[s])), None
+    )

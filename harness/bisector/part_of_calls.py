@@ -41,7 +41,21 @@ def calls_part(legs: Legs, at_step: Location) -> Location | None:
         found = _output(found, first, rows, legs)
     else:
         found = _gradient(found, first, rows)
-    return _spread(_across(found, len(same), legs), first, rows)
+    found = _spread(_across(found, len(same), legs), first, rows)
+    return _at_capture(found, first, rows, legs)
+
+
+def _at_capture(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Location:
+    """In the step that captures, all or nothing of which differs: it was not run, or run twice."""
+    config = legs.candidate.spec.config
+    if not config.get("graph") or found.step != config.get("graph_warmup_steps"):
+        return found
+    told = "graphs are captured in this step"
+    begins = first.module == rows[0].module and not first.is_backward
+    if begins and len(found.ranks) == legs.reference.spec.world_size:
+        told += ", which differs from its beginning on: it was not run, or on what a capture left"
+        return replace(found, phase="capture", evidence=(*found.evidence, told))
+    return replace(found, evidence=(*found.evidence, told))
 
 
 def _first_told(first: Row, ranks: Sequence[int]) -> str:
@@ -72,6 +86,10 @@ def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
             collective=f"transfer of activations to stage {first.stage} of the pipeline",
             evidence=(*found.evidence, "what the stage before it returned is equal"),
         )  # fmt: skip
+    given = [r.module for r in before if r.kind == INPUT and r.reference == first.reference]
+    if around in given:
+        told = f"{around} was given it as it should be and handed on something else: its own work"
+        return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
     if makers:
         told = f"{makers[-1]} returned it as the reference did: it changed on its way"
         return replace(

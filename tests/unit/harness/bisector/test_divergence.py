@@ -33,7 +33,7 @@ def brief(found: Location) -> tuple[object, ...]:
     [
         ("embedding:input", ("input", "embedding", "embedding:input")),
         ("embedding:output", ("forward", "embedding", "embedding:output")),
-        ("layers.0.attn.norm:input", ("forward", "layers.0.attn.norm", "layers.0.attn.norm:input")),
+        ("layers.0.attn.norm:input", ("forward", "layers.0.attn", "layers.0.attn.norm:input")),
         ("layers.0.attn.attention.wq:output",
          ("forward", "layers.0.attn.attention.wq", "layers.0.attn.attention.wq:output")),
         ("layers.0.attn.attention.wo:input",
@@ -58,6 +58,20 @@ def test_the_first_call_that_differs_names_whose_work_it_was(
     found = place_in({1: both(calls_from(tap, number), digests(grads=WEIGHTS, weights=WEIGHTS))})
     assert brief(found) == expected
     assert (found.step, found.microbatch, found.rank, found.ranks) == (2, number, 1, (1,))
+
+
+def test_the_step_that_captures_is_blamed_if_it_differs_from_its_beginning() -> None:
+    """All ranks alike, in the step of the capture: it was not run, or on what the capture left."""
+    candidate = run_of(graph=("attn",))
+    config = candidate.spec.config | {"graph_warmup_steps": 2}
+    candidate = dataclasses.replace(
+        candidate, spec=dataclasses.replace(candidate.spec, config=config)
+    )
+    edit = calls_from("embedding:output")
+    assert between(run_of(), edited(candidate, {0: edit, 1: edit})).phase == "capture"
+    assert between(run_of(), edited(candidate, {0: edit})).phase == "forward"
+    later = edited(candidate, {0: edit, 1: edit}, step=3)
+    assert between(run_of(), later).phase == "forward"
 
 
 def test_a_call_that_differs_on_one_rank_first_is_its_origin() -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from harness.bisector.ended import how_it_ended
 from harness.bisector.locate import between
-from harness.records import ErrorRecord, RunResult, What
-from tests.unit.harness.bisector.small_model import calls_from, edited, run_of
+from harness.checks.answer import failed
+from harness.records import ErrorRecord, RunResult, Verdict, What
+from tests.unit.harness.bisector.small_model import calls_from, edited, floats, run_of
 
 STALE = "stale_address: layers.0.attn.norm.weight: captured at 0x561a, now at 0x561b (and root)"
 RACE = (
@@ -105,6 +106,35 @@ def test_a_stale_address_outranks_the_difference_that_follows_from_it() -> None:
     assert between(run_of(), wrong).step == 1
     found = between(run_of(), ended("stale_address", STALE))
     assert found.tensor == "layers.0.attn.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("frame", "phase"),
+    [
+        ("/x/fsdp_core/model/gqa.py", "forward"), ("/x/fsdp_core/fsdp/backward.py", "backward"),
+        ("/x/fsdp_core/optim.py", "optimizer"), ("/x/fsdp_core/fsdp/clip.py", "reduce"),
+        ("/x/harness/worker/main.py", "outside"),
+    ],
+)  # fmt: skip
+def test_a_crash_is_of_the_phase_in_which_it_happened(frame: str, phase: str) -> None:
+    """The frames of its traceback say what the step was doing."""
+    traceback = f'  File "{frame}", line 1, in f\n'
+    assert between(run_of(), ended("crashed", "boom", traceback=traceback)).phase == phase
+
+
+def test_memory_that_grows_is_led_to_the_step_from_which_it_does() -> None:
+    """All bits are equal: what each step leaves behind tells, on the rank that the check names."""
+    reference, candidate = run_of(), run_of(graph=("attn",))
+    for step in (2, 3):
+        edit = floats(live_bytes=1 + 64 * step)
+        candidate = edited(candidate, {1: edit}, step=step)
+    bad = failed("peak_memory", "memory_regression", "grew by 9 bytes on the worst rank (1), so")
+    verdict = Verdict(
+        case_id="x", outcome="failed", what="memory_regression", message="", checks=(bad,),
+        runs={}, wall_s=0.0,
+    )  # fmt: skip
+    found = between(reference, candidate, verdict)
+    assert (found.phase, found.step, found.rank) == ("outside", 2, 1)
 
 
 def test_a_lost_record_is_no_fault_of_the_program() -> None:
