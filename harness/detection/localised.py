@@ -1,7 +1,8 @@
 """How well an answer of the bisector says where a fault was planted.
 
     exactly  phase, module and tensor match the entry's pointer, as far as it names them; the step
-             is that of the plant, and the rank too, where the plant has them
+             is that of the plant, or `later` as the pointer says, and the rank too, where the plant
+             has them
     near     not exactly, but in the step of the plant, one later or none that is known, and
                where the pointer names a module or a tensor: in the same part of the model
                (embedding, a layer, final norm, head), or in the part before it or after it, which
@@ -42,6 +43,7 @@ def localised(
         rank: on which, None if it acts on all of them, or on none in particular.
         num_layers: of the model.
     """
+    step = None if step is None else step + pointer.later
     in_step = step is None or found.step == step
     on_rank = rank is None or found.rank == rank
     if in_step and on_rank and is_named(found, pointer):

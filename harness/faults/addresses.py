@@ -12,11 +12,8 @@ FAULTS: tuple[Fault, ...] = (
         source="F17",
         symptom="weights that a graph reads do not change any more, or are rubbish",
         cell=Cell(graph=("attn",)),
-        points_at=Pointer(
-            phase="state",
-            module="layers.0.attn.attention",
-            tensor="layers.0.attn.attention.wq.weight",
-        ),
+        # All of the unit moves: it has one buffer.
+        points_at=Pointer(phase="state", module="layers.0.*", tensor="layers.0.*"),
     ),
     Fault(
         name="unstable_buffers",
@@ -120,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F25",
         symptom="gradients of one layer are written where nobody reads them",
         cell=Cell(graph=("full_iteration",)),
-        points_at=Pointer(phase="state", module="layers.0", tensor="layers.0 full gradient"),
+        points_at=Pointer(phase="state", tensor="layers.0 full gradient"),
     ),
     Fault(
         name="gather_buffer_given_twice",

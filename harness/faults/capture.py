@@ -83,7 +83,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F65",
         symptom="slow convergence: each step drops the same",
         cell=Cell(settings={"model": "dense_tiny_dropout"}, graph=("attn",)),
-        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*:output"),
+        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*"),
     ),
     Fault(
         name="warm_up_draws",
@@ -142,8 +142,8 @@ FAULTS: tuple[Fault, ...] = (
         kind="capture",
         source="F13",
         symptom="bias correction stays that of the capture",
-        cell=Cell(graph=("full_iteration",), step=1),
-        points_at=Pointer(phase="optimizer", tensor="*"),
+        cell=Cell(graph=("full_iteration",), step=2),
+        points_at=Pointer(phase="optimizer", tensor="*", later=1),
     ),
     Fault(
         name="one_rank_never_captures",
@@ -164,7 +164,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="capture",
         source="F53",
         symptom="the capture is refused, on all ranks",
-        cell=Cell(graph=("attn",), step=1),
+        cell=Cell(graph=("attn",), step=2),
         points_at=Pointer(phase="capture", module="layers.0.attn*"),
     ),
     Fault(
@@ -175,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="capture",
         symptom="a layer gives what it gave for the batch before, once",
         cell=Cell(graph=("attn",)),
-        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*:output"),
+        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*"),
     ),
     Fault(
         name="graph_input_not_copied",
@@ -186,7 +186,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F81",
         symptom="a layer gives what it gave for the batch before",
         cell=Cell(graph=("attn",)),
-        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*:output"),
+        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*"),
     ),
     Fault(
         name="graph_gradient_not_copied",
@@ -219,7 +219,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F21",
         symptom="layers in the wrong order",
         cell=Cell(graph=("attn",)),
-        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*:output"),
+        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*"),
     ),
     Fault(
         name="side_stream_not_joined",
@@ -230,7 +230,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="capture",
         source="F48",
         symptom="the capture is refused as unjoined",
-        cell=Cell(graph=("attn",), step=1),
+        cell=Cell(graph=("attn",), step=2),
         points_at=Pointer(phase="capture", module="layers.0.attn*"),
     ),
     Fault(
@@ -242,7 +242,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="capture",
         source="F53",
         symptom="the capture is refused as not permitted",
-        cell=Cell(graph=("attn",), step=1),
+        cell=Cell(graph=("attn",), step=2),
         points_at=Pointer(phase="capture", module="layers.0.attn*"),
     ),
     Fault(

@@ -63,11 +63,14 @@ class Pointer:
         phase: in which the fault acts.
         module: dotted name of the module, or of the one that holds the tensor.
         tensor: of the first tensor that is wrong: a parameter, or a tap such as `norm:output`.
+        later: steps from the plant's to the first in which anything can be wrong: weights that are
+            not gathered again are right until the next update.
     """
 
     phase: Phase
     module: str = ""
     tensor: str = ""
+    later: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

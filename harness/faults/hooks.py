@@ -17,7 +17,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F08",
         symptom="replays compute with weights from before the last update",
         cell=Cell(graph=("layer",)),
-        points_at=Pointer(phase="forward", module="layers.0*", tensor="layers.0*"),
+        points_at=Pointer(phase="forward", module="layers.0*", tensor="layers.0*", later=1),
     ),
     Fault(
         name="outputs_unmarked",
@@ -70,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="hooks",
         source="F02",
         symptom="the first replay is right, later ones repeat it",
-        cell=Cell(graph=("attn",), step=0, legs=("candidate", "reference", "control")),
+        cell=Cell(graph=("attn",), step=2, legs=("candidate", "reference", "control")),
         points_at=Pointer(phase="forward", module="layers.0.attn.norm", tensor="layers.0.attn*"),
     ),
     Fault(
@@ -136,7 +136,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="hooks",
         source="F45",
         symptom="the layer computes with the weights of one step for ever",
-        points_at=Pointer(phase="forward", module="layers.0*", tensor="layers.0*"),
+        points_at=Pointer(phase="forward", module="layers.0*", tensor="layers.0*", later=1),
     ),
     Fault(
         name="zeroing_skipped",

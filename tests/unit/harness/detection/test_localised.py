@@ -26,6 +26,14 @@ def test_what_matches_in_all_is_exact() -> None:
     assert judge() == "exactly"
 
 
+def test_a_fault_that_can_show_only_later_is_due_later() -> None:
+    """The step of the plant plus `later` is exact, the plant's own too early for any answer."""
+    late = dataclasses.replace(POINTER, later=1)
+    assert judge(late, step=4) == "exactly"
+    assert judge(late, step=5) == "near"
+    assert judge(late, step=3) == "no"
+
+
 @pytest.mark.parametrize(
     "change",
     [
