@@ -75,7 +75,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="masks_frozen",
-        description="Every replay draws the dropout masks of the first one.",
+        description="Every replay draws the dropout masks of one, and uses no numbers up.",
         takes=("step",),
         expects=("diverged",),
         everywhere=True,
@@ -83,7 +83,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F65",
         symptom="slow convergence: each step drops the same",
         cell=Cell(settings={"model": "dense_tiny_dropout"}, graph=("attn",)),
-        points_at=Pointer(phase="forward", module="layers.0.attn*", tensor="layers.0.attn*"),
+        points_at=Pointer(phase="forward", module="layers.0*", tensor="layers.0*"),
     ),
     Fault(
         name="warm_up_draws",
@@ -107,7 +107,11 @@ FAULTS: tuple[Fault, ...] = (
         source="F67",
         symptom="experts' biases are moved by tokens that were never trained on",
         cell=Cell(settings={"model": "mla_moe_tiny"}, graph=("attn", "moe_router"), step=2),
-        points_at=Pointer(phase="capture", tensor="*expert_bias"),
+        points_at=Pointer(
+            phase="capture",
+            module="layers.1.mlp.moe.router",
+            tensor="layers.1.mlp.moe.router.expert_bias",
+        ),
     ),
     Fault(
         name="captured_step_repeated",
