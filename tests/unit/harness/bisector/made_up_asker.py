@@ -9,7 +9,7 @@ from harness.bisector.asking import Asked, Asker
 from harness.bisector.differences import LegChanges
 from harness.bisector.questions import Budget
 from harness.plant_spec import PlantSpec, joined
-from harness.records import CaseSpec, RunSpec, Verdict
+from harness.records import CaseSpec, Outcome, RunSpec, Verdict
 
 Rule = Callable[[frozenset[str]], str]
 """From the changes of a candidate to the `what` of its failure, "" if it passes."""
@@ -66,9 +66,10 @@ def _rule_of(rule: Rule | None, case: CaseSpec) -> str:
 
 
 def verdict_of(case: CaseSpec, what: Any) -> Verdict:
-    """A pass, or a failure of that name."""
+    """A pass, a failure of that name, or no verdict for what is unsupported."""
+    outcome: Outcome = "error" if what == "unsupported" else "failed" if what else "passed"
     return Verdict(
-        case_id=case.id, outcome="failed" if what else "passed", what=what,
+        case_id=case.id, outcome=outcome, what=what,
         message=f"planted {what}", checks=(), runs={}, wall_s=0.0,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_core.config import FsdpConfig, OptimConfig
 from harness.bisector.causes import FoundCauses, find_causes
+from harness.bisector.differences import LegChanges
 from harness.bisector.questions import OutOfBudget
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec, RunSpec
@@ -88,6 +89,27 @@ def test_another_failure_is_no_answer_to_the_search_for_the_first() -> None:
     """A set that hangs does not count as one that diverges, and is told."""
     found, _ = search(rule_of({(U, ATTN): "diverged", (POISON,): "hang"}), wide_case())
     assert {c.changes: c.failure.what for c in found.causes}[(POISON,)] == "hang"
+
+
+def test_what_has_no_verdict_leaves_the_answer_open() -> None:
+    """Changes that end without a verdict are neither searched nor taken for a pass."""
+    found, _ = search(rule_of({(U,): "diverged", (ATTN,): "unsupported"}), wide_case())
+    assert [cause.changes for cause in found.causes] == [(U,)]
+    assert not found.complete
+    assert any("error unsupported, which no cause explains" in note for note in found.notes)
+
+
+def test_one_lucky_pass_does_not_make_a_conjunction() -> None:
+    """A set that passed once is asked again before the answer rests on it."""
+
+    def lucky(case: CaseSpec) -> str:
+        changes = set(LegChanges(case.reference, case.candidate).names)
+        was_lucky = changes == {U} and case.candidate.replica == 0
+        return "diverged" if U in changes and not was_lucky else ""
+
+    case = wide_case()
+    found = find_causes(case, verdict_of(case, "diverged"), MadeUpAsker(of_case=lucky))
+    assert [cause.changes for cause in found.causes] == [(U,)]
 
 
 def test_sets_that_rules_refuse_are_never_run() -> None:
