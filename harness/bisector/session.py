@@ -22,13 +22,13 @@ from harness.bisector.environment import of_legs, of_nights
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.page import keep_page
 from harness.bisector.probes import locate_case
-from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget
+from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget, read_journal
 from harness.bisector.repro import FOLDER
 from harness.bisector.summary import where
 from harness.errors import Interrupted, UsageError
 from harness.expectations import kind_of
 from harness.leftovers import clear_leftovers
-from harness.lookup import DEFAULT_OUT, unused
+from harness.lookup import DEFAULT_OUT
 from harness.progress import View
 from harness.records import CaseSpec, Verdict
 from harness.store import MANIFEST_FILE, CaseRuns, RunFolder
@@ -103,11 +103,11 @@ def bisect(search: Search, view: View) -> tuple[Findings, Path]:
         why=f"Where the failure of {search.case.id} comes from.",
         slots=search.slots, ranks_per_gpu=search.ranks_per_gpu, jobs=search.jobs,
     )  # fmt: skip
-    folder = _folder(search, prepared)
     budget = Budget(runs=search.budget_runs, minutes=search.budget_minutes)
     identity = Identity(
         code=commit.describe(), environment=kind_of(prepared.machine), case=search.case.id
     )
+    folder = _folder(search, prepared, identity)
     with folder, view, Journal(folder.path / JOURNAL_FILE, identity, budget) as journal:
         clear_leftovers(folder)
         engine = launch.make_engine(prepared)
@@ -260,20 +260,29 @@ def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Finding
     return replace(findings, questions=asked, num_runs=runs, seconds=round(seconds, 3))
 
 
-def _folder(search: Search, prepared: launch.Prepared) -> RunFolder:
-    """The folder of this search: the one that is there, if it is of the same case."""
-    wanted = search.out or DEFAULT_OUT / f"bisect-{search.case.id}"[:MAX_NAME_CHARS]
-    if (wanted / MANIFEST_FILE).is_file():
+def _folder(search: Search, prepared: launch.Prepared, identity: Identity) -> RunFolder:
+    """The folder of this search: one that is there, if it is of the same case and code."""
+    first = search.out or DEFAULT_OUT / f"bisect-{search.case.id}"[:MAX_NAME_CHARS]
+    number, wanted = 1, first
+    while (wanted / MANIFEST_FILE).is_file():
         folder = RunFolder.open(wanted)
-        if folder.cases and same_question(folder.cases[0], search.case):
+        is_same = bool(folder.cases) and same_question(folder.cases[0], search.case)
+        if is_same and (search.out is not None or _is_current(folder, identity)):
             return folder
         if search.out is not None:
             raise UsageError(
                 f"--out {wanted}: expected a search of {search.case.id} or nothing, got a run "
                 "folder of something else"
             )
-        wanted = unused(wanted)
+        number += 1
+        wanted = first.with_name(f"{first.name}-{number}")
     return launch.make_folder(prepared, wanted, search.argv)
+
+
+def _is_current(folder: RunFolder, identity: Identity) -> bool:
+    """Whether the answers in a folder hold for this code; a search elsewhere starts anew."""
+    journal = folder.path / JOURNAL_FILE
+    return not journal.is_file() or read_journal(journal)[0] == identity
 
 
 def same_question(one: CaseSpec, other: CaseSpec) -> bool:

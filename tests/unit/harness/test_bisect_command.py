@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import commit
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
@@ -187,3 +188,21 @@ def test_an_interrupted_search_keeps_what_it_found(
     assert (kept["stopped"], kept["place"]["tensor"]) == ("interrupted", "w")
     engine.on_start = lambda spec: None
     assert main(command) == 1
+
+
+def test_answers_of_other_code_are_left_alone(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search of the same case by other code gets a folder of its own; a named one is refused."""
+    failed_run(engine)
+    command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place"]
+    for code in ("1" * 40, "2" * 40):
+        monkeypatch.setattr(commit, "describe", lambda code=code: code)
+        assert main(command) == 1
+        assert main(command) == 1
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "bisect-dp2-attn", "bisect-dp2-attn-2",
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert main([*command, "--out", "out/bisect-dp2-attn"]) == 4
+    assert "name another folder" in capsys.readouterr().err
