@@ -24,9 +24,10 @@ def test_every_bit_of_every_type_is_kept(dtype: torch.dtype) -> None:
 
 
 def test_the_call_that_was_asked_for_is_kept_whatever_its_shape() -> None:
-    """Calls of growing and shrinking shapes, step after step: the second of each step is kept."""
-    calls, seen = Calls({(0, 1): "x:output[1]"}, Room(1 << 12, CPU)), torch.zeros(2).int()
-    for sizes in ((4, 7), (7, 4), (9, 2), (2, 9)):
+    """Calls of growing, shrinking and equal shapes, step after step: each row has its own call."""
+    wanted = {(0, 0): "x:output[0]", (0, 1): "x:output[1]"}
+    calls, seen = Calls(wanted, Room(1 << 12, CPU)), torch.zeros(2).int()
+    for sizes in ((4, 7), (7, 4), (9, 2), (3, 3), (2, 9)):
         calls.begin()
         seen.zero_()
         given = [torch.randn(size) for size in sizes]
@@ -34,10 +35,11 @@ def test_the_call_that_was_asked_for_is_kept_whatever_its_shape() -> None:
             calls.record(0, seen[0], [tensor, tensor[:1].bool()])
             calls.record(1, seen[1], [torch.ones(3)])
             seen.add_(1)
-        ((name, (kept, flag)),) = calls.read()
-        assert name == "x:output[1]"
-        assert torch.equal(kept, given[1])
-        assert torch.equal(flag, given[1][:1].bool())
+        found = dict(calls.read())
+        assert list(found) == list(wanted.values())
+        for tensor, (kept, flag) in zip(given, found.values(), strict=True):
+            assert torch.equal(kept, tensor)
+            assert torch.equal(flag, tensor[:1].bool())
 
 
 def test_a_row_without_a_call_in_this_step_has_nothing() -> None:
