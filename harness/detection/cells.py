@@ -173,6 +173,9 @@ def fault_case(fault: Fault, variant: Variant, device: Device, *, taps: bool = T
     why: it must show as not run.
     """
     labels = {FAULT_LABEL: fault.name, VARIANT_LABEL: variant.name}
+    pointer = fault.points_at
+    # Taps of every module make a run three times as long: only where there is one to be found.
+    taps = taps and pointer is not None and bool(pointer.module or pointer.tensor)
     try:
         (case,) = cases_of(scenario_text(fault, variant, taps=taps), device)
         if fault.cell.legs == ("candidate",) and not fault.counterpart:

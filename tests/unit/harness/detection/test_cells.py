@@ -56,6 +56,15 @@ def test_a_cell_with_stressors_is_run_bare_and_with_each_alone() -> None:
     assert configs[CELL]["ledger"]
 
 
+def test_modules_are_tapped_where_the_entry_points_at_one() -> None:
+    """A search needs no run of its own; a lost record or a dead rank is in no module."""
+    for name, tapped in (("early_release", True), ("ulp", True), ("drop_step", False)):
+        fault = CATALOGUE[name]
+        case = fault_case(fault, variants(fault)[-1], "cpu")
+        assert bool(case.candidate.config["taps"]) is tapped
+        assert case.reference.config["taps"] == case.candidate.config["taps"]
+
+
 def test_on_gpus_the_other_stressors_stand_in_for_races() -> None:
     """Races are seen on the CPU alone; no case and no clean cell of a GPU asks for them."""
     fault = CATALOGUE["gather_ignores_writes"]
@@ -63,8 +72,8 @@ def test_on_gpus_the_other_stressors_stand_in_for_races() -> None:
     found = {v.name: v.stress for v in variants(fault, "cuda")}
     assert list(found) == [BARE, "jitter", "poison", "scramble", CELL]
     assert found[CELL] == ("jitter", "poison", "scramble")
-    cells = clean_cells([fault], 200, "cuda")
-    assert len(cells) == 200
+    cells = clean_cells([fault], 60, "cuda")
+    assert len(cells) == 60
     assert not any(RACES in case.candidate.config["stress"] for case in cells)
 
 
