@@ -187,8 +187,10 @@ def planted_at(fault: Fault, cell: Judged) -> tuple[int | None, int | None]:
 
 
 def _is_detected(fault: Fault, answer: Answer) -> bool:
-    if answer.what in OF_ANYTHING and not answer.acted:
-        return False  # it ended of something else: of a mistake in the plant, or a slow machine
+    if answer.what in OF_ANYTHING and "step" in fault.takes and not answer.acted:
+        # It ended of something else: of a mistake in the plant, or a slow machine. What has no step
+        # may act after the last record, where nothing can be said.
+        return False
     return answer.outcome in ("failed", "incomparable") and answer.what in fault.expects
 
 

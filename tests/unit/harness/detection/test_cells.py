@@ -72,9 +72,8 @@ def test_on_gpus_the_other_stressors_stand_in_for_races() -> None:
     found = {v.name: v.stress for v in variants(fault, "cuda")}
     assert list(found) == [BARE, "jitter", "poison", "scramble", CELL]
     assert found[CELL] == ("jitter", "poison", "scramble")
-    cells = clean_cells([fault], 60, "cuda")
-    assert len(cells) == 60
-    assert not any(RACES in case.candidate.config["stress"] for case in cells)
+    (clean,) = clean_cells([fault], 1, "cuda")
+    assert clean.candidate.config["stress"] == ["jitter", "poison", "scramble"]
 
 
 def test_a_fault_of_another_device_is_planned_and_skipped() -> None:
