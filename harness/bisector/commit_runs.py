@@ -31,7 +31,7 @@ NO_VERDICT = 125
 MAX_CODE = 127
 GRACE_S = 10.0
 TAIL_BYTES = 4096
-_PROBE = "import harness.__main__; print(harness.__file__)"
+_PROBE = "import harness.cli; print(harness.__file__)"
 
 
 def command_run(

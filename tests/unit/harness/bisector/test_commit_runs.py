@@ -1,0 +1,159 @@
+"""Contracts of harness.bisector.commit_runs: what a run at a commit says, and whose code it is."""
+
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.bisector.commit_runs import case_run, command_run, python_environment
+from harness.bisector.commits import Checkout
+from harness.errors import Infrastructure, Interrupted
+from harness.records import Outcome, Verdict, What
+
+CLI = """\
+import json, sys
+def main():
+    assert sys.argv[1] == "rerun" and "--json" in sys.argv and "--no-history" in sys.argv
+    print(json.dumps({"verdicts": [%(verdict)s]}))
+    sys.exit(%(code)s)
+"""
+
+
+def checkout(folder: Path) -> Checkout:
+    """The folder as the worktree of a commit."""
+    place = folder / "worktree"
+    place.mkdir(exist_ok=True)
+    return Checkout(folder=place, repository=folder / "repository", commit="c" * 40, attempt=2)
+
+
+def verdict(outcome: Outcome, what: What = "") -> Verdict:
+    return Verdict(
+        case_id="x", outcome=outcome, what=what, message="why", checks=(), runs={}, wall_s=1.0
+    )
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", "-c", code)
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [(0, "passes"), (1, "fails"), (124, "fails"), (125, "unresolved"), (127, "unresolved")],
+)
+def test_exit_codes_are_those_of_git_bisect_run(tmp_path: Path, code: int, answer: str) -> None:
+    """Good, bad, no verdict; no such command is none either."""
+    run = command_run(python(f"print('said'); raise SystemExit({code})"), tmp_path / "logs")
+    reply = run(checkout(tmp_path))
+    assert reply.answer == answer
+    assert reply.words == f"exit code {code}" + (" said" if code else "")
+    assert (tmp_path / "logs" / "cccccccccc-2.log").read_text() == "said\n"
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(200)", "import os; os.kill(os.getpid(), 9)"])
+def test_other_ends_end_the_search(tmp_path: Path, end: str) -> None:
+    """Above 127, or by a signal, nothing is said of the commit."""
+    with pytest.raises(Infrastructure, match="which ends the search"):
+        command_run(python(end), tmp_path)(checkout(tmp_path))
+
+
+def test_a_build_that_fails_says_nothing(tmp_path: Path) -> None:
+    """Whatever its exit code; the command is not run after it."""
+    run = command_run(python("open('ran', 'w')"), tmp_path, build=python("raise SystemExit(1)"))
+    assert run(checkout(tmp_path)).answer == "unresolved"
+    assert not (tmp_path / "worktree" / "ran").exists()
+    missing = command_run(("no-such-command",), tmp_path)(checkout(tmp_path))
+    assert missing.answer == "unresolved"
+    assert missing.words == "exit code 127 no such command: no-such-command"
+
+
+def test_what_takes_too_long_says_nothing(tmp_path: Path) -> None:
+    """A limit is no verdict."""
+    run = command_run(python("import signal; signal.pause()"), tmp_path, timeout_s=0.05)
+    reply = run(checkout(tmp_path))
+    assert (reply.answer, reply.words.partition(" Traceback")[0][:11]) == (
+        "unresolved", "did not end",
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+def test_whatever_a_run_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Its child holds a lock that it would keep for ever."""
+    held = tmp_path / "held"
+    code = (
+        f"import fcntl, os, signal; file = open({str(held)!r}, 'w'); "
+        "fcntl.flock(file, fcntl.LOCK_EX); os.fork() or signal.pause()"
+    )
+    assert command_run(python(code), tmp_path)(checkout(tmp_path)).answer == "passes"
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def test_modules_are_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worktree comes first; what lies in the user's checkout does not come at all."""
+    mine = checkout(tmp_path)
+    path = os.pathsep.join([str(mine.repository), str(mine.repository / "src"), "/elsewhere", ""])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("GIT_DIR", "/of/a/hook")
+    env = python_environment(mine)
+    assert env["PYTHONPATH"].split(os.pathsep) == [str(mine.folder), "/elsewhere"]
+    assert "GIT_DIR" not in env
+
+
+def install(folder: Path, told: Verdict | None, code: int) -> Checkout:
+    """A commit whose harness gives this answer."""
+    made = checkout(folder)
+    package = made.folder / "harness"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    shown = json.dumps(told.to_json()) if told is not None else ""
+    (package / "__main__.py").write_text("from harness.cli import main\nmain()\n")
+    text = CLI % {"verdict": shown.replace("null", "None"), "code": code}
+    (package / "cli.py").write_text(text)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "answer"),
+    [
+        (verdict("passed"), 0, "passes"),
+        (verdict("failed", "diverged"), 1, "fails"),
+        (verdict("failed", "crashed"), 1, "unresolved"),
+        (verdict("error", "diverged"), 6, "unresolved"),
+        (verdict("passed"), 6, "unresolved"),
+        (None, 1, "unresolved"),
+    ],
+)
+def test_a_case_fails_as_it_did_or_says_nothing(
+    tmp_path: Path, told: Verdict | None, code: int, answer: str
+) -> None:
+    """Another failure is not the one that is searched for, and no verdict is no pass."""
+    made = install(tmp_path, told, code)
+    run = case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")
+    assert run(made).answer == answer
+
+
+def test_a_commit_that_does_not_import_says_nothing(tmp_path: Path) -> None:
+    """Python's own exit code for it is 1, which must not be taken for a failure."""
+    made = install(tmp_path, verdict("failed", "diverged"), 1)
+    (made.folder / "harness" / "cli.py").write_text("def broken(:\n")
+    run = case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")
+    reply = run(made)
+    assert reply.answer == "unresolved"
+    assert reply.words == "does not build: SyntaxError: invalid syntax"
+
+
+def test_a_harness_of_elsewhere_is_refused(tmp_path: Path) -> None:
+    """If the commit has none, that of the environment must not answer for it."""
+    run = case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")
+    with pytest.raises(Infrastructure, match=r"expected harness of .*worktree, got"):
+        run(checkout(tmp_path))
+
+
+def test_an_interrupted_run_is_no_answer(tmp_path: Path) -> None:
+    """Exit code 2 of the harness ends the search, which asks again when it goes on."""
+    made = install(tmp_path, verdict("passed"), 2)
+    with pytest.raises(Interrupted):
+        case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")(made)
