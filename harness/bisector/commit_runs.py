@@ -95,7 +95,10 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
         out = unused(folder / _name(checkout))
         command = (*argv, "--out", str(out.absolute()), "--json", "--no-history", *room)
         answers = log.with_suffix(".json")
-        code = _run(command, log, cwd=Path.cwd(), env=env, stdout=answers)
+        try:
+            code = _run(command, log, cwd=Path.cwd(), env=env, stdout=answers)
+        except KeyboardInterrupt:
+            code = ExitCode.INTERRUPTED
         if code in (ExitCode.INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
             raise Interrupted(f"interrupted at {checkout.commit[:HASH_CHARS]}")
         return _judged(code, answers, log, verdict.what)

@@ -96,7 +96,7 @@ class CommitSearch(Json):
         skipped: commits of the range that gave no verdict.
         good, bad: ends of the range.
         num_commits: that could be the first bad one at the beginning.
-        num_runs: that all answers took, of this and earlier sittings.
+        num_runs: tries of commits, of this and earlier sittings.
         patience: in words: how often passes were asked for, and why.
         notes: a sentence for whatever else one should know.
         stopped: why the search ended before its end, or "".
@@ -138,6 +138,22 @@ def parse_range(text: str) -> tuple[str, str]:
     return good, bad or "HEAD"
 
 
+def resolve_range(where: CommitRange) -> tuple[Path, str, str]:
+    """The repository's root, and the full hashes of good and bad.
+
+    Raises:
+        UsageError: no repository, no range, no such commit, or bad does not descend from good.
+    """
+    top = top_level(where.root)
+    good, bad = (Git(top).resolve(end) for end in parse_range(where.commits))
+    if good == bad or Git(top)("merge-base", good, bad, legal=(0, 1)) != good:
+        raise UsageError(
+            "--commits: expected a good commit that the bad one descends from, got "
+            f"{shown(where.commits)}"
+        )
+    return top, good, bad
+
+
 def find_first_bad(
     where: CommitRange,
     run: Run,
@@ -146,6 +162,7 @@ def find_first_bad(
     name: str = "",
     confidence: float = CONFIDENCE,
     once: bool = False,
+    cost: int = 1,
     say: Say = lambda _: None,
 ) -> CommitSearch:
     """Search a range of commits for the first on which a run fails.
@@ -157,21 +174,18 @@ def find_first_bad(
         name: of what is run, for the keys of questions: another name is another question.
         confidence: with which the answer is right, if the fault fires in some runs only.
         once: the fault is known to fire in every run: one run a commit, and no more.
+        cost: of one run, for the budget: a case is three runs.
         say: is told of every step, in one line.
 
     Raises:
         UsageError: git says no, good does not pass, bad does not fail.
         OutOfBudget: `best` is a `CommitSearch` of what was found.
     """
-    top = top_level(where.root)
-    good, bad = (Git(top).resolve(end) for end in parse_range(where.commits))
-    if good == bad or Git(top)("merge-base", good, bad, legal=(0, 1)) != good:
-        raise UsageError(
-            "--commits: expected a good commit that the bad one descends from, got "
-            f"{shown(where.commits)}"
-        )
+    top, good, bad = resolve_range(where)
     with temporary_worktree(top, bad) as worktree:
-        asked = _Asked(worktree, replace(where, root=top), run, journal, name=name, say=say)
+        asked = _Asked(
+            worktree, replace(where, root=top), run, journal, name=name, cost=cost, say=say
+        )  # fmt: skip
         return _Search(asked, good, bad, confidence=confidence, once=once).find()
 
 
@@ -180,7 +194,7 @@ class _Asked:
 
     def __init__(
         self, worktree: Worktree, where: CommitRange, run: Run, journal: Journal,
-        *, name: str, say: Say,
+        *, name: str, cost: int, say: Say,
     ) -> None:  # fmt: skip
         self.git = worktree.git
         self.say = say
@@ -190,6 +204,7 @@ class _Asked:
         self._run = run
         self._journal = journal
         self._name = name
+        self._cost = cost
         self._files: dict[str, str] = {}
         self._subjects: dict[str, str] = {}
         self._answers: dict[str, list[Answer]] = {}
@@ -219,8 +234,9 @@ class _Asked:
         told = self.words(commit)
         again = f" (run {attempt + 1})" if attempt else ""
         question = Question(
-            key=f"commit {self._name} {files} {attempt}", words=f"does {told} fail?{again}"
-        )
+            key=f"commit {self._name} {files} {attempt}", words=f"does {told} fail?{again}",
+            runs=self._cost,
+        )  # fmt: skip
 
         def find_out() -> Reply:
             self._worktree.check_out(commit)
@@ -228,11 +244,11 @@ class _Asked:
                 folder=self._worktree.folder, repository=self._where.root,
                 commit=commit, attempt=attempt,
             )  # fmt: skip
-            return self._run(checkout)
+            return replace(self._run(checkout), runs=self._cost)
 
         reply = self._journal.ask(question, find_out)
         answer: Answer = reply.answer or UNRESOLVED
-        self.num_runs += reply.runs
+        self.num_runs += 1
         self.say(f"{told}: {answer}{again}" + (f": {reply.words}" if reply.words else ""))
         answers.append(answer)
         return answer

@@ -17,7 +17,7 @@ from harness.bisector.alone import leave_alone
 from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses, find_causes
 from harness.bisector.commit_runs import case_run, question_name
-from harness.bisector.commits import CommitRange, CommitSearch, find_first_bad
+from harness.bisector.commits import CommitRange, CommitSearch, find_first_bad, resolve_range
 from harness.bisector.environment import of_legs, of_nights
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.page import keep_page
@@ -31,7 +31,7 @@ from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT
 from harness.progress import View
 from harness.records import CaseSpec, Verdict
-from harness.store import MANIFEST_FILE, CaseRuns, RunFolder
+from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
 
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
@@ -98,6 +98,8 @@ def bisect(search: Search, view: View) -> tuple[Findings, Path]:
         Interrupted: somebody stopped it; what was found is kept.
         Infrastructure: the disk or the engine failed.
     """
+    if search.commits:
+        resolve_range(_range(search))  # a slip of the pen should not cost an hour first
     prepared = launch.prepare_cases(
         [search.case], name=f"bisect-{search.case.scenario}",
         why=f"Where the failure of {search.case.id} comes from.",
@@ -218,6 +220,10 @@ def _least(state: State) -> Findings:
     return replace(findings, least_case=found)
 
 
+def _range(search: Search) -> CommitRange:
+    return CommitRange(Path.cwd(), search.commits, commit.PACKAGES)
+
+
 def _commits(state: State) -> Findings:
     """The first commit on which the case fails, in a worktree of its own."""
     search, folder = state.search, state.asker.folder
@@ -227,8 +233,8 @@ def _commits(state: State) -> Findings:
     run = case_run(folder.case_folder(search.case.id), state.verdict, folder.path / COMMITS_FOLDER)
     try:
         found = find_first_bad(
-            CommitRange(root=Path.cwd(), commits=search.commits), run, journal,
-            name=question_name(search.case),
+            _range(search), run, journal, name=question_name(search.case),
+            cost=len(LEGS),
         )  # fmt: skip
     except OutOfBudget as error:
         best = error.best if isinstance(error.best, CommitSearch) else None

@@ -281,6 +281,8 @@ def test_a_budget_ends_it_with_what_is_left(
     assert best.first_bad is None
     assert {c.hash for c in best.suspects} == set(commits[33:49])
     assert best.stopped.startswith("the budget of 4 runs")
+    with pytest.raises(OutOfBudget, match="budget of 5 runs: 3 spent, the next question takes up"):
+        search(tmp_path, by_reading, budget=Budget(runs=5), once=True, cost=3)
     found = search(tmp_path, by_reading, budget=Budget(runs=4), once=True)
     assert found.first_bad is not None
     assert found.first_bad.hash == commits[40]
