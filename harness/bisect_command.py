@@ -17,6 +17,7 @@ from harness.bisector.page import PAGE_FILE
 from harness.bisector.repro import FOLDER
 from harness.bisector.screen import print_findings
 from harness.bisector.session import Search, Until, bisect
+from harness.bisector.two_cells import case_of_two, is_one_layout
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.matrix import expand
@@ -46,10 +47,68 @@ def _room(function: Command) -> Command:
     return function
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cells:
+    """Which cells of a scenario are meant: the options that go with one."""
+
+    keyword: str | None
+    against: str | None
+    step: int | None
+    device: str | None
+    sets: tuple[str, ...]
+
+    def refuse(self) -> None:
+        """There is no scenario (`UsageError` if one of them was given)."""
+        if any((self.keyword, self.against, self.device, self.sets)) or self.step is not None:
+            raise UsageError(
+                "bisect: expected -k, --against, --step, --device and --set with a scenario, got "
+                "a case"
+            )
+
+    def chosen(self, path: Path) -> tuple[CaseSpec, int | None]:
+        """The case, and the step in which two layouts are compared; None for one layout.
+
+        Raises:
+            UsageError: not one cell is meant, or the two have nothing to compare.
+        """
+        one = self._cell(path, self.keyword, "-k")
+        if self.against is None:
+            return one, None
+        other = self._cell(path, self.against, "--against")
+        case = case_of_two(one, other)
+        if is_one_layout(one, other):
+            return case, None
+        last = int(case.candidate.config["steps"]) - 1
+        return case, last if self.step is None else self.step
+
+    def _cell(self, path: Path, keyword: str | None, option: str) -> CaseSpec:
+        scenario = load_scenario(path, overrides=Overrides(self.sets, ()))
+        wanted = self.device or "auto"
+        device = machine.resolve_device(
+            scenario.launch.device if wanted == "auto" else wanted, machine.describe()
+        )
+        cases = select(expand(scenario, device), keyword)
+        if not cases:
+            raise NothingSelected(f"no case is selected by {option}")
+        if len(cases) > 1:
+            named = ", ".join(case.id for case in cases[:MOST_NAMED])
+            more = ", ..." if len(cases) > MOST_NAMED else ""
+            raise UsageError(
+                f"bisect {path}: expected {option} EXPR that selects one case, got {len(cases)}: "
+                f"{named}{more}"
+            )
+        return cases[0]
+
+
 @click.command("bisect")
 @click.argument("case")
 @click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
 @click.option("-k", "keyword", metavar="EXPR", help="Of a scenario: the one case that matches.")
+@click.option("--against", metavar="EXPR", help="Of a scenario: the cell that the one is held to.")
+@click.option(
+    "--step", type=click.IntRange(0), metavar="N",
+    help="Of two layouts: the step that is compared, the last by default.",
+)  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Of a scenario.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Of a scenario.")
 @click.option("--out", type=_PATH, metavar="FOLDER", help="Folder of the search.")
@@ -73,32 +132,36 @@ def _room(function: Command) -> Command:
 @click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 @_room
 def bisect_command(
-    *, case: str, folder: Path | None, passed: Path | None, keyword: str | None, device: str | None,
-    sets: tuple[str, ...], no_element: bool, as_json: bool, **search: Any,
+    *, case: str, folder: Path | None, passed: Path | None, no_element: bool, as_json: bool,
+    **options: Any,
 ) -> int:  # fmt: skip
     """Find where a failing case fails, and why: step, phase, module, tensor, rank, element.
 
     CASE is a case folder, an id in RUN (the newest under out/ by default), or a scenario file, of
-    which -k selects one case. The search goes on where it was if its folder is there.
+    which -k selects one case; --against another one holds their candidates to each other, bit for
+    bit or, of two layouts, within bounds of rounding. The search goes on where it was if its folder
+    is there.
 
     Exit codes: 0 the case passes, 1 it fails and the search is done, 2 interrupted, 6 it could not
     be judged, or the budget ended first.
     """
+    cells = _Cells(**{field.name: options.pop(field.name) for field in dataclasses.fields(_Cells)})
     place: Path | None = None
+    layout_step: int | None = None
     if case.endswith(SCENARIO_SUFFIXES):
         if folder is not None:
             raise UsageError(f"bisect: expected no RUN beside the scenario {case}, got {folder}")
-        spec = _of_scenario(Path(case), keyword, device or "auto", sets)
+        spec, layout_step = cells.chosen(Path(case))
     else:
-        if keyword or device or sets:
-            raise UsageError("bisect: expected -k, --device and --set with a scenario, got a case")
+        cells.refuse()
         place, spec, verdict = find_answer(case, folder)
         if verdict is not None and verdict.outcome in ("passed", "skipped"):
             return _nothing(verdict, as_json=as_json)
     console = display.make_console(stderr=as_json)
     asked = Search(
         case=dataclasses.replace(spec, skip_reason=""), place=place, argv=_command_line(),
-        element=not no_element, passed=None if passed is None else RunFolder.open(passed), **search,
+        element=not no_element, layout_step=layout_step,
+        passed=None if passed is None else RunFolder.open(passed), **options,
     )  # fmt: skip
     findings, where = bisect(asked, make_view(console))
     code = _code(findings)
@@ -115,24 +178,6 @@ def _nothing(verdict: Verdict, *, as_json: bool) -> int:
     told = f"{verdict.case_id} {verdict.outcome}: nothing to bisect ({verdict.message})"
     click.echo(json.dumps({"verdict": verdict.to_json()}, allow_nan=False) if as_json else told)
     return ExitCode.PASSED if verdict.outcome == "passed" else ExitCode.NOTHING_RAN
-
-
-def _of_scenario(path: Path, keyword: str | None, wanted: str, sets: tuple[str, ...]) -> CaseSpec:
-    scenario = load_scenario(path, overrides=Overrides(sets, ()))
-    device = machine.resolve_device(
-        scenario.launch.device if wanted == "auto" else wanted, machine.describe()
-    )
-    cases = select(expand(scenario, device), keyword)
-    if not cases:
-        raise NothingSelected("no case is selected")
-    if len(cases) > 1:
-        named = ", ".join(case.id for case in cases[:MOST_NAMED])
-        more = ", ..." if len(cases) > MOST_NAMED else ""
-        raise UsageError(
-            f"bisect {path}: expected -k EXPR that selects one case, got {len(cases)}: "
-            f"{named}{more}"
-        )
-    return cases[0]
 
 
 def _code(findings: Findings) -> ExitCode:

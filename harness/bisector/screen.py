@@ -24,6 +24,8 @@ def print_findings(console: Console, findings: Findings, page: Path) -> None:
     console.print(head, soft_wrap=True)
     for told in findings.environment:
         console.print(cell(told, "yellow"), width=width)
+    if findings.place is None:
+        console.print(cell(findings.message), width=width)
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

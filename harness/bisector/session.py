@@ -6,6 +6,7 @@ A stage takes what is known and gives what is known after it. Findings and page 
 every stage, and when somebody stops the search: what was found stays, and the same command goes on.
 """
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from harness.bisector.probes import locate_case
 from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget, read_journal
 from harness.bisector.repro import FOLDER
 from harness.bisector.summary import where
+from harness.bisector.two_cells import compare_cells
 from harness.errors import Interrupted, UsageError
 from harness.expectations import kind_of
 from harness.leftovers import clear_leftovers
@@ -56,6 +58,7 @@ class Search:
         repro: folder for the scenario that fails alone.
         passed: run folder of a night in which it passed, to compare environments with.
         commits: `good..bad` to search for the first bad one; "" for none.
+        layout_step: to compare two layouts in, within bounds; None to search a case.
     """
 
     case: CaseSpec
@@ -72,6 +75,7 @@ class Search:
     repro: Path = FOLDER
     passed: RunFolder | None = None
     commits: str = ""
+    layout_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +129,8 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
     before = read_findings(folder)
     if search.place is not None:
         asker.adopt(search.place, search.case)
+    if search.layout_step is not None:
+        return _between_layouts(search, search.layout_step, asker)
     asked = asker.ask(search.case, "does the case itself fail?")
     findings = Findings(
         case_id=search.case.id, scenario=search.case.scenario, outcome=asked.verdict.outcome,
@@ -160,6 +166,21 @@ def _carry_out(search: Search, asker: Asker) -> Findings:
             ) from None
         keep(state.findings)
     return keep(state.findings)
+
+
+def _between_layouts(search: Search, step: int, asker: Asker) -> Findings:
+    """No two layouts are bitwise equal: the first tensor that is apart by more than rounding."""
+    folder, began_s = asker.folder.path, time.monotonic()
+    answer, verdict = compare_cells(search.case, step, asker)
+    findings = Findings(
+        case_id=search.case.id, scenario=search.case.scenario, outcome=verdict.outcome,
+        what=verdict.what, message=verdict.message, command=_again(search, folder),
+        place=answer.location,
+    )  # fmt: skip
+    whole = _with_questions(findings, asker, time.monotonic() - began_s)
+    keep_findings(folder, whole)
+    keep_page(folder, whole)
+    return whole
 
 
 def _environment(state: State) -> Findings:
@@ -302,7 +323,7 @@ def _again(search: Search, folder: Path) -> str:
     words = [word for word in search.argv if word not in ("--json",)]
     if "--out" not in words:
         words += ["--out", str(_short(folder))]
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def _short(folder: Path) -> Path:

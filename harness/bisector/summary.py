@@ -59,8 +59,10 @@ def since(place: Location | None) -> str:
         return UNKNOWN
     if place.step == 0:
         return "the first step"
+    if not any(told.startswith(("step 0 is equal", "steps 0 to ")) for told in place.evidence):
+        return f"step {place.step}"
     before = "step 0 is" if place.step == 1 else f"steps 0 to {place.step - 1} are"
-    return f"step {place.step}; {before} whole and equal on every rank"
+    return f"step {place.step}; {before} equal on every rank"
 
 
 def causes(found: FoundCauses | None) -> list[str]:
@@ -77,6 +79,8 @@ def causes(found: FoundCauses | None) -> list[str]:
 def facts(findings: Findings) -> list[tuple[str, str]]:
     """Name and text of each line, in the order in which they are read."""
     place = findings.place
+    if findings.outcome == "passed":
+        return []  # there is no place to speak of
     lines = [
         ("where", where(place)),
         ("first wrong", first_wrong(place)),

@@ -117,6 +117,20 @@ def test_a_cell_of_a_scenario_is_run_first(
     assert (code, found["outcome"], found["place"]) == (0, "passed", None)
 
 
+def test_two_cells_of_one_layout_are_held_to_each_other(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The candidate of one is the reference of the other: what differs is found between them."""
+    engine.spoil = unequal
+    code, found = run_json(
+        capsys, "bisect", "small.yaml", "-k", "dp2 and attn", "--against", "dp2 and full_iteration",
+        "--until", "place", "--no-element",
+    )  # fmt: skip
+    assert (code, found["case_id"]) == (1, "dp2-attn-against-dp2-full_iteration")
+    assert (found["place"]["step"], found["place"]["rank"]) == (2, 1)
+    assert not any("eager" in key for key in engine.made)
+
+
 def test_a_case_that_passed_has_nothing_to_bisect(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,10 +166,13 @@ def test_a_reference_that_differs_from_its_control_is_itself_located(
     [
         (["small.yaml"], "expected -k EXPR that selects one case, got 4"),
         (["small.yaml", "r"], "expected no RUN beside the scenario"),
-        (["dp2-attn", "r", "-k", "x"], "expected -k, --device and --set with a scenario"),
+        (["dp2-attn", "r", "-k", "x"], "--device and --set with a scenario"),
         (["dp3-attn", "r"], "expected a case folder or id"),
         (["dp2-attn", "r", "--out", "r"], "expected a search of dp2-attn or nothing"),
         (["missing.yaml"], "missing.yaml"),
+        (["dp2-attn", "r", "--against", "x"], "--against, --step, --device and --set with a"),
+        (["small.yaml", "-k", "dp2 and attn", "--against", "dp1"], "expected --against EXPR that"),
+        (["small.yaml", "-k", "dp2 and attn", "--against", "dp1 and attn"], "the same data"),
     ],
 )
 def test_a_request_that_cannot_be_is_one_line(
