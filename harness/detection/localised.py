@@ -24,7 +24,8 @@ from typing import Literal
 from harness.bisector.found import Location
 from harness.faults.fault import Pointer
 
-Localised = Literal["exactly", "near", "no"]
+Localised = Literal["", "exactly", "near", "no"]
+"""Empty where nobody asked."""
 _LAYER = re.compile(r"(?:^|[^\w])layers\.(\*|\d+)")
 _CALL = re.compile(r"\[\d+\]$")
 _ENDS = ("embedding", "norm", "head")

@@ -101,7 +101,7 @@ class Row(Json):
     planted_step: int | None = None
     planted_rank: int | None = None
     detected_step: int | None = None
-    localised: Localised | Literal[""] = ""
+    localised: Localised = ""
     is_named: bool = False
     location: Location | None = None
     runs: int = 0

@@ -52,6 +52,8 @@ def test_a_fault_that_is_seen_ends_with_0(
     assert json.loads((made / "matrix.json").read_text())["rows"] == plain["rows"]
     assert "| ulp |" in (made / "matrix.md").read_text()
     assert "<td" in (made / "matrix.html").read_text()
+    assert main(["faults", "table", "made"]) == 0
+    assert capsys.readouterr().out.endswith((made / "matrix.md").read_text().split("\n\n", 1)[1])
 
 
 def test_a_fault_that_nobody_sees_ends_with_1(
