@@ -107,6 +107,23 @@ def unknown_fault(case: dict[str, Any]) -> None:
     case["candidate"]["plant"] = {"fault": "gremlins"}
 
 
+def unknown_fault_beside(case: dict[str, Any]) -> None:
+    case["candidate"]["plant"] = {"fault": "ulp", "beside": [{"fault": "gremlins"}]}
+
+
+def fault_twice(case: dict[str, Any]) -> None:
+    case["candidate"]["plant"] = {"fault": "ulp", "beside": [{"fault": "ulp"}]}
+
+
+def fault_beside_one_beside(case: dict[str, Any]) -> None:
+    inner = {"fault": "nan", "beside": [{"fault": "hang"}]}
+    case["candidate"]["plant"] = {"fault": "ulp", "beside": [inner]}
+
+
+def no_chance(case: dict[str, Any]) -> None:
+    case["candidate"]["plant"] = {"fault": "ulp", "chance": 0.0}
+
+
 def broken_rule(case: dict[str, Any]) -> None:
     case["candidate"]["config"]["parallel"]["dp"] = 0
 
@@ -118,6 +135,10 @@ def a_word(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("forge", "said"),
     [(without_layers, "lacks model.layers"), (unknown_fault, "no fault is named gremlins"),
+     (unknown_fault_beside, "no fault is named gremlins"),
+     (fault_twice, "the fault ulp is planted twice"),
+     (fault_beside_one_beside, "faults beside nan, which is beside another itself"),
+     (no_chance, "the fault ulp has a chance of 0.0"),
      (broken_rule, "dp: expected an integer >= 1"), (a_word, "its configuration is none")],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["resume", "rerun"])
