@@ -10,7 +10,7 @@ FAULTS: tuple[Fault, ...] = (
         expects=("diverged",),
         kind="numerics",
         symptom="weights and losses drift apart in their last bits from then on",
-        points_at=Pointer(phase="state", module="norm", tensor="norm.weight"),
+        points_at=Pointer(phase="optimizer", module="norm", tensor="norm.weight"),
     ),
     Fault(
         name="nan",
@@ -19,7 +19,7 @@ FAULTS: tuple[Fault, ...] = (
         expects=("nonfinite", "diverged"),
         kind="numerics",
         symptom="the loss is NaN from the next step on",
-        points_at=Pointer(phase="state", module="norm", tensor="norm.weight"),
+        points_at=Pointer(phase="optimizer", module="norm", tensor="norm.weight"),
     ),
     Fault(
         name="negative_zero",
@@ -29,7 +29,7 @@ FAULTS: tuple[Fault, ...] = (
         counterpart="positive_zero",
         kind="numerics",
         symptom="nothing; a quotient or a square root may get another sign later",
-        points_at=Pointer(phase="state", module="norm", tensor="norm.weight"),
+        points_at=Pointer(phase="optimizer", module="norm", tensor="norm.weight"),
     ),
     Fault(
         name="positive_zero",
@@ -38,7 +38,7 @@ FAULTS: tuple[Fault, ...] = (
         expects=("diverged",),
         kind="numerics",
         symptom="one weight is lost",
-        points_at=Pointer(phase="state", module="norm", tensor="norm.weight"),
+        points_at=Pointer(phase="optimizer", module="norm", tensor="norm.weight"),
     ),
     Fault(
         name="rope_off_by_one",
