@@ -48,6 +48,7 @@ class Layout:
 
     degrees: dict[str, Any] = field(default_factory=dict)
     preset: str = "dense_tiny"
+    layers: int = 2
     dtype: str = "fp32"
     step: int = 0
     strategy: str = "optim_grads_params"
@@ -56,7 +57,7 @@ class Layout:
     @property
     def model(self) -> ModelConfig:
         """A small one."""
-        return model_from_preset(self.preset, SMALL)
+        return model_from_preset(self.preset, SMALL | {"layers": self.layers})
 
     @property
     def spec(self) -> RunSpec:

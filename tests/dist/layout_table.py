@@ -59,7 +59,7 @@ def cells(
         one, other = known[model, name]
         for dtype in dtypes:
             for step in steps:
-                reference = Layout(dict(one), model, dtype, step)
+                reference = Layout(dict(one), model, dtype=dtype, step=step)
                 candidate = replace(reference, degrees=dict(other), fault=fault)
                 if candidate.spec.world_size <= most:
                     yield f"{model} {name}", reference, candidate

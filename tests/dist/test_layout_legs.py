@@ -9,10 +9,10 @@ from tests.dist.rank_pool import RankPool
 def test_a_layout_is_within_its_bound_and_a_fault_is_not(warm_ranks: RankPool) -> None:
     """Tensor parallel beside one process, sound and with two rows of a gradient swapped."""
     compare = Comparer(warm_ranks)
-    reference, sound = Layout(), Layout({"tp": 2})
+    reference, sound = Layout(layers=1), Layout({"tp": 2}, layers=1)
     found = compare(reference, sound)
     assert found.location is None, found.message
-    assert len(found.tensors) == 1 + 2 * 21
+    assert len(found.tensors) == 1 + 2 * 12
     wrong = compare(reference, replace(sound, fault="two rows swapped"))
     assert wrong.location is not None
     assert (wrong.location.tensor, wrong.location.quantity) == (PROJECTION, "grads")
