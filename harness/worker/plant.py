@@ -149,7 +149,9 @@ class PlantedFault:
             "skip_graphs": lambda: None,  # `before_train` did it
             "hoard": lambda: self._hoard(trainer),
             "leak": lambda: None,  # in every step, above
-            "small_leak": lambda: None,  # the same
+            "exit_at_end": lambda: None,  # `after_end` does it
+            "hang_at_end": lambda: None,  # the same
+            "small_leak": lambda: None,
             "segfault": self._segfault,
             "sigterm": self._sigterm,
             "stopped": self._stop,
