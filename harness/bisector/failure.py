@@ -165,9 +165,15 @@ class Judged:
         """
         if number == 0 and candidate.key == (reference or self.case.reference).key:
             return PASSES  # the control is that run
-        case = question_case(self.case, self.failure, candidate, reference=reference, repeat=number)
+        case, *further = (
+            question_case(self.case, self.failure, candidate, reference=reference, repeat=repeat)
+            for repeat in range(number, number + max(ahead, 1))
+        )
         verdict = self._known.get(_keys(case))
         if verdict is None:
+            further = further[: self.asker.room(case) - 1]
+            if further and self.asker.cost(case):
+                self.asker.make_ahead([case, *further])
             words = f"{words or 'the case itself'}, run {number + 1}"
             verdict = self.asker.ask(case, words).verdict
         answer = self.failure.answer(verdict)

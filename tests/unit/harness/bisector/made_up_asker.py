@@ -1,7 +1,7 @@
 """Answers questions from a rule about the changes of a case, in no time and without runs."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_core.config import ParallelConfig, TrainConfig
@@ -36,6 +36,8 @@ class MadeUpAsker(Asker):
     ) -> None:
         self.num_runs = 0
         self.asked: list[CaseSpec] = []
+        self.ahead: set[str] = set()
+        self.side_by_side = 1
         self.budget = Budget(runs=max_runs)
         self._of_case = of_case or (lambda case: _rule_of(rule, case))
         self._chance, self._random = chance, random.Random(seed)
@@ -49,8 +51,16 @@ class MadeUpAsker(Asker):
         return Asked(runs=None, verdict=self.verdict(case))  # type: ignore[arg-type] # nobody reads them
 
     def room(self, case: CaseSpec) -> int:
-        """One at a time."""
-        return 1
+        """As many as the test says."""
+        return self.side_by_side
+
+    def cost(self, case: CaseSpec) -> int:
+        """One run, unless it was made ahead."""
+        return int(case.id not in self.ahead)
+
+    def make_ahead(self, cases: Sequence[CaseSpec]) -> None:
+        """Nothing is made; who asked is noted."""
+        self.ahead |= {case.id for case in cases}
 
     def verdict(self, case: CaseSpec) -> Verdict:
         """What the rule says of a case, if its failure fires."""

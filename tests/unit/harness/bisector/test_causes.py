@@ -99,6 +99,16 @@ def test_what_has_no_verdict_leaves_the_answer_open() -> None:
     assert any("error unsupported, which no cause explains" in note for note in found.notes)
 
 
+def test_repeats_of_a_question_run_side_by_side() -> None:
+    """With room for four, the repeats that learn the rate are one batch."""
+    case = case_of(run(), run(graph=("attn",)))
+    asker = MadeUpAsker(rule_of({(ATTN,): "diverged"}))
+    asker.side_by_side = 4
+    find_causes(case, verdict_of(case, "diverged"), asker)
+    assert len(asker.ahead) == len(asker.asked) == 4
+    assert {asked.id for asked in asker.asked} == asker.ahead
+
+
 def test_one_lucky_pass_does_not_make_a_conjunction() -> None:
     """A set that passed once is asked again before the answer rests on it."""
 
