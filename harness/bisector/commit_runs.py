@@ -17,15 +17,20 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from harness.bisector.commits import HASH_CHARS, Checkout, Run
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, Reply
 from harness.bisector.worktree import OF_HOOKS
-from harness.disk import make_folder, read_tail
+from harness.checksum import with_checksum
+from harness.codec import dumps
+from harness.disk import make_folder, read_tail, write_atomic
 from harness.errors import Infrastructure, Interrupted, UsageError, one_line
 from harness.lookup import unused
-from harness.records import CaseSpec, ExitCode, Verdict, What
+from harness.object_file import read_object
+from harness.records import CaseSpec, ExitCode, RunSpec, Verdict, What
+from harness.store import CASE_FILE, LEGS
 
 NO_VERDICT = 125
 MAX_CODE = 127
@@ -83,7 +88,7 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
         folder: gets a run folder a run.
         room: further options of `harness rerun`.
     """
-    argv = (sys.executable, "-m", "harness", "rerun", str(place.absolute()))
+    argv = (sys.executable, "-m", "harness", "rerun", str(_readable(place, folder).absolute()))
 
     def run(checkout: Checkout) -> Reply:
         make_folder(folder)
@@ -104,6 +109,20 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
         return _judged(code, answers, log, verdict.what)
 
     return run
+
+
+def _readable(place: Path, folder: Path) -> Path:
+    """A case folder that older commits can read: without the fields that say nothing."""
+    if not (place / CASE_FILE).is_file():
+        return place
+    plain = read_object(place / CASE_FILE)
+    silent = {f.name: f.default for f in fields(RunSpec) if f.default is not MISSING}
+    for leg in LEGS:
+        plain[leg] = {k: v for k, v in plain[leg].items() if k not in silent or v != silent[k]}
+    copy = folder / "case"
+    make_folder(copy)
+    write_atomic(copy / CASE_FILE, dumps(with_checksum(plain)) + "\n")
+    return copy
 
 
 def question_name(case: CaseSpec) -> str:

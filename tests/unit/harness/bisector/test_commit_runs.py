@@ -10,8 +10,11 @@ import pytest
 
 from harness.bisector.commit_runs import case_run, command_run, python_environment
 from harness.bisector.commits import Checkout
+from harness.checksum import with_checksum
+from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
-from harness.records import Outcome, Verdict, What
+from harness.object_file import read_object
+from harness.records import CaseSpec, Outcome, RunSpec, Verdict, What
 
 CLI = """\
 import json, sys
@@ -157,3 +160,19 @@ def test_an_interrupted_run_is_no_answer(tmp_path: Path) -> None:
     made = install(tmp_path, verdict("passed"), 2)
     with pytest.raises(Interrupted):
         case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")(made)
+
+
+def test_older_commits_can_read_the_case(tmp_path: Path) -> None:
+    """Fields that say nothing are left out, so a commit that does not know them reads it."""
+    leg = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1)
+    case = CaseSpec(
+        id="x", scenario="s", labels={}, reference=leg, control=leg, candidate=leg,
+        expect="bitwise", checks={},
+    )  # fmt: skip
+    place = tmp_path / "case"
+    place.mkdir()
+    (place / "case.json").write_text(dumps(with_checksum(case)))
+    case_run(place, verdict("failed"), tmp_path / "runs")
+    plain = read_object(tmp_path / "runs" / "case" / "case.json")
+    assert CaseSpec.from_json(plain) == case
+    assert set(plain["candidate"]) == {"config", "device", "world_size", "timeout_s"}
