@@ -27,7 +27,7 @@ from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget, r
 from harness.bisector.repro import FOLDER
 from harness.bisector.summary import where
 from harness.bisector.two_cells import compare_cells
-from harness.errors import Interrupted, UsageError
+from harness.errors import Interrupted, UsageError, shown
 from harness.expectations import kind_of
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT
@@ -190,6 +190,9 @@ def _environment(state: State) -> Findings:
         told.append(of_nights(state.search.passed, _night(state), state.search.case.id).sentence)
     if _legs_differ(state):
         told.append(of_legs(state.runs.reference, state.runs.candidate).sentence)
+    failed, now = str(_night(state).manifest.get("commit", "")), commit.describe()
+    if failed != now:
+        told.append(f"the case failed as {shown(failed)}; further runs are made as {shown(now)}")
     return replace(state.findings, environment=tuple(told))
 
 

@@ -207,6 +207,18 @@ def test_an_interrupted_search_keeps_what_it_found(
     assert main(command) == 1
 
 
+def test_records_of_other_code_are_said_first(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further runs are made by today's code: where that is another, it may have been mended."""
+    failed_run(engine)
+    monkeypatch.setattr(commit, "describe", lambda: "2" * 40)
+    command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place", "--out", "b"]
+    code, found = run_json(capsys, *command)
+    assert code == 1
+    assert f"further runs are made as '{'2' * 40}'" in found["environment"][-1]
+
+
 def test_answers_of_other_code_are_left_alone(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
