@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.detection.document import MEASURED, document
+from harness.detection.document import MEASURED, document, measured_in
 from harness.faults.catalogue import CATALOGUE
 from harness.records import FloatBits, RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json
@@ -191,3 +191,9 @@ def test_a_page_made_again_keeps_what_was_measured(engine: FakeEngine) -> None:
     page.write_text(f"old\n\n{MEASURED} (cpu)\n\n- all of it\n")
     assert main(["faults", "table", "--write", "page.md"]) == 0
     assert page.read_text() == document([]) + f"\n{MEASURED} (cpu)\n\n- all of it\n"
+
+
+def test_the_document_has_the_catalogue_as_it_is() -> None:
+    """docs/FAULTS.md: `harness faults table --write docs/FAULTS.md` after a change of an entry."""
+    written = (Path(__file__).parents[3] / "docs" / "FAULTS.md").read_text()
+    assert written.removesuffix(measured_in(written)) == document([])
