@@ -153,11 +153,15 @@ def ignore_term(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
     return hang(spec, folder, rank, stream)
 
 
-def exit13_last(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
-    """Leave with 13 once every rank has begun, so the agents of all nodes have, too."""
-    for other in range(spec.world_size):
-        pid_of_rank(folder, other)
-    return 13
+def _last(behaviour: Behaviour) -> Behaviour:
+    """The same once every rank has begun, so the agents of all nodes have, too."""
+
+    def act(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int | None:
+        for other in range(spec.world_size):
+            pid_of_rank(folder, other)
+        return behaviour(spec, folder, rank, stream)
+
+    return act
 
 
 def raise_error(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> int:
@@ -283,9 +287,10 @@ def stop_self(spec: RunSpec, folder: Path, rank: int, stream: Stream) -> None:
 
 BEHAVIOURS: dict[str, Behaviour] = {
     "sigkill": _signal(signal.SIGKILL),
+    "sigkill_last": _last(_signal(signal.SIGKILL)),
     "segv": _signal(signal.SIGSEGV),
     "exit13": _exit(13),
-    "exit13_last": exit13_last,
+    "exit13_last": _last(_exit(13)),
     "exit256": _exit(256),
     "leave_early": _exit(0),
     "hang": hang,
@@ -293,10 +298,12 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "await_go": await_go,
     "ignore_term": ignore_term,
     "raise": raise_error,
+    "raise_last": _last(raise_error),
     "oom": _record_error("oom", "OutOfMemoryError", "CUDA out of memory. Tried to allocate"),
     "error_exit0": lambda s, f, r, w: (_record_error("crashed", "E", "odd")(s, f, r, w), 0)[1],
     "peer_lost": peer_lost,
     "kill_leader": _signal_of(os.getppid),
+    "kill_leader_last": _last(_signal_of(os.getppid)),
     "kill_server": _signal_of(grandparent),
     "flood": flood,
     "print": print_both,
@@ -305,6 +312,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "children": children,
     "children_then_hang": children_then_hang,
     "children_then_die": children_then_die,
+    "children_then_die_last": _last(children_then_die),
     "children_then_kill_leader": children_then_kill_leader,
     "half_line": half_line,
     "junk": junk,
