@@ -17,7 +17,12 @@ ROWS = {
     "all well": ({}, "", None, ""),
     "SIGKILL": ({"2": "sigkill_last"}, "killed", 2, "rank 2 died by SIGKILL after step 1"),
     "others hang": ({"3": "raise_last", "*": "hang"}, "crashed", 3, "ZeroDivisionError: planted"),
-    "agent killed": ({"3": "kill_leader_last", "*": "hang"}, "crashed", None, "node 1 left no report"),
+    "agent killed": (
+        {"3": "kill_leader_last", "*": "hang"},
+        "crashed",
+        None,
+        "node 1 left no report",
+    ),
     # How far ranks come in that time is the machine's affair; their stacks are `overdue`'s.
     "time up": ({"*": "hang"}, "hang", None, "time was up after 2 s; still running: rank 0"),
     "children": ({"0": "children_then_die_last"}, "killed", 0, "SIGKILL"),

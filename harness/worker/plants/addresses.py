@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from fsdp_core.device import Device
 from fsdp_core.fsdp.dynamic_pool import DynamicPool
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import SlotPool
+from fsdp_core.fsdp.traced_pool import Key
 from fsdp_core.stress.pools import WatchedPool
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
@@ -18,10 +20,29 @@ from harness.worker.plants.planting import Planting
 Act = Callable[[Trainer], None]
 
 
+class _RestlessPool(DynamicPool):
+    """A dynamic pool whose allocator gives no block twice.
+
+    The allocator itself often would, to one key or another as luck has it; what is freed here is
+    taken at once, and kept.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._taken: list[torch.Tensor] = []
+
+    def release(self, key: Key, stream: Any) -> None:
+        """See `DynamicPool`."""
+        tensor = self._buffers[key].tensor
+        numel, dtype = tensor.numel(), tensor.dtype
+        super().release(key, stream)
+        self._taken.append(torch.empty(numel, dtype=dtype, device=tensor.device))
+
+
 def unstable_buffers(trainer: Trainer) -> None:
     """Gathered weights get other memory each time."""
     for schedule in (root.fsdp_schedule for root in roots(trainer.stages)):
-        unstable, pool = DynamicPool(schedule.device), schedule.pool
+        unstable, pool = _RestlessPool(schedule.device), schedule.pool
         if isinstance(pool, WatchedPool):
             pool.inner = unstable
             continue
