@@ -46,10 +46,19 @@ def finish_late(
     wait_for(*(folder / f"hanging{rank}" for rank in hanging))
     until(lambda: len(rank_pids(folder)) == run.world_size, "no start record of every rank")
     pids = rank_pids(folder)
-    wait_gone(*(pid for rank, pid in enumerate(pids) if rank not in hanging))
+    ended_pids = [pid for rank, pid in enumerate(pids) if rank not in hanging]
+    wait_gone(*ended_pids)
+    # The leader must have seen it, too: what it has not seen yet begins after the clock's leap.
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ended_pids), "not reaped")
     assert engine.wait(0.0) == [], "ended before its time"
     leader = leader_of(folder)
     put_ahead(folder, leader, limit_s)
+    again_s = time.monotonic() + PATIENCE_S / 4
+    while not said():
+        if time.monotonic() > again_s:  # it took the time between a reap and its note of it
+            put_ahead(folder, leader, limit_s)
+            break
+        time.sleep(0.01)
     until(said, "not said")
     while not (ended := engine.wait(0.02)):
         put_ahead(folder, leader, PATIENCE_S)
