@@ -66,7 +66,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="collectives",
         source="F17",
         symptom="half of a layer is trained and not used",
-        points_at=Pointer(phase="forward", module="layers.1*", tensor="layers.1.*", later=1),
+        points_at=Pointer(phase="forward", module="layers.1*", tensor="layers.1.*"),
     ),
     Fault(
         name="exchanged_shards",

@@ -335,6 +335,6 @@ FAULTS: tuple[Fault, ...] = (
         symptom="the loss falls slower: one layer does not learn",
         everywhere=True,
         cell=Cell(settings={"fsdp": {"strategy": "optim"}}),
-        points_at=Pointer(phase="forward", module="layers.1*", tensor="layers.1.*", later=1),
+        points_at=Pointer(phase="forward", module="layers.1*", tensor="layers.1.*"),
     ),
 )

@@ -121,6 +121,6 @@ FAULTS: tuple[Fault, ...] = (
         source="F45",
         symptom="nothing: one layer was a step behind",
         everywhere=True,
-        points_at=Pointer(phase="forward", module="layers.1*", tensor="layers.1.*", later=1),
+        points_at=Pointer(phase="forward", module="layers.1*", tensor="layers.1.*"),
     ),
 )
