@@ -8,6 +8,7 @@ FAULTS: tuple[Fault, ...] = (
         description="No rank captures a graph: every step runs eagerly.",
         takes=(),
         expects=("not_replayed",),
+        everywhere=True,
         kind="capture",
         source="F56",
         symptom="the training is right, and as slow as without graphs",

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 from harness.records import RunSpec
-from harness.worker import main, plant
+from harness.worker import main
+from harness.worker.plants import endings
 from tests.planted import leader_clock
 
-_real_hang = plant.PlantedFault._hang
+_real_wait_s = endings.wait_s
 _folders: list[Path] = []
 
 
@@ -20,11 +21,11 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     return main.rank_main(spec, folder, rank, store_port)
 
 
-def _hang_late(self: plant.PlantedFault) -> None:
+def _wait_late(seconds: float) -> None:
     (folder,) = _folders
     leader_clock.put_ahead(folder, os.getppid(), 3600)
-    _real_hang(self)
+    _real_wait_s(seconds)
 
 
-setattr(plant.PlantedFault, "_hang", _hang_late)  # noqa: B010 - a method is replaced
+endings.wait_s = _wait_late
 leader_clock.install()

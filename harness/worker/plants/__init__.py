@@ -26,7 +26,7 @@ _KINDS = (
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {name: planting for kind in _KINDS for name, planting in kind.PLANTINGS.items()}
 )
-"""Every fault that is no business of records or processes, which `harness.worker.plant` sees to."""
+"""Every fault of the catalogue."""
 
 
 def act_before_step(name: str, trainer: Trainer) -> None:

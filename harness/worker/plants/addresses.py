@@ -15,9 +15,8 @@ from fsdp_core.fsdp.traced_pool import Key
 from fsdp_core.stress.pools import WatchedPool
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
-from harness.worker.plants.planting import Planting
-
-Act = Callable[[Trainer], None]
+from harness.worker.plants.planting import Act, Planting
+from harness.worker.plants.seams import keep
 
 
 class _RestlessPool(DynamicPool):
@@ -109,6 +108,44 @@ def _random_state_replaced(trainer: Trainer) -> None:
 # ---- memory that moves, or has two owners
 
 
+def _move_parameter(trainer: Trainer, name: str) -> str:
+    """Free the memory behind a parameter and let its storage live on somewhere else.
+
+    Its contents come along, so a program that looks the parameter up finds it intact; only who
+    remembers the old address is wrong. A tensor of NaN takes the old place.
+
+    Raises:
+        ValueError: no such parameter, or its storage has no memory between steps.
+    """
+    held = {
+        name: parameter
+        for group in trainer.groups
+        for name, parameter in zip(group.names, group.unsharded, strict=True)
+    }
+    # The first that every graph scope reads: attention's, of this rank's first layer.
+    name = name or next(name for name in held if ".attn.attention." in name)
+    if name not in held:
+        raise ValueError(
+            f"plant.tensor: expected a parameter, got {name!r}; legal values: {', '.join(held)}"
+        )
+    device = trainer.device
+    device.synchronize()
+    storage = held[name].data.untyped_storage()
+    nbytes, address = storage.nbytes(), storage.data_ptr()
+    if not nbytes:
+        raise ValueError(
+            f"plant.fault: expected {name} to have memory between steps, which stale_parameter "
+            "moves; with fsdp.pool dynamic it has none"
+        )
+    # Growing allocates the new block before it frees the old one, so the address must change.
+    # Freed and allocated again at its old size, the storage could get its old place back.
+    device.resize_storage(storage, 2 * nbytes)
+    assert storage.data_ptr() != address
+    keep(trainer, torch.full((nbytes // 4,), float("nan"), device=device.torch_device))
+    device.synchronize()
+    return name
+
+
 def _first_groups(trainer: Trainer) -> Iterable[ParamGroup]:
     """Of this rank's first layer."""
     return units_in(next(iter(trainer.stages[0].numbered_layers.values())))[0].groups
@@ -158,7 +195,10 @@ def _microbatch_slot_frozen(trainer: Trainer) -> None:
 
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
-    {"unstable_buffers": Planting(before_step=unstable_buffers)}
+    {
+        "stale_parameter": Planting(before_step_on=_move_parameter),
+        "unstable_buffers": Planting(before_step=unstable_buffers),
+    }
     | {
         name: Planting(before_step=_quiet(act))
         for name, act in {

@@ -4,6 +4,8 @@ What makes graphs on a GPU and on the CPU is reached through the classes that bo
 common: `CapturedFunction`, `Slot`, `LayerGraphs` and `Undo`; and through both kinds of graph.
 """
 
+import itertools
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 
 from fsdp_core.config import TrainConfig
+from fsdp_core.device import Device
+from fsdp_core.graph import capture_session
 from fsdp_core.graph.capture import CapturedFunction
 from fsdp_core.graph.cuda import CudaGraph
 from fsdp_core.graph.host import HostGraph
@@ -20,10 +24,13 @@ from fsdp_core.graph.slot import Pending, Slot
 from fsdp_core.graph.undo import Undo
 from fsdp_core.train import Trainer
 from fsdp_core.train.partial_graphs import PartialGraphs
-from harness.worker.plants.planting import Planting
+from harness.worker.plants import endings
+from harness.worker.plants.planting import Act, Planting
 
 _KINDS: tuple[Any, ...] = (HostGraph, CudaGraph)
 _FIRST = "layers.0.attn"
+WARM_UPS = 2
+"""Calls of a partial scope's function before it is captured."""
 
 
 def _attention(trainer: Trainer) -> nn.Module:
@@ -112,6 +119,38 @@ def _before_attention(act: Callable[[torch.Tensor], None]) -> Callable[[Trainer]
             return forward(x, *args, **kwargs)
 
         attention.forward = acting
+
+    return plant
+
+
+def _at_call(number: int, act: Act) -> Act:
+    """Done once, before that call of attention; a scope that is not partial has no warm-up."""
+
+    def plant(trainer: Trainer) -> None:
+        calls = itertools.count()
+        at = 0 if trainer.config.graph == ("full_iteration",) else number
+
+        def acting(x: torch.Tensor) -> None:
+            del x
+            if next(calls) == at:
+                act(trainer)
+
+        _before_attention(acting)(trainer)
+
+    return plant
+
+
+def _before_exchange(act: Act) -> Act:
+    """Done once, as ranks agree to capture."""
+
+    def plant(trainer: Trainer) -> None:
+        exchange = capture_session.exchange_refusals
+
+        def act_first(device: Device, what: str, refusal: str | None) -> dict[int, str]:
+            act(trainer)
+            return exchange(device, what, refusal)
+
+        capture_session.exchange_refusals = act_first
 
     return plant
 
@@ -206,8 +245,21 @@ def _wait_for_old_event(trainer: Trainer) -> None:
     _before_attention(lambda x: device.current_stream().wait_event(event))(trainer)
 
 
+def _failing(plant: Act) -> Planting:
+    return Planting(before_step=plant, at_capture=True)
+
+
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
-    {"one_rank_never_captures": Planting(before_make=_never_captures)}
+    {
+        "skip_graphs": Planting(before_make=_never_captures),
+        "one_rank_never_captures": Planting(before_make=_never_captures),
+        "handshake_raise": _failing(_before_exchange(endings.raise_error)),
+        # With tensor parallelism the others wait inside of the very function that failed.
+        "warm_up_raise": _failing(_at_call(0, endings.raise_error)),
+        "capture_raise": _failing(_at_call(WARM_UPS, endings.raise_error)),
+        "capture_oom": _failing(_at_call(WARM_UPS, endings.ask_for_too_much)),
+        "capture_sigkill": _failing(_at_call(WARM_UPS, endings.sent(signal.SIGKILL))),
+    }
     | {
         name: Planting(before_step=act)
         for name, act in {

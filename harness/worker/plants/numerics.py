@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fsdp_core.model.sdpa
 import fsdp_core.model.sharding
@@ -282,6 +283,27 @@ def _stale_model_weights(trainer: Trainer) -> None:
         wrap(group, name, lambda refresh: lambda: None)
 
 
+def _main_weight(change: Callable[[torch.Tensor], Any]) -> Planting:
+    """One element of a main weight, after the optimizer's step."""
+
+    def act(trainer: Trainer, name: str) -> str:
+        names, tensors = trainer.digested["weights"]
+        name = name or names[0]
+        if name not in names:
+            raise ValueError(
+                f"plant.tensor: expected a parameter with rows on rank {dist.get_rank()}, got "
+                f"{name!r}; legal values: {', '.join(names)}"
+            )
+        change(tensors[names.index(name)].view(-1)[:1])
+        return name
+
+    return Planting(after_step_on=act)
+
+
+def _filled(value: float) -> Planting:
+    return _main_weight(lambda element: element.fill_(value))
+
+
 def _before(act: Callable[[Trainer], None]) -> Planting:
     return Planting(before_step=act)
 
@@ -292,6 +314,10 @@ def _gradients(change: Rows) -> Planting:
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {
+        "ulp": _main_weight(lambda element: element.view(torch.int32).add_(1)),
+        "nan": _filled(float("nan")),
+        "negative_zero": _filled(-0.0),
+        "positive_zero": _filled(0.0),
         "rope_off_by_one": _before(_rope_off_by_one),
         "softmax_scale": _before(_softmax_scale),
         "nan_activation": _before(_nan_activation),

@@ -25,6 +25,11 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         object.__setattr__(owner, name, made)
 
 
+def keep(trainer: Trainer, tensor: torch.Tensor) -> None:
+    """Hold a tensor for as long as there is the trainer."""
+    vars(trainer).setdefault("_held_by_faults", []).append(tensor)
+
+
 def schedules(trainer: Trainer) -> Iterator[Schedule]:
     """Of every stage of the rank."""
     return (root.fsdp_schedule for root in roots(trainer.stages))

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.records import PlantSpec, dumps
-from harness.worker.plants.infrastructure import ALTERATIONS
+from harness.worker.plants import PLANTINGS
 
 STEP = 3
 
@@ -39,5 +39,7 @@ LINES = [
 )
 def test_alterations_change_what_they_say(fault: str, changed: list[str]) -> None:
     """Each fault of records changes the lines of its step, or its kind, and no others."""
-    alter = ALTERATIONS[fault](PlantSpec(fault=fault, step=STEP))
+    make = PLANTINGS[fault].alter
+    assert make is not None
+    alter = make(PlantSpec(fault=fault, step=STEP))
     assert [written for line in LINES for written in alter(line)] == changed
