@@ -110,6 +110,10 @@ def show_fault(*, name: str, as_json: bool) -> int:
     help=f"Clean cells beside them, {CLEAN_CELLS} by default, or none for named faults.",
 )  # fmt: skip
 @click.option("--no-locate", is_flag=True, help="Do not ask where the fault is.")
+@click.option(
+    "--elsewhere", type=click.IntRange(0), metavar="SEED",
+    help="Each fault once, in a cell that is drawn with SEED, not in its own; no clean cells.",
+)  # fmt: skip
 @click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
 @click.option("--shard", metavar="I/N", help="Only the part that is shard I of N.")
@@ -136,7 +140,7 @@ def run_faults(
     resume = room["resume"]
     if resume is not None and (names or keyword or clean is not None or room["shard"]):
         raise UsageError(f"--resume: expected no names, -k, --clean or --shard beside {resume}")
-    some = bool(names or keyword)
+    some = bool(names or keyword) or room["elsewhere"] is not None
     asked = Asked(
         faults=() if resume else _selected(names, keyword),
         clean=(0 if some else CLEAN_CELLS) if clean is None else clean,

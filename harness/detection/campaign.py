@@ -51,6 +51,7 @@ class Asked:
         device: auto, cpu or cuda.
         shard: I/N, None for all.
         locate: whether to ask the bisector.
+        elsewhere: seed of other cells to plant them in; None for their own.
         patience: factor of the time limits of all runs; None for `PATIENCE`.
     """
 
@@ -59,6 +60,7 @@ class Asked:
     device: str = "auto"
     shard: str | None = None
     locate: bool = True
+    elsewhere: int | None = None
     patience: float | None = None
     out: Path | None = None
     resume: Path | None = None
@@ -126,7 +128,7 @@ def _prepared(asked: Asked) -> Prepared:
             raise UsageError(f"--resume {asked.resume}: expected the folder of a matrix of faults")
         return prepared
     device = resolve_device(asked.device, describe())
-    cases = plan_cases(asked.faults, asked.clean, device)
+    cases = plan_cases(asked.faults, asked.clean, device, asked.elsewhere)
     patience = asked.patience or PATIENCE[device]
     if patience != 1:
         cases = tuple(_patient(case, patience) for case in cases)

@@ -6,6 +6,7 @@ Everything is read back from the run folder, so a campaign that was killed goes 
 and the matrix of a finished one can be made again.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from harness.bisector.found import Location
 from harness.codec import Json
 from harness.detection.cells import FAULT_LABEL, fault_case, variants
 from harness.detection.clean import CLEAN_LABEL, clean_cells
+from harness.detection.elsewhere import ELSEWHERE_LABEL, elsewhere
 from harness.detection.rows import Judged, Row, can_run, located, row_of, to_locate
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
@@ -112,15 +114,35 @@ def merged(parts: Sequence[Matrix]) -> tuple[Matrix, ...]:
     return tuple(found)
 
 
-def plan_cases(faults: Iterable[Fault], clean: int, device: Device) -> tuple[CaseSpec, ...]:
-    """The cases of a campaign: those of each fault together, clean cells after them."""
+def plan_cases(
+    faults: Iterable[Fault], clean: int, device: Device, seed: int | None = None
+) -> tuple[CaseSpec, ...]:
+    """The cases of a campaign: those of each fault together, clean cells after them.
+
+    With a seed, each fault in one cell that was drawn with it, and no barer ones.
+    """
     chosen = tuple(faults)
+    if seed is not None:
+        return tuple(_moved_case(fault, seed, device) for fault in chosen)
     cases = [
         fault_case(fault, variant, device)
         for fault in chosen
         for variant in variants(fault, device)
     ]
     return (*cases, *clean_cells(chosen, clean, device))
+
+
+def _moved_case(fault: Fault, seed: int, device: Device) -> CaseSpec:
+    moved = elsewhere(fault, seed, device)
+    case = fault_case(moved, variants(moved, device)[-1], device)
+    return dataclasses.replace(case, labels={**case.labels, ELSEWHERE_LABEL: str(seed)})
+
+
+def _fault_of(case: CaseSpec) -> Fault:
+    """The entry with the cell that the case was made of."""
+    fault = CATALOGUE[case.labels[FAULT_LABEL]]
+    seed = case.labels.get(ELSEWHERE_LABEL)
+    return fault if seed is None else elsewhere(fault, int(seed), case.candidate.device)
 
 
 def judged(folder: RunFolder, case: CaseSpec) -> Judged | None:
@@ -144,18 +166,19 @@ def cases_of_fault(cases: Iterable[CaseSpec], name: str) -> tuple[CaseSpec, ...]
 
 def row_in(folder: RunFolder, name: str) -> Row | None:
     """The row of a fault, None while a case of it has no verdict."""
-    held = [judged(folder, case) for case in cases_of_fault(folder.cases, name)]
+    cases = cases_of_fault(folder.cases, name)
+    held = [judged(folder, case) for case in cases]
     whole = [each for each in held if each is not None]
     if not whole or len(whole) < len(held):
         return None
-    return row_of(CATALOGUE[name], whole)
+    return row_of(_fault_of(cases[0]), whole)
 
 
 def place(folder: RunFolder, row: Row, locate: Locate) -> Row:
     """The row with where the bisector says that the fault is; as it was if there is none."""
     if row.status != "detected":
         return row
-    fault = CATALOGUE[row.fault]
+    fault = _fault_of(cases_of_fault(folder.cases, row.fault)[0])
     case = next(c for c in folder.cases if c.id == to_locate(row, fault))
     layers = case.candidate.config["model"]["layers"]
     return located(row, fault, locate(folder, case), num_layers=layers)
