@@ -48,8 +48,8 @@ class Change(Json):
     in_list: bool = False
 
 
-def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Leaf to value, of `TrainConfig.to_dict()`."""
+def leaves_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Setting to value, of `TrainConfig.to_dict()`; a value is whole, whatever it holds."""
     leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -59,8 +59,8 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-def nested(leaves: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`."""
+def config_of(leaves: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `leaves_of`."""
     config: dict[str, Any] = {}
     for leaf, value in leaves.items():
         part, _, name = leaf.rpartition(".")
@@ -91,7 +91,7 @@ class LegChanges:
 
     def __init__(self, reference: RunSpec, candidate: RunSpec) -> None:
         self.reference, self.candidate = reference, candidate
-        self._before, self._after = flat(reference.config), flat(candidate.config)
+        self._before, self._after = leaves_of(reference.config), leaves_of(candidate.config)
         self._plants = _paired_plants(plants_of(reference), plants_of(candidate))
         self.changes = (*self._settings(), *(change for change, _, _ in self._plants))
         self._by_name = {change.name: change for change in self.changes}
@@ -124,7 +124,7 @@ class LegChanges:
                 leaves[change.leaf] = change.after
         for leaf in {change.leaf for change in changes if change.in_list}:
             leaves[leaf] = self._joined(leaf, [c for c in changes if c.leaf == leaf])
-        config = nested({leaf: leaves[leaf] for leaf in self._after})
+        config = config_of({leaf: leaves[leaf] for leaf in self._after})
         plants = [
             plant
             for change, theirs, ours in self._plants
@@ -160,7 +160,7 @@ class LegChanges:
         if spec.world_size != self.reference.world_size:
             return f"{spec.world_size} ranks against {self.reference.world_size} of the reference"
         for leaf in _PAIRED:
-            ours, theirs = flat(spec.config).get(leaf), self._before.get(leaf)
+            ours, theirs = leaves_of(spec.config).get(leaf), self._before.get(leaf)
             if ours != theirs:
                 return f"{leaf} {_told(ours)} against {_told(theirs)} of the reference"
         return ""

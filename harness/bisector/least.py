@@ -16,8 +16,8 @@ from typing import Any
 from fsdp_core.config import DEGREES, TrainConfig
 from harness.bisector.differences import (
     LegChanges,
-    flat,
-    nested,
+    config_of,
+    leaves_of,
     plants_of,
     why_illegal,
     with_plants,
@@ -37,7 +37,7 @@ PLAIN = (
 )  # fmt: skip
 """Settings that are put back to what they are by default, where both legs have them alike."""
 MAX_LAYOUTS = 12
-_DEFAULTS = flat(TrainConfig().to_dict())
+_DEFAULTS = leaves_of(TrainConfig().to_dict())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class _Shrinking:
     def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
         self._judged = judged
         self._legs = (reference, candidate)
-        self._first = tuple(flat(spec.config) for spec in self._legs)
+        self._first = tuple(leaves_of(spec.config) for spec in self._legs)
         self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
 
     def carry_out(self) -> LeastCase:
@@ -112,7 +112,7 @@ class _Shrinking:
         return answer == FAILS
 
     def _value(self, leaf: str) -> int:
-        return int(flat(self._legs[1].config)[leaf])
+        return int(leaves_of(self._legs[1].config)[leaf])
 
     def _is_legal(self, **leaves: Any) -> bool:
         return not any(why_illegal(_with(spec, leaves)) for spec in self._legs)
@@ -153,7 +153,7 @@ class _Shrinking:
                 return
 
     def _smaller_layouts(self) -> Iterator[dict[str, Any]]:
-        now = flat(self._legs[1].config)
+        now = leaves_of(self._legs[1].config)
         degrees = {axis: int(now[f"parallel.{axis}"]) for axis in DEGREES}
         for chosen in itertools.product(*(_halves(degree) for degree in degrees.values())):
             layout: dict[str, Any] = {
@@ -163,13 +163,13 @@ class _Shrinking:
                 layout["parallel.sequence_parallel"] = False
             if layout["parallel.pp"] == 1:
                 layout["parallel.pp_chunks"] = 1
-            smaller = world_size_of(nested({**now, **layout})) < self._legs[1].world_size
+            smaller = world_size_of(config_of({**now, **layout})) < self._legs[1].world_size
             if smaller and self._is_legal(**layout):
                 yield layout
 
     def _settings(self) -> None:
         """What both legs have alike, and need not have: all of it at once, else one by one."""
-        now = flat(self._legs[0].config)
+        now = leaves_of(self._legs[0].config)
         plain = {
             leaf: _DEFAULTS[leaf]
             for leaf, value in now.items()
@@ -184,14 +184,14 @@ class _Shrinking:
             self._try(**{leaf: value})
 
     def _told(self) -> Iterator[str]:
-        before, after = self._first[1], flat(self._legs[1].config)
+        before, after = self._first[1], leaves_of(self._legs[1].config)
         for leaf, value in before.items():
             if after[leaf] != value:
                 yield f"{leaf} {_words(value)} -> {_words(after[leaf])}"
 
 
 def _with(spec: RunSpec, leaves: dict[str, Any]) -> RunSpec:
-    config = nested({**flat(spec.config), **leaves})
+    config = config_of({**leaves_of(spec.config), **leaves})
     world_size = world_size_of(config)
     made = dataclasses.replace(spec, config=config, world_size=world_size)
     plants = [
@@ -214,7 +214,7 @@ def _halves(degree: int) -> list[int]:
 def _size(layout: dict[str, Any]) -> tuple[int, int]:
     """Sort key: fewest ranks first; of those, the one with the most axes left as they are."""
     degrees = [layout[f"parallel.{axis}"] for axis in DEGREES]
-    return world_size_of(nested(layout)), -sum(degree > 1 for degree in degrees)
+    return world_size_of(config_of(layout)), -sum(degree > 1 for degree in degrees)
 
 
 def _words(value: Any) -> str:

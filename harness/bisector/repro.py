@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
-from harness.bisector.differences import PLANT, LegChanges, flat, nested, plants_of
+from harness.bisector.differences import PLANT, LegChanges, config_of, leaves_of, plants_of
 from harness.bisector.failure import Judged
 from harness.bisector.questions import FAILS
 from harness.disk import make_folder, refused
@@ -34,7 +34,7 @@ FIRST = ("graph", "stress", "fsdp", "compile", PLANT)
 """Which difference is compared, where there are several: in this order, all others after."""
 _NONE = {"graph": EAGER, "stress": NO_STRESS, "compile": NO_COMPILE, PLANT: "none"}
 _MAX_NAME = 60
-_DEFAULTS = flat(TrainConfig().to_dict())
+_DEFAULTS = leaves_of(TrainConfig().to_dict())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def scenarios(
     case: CaseSpec, reference: RunSpec, candidate: RunSpec, *, story: str
 ) -> Iterator[str]:
     """Scenarios whose one case may be that of the legs, the likeliest first."""
-    before, after = flat(reference.config), flat(candidate.config)
+    before, after = leaves_of(reference.config), leaves_of(candidate.config)
     leaves = [leaf for leaf in after if before.get(leaf) != after[leaf]]
     axes = list(dict.fromkeys(leaf.partition(".")[0] for leaf in leaves))
     plants = _plants(reference, candidate)
@@ -167,7 +167,7 @@ def _base(leaves: dict[str, Any]) -> dict[str, Any]:
         for leaf, value in leaves.items()
         if leaf != "model.preset" and value != {**_DEFAULTS, **usual}.get(leaf)
     }
-    plain = nested(departing)
+    plain = config_of(departing)
     model = plain.pop("model", {})
     base: dict[str, Any] = {"model": {"preset": preset, **model} if model else preset}
     for key, value in plain.items():
@@ -175,7 +175,7 @@ def _base(leaves: dict[str, Any]) -> dict[str, Any]:
     for leaf in ("steps", "parallel.dp"):
         # Said even where they are the defaults: whoever reads the file looks for them.
         if leaf in leaves:
-            base |= {k: v for k, v in nested({leaf: leaves[leaf]}).items() if k not in base}
+            base |= {k: v for k, v in config_of({leaf: leaves[leaf]}).items() if k not in base}
     return base
 
 
