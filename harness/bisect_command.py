@@ -16,7 +16,8 @@ from harness.bisector.findings import Findings
 from harness.bisector.page import PAGE_FILE
 from harness.bisector.repro import FOLDER
 from harness.bisector.screen import print_findings
-from harness.bisector.session import Search, Until, bisect
+from harness.bisector.session import bisect
+from harness.bisector.stages import Search, Until
 from harness.bisector.two_cells import case_of_two, is_one_layout
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker

@@ -29,6 +29,8 @@ KINDS: tuple[Kind, ...] = (
     "commit", "packages", "driver", "variables", "hardware", "data", "kernels",
 )  # fmt: skip
 LEG_KINDS: tuple[Kind, ...] = ("packages", "variables", "hardware", "data", "kernels")
+MACHINE_KINDS: tuple[Kind, ...] = ("packages", "driver", "variables", "hardware")
+"""What the manifest of any run folder has."""
 LAUNCHED = "launched"
 """Name of the event with what a rank launched."""
 _PACKAGES = ("python", "torch", "cuda", "nccl", "cudnn")

@@ -1,6 +1,6 @@
 """Questions that cost runs, their answers, and the journal that keeps both.
 
-    {"journal": 1, "code": ..., "environment": ..., "case": ..., "sha256": ...}
+    {"journal": 2, "code": ..., "environment": ..., "case": ..., "sha256": ...}
     {"question": {...}, "reply": {...}, "sha256": ...}        one line a question, in order
 
 A search asks everything through `Journal.ask`. A search that is started again asks the same
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
+from harness.bisector.identity import Identity
 from harness.checksum import with_checksum, without_checksum
 from harness.codec import Json, RecordError, dumps, strict_loads
 from harness.disk import make_folder, read_plain, refused
@@ -33,8 +34,12 @@ FAILS: Final = "fails"
 PASSES: Final = "passes"
 UNRESOLVED: Final = "unresolved"
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_BYTES = 1 << 28
+
+
+class OtherSchema(Infrastructure):
+    """A journal that an older or newer harness has written."""
 
 
 class OutOfBudget(HarnessError):
@@ -83,21 +88,6 @@ class Reply(Json):
     detail: dict[str, Any] = field(default_factory=dict)
     runs: int = 1
     seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity(Json):
-    """What answers hold for: a journal of something else is refused.
-
-    Attributes:
-        code: commit of the program (`harness.commit.describe`), or the range that is searched.
-        environment: a text that is the same where the bits are.
-        case: id or key of the case.
-    """
-
-    code: str
-    environment: str
-    case: str
 
 
 class Budget:
@@ -279,7 +269,7 @@ def _head(identity: Identity) -> dict[str, Any]:
 def _identity(plain: Mapping[str, Any], path: Path) -> Identity:
     rest = {key: value for key, value in plain.items() if key != "journal"}
     if plain.get("journal") != SCHEMA:
-        raise Infrastructure(
+        raise OtherSchema(
             f"{path}:1: expected a journal of schema {SCHEMA}, got {shown(plain.get('journal'))}"
         )
     try:
@@ -305,7 +295,11 @@ def _parse(data: bytes, path: Path, identity: Identity) -> dict[str, tuple[Quest
     for number, line in enumerate(lines, start=1):
         plain = _line(line, number, path)
         if number == 1:
-            _refuse_others(_identity(plain, path), identity, path)
+            if what := _identity(plain, path).differs_from(identity):
+                raise UsageError(
+                    f"{path}: expected answers that hold here and now, but {what}: name another "
+                    "folder, or remove this one"
+                )
             continue
         try:
             if set(plain) != {"question", "reply"}:
@@ -318,16 +312,6 @@ def _parse(data: bytes, path: Path, identity: Identity) -> dict[str, tuple[Quest
             raise Infrastructure(f"{path}:{number}: the question {shown(question.key)} twice")
         found[question.key] = (question, reply)
     return found
-
-
-def _refuse_others(kept: Identity, asked: Identity, path: Path) -> None:
-    for entry in fields(Identity):
-        got, expected = getattr(kept, entry.name), getattr(asked, entry.name)
-        if got != expected:
-            raise UsageError(
-                f"{path}: expected answers for {entry.name} {shown(expected)}, got a search of "
-                f"{shown(got)}: name another folder, or remove this one"
-            )
 
 
 def _open_alone(path: Path) -> int:

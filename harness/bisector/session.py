@@ -8,90 +8,37 @@ every stage, and when somebody stops the search: what was found stays, and the s
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from harness import commit, launch
-from harness.bisector.alone import leave_alone
+from harness import launch
 from harness.bisector.asking import Asker
-from harness.bisector.causes import FoundCauses, find_causes
-from harness.bisector.commit_runs import case_run, question_name
-from harness.bisector.commits import CommitRange, CommitSearch, find_first_bad, resolve_range
-from harness.bisector.environment import of_legs, of_nights
+from harness.bisector.commits import resolve_range
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
+from harness.bisector.identity import Identity, identity_of
 from harness.bisector.page import keep_page
-from harness.bisector.probes import locate_case
-from harness.bisector.questions import Budget, Identity, Journal, OutOfBudget, read_journal
-from harness.bisector.repro import FOLDER
-from harness.bisector.summary import where
+from harness.bisector.questions import Budget, Journal, OtherSchema, OutOfBudget, read_journal
+from harness.bisector.stages import (
+    STAGES,
+    Search,
+    State,
+    Unfinished,
+    commits_of,
+    find_commit,
+)
 from harness.bisector.two_cells import compare_cells
-from harness.errors import Interrupted, UsageError, shown
-from harness.expectations import kind_of
+from harness.errors import Interrupted, UsageError
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT
 from harness.progress import View
 from harness.records import CaseSpec, Verdict
-from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
+from harness.store import MANIFEST_FILE, RunFolder
 
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
-COMMITS_FOLDER = "commits"
-"""Of the folder of a search: run folders of other commits."""
-Until = Literal["environment", "place", "causes", "least"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """What is searched for, and with what.
-
-    Attributes:
-        case: that failed, or is to be run first.
-        place: folder with its runs; None if they are still to be made.
-        out: run folder of the search; None for one under `out/` that is named after the case.
-        argv: the command line.
-        slots, ranks_per_gpu, jobs: room, as for a run.
-        budget_runs, budget_minutes: of this sitting.
-        element: whether to look for the first differing element.
-        until: the last stage, of those before commits.
-        repro: folder for the scenario that fails alone.
-        passed: run folder of a night in which it passed, to compare environments with.
-        commits: `good..bad` to search for the first bad one; "" for none.
-        layout_step: to compare two layouts in, within bounds; None to search a case.
-    """
-
-    case: CaseSpec
-    place: Path | None
-    out: Path | None = None
-    argv: Sequence[str] = ()
-    slots: int | None = None
-    ranks_per_gpu: int | None = None
-    jobs: int | None = None
-    budget_runs: int | None = None
-    budget_minutes: float | None = None
-    element: bool = True
-    until: Until = "least"
-    repro: Path = FOLDER
-    passed: RunFolder | None = None
-    commits: str = ""
-    layout_step: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """What stages work on."""
-
-    search: Search
-    asker: Asker
-    runs: CaseRuns
-    verdict: Verdict
-    findings: Findings
-    before: Findings | None = None
-    """What an earlier sitting has kept."""
-
-
-Stage = Callable[[State], Findings]
+NO_ANSWER = "no answer yet"
+_OF_STAGES = ("place", "causes", "least_case", "commits")
 
 
 def bisect(search: Search, view: View) -> tuple[Findings, Path]:
@@ -103,181 +50,109 @@ def bisect(search: Search, view: View) -> tuple[Findings, Path]:
         Infrastructure: the disk or the engine failed.
     """
     if search.commits:
-        resolve_range(_range(search))  # a slip of the pen should not cost an hour first
+        resolve_range(commits_of(search))  # a slip of the pen should not cost an hour first
     prepared = launch.prepare_cases(
         [search.case], name=f"bisect-{search.case.scenario}",
         why=f"Where the failure of {search.case.id} comes from.",
         slots=search.slots, ranks_per_gpu=search.ranks_per_gpu, jobs=search.jobs,
     )  # fmt: skip
     budget = Budget(runs=search.budget_runs, minutes=search.budget_minutes)
-    identity = Identity(
-        code=commit.describe(), environment=kind_of(prepared.machine), case=search.case.id
-    )
-    folder = _folder(search, prepared, identity)
+    identity = identity_of(search.case, prepared.machine)
+    folder, notes = _folder(search, prepared, identity)
     with folder, view, Journal(folder.path / JOURNAL_FILE, identity, budget) as journal:
         clear_leftovers(folder)
         engine = launch.make_engine(prepared)
         try:
             asker = Asker(folder, engine, journal=journal, progress=view)
-            return _carry_out(search, asker), folder.path
+            return _Sitting(search, asker, notes).carry_out(), folder.path
         finally:
             engine.close()
 
 
-def _carry_out(search: Search, asker: Asker) -> Findings:
-    folder, began_s = asker.folder.path, time.monotonic()
-    before = read_findings(folder)
-    if search.place is not None:
-        asker.adopt(search.place, search.case)
-    if search.layout_step is not None:
-        return _between_layouts(search, search.layout_step, asker)
-    asked = asker.ask(search.case, "does the case itself fail?")
-    findings = Findings(
-        case_id=search.case.id, scenario=search.case.scenario, outcome=asked.verdict.outcome,
-        what=asked.verdict.what, message=asked.verdict.message, command=_again(search, folder),
-    )  # fmt: skip
-    state = State(
-        search=search, asker=asker, runs=asked.runs, verdict=asked.verdict, findings=findings,
-        before=before,
-    )  # fmt: skip
-    spent_s = before.seconds if before is not None else 0.0
+class _Sitting:
+    """Stages over one folder, what is known kept after each, and however it ends."""
 
-    def keep(found: Findings) -> Findings:
-        whole = _with_questions(found, asker, spent_s + time.monotonic() - began_s)
-        keep_findings(folder, whole)
-        keep_page(folder, whole)
-        return whole
-
-    if asked.verdict.outcome in ("passed", "skipped"):
-        return keep(findings)
-    names = list(STAGES)
-    stages = [STAGES[name] for name in names[: names.index(search.until) + 1]]
-    for stage in (*stages, _commits):
-        try:
-            state = replace(state, findings=stage(state))
-        except Unfinished as ended:
-            return keep(replace(ended.findings, stopped=str(ended)))
-        except OutOfBudget as error:
-            return keep(replace(state.findings, stopped=str(error)))
-        except Interrupted:
-            keep(replace(state.findings, stopped="interrupted"))
-            raise Interrupted(
-                f"interrupted; what was found is in {folder}, go on with: {findings.command}"
-            ) from None
-        keep(state.findings)
-    return keep(state.findings)
-
-
-def _between_layouts(search: Search, step: int, asker: Asker) -> Findings:
-    """No two layouts are bitwise equal: the first tensor that is apart by more than rounding."""
-    folder, began_s = asker.folder.path, time.monotonic()
-    answer, verdict = compare_cells(search.case, step, asker)
-    findings = Findings(
-        case_id=search.case.id, scenario=search.case.scenario, outcome=verdict.outcome,
-        what=verdict.what, message=verdict.message, command=_again(search, folder),
-        place=answer.location,
-    )  # fmt: skip
-    whole = _with_questions(findings, asker, time.monotonic() - began_s)
-    keep_findings(folder, whole)
-    keep_page(folder, whole)
-    return whole
-
-
-def _environment(state: State) -> Findings:
-    """Said before anything else: bits of other environments prove nothing about the code."""
-    told = []
-    if state.search.passed is not None:
-        told.append(of_nights(state.search.passed, _night(state), state.search.case.id).sentence)
-    if _legs_differ(state):
-        told.append(of_legs(state.runs.reference, state.runs.candidate).sentence)
-    failed, now = str(_night(state).manifest.get("commit", "")), commit.describe()
-    if failed != now:
-        told.append(f"the case failed as {shown(failed)}; further runs are made as {shown(now)}")
-    return replace(state.findings, environment=tuple(told))
-
-
-def _night(state: State) -> RunFolder:
-    """The run folder that the failing case is of; the search's own if it was made here."""
-    place = state.search.place
-    if place is not None and (place.parent.parent / MANIFEST_FILE).is_file():
-        return RunFolder.open(place.parent.parent)
-    return state.asker.folder
-
-
-def _legs_differ(state: State) -> bool:
-    """Whether the legs ran in other environments: no configuration is to blame then."""
-    return bool(of_legs(state.runs.reference, state.runs.candidate).facts)
-
-
-def _place(state: State) -> Findings:
-    place = locate_case(
-        state.runs, state.asker, verdict=state.verdict, element=state.search.element
-    )
-    return replace(state.findings, place=place)
-
-
-def _causes(state: State) -> Findings:
-    """Which of the differences between the legs make it fail."""
-    findings = state.findings
-    if _legs_differ(state):
-        return findings  # the legs differ in more than their configurations
-    try:
-        found = find_causes(state.runs.case, state.verdict, state.asker)
-    except OutOfBudget as error:
-        best = error.best if isinstance(error.best, FoundCauses) else None
-        raise Unfinished(replace(findings, causes=best), str(error)) from None
-    return replace(findings, causes=found)
-
-
-def _least(state: State) -> Findings:
-    """A scenario that fails alone, in the least ranks, layers and steps."""
-    findings = state.findings
-    if findings.causes is None or not findings.causes.causes:
-        return findings
-    kept = state.before.least_case if state.before is not None else None
-    if kept is not None and kept.path and Path(kept.path).is_file():
-        return replace(findings, least_case=kept)  # written by an earlier sitting
-    found = leave_alone(
-        state.runs.case, state.verdict, findings.causes, state.asker,
-        folder=state.search.repro, place=where(findings.place),
-    )  # fmt: skip
-    return replace(findings, least_case=found)
-
-
-def _range(search: Search) -> CommitRange:
-    return CommitRange(Path.cwd(), search.commits, commit.PACKAGES)
-
-
-def _commits(state: State) -> Findings:
-    """The first commit on which the case fails, in a worktree of its own."""
-    search, folder = state.search, state.asker.folder
-    journal = state.asker.journal
-    if not search.commits or journal is None:
-        return state.findings
-    run = case_run(folder.case_folder(search.case.id), state.verdict, folder.path / COMMITS_FOLDER)
-    try:
-        found = find_first_bad(
-            _range(search), run, journal, name=question_name(search.case),
-            cost=len(LEGS),
+    def __init__(self, search: Search, asker: Asker, notes: Sequence[str]) -> None:
+        self._search, self._asker = search, asker
+        self._folder, self._began_s = asker.folder.path, time.monotonic()
+        self._before = read_findings(self._folder)
+        case = search.case
+        self._found = Findings(
+            case_id=case.id, scenario=case.scenario, outcome="error", what="not_run",
+            message=NO_ANSWER, command=_again(search, self._folder),
+            environment=tuple(notes),
         )  # fmt: skip
-    except OutOfBudget as error:
-        best = error.best if isinstance(error.best, CommitSearch) else None
-        raise Unfinished(replace(state.findings, commits=best), str(error)) from None
-    return replace(state.findings, commits=found)
 
+    def carry_out(self) -> Findings:
+        """All stages, or as many as the budget allows.
 
-STAGES: dict[Until, Stage] = {
-    "environment": _environment, "place": _place, "causes": _causes, "least": _least,
-}  # fmt: skip
-"""In this order; each may rest on those before it."""
+        Raises:
+            Interrupted: somebody stopped it; the text has the command that goes on.
+        """
+        try:
+            for found in self._stages():
+                self._keep(found)
+            return self._found
+        except Unfinished as ended:
+            return self._stop(ended.findings, str(ended))
+        except OutOfBudget as error:
+            return self._stop(self._found, str(error))
+        except (Interrupted, KeyboardInterrupt):
+            self._stop(self._found, "interrupted")
+            raise Interrupted(
+                f"interrupted; what was found is in {self._folder}, go on with: "
+                f"{self._found.command}"
+            ) from None
 
+    def _stages(self) -> Iterator[Findings]:
+        """What is known, each time that more is."""
+        search, asker = self._search, self._asker
+        if search.place is not None:
+            asker.adopt(search.place, search.case)
+        if search.layout_step is not None:
+            yield self._between_layouts(search.layout_step)
+            return
+        asked = asker.ask(search.case, "does the case itself fail?")
+        yield self._judged(asked.verdict)
+        if asked.verdict.outcome in ("passed", "skipped"):
+            return
+        state = State(
+            search=search, asker=asker, runs=asked.runs, verdict=asked.verdict,
+            findings=self._found, before=self._before,
+        )  # fmt: skip
+        names = list(STAGES)
+        for stage in (*(STAGES[n] for n in names[: names.index(search.until) + 1]), find_commit):
+            state = replace(state, findings=stage(state))
+            yield state.findings
 
-class Unfinished(Exception):
-    """A stage ended before its end; `findings` has what it knows."""
+    def _between_layouts(self, step: int) -> Findings:
+        """No two layouts are bitwise equal: what is apart by more than rounding."""
+        answer, verdict = compare_cells(self._search.case, step, self._asker)
+        return replace(self._judged(verdict), place=answer.location)
 
-    def __init__(self, findings: Findings, why: str) -> None:
-        super().__init__(why)
-        self.findings = findings
+    def _judged(self, verdict: Verdict) -> Findings:
+        return replace(
+            self._found, outcome=verdict.outcome, what=verdict.what, message=verdict.message
+        )
+
+    def _stop(self, found: Findings, why: str) -> Findings:
+        """Keep what is known; of stages not come to in this sitting, what the last one knew."""
+        if (before := self._before) is not None:
+            asked = found if found.message != NO_ANSWER else before
+            found = replace(
+                found, outcome=asked.outcome, what=asked.what, message=asked.message,
+                **{name: getattr(found, name) or getattr(before, name) for name in _OF_STAGES},
+            )  # fmt: skip
+        return self._keep(replace(found, stopped=why))
+
+    def _keep(self, found: Findings) -> Findings:
+        spent_s = self._before.seconds if self._before is not None else 0.0
+        self._found = _with_questions(
+            found, self._asker, spent_s + time.monotonic() - self._began_s
+        )
+        keep_findings(self._folder, self._found)
+        keep_page(self._folder, self._found)
+        return self._found
 
 
 def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Findings:
@@ -290,29 +165,44 @@ def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Finding
     return replace(findings, questions=asked, num_runs=runs, seconds=round(seconds, 3))
 
 
-def _folder(search: Search, prepared: launch.Prepared, identity: Identity) -> RunFolder:
-    """The folder of this search: one that is there, if it is of the same case and code."""
+def _folder(
+    search: Search, prepared: launch.Prepared, identity: Identity
+) -> tuple[RunFolder, tuple[str, ...]]:
+    """The folder of this search, one that is there if its answers hold; which ones do not, and why.
+
+    Raises:
+        UsageError: the folder that was named is of something else.
+    """
     first = search.out or DEFAULT_OUT / f"bisect-{search.case.id}"[:MAX_NAME_CHARS]
-    number, wanted = 1, first
+    number, wanted, notes = 1, first, list[str]()
     while (wanted / MANIFEST_FILE).is_file():
         folder = RunFolder.open(wanted)
         is_same = bool(folder.cases) and same_question(folder.cases[0], search.case)
-        if is_same and (search.out is not None or _is_current(folder, identity)):
-            return folder
+        if is_same and search.out is not None:
+            return folder, ()  # its journal is refused if it is another's
         if search.out is not None:
             raise UsageError(
                 f"--out {wanted}: expected a search of {search.case.id} or nothing, got a run "
                 "folder of something else"
             )
+        if is_same and not (why := _why_other(folder, identity)):
+            return folder, tuple(notes)
+        if is_same:
+            notes.append(f"answers of an earlier search, in {wanted}, are left alone: {why}")
         number += 1
         wanted = first.with_name(f"{first.name}-{number}")
-    return launch.make_folder(prepared, wanted, search.argv)
+    return launch.make_folder(prepared, wanted, search.argv), tuple(notes)
 
 
-def _is_current(folder: RunFolder, identity: Identity) -> bool:
-    """Whether the answers in a folder hold for this code; a search elsewhere starts anew."""
+def _why_other(folder: RunFolder, identity: Identity) -> str:
+    """Why the answers in a folder do not hold here and now; "" if they do."""
     journal = folder.path / JOURNAL_FILE
-    return not journal.is_file() or read_journal(journal)[0] == identity
+    if not journal.is_file():
+        return ""
+    try:
+        return read_journal(journal)[0].differs_from(identity)
+    except OtherSchema as error:
+        return str(error)
 
 
 def same_question(one: CaseSpec, other: CaseSpec) -> bool:

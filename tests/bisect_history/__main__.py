@@ -19,7 +19,8 @@ from pathlib import Path
 from harness.bisector.chance import bounds
 from harness.bisector.commit_runs import command_run
 from harness.bisector.commits import CommitRange, CommitSearch, find_first_bad
-from harness.bisector.questions import Identity, Journal
+from harness.bisector.identity import Identity
+from harness.bisector.questions import Journal
 from tests.bisect_history.history import SOMETIMES, WRONG, git, make_history, programs
 
 BUILD = (sys.executable, "-m", "compileall", "-q", "program")
@@ -39,7 +40,7 @@ def right(found: CommitSearch, guilty: str) -> bool:
 def search(root: Path, *, once: bool) -> CommitSearch:
     """The first bad commit of all."""
     commits = f"{git(root, 'rev-list', '--max-parents=0', 'main')}..main"
-    identity = Identity(code=commits, environment="", case="")
+    identity = Identity(code=commits, environment={}, case="")
     with Journal(root.with_name("questions.jsonl"), identity) as journal:
         run = command_run(COMMAND, root.with_name("logs"), build=BUILD)
         return find_first_bad(CommitRange(root, commits), run, journal, once=once)

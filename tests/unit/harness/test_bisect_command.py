@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from harness import commit
+from harness.bisector import identity
+from harness.bisector.asking import Asker
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
-from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
 
 def failed_run(engine: FakeEngine) -> None:
@@ -235,3 +237,85 @@ def test_answers_of_other_code_are_left_alone(
     capsys.readouterr()
     assert main([*command, "--out", "out/bisect-dp2-attn"]) == 4
     assert "name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_search_that_has_no_answer_yet_ends_like_any_other(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], between: bool
+) -> None:
+    """A budget or Ctrl-C in its first question: what is asked, why it ended, how to go on."""
+    two = "axes: {parallel: [{tp: 1}, {tp: 2}], graph: [eager, [attn]]}"
+    Path("two.yaml").write_text(SCENARIO.replace(SCENARIO.splitlines()[3], two))
+    against = ["-k", "tp2", "--against", "tp1"] if between else ["-k", "tp2"]
+    command = ["bisect", "two.yaml", *against, "--out", "b", "--budget-runs", "2"]
+    code, found = run_json(capsys, *command)
+    assert (code, found["exit_code"], found["outcome"]) == (6, 6, "error")
+    assert (found["what"], found["num_runs"]) == ("not_run", 0)
+    assert found["stopped"].startswith("the budget of 2 runs: 0 spent, the next question")
+    assert main(command) == 6
+    out = capsys.readouterr().out
+    assert "not finished: the budget of 2 runs" in out
+    assert "again: harness bisect two.yaml -k tp2" in out
+
+    def interrupt(spec: RunSpec) -> None:
+        raise KeyboardInterrupt
+
+    engine.on_start = interrupt
+    assert main(command[:-2]) == 2
+    assert "go on with: harness bisect two.yaml -k tp2" in capsys.readouterr().err
+    assert json.loads(Path("b/bisect.json").read_text())["stopped"] == "interrupted"
+
+
+def test_a_sitting_that_ends_early_forgets_nothing(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before it has come to where the last one was: what that knew is still there."""
+    failed_run(engine)
+    command = ["bisect", "dp2-attn", "r", "--out", "b", "--until", "causes", "--no-element"]
+    code, whole = run_json(capsys, *command)
+    assert code == 1
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Asker, "ask", interrupt)
+    assert main(command) == 2
+    kept = json.loads(Path("b/bisect.json").read_text())
+    for name in ("outcome", "what", "message", "place", "causes"):
+        assert kept[name] == whole[name]
+    assert kept["stopped"] == "interrupted"
+
+
+def test_answers_of_another_environment_are_left_alone(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of a package: a folder of its own, and what differs is said first."""
+    failed_run(engine)
+    command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place"]
+    monkeypatch.setattr(identity, "installed_packages", lambda: {"torch": "2.11"})
+    first = run_json(capsys, *command)[1]
+    monkeypatch.setattr(identity, "installed_packages", lambda: {"torch": "2.12"})
+    code, second = run_json(capsys, *command)
+    assert (code, first["environment"]) == (1, [])
+    assert second["environment"] == [
+        "answers of an earlier search, in out/bisect-dp2-attn, are left alone: package torch 2.11 "
+        "became 2.12"
+    ]
+    assert second["folder"] == f"{first['folder']}-2"
+    assert main([*command, "--out", "out/bisect-dp2-attn"]) == 4
+    assert "but package torch 2.11 became 2.12: name another" in capsys.readouterr().err
+
+
+def test_the_machine_of_further_runs_is_said(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A case of another machine is gone on with here: what differs comes before the answer."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    failed_run(engine)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place", "--out", "b"]
+    code, found = run_json(capsys, *command)
+    assert code == 1
+    assert found["environment"] == [
+        "the case and further runs ran in other environments: NCCL_ALGO Ring became Tree"
+    ]

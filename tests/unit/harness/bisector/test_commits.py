@@ -17,13 +17,13 @@ from harness.bisector.commits import (
     find_first_bad,
     parse_range,
 )
+from harness.bisector.identity import Identity
 from harness.bisector.questions import (
     FAILS,
     PASSES,
     UNRESOLVED,
     Answer,
     Budget,
-    Identity,
     Journal,
     OutOfBudget,
     Reply,
@@ -33,7 +33,7 @@ from harness.errors import UsageError
 from tests.bisect_history.history import BROKEN, WRONG, git, make_history, programs
 
 NUMBER = 64
-IDENTITY = Identity(code="", environment="", case="")
+IDENTITY = Identity(code="", environment={}, case="")
 BUILD = (sys.executable, "-m", "compileall", "-q", "program")
 COMMAND = (sys.executable, "-m", "program")
 

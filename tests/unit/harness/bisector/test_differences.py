@@ -9,8 +9,8 @@ import pytest
 from fsdp_core.config import ParallelConfig, TrainConfig, model_from_preset
 from harness.bisector.differences import (
     LegChanges,
-    flat,
-    nested,
+    config_of,
+    leaves_of,
     plants_of,
     why_illegal,
     with_plants,
@@ -140,7 +140,7 @@ def test_faults_that_are_planted_together_are_changes_of_their_own() -> None:
 def test_flat_and_nested_are_inverse() -> None:
     """No leaf is lost, and none shares memory with the configuration that it came from."""
     config = run(graph=("attn",)).config
-    again = nested(flat(config))
+    again = config_of(leaves_of(config))
     assert again == config
     again["graph"].append("mlp")
     assert config["graph"] == ["attn"]

@@ -1,12 +1,13 @@
 """Contracts of harness.bisector.questions: nothing is asked twice, nothing is believed unread."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.bisector.identity import Identity
 from harness.bisector.questions import (
     Budget,
-    Identity,
     Journal,
     OutOfBudget,
     Question,
@@ -15,7 +16,8 @@ from harness.bisector.questions import (
 )
 from harness.errors import Infrastructure, UsageError
 
-IDENTITY = Identity(code="abc", environment="torch 2.11 cpu", case="smoke.dp2")
+ENVIRONMENT = {"package torch": "2.11", "device": "cpu"}
+IDENTITY = Identity(code="abc", environment=ENVIRONMENT, case="smoke.dp2")
 FAILS = Reply(answer="fails", words="it failed", detail={"step": 3}, seconds=1.5)
 
 
@@ -103,18 +105,32 @@ def test_a_line_that_is_lost_or_twice_is_seen(tmp_path: Path) -> None:
     with pytest.raises(Infrastructure, match="q:3: the question 'a' twice"):
         Journal(path, IDENTITY)
     path.write_bytes(line + b"\n")
-    with pytest.raises(Infrastructure, match="q:1: expected a journal of schema 1"):
+    with pytest.raises(Infrastructure, match="q:1: expected a journal of schema 2"):
         Journal(path, IDENTITY)
 
 
-@pytest.mark.parametrize("name", ["code", "environment", "case"])
-def test_another_search_is_refused(tmp_path: Path, name: str) -> None:
-    """Answers of another code, environment or case are not this search's."""
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"code": "def"}, "code abc became def"),
+        ({"case": "smoke.dp4"}, "case smoke.dp2 became smoke.dp4"),
+        (
+            {"environment": ENVIRONMENT | {"package torch": "2.12"}},
+            "package torch 2.11 became 2.12",
+        ),
+        ({"environment": {"device": "cpu"}}, "package torch 2.11 became absent"),
+        (
+            {"code": "def", "environment": ENVIRONMENT | {"a": "1", "b": "2", "c": "3"}},
+            "code abc became def; a absent became 1; b absent became 2; 1 more",
+        ),
+    ],
+)
+def test_another_search_is_refused(tmp_path: Path, other: dict[str, Any], told: str) -> None:
+    """Answers of another code, environment or case are not this search's: what differs is said."""
     path = asked(tmp_path / "q", "a")
     before = path.read_bytes()
-    other = Identity(**IDENTITY.to_json() | {name: "other"})
-    with pytest.raises(UsageError, match=f"expected answers for {name} 'other', got a search of"):
-        Journal(path, other)
+    with pytest.raises(UsageError, match=rf"hold here and now, but {told}: name another folder"):
+        Journal(path, Identity(**IDENTITY.to_json() | other))
     assert path.read_bytes() == before
 
 
