@@ -18,6 +18,7 @@ failure mode of sharded training under graphs.
 
     harness faults list -k 'streams or F31'
     harness faults run                                   all that this machine can run, minutes
+    harness faults run --elsewhere 7                     each in a cell drawn with the seed 7
     harness faults table RUN... --write docs/FAULTS.md   makes this page, of runs or their shards
 """
 MEASURED = "## Measured"

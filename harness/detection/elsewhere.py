@@ -1,7 +1,7 @@
 """Faults in other cells than their own: what the catalogue's cells were never tuned to.
 
-    entry, seed -> step, rank, layout, dtype, model, microbatches and tensor drawn anew, one or two
-                   at a time -> the first draw that is a scenario by the rules
+    entry, seed -> step, rank, layout, dtype, pool, microbatches, seed and tensor, one to three of
+                   them drawn anew -> the first draw that is a scenario by the rules
 
 A fault bites in its own cell because somebody made it so. Here it is planted where nobody looked,
 so whoever changes the bisector cannot fit it to the cells. What the entry says of its own cell
@@ -15,7 +15,6 @@ from typing import Any
 
 from harness.detection.cells import CELL, Variant, cases_of, scenario_text, stress_of
 from harness.errors import UsageError
-from harness.faults.catalogue import BASE
 from harness.faults.fault import Cell, Fault
 from harness.matrix import Device
 
@@ -23,7 +22,8 @@ ELSEWHERE_LABEL = "elsewhere"
 CAPTURES_AT = 2
 """The step that captures: a fault planted there is one of it."""
 STEPS = (1, 3, 4)
-MICROBATCHES = (1, 2, 3)
+MICROBATCHES = (1, 3, 4)
+POOLS = ("dynamic", "double", "traced")
 LAYOUTS: tuple[Mapping[str, int | bool], ...] = (
     {"dp": 4},
     {"dp": 2, "tp": 2},
@@ -93,8 +93,8 @@ def _dtype(fault: Fault, draw: random.Random) -> Fault:
     return _with(fault, "dtype", "bf16")
 
 
-def _model(fault: Fault, draw: random.Random) -> Fault:
-    return _with(fault, "model", {"preset": BASE["model"], "layers": 4})
+def _fsdp(fault: Fault, draw: random.Random) -> Fault:
+    return _with(fault, "fsdp", {"pool": draw.choice(POOLS)})
 
 
 def _microbatches(fault: Fault, draw: random.Random) -> Fault:
@@ -116,5 +116,5 @@ def _tensor(fault: Fault, draw: random.Random) -> Fault:
 
 
 _CHANGES: tuple[_Change, ...] = (
-    _step, _rank, _layout, _dtype, _model, _microbatches, _seed, _tensor,
+    _step, _rank, _layout, _dtype, _fsdp, _microbatches, _seed, _tensor,
 )  # fmt: skip

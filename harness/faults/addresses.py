@@ -148,7 +148,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="addresses",
         source="F21",
         symptom="what the first microbatch saved is overwritten before its backward",
-        cell=Cell(settings={"parallel": {"pp": 2}}, graph=("attn",), rank=0),
+        cell=Cell(settings={"microbatches": 2, "parallel": {"pp": 2}}, graph=("attn",), rank=0),
         points_at=Pointer(phase="forward", module="layers.0.attn"),
     ),
 )

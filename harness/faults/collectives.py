@@ -5,7 +5,7 @@ from harness.faults.fault import AT_STEP, Cell, Fault, Pointer
 _TP = Cell(settings={"parallel": {"tp": 2}})
 _SP = Cell(settings={"parallel": {"tp": 2, "sequence_parallel": True}})
 _CP = Cell(settings={"parallel": {"cp": 2}})
-_PP = Cell(settings={"parallel": {"pp": 2}})
+_PP = Cell(settings={"parallel": {"pp": 2}, "microbatches": 2})
 _EP = Cell(
     settings={
         "model": {"preset": "moe_tiny", "capacity_factor": 1.25},

@@ -50,6 +50,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="data",
         source="F81",
         symptom="nothing: some of the data is never read",
+        cell=Cell(settings={"microbatches": 2}),
         points_at=Pointer(phase="input", module="embedding", tensor="embedding:input"),
     ),
     Fault(
@@ -69,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="data",
         source="F21",
         symptom="the loss rises: tokens are of other targets",
-        cell=Cell(settings={"parallel": {"pp": 2}}, rank=0),
+        cell=Cell(settings={"microbatches": 2, "parallel": {"pp": 2}}, rank=0),
         points_at=Pointer(phase="input", module="embedding", tensor="embedding:input"),
     ),
     Fault(

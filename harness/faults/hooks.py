@@ -81,6 +81,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="hooks",
         source="F64",
         symptom="gradients of one microbatch land in another",
+        cell=Cell(settings={"microbatches": 2}),
         points_at=_NORM_GRADIENT,
     ),
     Fault(
@@ -157,7 +158,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="hooks",
         source="F13",
         symptom="replicas drift, or gradients are missing",
-        cell=Cell(settings={"parallel": {"dp": 2, "dp_outer": 2}}),
+        cell=Cell(settings={"microbatches": 2, "parallel": {"dp": 2, "dp_outer": 2}}),
         points_at=Pointer(phase="reduce"),
     ),
     Fault(
@@ -169,7 +170,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="hooks",
         source="F13",
         symptom="each microbatch is summed over replicas",
-        cell=Cell(settings={"parallel": {"dp": 2, "dp_outer": 2}}),
+        cell=Cell(settings={"microbatches": 2, "parallel": {"dp": 2, "dp_outer": 2}}),
         points_at=Pointer(phase="reduce", tensor="*"),
     ),
 )

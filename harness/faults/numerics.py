@@ -82,6 +82,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F68",
         symptom="the last microbatch counts as often as there are microbatches",
         everywhere=True,
+        cell=Cell(settings={"microbatches": 2}),
         points_at=Pointer(phase="backward", tensor="head:gradient"),
     ),
     Fault(
@@ -93,7 +94,9 @@ FAULTS: tuple[Fault, ...] = (
         source="F68",
         symptom="experts are balanced harder than asked for",
         everywhere=True,
-        cell=Cell(settings={"model": "moe_tiny", "parallel": {"dp": 2, "ep": 2}}),
+        cell=Cell(
+            settings={"microbatches": 2, "model": "moe_tiny", "parallel": {"dp": 2, "ep": 2}}
+        ),
         points_at=Pointer(
             phase="backward",
             module="layers.1.mlp*",
@@ -186,6 +189,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F19",
         symptom="a layer learns from the last microbatch alone",
         everywhere=True,
+        cell=Cell(settings={"microbatches": 2}),
         points_at=Pointer(phase="reduce", module="layers.1*", tensor="layers.1.*"),
     ),
     Fault(

@@ -88,7 +88,7 @@ FAULTS: tuple[Fault, ...] = (
         kind="streams",
         source="F63",
         symptom="on a busy GPU, gradients of one microbatch count twice and of another never",
-        cell=Cell(stress=("races",)),
+        cell=Cell(settings={"microbatches": 2}, stress=("races",)),
         points_at=Pointer(phase="reduce", tensor="grad buffer of unit *"),
     ),
     Fault(
