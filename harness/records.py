@@ -231,7 +231,8 @@ class EventRecord(Json):
 class ErrorRecord(Json):
     """The exception that ended the rank, already classified by the rank itself.
 
-    `blames` is the rank that had failed before, as far as this one heard of it.
+    `blames` is the rank that had failed before, as far as this one heard of it; `module` the dotted
+    name of the innermost module at work, "" where none was, and in files older than the field.
     """
 
     rank: int
@@ -241,6 +242,7 @@ class ErrorRecord(Json):
     message: str
     traceback: str
     blames: int | None = None
+    module: str = ""
     kind: Literal["error"] = "error"
 
 

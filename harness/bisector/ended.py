@@ -33,12 +33,14 @@ _STALE = re.compile(r"^(?:stale_address: )?(.+?): (?:captured at|freed since|.*)
 _RACE = re.compile(r"^race: (.+?): (\S+ (?:reads|writes) on stream (\S+) at .+?), (.+), unordered")
 _STREAM = re.compile(r"on stream (\S+)")
 _NEVER = re.compile(
-    r"^ranks? (?P<ranks>[\d, ]+) never entered (?P<operator>\w+)(?: of (?P<label>\S+))?"
+    r"^ranks? (?P<ranks>[\d, ]+) never entered (?P<operator>\w+)"
+    r"(?: of (?P<label>\S+)| in a capture)?"
     r"(?: in step (?P<step>\d+))? \(collective \d+ of ranks (?P<group>[\d,]+)\)"
 )
 _ENTERED = re.compile(
-    r"^ranks? (?P<ranks>[\d, ]+) entered (?P<operator>\w+)(?: of (?P<label>\S+))? where ranks? "
-    r"(?P<others>[\d, ]+) entered (?P<expected>\w+)(?: of (?P<whose>\S+))?"
+    r"^ranks? (?P<ranks>[\d, ]+) entered (?P<operator>\w+)"
+    r"(?: of (?P<label>\S+)| in a capture)? where ranks? "
+    r"(?P<others>[\d, ]+) entered (?P<expected>\w+)(?: of (?P<whose>\S+)| in a capture)?"
     r"(?: in step (?P<step>\d+))?"
 )
 _WHERE: tuple[tuple[re.Pattern[str], Phase], ...] = (
@@ -50,6 +52,14 @@ _WHERE: tuple[tuple[re.Pattern[str], Phase], ...] = (
 )
 """Files of a traceback, by what a step does there; the first that fits."""
 _IN_CAPTURE = re.compile(r"/trainer\.py\", line \d+, in _capture\b|/fsdp_core/graph/capture")
+_NO_GROUP = re.compile(
+    r"could not resolve the process group|process group has not been initialized"
+    r"|invalid process group specified", re.IGNORECASE,
+)  # fmt: skip
+"""What torch says of groups that are not there any more."""
+_AT_WORK = re.compile(r" in module ([\w.]+)")
+"""What the engine says of a rank that left no word, if the rank had noted it."""
+_NAME = re.compile(r"[\w.]+")
 _MODULE = re.compile(r"\b(layers\.\d+(?:\.\w+)*|embedding|norm|head)\b")
 
 
@@ -69,10 +79,26 @@ def how_it_ended(run: RunResult) -> Location | None:
         return _race(found, error)
     if flaw.what in ("hang", "crashed") and (waited := _collective(found, run.outcome.message)):
         return waited
-    if found.phase != "outside" and error is not None:
-        module = _MODULE.search(error.message)
-        return replace(found, module=module[1] if module else "")
-    return found
+    return _named(found, run, error)
+
+
+def _named(found: Location, run: RunResult, error: ErrorRecord | None) -> Location:
+    """With the module that was at work, or else the first that the words name, and the tensor."""
+    if error is None:
+        noted = _AT_WORK.search(run.outcome.message)
+        return replace(found, module=noted[1]) if noted else found
+    if _NO_GROUP.search(error.message):
+        told = "its process groups are gone, which no step takes away: something beside the steps"
+        return replace(found, evidence=(*found.evidence, told))
+    if found.phase == "outside":
+        return found
+    named = _MODULE.search(error.message)
+    module = error.module or (named[1] if named else "")
+    starts = [each.start for each in run.ranks if each.start is not None]
+    known = {name for start in starts for name in start.tensors.get("weights", ())}
+    tensor = next((name for name in _NAME.findall(error.message) if name in known), "")
+    raised = (f"it was raised in {error.module}",) if error.module else ()
+    return replace(found, module=module, tensor=tensor, evidence=(*found.evidence, *raised))
 
 
 def _speaker(run: RunResult, culprit: int | None) -> tuple[int | None, ErrorRecord | None]:
@@ -109,10 +135,14 @@ def _phase(run: RunResult, what: What, error: ErrorRecord | None) -> Phase:
     if what in LOST:
         return "outside"
     if error is None:
-        # It left no word; those that waited for it say what all were doing.
+        # It left no word; what it noted, or those that waited for it, say what all were doing.
         others = (each.error for each in run.ranks if each.error is not None)
         at_capture = any(_IN_CAPTURE.search(other.traceback) for other in others)
-        return "capture" if at_capture else "outside"
+        return "capture" if at_capture or _AT_WORK.search(run.outcome.message) else "outside"
+    return "outside" if _NO_GROUP.search(error.message) else _phase_of_frames(run, error)
+
+
+def _phase_of_frames(run: RunResult, error: ErrorRecord) -> Phase:
     # A capture calls everything that a step calls.
     if _IN_CAPTURE.search(error.traceback):
         return "capture"
@@ -178,6 +208,9 @@ def _waiting(
     ranks = tuple(int(rank) for rank in match["ranks"].split(","))
     label = match["label"] or ""
     step = match["step"]
+    if " in a capture" in match[0]:
+        phase = "capture"
+        told += "; some capture graphs there, others do not, or are further"
     return replace(
         found, rank=ranks[0], ranks=ranks, near=near, phase=phase or found.phase,
         module=label if label.startswith("layers.") else "",

@@ -106,7 +106,14 @@ def read_dump(path: Path) -> Place | None:
 
 def last_place(folder: Path, rank: int) -> Place | None:
     """Where a rank was: by its own notes on the CPU, by NCCL's recorder on a GPU, else None."""
-    return read_place(place_path(folder, rank)) or read_dump(folder / f"nccl_rank{rank}")
+    own = read_place(place_path(folder, rank))
+    return own if own and own.operator else read_dump(folder / f"nccl_rank{rank}")
+
+
+def last_module(folder: Path, rank: int) -> str:
+    """The module that a rank was in, where it noted that; else ""."""
+    own = read_place(place_path(folder, rank))
+    return own.module if own is not None else ""
 
 
 def _place(entries: list[dict[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Place | None:

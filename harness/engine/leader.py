@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.disk import read_tail
 from harness.engine.crew import Crew, Job, Meeting, RankMain, flush_output, redirect
-from harness.engine.gpu_evidence import kernel_words, last_place
+from harness.engine.gpu_evidence import kernel_words, last_module, last_place
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.outcome import RankEvidence, classify
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
@@ -74,6 +74,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
             records=records,
             stderr_tail=tail_of(here / f"rank{records.rank}.stderr"),
             place=last_place(here, records.rank),
+            module=last_module(here, records.rank),
         )
         for records in read_ranks(here, job.spec.world_size)
     ]

@@ -56,12 +56,16 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class RankEvidence:
-    """What is known of one rank: exit state, records, the end of what it printed."""
+    """What is known of one rank: exit state, records, the end of what it printed.
+
+    `place` is the collective that it entered last, `module` what it ran; both as far as known.
+    """
 
     exit: RankExit
     records: RankRecords
     stderr_tail: str = ""
     place: Place | None = None
+    module: str = ""
 
     @property
     def rank(self) -> int:
@@ -227,6 +231,8 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
     """The same of a rank that left no error record: its exit code and what it printed."""
     verb = f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
     how = f"rank {rank.rank} {verb} {_where(rank)}"
+    if rank.module:
+        how += f" in module {rank.module}"
     if mentions(rank.stderr_tail, ILLEGAL_ACCESS):
         return "illegal_access", f"{how}: CUDA illegal memory access"
     if mentions(rank.stderr_tail, OUT_OF_MEMORY):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.engine.gpu_evidence import kernel_words, last_place
+from harness.engine.gpu_evidence import kernel_words, last_module, last_place
 from harness.engine.job_files import LOG_FILE, STARTED_AGAIN, NodeReport, Submission
 from harness.engine.leader import tail_of
 from harness.engine.outcome import Answer, RankEvidence, classify, culprit_of
@@ -73,6 +73,7 @@ def put_together(
             records=records,
             stderr_tail=tail_of(folder / f"rank{records.rank}.stderr"),
             place=last_place(folder, records.rank),
+            module=last_module(folder, records.rank),
         )
         for records in read_ranks(folder, spec.world_size)
     ]

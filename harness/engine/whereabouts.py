@@ -21,6 +21,8 @@ from harness.codec import Json, RecordError, dumps
 from harness.disk import read_plain
 
 SIZE_BYTES = 1 << 14
+IN_CAPTURE = "a capture"
+"""Label of collectives that belong to no unit and are called while graphs are captured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,11 @@ class Place(Json):
     Attributes:
         step: of the training.
         operator: the collective that it entered last, as torch calls it.
-        label: whose it is, as far as that is known: `layers.1`.
+        label: whose it is, as far as that is known: `layers.1`, or `IN_CAPTURE`.
         group: global ranks that take part in it.
         is_inside: whether it has not come back from it.
         entered: how many collectives of each group it has entered, by ranks as `0,1`.
+        module: innermost module that was running, in the step that captures graphs; else "".
     """
 
     step: int
@@ -42,6 +45,7 @@ class Place(Json):
     group: tuple[int, ...]
     is_inside: bool
     entered: dict[str, int] = field(default_factory=dict)
+    module: str = ""
 
     @property
     def key(self) -> str:
@@ -50,8 +54,9 @@ class Place(Json):
 
     @property
     def collective(self) -> str:
-        """The collective in words: `all_reduce of layers.1`."""
+        """The collective in words: `all_reduce of layers.1`, `all_reduce in a capture`."""
         whose = f" of {self.label}" if self.label else ""
+        whose = f" in {self.label}" if self.label == IN_CAPTURE else whose
         return f"{self.operator.rpartition('::')[2].strip('_')}{whose}"
 
     def words(self, number: int) -> str:

@@ -40,7 +40,8 @@ FAULTS: tuple[Fault, ...] = (
         source="F03",
         symptom="the first step after the capture stops, or computes with old weights",
         cell=Cell(graph=("layer",), step=2),
-        points_at=Pointer(phase="capture", module="layers.0*"),
+        # All layers lose theirs; backward enters the last one first, and stops there.
+        points_at=Pointer(phase="capture", module="layers.*"),
     ),
     Fault(
         name="hook_arguments_lost",

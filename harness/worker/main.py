@@ -4,6 +4,7 @@ Everything heavy is imported at module level on purpose: the forkserver imports 
 and every rank is a fork of it.
 """
 
+import contextlib
 import itertools
 import os
 import platform
@@ -45,11 +46,12 @@ from harness.records import (
     StartRecord,
     What,
 )
-from harness.worker.collectives import noted
+from harness.worker.collectives import Notes, noted
 from harness.worker.contents import ContentsFile
 from harness.worker.digest_time import digest_time_event, is_told
 from harness.worker.launched import Launched
 from harness.worker.memory_event import memory_event
+from harness.worker.module_at_work import module_of_error
 from harness.worker.observe import Observer
 from harness.worker.plant import Plant
 from harness.worker.record_file import RecordFile
@@ -92,6 +94,7 @@ class _Session:
         self.plant = Plant(spec, rank, self.file)
         self.step = -1
         self.store: dist.Store | None = None
+        self.stages: list[torch.nn.Module] = []
         self.started_unix_s = psutil.Process().create_time()
         # From here on by the clock that nobody sets.
         self.started_s = time.monotonic() - max(time.time() - self.started_unix_s, 0.0)
@@ -111,18 +114,19 @@ class _Session:
         place = place_path(self.folder, self.rank)
         with (
             device.counting_memory() if trace is None else trace.tracing(),
-            noted(device, place, lambda: self.step, config.graph_warmup_steps),
+            noted(device, place, lambda: self.step, config.graph_warmup_steps) as notes,
         ):
             trainer = make_trainer(config, axes, device)
+            self.stages = list(trainer.stages)
             try:
-                self._train(trainer, trace)
+                self._train(trainer, trace, notes)
             finally:
                 # A process group must not be destroyed while a graph that used it is alive.
                 if sys.exc_info()[0] is None:
                     trainer.close()
         dist.destroy_process_group()
 
-    def _train(self, trainer: Trainer, trace: MemoryTrace | None) -> None:
+    def _train(self, trainer: Trainer, trace: MemoryTrace | None, notes: Notes) -> None:
         contents = ContentsFile(self.spec, self.rank, self.folder, trainer)
         rounding = rounded(self.spec, self.rank)
         observer = Observer(trainer, self.rank, self.file)
@@ -151,7 +155,7 @@ class _Session:
             soaking = Soaking(self.spec, self.rank, trainer, self.store, self.file.write)
             for self.step in soaking.steps():
                 self.plant.before_step(trainer, self.step)
-                with launched.counting(self.step), rounding:
+                with launched.counting(self.step), rounding, self._modules_noted(notes):
                     trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
@@ -177,6 +181,14 @@ class _Session:
             )
         )
         self.plant.after_end()
+
+    def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
+        """In the step that captures; compiled code would be guarded against what notes them."""
+        config = self.spec.config
+        captures = config["graph"] and self.step == config["graph_warmup_steps"]
+        if captures and not config["compile"]:
+            return notes.modules(self.stages)
+        return contextlib.nullcontext()
 
     def _flush(self, observer: Observer) -> None:
         """Write the steps that wait in the ring, also when the step after them has failed."""
@@ -235,6 +247,7 @@ class _Session:
                     message=message,
                     traceback=text[-8000:],
                     blames=None if before is None else before.rank,
+                    module=module_of_error(error, self.stages),
                 )
             )
         finally:

@@ -28,15 +28,22 @@ ENTERED = (
     "rank 1 entered allreduce where rank 0 entered reduce_scatter_base of layers.0 in step 2 "
     "(collective 9 of ranks 0,1); time was up"
 )
+CAPTURING = (
+    "rank 1 entered all_reduce where rank 0 entered allgather_base in a capture in step 2 "
+    "(collective 47 of ranks 0,1); time was up"
+)
 IN_CAPTURE = '  File "/x/fsdp_core/graph/capture.py", line 9, in capture\n'
 
 
-def ended(what: What, message: str, *, rank: int = 1, traceback: str = "") -> RunResult:
+def ended(
+    what: What, message: str, *, rank: int = 1, traceback: str = "", module: str = ""
+) -> RunResult:
     """A graphed run that a rank ended in step 2."""
     run = run_of(graph=("attn",))
     error = ErrorRecord(
-        rank=rank, step=2, what=what, type="Error", message=message, traceback=traceback
-    )
+        rank=rank, step=2, what=what, type="Error", message=message, traceback=traceback,
+        module=module,
+    )  # fmt: skip
     ranks = tuple(
         dataclasses.replace(
             each, steps=each.steps[:2], end=None, error=error if each.rank == rank else None
@@ -89,6 +96,48 @@ def test_a_hang_names_the_collective_and_who_is_missing(
     silent = tuple(dataclasses.replace(each, error=None) for each in run.ranks)
     found = between(run_of(), dataclasses.replace(run, ranks=silent))
     assert (found.near, found.ranks, found.collective, found.step) == (near, ranks, collective, 2)
+
+
+def test_ranks_that_meet_a_capture_in_the_wrong_collective_are_of_the_capture() -> None:
+    """One rank captures where another does not: neither the model nor its reduction is at fault."""
+    run = ended("hang", CAPTURING, rank=0)
+    silent = tuple(dataclasses.replace(each, error=None) for each in run.ranks)
+    found = between(run_of(), dataclasses.replace(run, ranks=silent))
+    assert (found.phase, found.near, found.rank, found.step) == ("capture", "in", 1, 2)
+
+
+def test_the_module_that_raised_outranks_those_that_words_name() -> None:
+    """The record's module is where it was raised; words may name what it was raised about."""
+    raised = ended("crashed", "embedding is odd", traceback=IN_CAPTURE, module="layers.1.mlp")
+    assert between(run_of(), raised).module == "layers.1.mlp"
+    told = ended("crashed", "embedding is odd", traceback=IN_CAPTURE)
+    assert between(run_of(), told).module == "embedding"
+
+
+def test_a_parameter_that_an_error_names_is_its_tensor() -> None:
+    """As far as there is one of that name on any rank."""
+    frames = '  File "/x/fsdp_core/fsdp/backward.py", line 1, in f\n'
+    words = "a gradient of 'layers.0.attn.norm.weight' came before layers.9.attn.norm.weight"
+    found = between(run_of(), ended("crashed", words, traceback=frames))
+    assert (found.phase, found.tensor) == ("backward", "layers.0.attn.norm.weight")
+
+
+def test_a_rank_without_its_process_group_failed_outside_of_the_step() -> None:
+    """Whatever it wanted to exchange: no step takes groups away."""
+    frames = '  File "/x/fsdp_core/parallel/collectives.py", line 1, in f\n'
+    words = "Could not resolve the process group registered under the name 0"
+    found = between(run_of(), ended("crashed", words, traceback=frames, module="layers.0"))
+    assert (found.phase, found.module) == ("outside", "")
+
+
+def test_a_rank_that_was_killed_in_a_capture_is_where_it_noted() -> None:
+    """It left no word but the module that it was in, which is noted in captures alone."""
+    killed = ended(
+        "killed", "rank 1 died by SIGKILL after step 1 in module layers.0.attn, not by us"
+    )
+    silent = tuple(dataclasses.replace(each, error=None) for each in killed.ranks)
+    found = between(run_of(), dataclasses.replace(killed, ranks=silent))
+    assert (found.phase, found.module, found.rank) == ("capture", "layers.0.attn", 1)
 
 
 def test_a_difference_before_the_end_comes_first() -> None:

@@ -304,3 +304,10 @@ def test_whom_gloo_aborts_is_not_who_was_wrong() -> None:
     other = [replace(ranks[0], stderr_tail="assertion failed"), *ranks[1:]]
     _, _, culprit = classify(other, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
     assert culprit == 0, "it died of something else"
+
+
+def test_a_killed_rank_is_told_with_the_module_that_it_was_in() -> None:
+    """Where it noted one."""
+    dead = replace(rank(1, -9), module="layers.0.attn")
+    _, message, _ = classify([good(0), dead], timed_out=False, timeout_s=1.0)
+    assert message.startswith("rank 1 died by SIGKILL after step 2 in module layers.0.attn, not")

@@ -1,11 +1,15 @@
 """Whose a collective is: asked in eager steps, learned for replays, never guessed."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from harness.engine.whereabouts import Place
+from harness.engine.gpu_evidence import last_module, last_place
+from harness.engine.whereabouts import IN_CAPTURE, Place, PlaceFile, place_path
 from harness.worker import collectives
 from harness.worker.collectives import Notes
 
@@ -20,10 +24,10 @@ class Rank:
     """Runs collectives of (0, 1) as a rank would, with `unit` at work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.step, self.unit = 0, ""
+        self.step, self.unit, self.captures = 0, "", False
         self.places: list[Place] = []
         self.notes = Notes(self, lambda: self.step, eager_steps=2)  # type: ignore[arg-type]
-        monkeypatch.setattr(collectives, "_unit_at_work", lambda: self.unit)
+        monkeypatch.setattr(collectives, "_unit_at_work", lambda: (self.unit, self.captures))
         monkeypatch.setattr(self.notes, "_group", lambda args: (0, 1))
 
     def write(self, place: Place) -> None:
@@ -76,3 +80,50 @@ def test_what_is_entered_is_counted_and_what_came_back_is_not_inside(rank: Rank)
         ("_reduce_scatter_base_", True, 2), ("_reduce_scatter_base_", False, 2),
         ("_reduce_scatter_base_", True, 2),
     ]  # fmt: skip
+
+
+def test_collectives_of_a_capture_say_so_and_move_no_label(rank: Rank) -> None:
+    """Those that belong to no unit are named after the capture; later ones keep their places."""
+    rank.take(1, (GATHER, "root"), (REDUCE, "layers.0"))
+    rank.captures = True
+    assert rank.take(2, (GATHER, ""), (GATHER, "layers.1")) == [IN_CAPTURE, "layers.1"]
+    assert rank.places[-4].collective == "allgather_base in a capture"
+    rank.captures = False
+    assert rank.take(2, (GATHER, ""), (REDUCE, "")) == ["root", "layers.0"]
+
+
+class _Attention(nn.Module):
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self.norm, self.rank = nn.Identity(), rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = [self.rank.places[-1].module]
+        x = self.norm(x)
+        assert [*seen, self.rank.places[-1].module] == ["attn", "attn"]
+        return x
+
+
+def test_modules_are_noted_while_they_run(rank: Rank) -> None:
+    """The innermost one, and the one around it once it is through; no trace is left of it."""
+    attention: Any = _Attention(rank)
+    attention.norm._call_impl = own = attention.norm._call_impl
+    with rank.notes.modules([nn.ModuleDict({"attn": attention})]):
+        attention(torch.ones(1))
+    assert [place.module for place in rank.places] == ["attn", "attn.norm", "attn", ""]
+    num_places = len(rank.places)
+    attention.norm(torch.ones(1))
+    assert len(rank.places) == num_places
+    assert "_call_impl" not in vars(attention)
+    assert vars(attention.norm)["_call_impl"] is own
+
+
+def test_a_rank_that_dies_leaves_the_module_behind(tmp_path: Path) -> None:
+    """What it was in when it stopped can be read from its file, and no collective is made up."""
+    notes = Notes(PlaceFile(place_path(tmp_path, 0)), lambda: 2, eager_steps=2)
+    stage = nn.ModuleDict({"attn": nn.Bilinear(1, 1, 1)})
+    with pytest.raises(TypeError), notes.modules([stage]):
+        stage["attn"]()
+    assert last_module(tmp_path, 0) == "attn"
+    assert last_place(tmp_path, 0) is None
+    assert last_module(tmp_path, 1) == ""

@@ -1,0 +1,61 @@
+"""The module that an exception came from: the innermost one, of its cause."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+from harness.worker.module_at_work import module_of_error
+
+
+class _Inner(nn.Module):
+    def forward(self, act: Callable[[], None]) -> None:
+        act()
+
+
+class _Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Inner()
+
+    def forward(self, act: Callable[[], None], *, wraps: bool = False) -> None:
+        try:
+            self.inner(act)
+        except ValueError as error:
+            if wraps:
+                raise RuntimeError("given up") from error
+            raise
+        raise ValueError("of the outer one")
+
+
+def _refuse() -> None:
+    raise ValueError("refused")
+
+
+def _pass() -> None:
+    pass
+
+
+def _error_of(stage: nn.ModuleDict, act: Callable[[], None], *, wraps: bool = False) -> Exception:
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        stage["outer"](act, wraps=wraps)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("act", "wraps", "name"),
+    [(_refuse, False, "outer.inner"), (_pass, False, "outer"), (_refuse, True, "outer.inner")],
+)
+def test_the_innermost_module_of_the_cause_is_named(
+    act: Callable[[], None], wraps: bool, name: str
+) -> None:
+    """Not who passed the exception on, nor who gave up because of it."""
+    stage = nn.ModuleDict({"outer": _Outer()})
+    assert module_of_error(_error_of(stage, act, wraps=wraps), [stage]) == name
+
+
+def test_what_no_module_raised_has_no_name() -> None:
+    """Neither code beside the model, nor modules of another one."""
+    stage = nn.ModuleDict({"outer": _Outer()})
+    assert module_of_error(ValueError("never raised"), [stage]) == ""
+    assert module_of_error(_error_of(stage, _refuse), [nn.ModuleDict()]) == ""
