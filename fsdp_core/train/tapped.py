@@ -35,7 +35,8 @@ def open_taps(
         _require_found(patterns, chosen, names, device)
     # Two patterns may mean one module; it is looked into once.
     taps = {(tap.name, tap.kind): tap for each in chosen for tap in each}
-    return Taps(list(taps.values()), config.microbatches, device)
+    # A row more than a module is called by itself: calls of one that others share go on into it.
+    return Taps(list(taps.values()), config.microbatches + 1, device)
 
 
 def _callable(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:

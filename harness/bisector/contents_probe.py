@@ -17,7 +17,9 @@ def kept_name(found: Location) -> str:
     Moments of a tensor are told by its name alone: both are kept.
     """
     if found.quantity.startswith("taps."):
-        return f"{found.tensor}[{found.microbatch}]" if found.microbatch is not None else ""
+        if found.microbatch is None or found.tensor.endswith("]"):
+            return found.tensor if found.microbatch is not None else ""
+        return f"{found.tensor}[{found.microbatch}]"
     if found.quantity not in DIGEST_GROUPS:
         return ""
     star = "*" if found.quantity == "optim" and found.tensor != "step_count" else ""

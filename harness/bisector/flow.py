@@ -65,7 +65,7 @@ def consumers(row: Row, rows: Sequence[Row]) -> list[str]:
         other.module
         for other in rows
         if other.kind == INPUT
-        and (other.rank, other.number, other.reference) == (row.rank, row.number, given)
+        and (other.rank, other.microbatch, other.reference) == (row.rank, row.microbatch, given)
         and not is_inside(row.module, other.module)
         and not is_inside(other.module, row.module)
         and other.module != row.module
@@ -79,7 +79,7 @@ def returned_by(row: Row, rows: Sequence[Row]) -> str:
         other.module
         for other in rows
         if other.kind == OUTPUT
-        and (other.rank, other.number, other.reference) == (row.rank, row.number, given)
+        and (other.rank, other.microbatch, other.reference) == (row.rank, row.microbatch, given)
         and is_inside(row.module, other.module)
     ]
     return min(around, key=len, default=row.module) if given else row.module

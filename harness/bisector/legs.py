@@ -2,19 +2,17 @@
 
     records of both legs -> shared (step, rank) pairs -> rows, floats, tensors -> what differs
 
-Program order is that of the check `taps`; where no pipeline moves microbatches between ranks it is
-the place in the step, which every rank counts alike. A module that is called more often in a step
-than it has rows, as one that layers share, folds what is left over into its last row: such a row
-says that something differs, not when, so it comes last.
+Program order is that of `harness.checks.calls`, and so is what a row that stands for several calls
+of a module means.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from harness.checks.calls import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
 from harness.checks.loss import quantities
 from harness.checks.steps import StepTable, rank_table, shared_pairs, step_table
-from harness.checks.taps import GRADIENT, Call, calls
 from harness.records import (
     DIGEST_HEX_CHARS,
     FloatBits,
@@ -23,7 +21,7 @@ from harness.records import (
     StepRecord,
 )
 
-INPUT, OUTPUT = "input", "output"
+__all__ = ["GRADIENT", "INPUT", "OUTPUT", "Legs", "Row", "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,10 @@ class Row:
     """One call of a tap on one rank, as both legs saw it.
 
     Attributes:
-        number: of the call in the step, which is the microbatch unless `is_folded`.
+        number: of the row among those of its tap.
+        stage: of the pipeline.
         place: in the step, as the reference counted; "" if it never ran there.
-        is_folded: stands for several calls, this one the first of them.
+        microbatch: that it is of; None where it stands for several calls, this one the first.
     """
 
     rank: int
@@ -44,7 +43,7 @@ class Row:
     place: str
     reference: str
     candidate: str
-    is_folded: bool = False
+    microbatch: int | None
 
     @property
     def differs(self) -> bool:
@@ -67,9 +66,9 @@ class Row:
         return self.kind == GRADIENT
 
     @property
-    def microbatch(self) -> int | None:
-        """Which one, if the row stands for one."""
-        return None if self.is_folded else self.number
+    def is_folded(self) -> bool:
+        """Whether it stands for several calls."""
+        return self.microbatch is None
 
 
 @dataclass(frozen=True)
@@ -138,19 +137,13 @@ class Legs:
         return self._rows[step]
 
     def _ordered(self, step: int) -> list[Row]:
-        rows = []
+        rows: list[Both] = []
         for rank in self.ranks(step):
             key = (step, rank)
-            rows += _rows(self.ours[key], self.theirs[key], self.starts[rank])
-        staged = any(row.stage for row in rows)
-
-        def order(row: Row) -> tuple[object, ...]:
-            if not staged:
-                return (row.is_folded and row.number > 0, row.place or "~", row.rank)
-            call = Call(row.tap, row.number, row.stage, "", row.place)
-            return (row.is_folded and row.number > 0, *call.order, row.rank)
-
-        return sorted(rows, key=order)
+            legs = self.ours[key], self.theirs[key]
+            specs = (self.reference.spec, self.candidate.spec)
+            rows += shared_rows(*legs, self.starts[rank], specs)[0]
+        return [_row(row) for row in in_program_order(rows) if row.call.place]
 
     def floats(self, step: int) -> list[tuple[str, int, FloatBits, FloatBits]]:
         """Losses and norm of the step: quantity, rank, both values; only those that differ."""
@@ -192,40 +185,12 @@ def _bits(record: StepRecord) -> tuple[str, ...]:
     return tuple(value.bits for _, value in quantities(record))
 
 
-def _rows(ours: StepRecord, theirs: StepRecord, start: StartRecord) -> list[Row]:
-    pairs = list(zip(calls(ours, start), calls(theirs, start), strict=True))
-    ran = [{a.tap for a, _ in pairs if a.place}, {b.tap for _, b in pairs if b.place}]
-    both = [(a, b) for a, b in pairs if a.tap not in ran[0] ^ ran[1]]
-    begins = {kind: _begins(a for a, _ in both if a.tap.endswith(f":{kind}")) for kind in _KINDS}
-    rows = []
-    for a, b in both:
-        if not a.place and not b.place:
-            continue
-        module, _, kind = a.tap.partition(":")
-        begin = begins.get(kind, {}).get(a.number, "")
-        rows.append(
-            Row(
-                ours.rank, module, kind, a.number, a.stage, a.place,
-                a.digest if a.place else "", b.digest if b.place else "",
-                is_folded=bool(a.place) and a.place < begin,
-            )
-        )  # fmt: skip
-    return rows
-
-
-_KINDS = (INPUT, OUTPUT, GRADIENT)
-
-
-def _begins(of_kind: Iterator[Call]) -> dict[int, str]:
-    """Where each microbatch begins: at the call of the tap that is the first in the step.
-
-    A call of a number that comes before its microbatch is no call of that microbatch.
-    """
-    ran = [call for call in of_kind if call.place]
-    if not ran:
-        return {}
-    first = min(ran, key=lambda call: call.place).tap
-    return {call.number: call.place for call in ran if call.tap == first}
+def _row(row: Both) -> Row:
+    call, a, b = row.call, row.reference, row.candidate
+    return Row(
+        row.rank, call.module, call.kind, call.number, call.stage, a.place,
+        a.digest if a.place else "", b.digest if b.place else "", call.microbatch,
+    )  # fmt: skip
 
 
 def _tensors(

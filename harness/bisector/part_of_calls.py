@@ -27,8 +27,10 @@ def calls_part(legs: Legs, at_step: Location) -> Location | None:
         return None  # the loss was computed before any gradient
     same = [row for row in rows if (row.tap, row.number) == (first.tap, first.number)]
     ranks = tuple(sorted(row.rank for row in same if row.differs))
+    # A module that is called more than once a microbatch has its rows numbered by calls.
+    tensor = first.tap if first.microbatch == first.number else first.name
     found = replace(
-        at_step, microbatch=first.microbatch, tensor=first.tap, quantity=f"taps.{first.kind}",
+        at_step, microbatch=first.microbatch, tensor=tensor, quantity=f"taps.{first.kind}",
         rank=first.rank, ranks=ranks,
         evidence=(*at_step.evidence, _first_told(first, ranks)),
     )  # fmt: skip
@@ -74,13 +76,14 @@ def _first_told(first: Row, ranks: Sequence[int]) -> str:
 def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     """Nobody's output differs yet: it was made between modules, or it is data."""
     known = {row.module for row in rows}
-    before = [r for r in rows if r.rank == first.rank and r.number == first.number]
+    before = _of_same_microbatch(first, rows)
     around = parent_of(first.module, known)
     makers = [r.module for r in before if r.kind == OUTPUT and r.reference == first.reference]
-    if before and before[0] is first and not makers and first.stage == 0:
+    begins = next((r for r in before if r.stage == first.stage), None) is first
+    if begins and not makers and first.stage == 0:
         told = "it is what the microbatch begins with: tokens or positions"
         return replace(found, phase="input", module=first.module, evidence=(*found.evidence, told))
-    if before and before[0] is first and first.stage > 0:
+    if begins and first.stage > 0:
         return replace(
             found, phase="forward", module=first.module, near="in",
             collective=f"transfer of activations to stage {first.stage} of the pipeline",
@@ -124,11 +127,8 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     users = consumers(first, rows)
     around = parent_of(returned_by(first, rows), known)
     module = common(users, known) if users else around
-    backward = [
-        row
-        for row in rows
-        if row.is_backward and (row.rank, row.number) == (first.rank, first.number)
-    ]
+    same = (r for r in _of_same_microbatch(first, rows) if r.is_backward)
+    begins = next((r for r in same if r.stage == first.stage), None) is first
     told = [
         "every loss, and every output of the step, is equal",
         f"it is what the backward of {module} gave" if module else "the loss gave it",
@@ -136,16 +136,23 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     if users:
         told.append(f"{', '.join(users[:3])} consumed what {first.module} returned")
     last = max((row.stage for row in rows), default=0)
-    if backward and backward[0] is first and first.stage < last:
+    if begins and first.stage < last:
         return replace(
-            found, phase="backward", module=first.module, near="in",
+            found, phase="backward", module=returned_by(first, rows), near="in",
             collective=f"transfer of gradients to stage {first.stage} of the pipeline",
             evidence=(*found.evidence, "nothing that later stages computed differs"),
         )  # fmt: skip
-    if backward and backward[0] is first:
+    if begins:
         told.append("it is the first gradient of its microbatch: it comes from the loss")
         module = first.module
     return replace(found, phase="backward", module=module, evidence=(*found.evidence, *told))
+
+
+def _of_same_microbatch(first: Row, rows: Sequence[Row]) -> list[Row]:
+    """Rows of the rank and the microbatch of a row; of one that stands for several calls, none."""
+    if first.is_folded:
+        return []
+    return [r for r in rows if (r.rank, r.microbatch) == (first.rank, first.microbatch)]
 
 
 def _weights_of(module: str, legs: Legs) -> list[str]:

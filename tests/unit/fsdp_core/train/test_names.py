@@ -116,5 +116,5 @@ def test_a_pattern_that_means_nothing_is_refused(axes: Axes) -> None:
             "layers.0:gradient", "layers.1:gradient", "layers.0.attn.norm:output",
             "layers.0.mlp.norm:output", "layers.1.attn.norm:output", "layers.1.mlp.norm:output",
         )
-        for i in range(2)
+        for i in range(2 + 1)
     ]  # fmt: skip

@@ -6,7 +6,7 @@ given are equal, as in a real run.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from harness.bisector.found import Location
@@ -129,6 +129,24 @@ def _rank(rank: int, spec: RunSpec, *, taps: bool) -> RankRecords:
             replays=STEPS if spec.config["graph"] else 0,
         ),
     )  # fmt: skip
+
+
+def tapped(
+    run: RunResult, microbatches: int, rows: Mapping[str, str], *, stage: int = 0
+) -> RunResult:
+    """The run with these rows of taps in every step of every rank."""
+
+    def change(records: RankRecords) -> RankRecords:
+        assert records.start is not None
+        start = dataclasses.replace(
+            records.start, taps=tuple(rows), tap_stages=(stage,) * len(rows)
+        )
+        text = "".join(rows.values())
+        steps = tuple(dataclasses.replace(step, taps=text) for step in records.steps)
+        return dataclasses.replace(records, start=start, steps=steps)
+
+    spec = dataclasses.replace(run.spec, config={**run.spec.config, "microbatches": microbatches})
+    return dataclasses.replace(run, spec=spec, ranks=tuple(map(change, run.ranks)))
 
 
 def edited(run: RunResult, edits: dict[int, Edit], *, step: int = 2) -> RunResult:

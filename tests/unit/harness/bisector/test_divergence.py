@@ -5,12 +5,9 @@ import dataclasses
 import pytest
 
 from harness.bisector.found import Location
-from harness.bisector.legs import Legs
 from harness.bisector.locate import between
-from harness.records import DIGEST_HEX_CHARS, TAP_HEX_CHARS, RunResult, StepRecord
 from tests.unit.harness.bisector.small_model import (
     OTHER,
-    ROWS,
     WEIGHTS,
     Edit,
     both,
@@ -148,26 +145,3 @@ def test_equal_runs_have_no_place() -> None:
     found = between(run_of(), run_of(graph=("attn",)))
     assert (found.step, found.phase, found.module) == (None, None, "")
     assert found.unknown
-
-
-def test_a_shared_module_says_nothing_of_when() -> None:
-    """A row for all further calls of a module comes after rows that stand for one call."""
-    reference, candidate = run_of(), edited(run_of(graph=("attn",)), {0: calls_from("norm:output")})
-    rows = Legs(reference, candidate).rows(2)
-    assert not any(row.is_folded for row in rows)
-    legs = Legs(*(shared(run, "layers.0.attn.norm:output[1]") for run in (reference, candidate)))
-    rows = legs.rows(2)
-    assert [row.name for row in rows if row.is_folded] == ["layers.0.attn.norm:output[1]"] * 2
-    assert all(row.is_folded for row in rows[-2:])
-
-
-def shared(run: RunResult, name: str) -> RunResult:
-    """The run with the second row of a module called in the first microbatch."""
-    taps = [f"{tap}[{number}]" for tap, number in ROWS]
-
-    def edit(record: StepRecord) -> StepRecord:
-        at = taps.index(name) * TAP_HEX_CHARS + DIGEST_HEX_CHARS
-        moved = record.taps[:at] + f"{9:08x}" + record.taps[at + 8 :]
-        return dataclasses.replace(record, taps=moved)
-
-    return edited(run, {0: edit, 1: edit})
