@@ -1,6 +1,7 @@
 """Where two runs part: the step, its phase, the module, the tensor, the ranks.
 
     first step in which anything differs
+      -> digests of the step before             outside                     `misrecorded`
       -> a call's input, output or gradient     input, forward, backward          `calls_part`
       -> loss or gradients, with equal calls    forward, backward, reduce         `gradients_part`
       -> norm                                   reduce
@@ -16,6 +17,7 @@ from dataclasses import replace
 from harness.bisector.found import Location
 from harness.bisector.gradients import gradients_part
 from harness.bisector.legs import OUTPUT, Legs, Tensor
+from harness.bisector.misrecorded import record_of_the_step_before
 from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
 from harness.checks.steps import show_float, show_ranks
@@ -29,7 +31,9 @@ def where_they_part(legs: Legs) -> Location | None:
     if step is None:
         return None
     at_step = Location(step=step, evidence=(_step_evidence(legs, step),))
-    found = calls_part(legs, at_step) or _losses_part(legs, at_step)
+    found = record_of_the_step_before(legs, at_step)
+    if found is None:
+        found = calls_part(legs, at_step) or _losses_part(legs, at_step)
     if found is None:
         found = gradients_part(legs, at_step) or _norm_part(legs, at_step)
     if found is None:

@@ -115,7 +115,7 @@ def _speaker(run: RunResult, culprit: int | None) -> tuple[int | None, ErrorReco
 def _step(
     run: RunResult, known: int | None, rank: int | None, error: ErrorRecord | None
 ) -> int | None:
-    """The step that it was in: as it said, else the first that it has no record of."""
+    """The step that it was in: as it said, else the first whose record is not where it belongs."""
     if known is not None:
         return known
     if error is not None:
@@ -123,10 +123,14 @@ def _step(
     records = rank_table(run).get(rank) if rank is not None else None
     if records is None or records.start is None:
         return None
-    steps, seen = run.spec.config.get("steps"), {step.step for step in records.steps}
-    # A record that does not decode leaves a hole; a rank that died leaves off.
-    after = next(number for number in range(len(seen) + 1) if number not in seen)
-    return after if isinstance(steps, int) and after < steps else None
+    places: dict[int, list[int]] = {}
+    for place, record in enumerate(records.steps):
+        places.setdefault(record.step, []).append(place)
+    # A record that does not decode leaves a hole, one may stand twice, or after that of the next
+    # step; a rank that died leaves off.
+    first = next(step for step in range(len(places) + 1) if places.get(step) != [step])
+    steps = run.spec.config.get("steps")
+    return first if isinstance(steps, int) and first < steps else None
 
 
 def _phase(run: RunResult, what: What, error: ErrorRecord | None) -> Phase:

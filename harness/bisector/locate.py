@@ -1,5 +1,6 @@
 """From the records of a case to where its fault entered, without running anything.
 
+    legs ran in other environments   what of them differs, on which rank
     verdict blames the reference     reference against its own control
     runs part, then one ends         where they part
     a run says itself what it is     what it says (stale_address, race, a refused capture)
@@ -16,11 +17,15 @@ from harness.bisector.ended import NAMES_ITS_TENSOR, how_it_ended
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.checks.complete import find_flaw
-from harness.checks.steps import shared_pairs, step_table
+from harness.checks.environment import different_keys, fingerprint
+from harness.checks.steps import rank_table, shared_pairs, show_ranks, step_table
+from harness.history.trend import different, flat
+from harness.history.trend import told as as_told
 from harness.records import RunResult, Verdict
 from harness.store import CaseRuns
 
 _WORST = re.compile(r"the worst rank \((\d+)\)")
+MOST_FACTS = 5
 NOTHING = Location(unknown=("everything: the records of both legs are whole and equal",))
 
 
@@ -33,6 +38,9 @@ def locate(runs: CaseRuns, verdict: Verdict | None = None) -> Location:
     """
     if find_flaw(runs.reference) is not None:
         return _of_leg("reference", runs.reference)
+    for leg, run in (("control", runs.control), ("candidate", runs.candidate)):
+        if (other := _in_other_environment(runs.reference, run, leg)) is not None:
+            return other
     parted = where_they_part(Legs(runs.reference, runs.control))
     if parted is not None or find_flaw(runs.control) is not None:
         told = "the reference differs from its own second run: the candidate is not to blame"
@@ -40,6 +48,37 @@ def locate(runs: CaseRuns, verdict: Verdict | None = None) -> Location:
             return _of_leg("control", runs.control)
         return replace(parted, evidence=(told, *parted.evidence))
     return between(runs.reference, runs.candidate, verdict)
+
+
+def _in_other_environment(reference: RunResult, other: RunResult, leg: str) -> Location | None:
+    """Bits of two environments prove nothing of the program, so this comes first."""
+    ours, theirs = rank_table(reference), rank_table(other)
+    sides = {
+        rank: (fingerprint(records.start.environment), fingerprint(start.environment))
+        for rank, records in ours.items()
+        if records.start is not None and rank in theirs and (start := theirs[rank].start)
+    }
+    keys = {rank: found for rank, pair in sides.items() if (found := different_keys(*pair))}
+    if not keys:
+        return None
+    rank, (first, *_) = min(keys.items())
+    told = [f"the {leg} ran in another environment than the reference, on {show_ranks(set(keys))}"]
+    left, right = sides[rank]
+    facts = different(flat("", left), flat("", right))
+    told += [
+        f"{name}: {as_told(flat('', left), name)} became {as_told(flat('', right), name)}"
+        for name in facts[:MOST_FACTS]
+    ]
+    parted = where_they_part(Legs(reference, other))
+    if parted is None:
+        told.append("every bit of the legs is equal nevertheless")
+    else:
+        at = f"step {parted.step}, {parted.phase}{f', {parted.module}' if parted.module else ''}"
+        told.append(f"their records part in {at}: that may be the environment's doing")
+    return Location(
+        phase="outside", quantity=f"environment.{first}", rank=rank, ranks=tuple(sorted(keys)),
+        evidence=tuple(told),
+    )  # fmt: skip
 
 
 def between(reference: RunResult, candidate: RunResult, verdict: Verdict | None = None) -> Location:

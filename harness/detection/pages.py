@@ -86,8 +86,9 @@ def due_place(row: Row) -> str:
     pointer = None if fault is None else fault.points_at
     if pointer is None:
         return ""
+    step = None if row.planted_step is None else row.planted_step + pointer.later
     told = {
-        "step": row.planted_step, "phase": pointer.phase, "module": pointer.module,
+        "step": step, "phase": pointer.phase, "module": pointer.module,
         "tensor": pointer.tensor, "rank": row.planted_rank,
     }  # fmt: skip
     return ", ".join(f"{key} {value}" for key, value in told.items() if value not in (None, ""))

@@ -40,7 +40,8 @@ class Run:
         return TrainConfig(
             model=model_from_preset(self.preset, SMALL | self.overrides),
             parallel=ParallelConfig(**self.degrees), fsdp=FsdpConfig(pool="double"),
-            graph=self.graph, dtype="fp32", steps=STEPS, microbatches=MICROBATCHES, taps=self.taps, seed=5,
+            graph=self.graph, dtype="fp32", steps=STEPS, microbatches=MICROBATCHES,
+            taps=self.taps, seed=5,
         )  # fmt: skip
 
 

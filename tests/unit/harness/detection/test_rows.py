@@ -7,6 +7,7 @@ import pytest
 from harness.bisector.found import Location
 from harness.detection.cells import BARE, BROKEN, CELL, fault_case, variants
 from harness.detection.matrix import Alarm, Matrix, merged
+from harness.detection.pages import due_place
 from harness.detection.rows import Judged, Row, can_run, located, row_of, to_locate
 from harness.faults.catalogue import CATALOGUE
 from harness.records import (
@@ -117,6 +118,15 @@ def test_a_place_is_held_against_the_entry() -> None:
     assert (late.localised, late.is_named) == ("near", True)
     unknown = dataclasses.replace(row, detected_step=None)
     assert located(unknown, FAULT, found, num_layers=2).detected_step == 3
+
+
+def test_the_place_that_is_due_is_where_it_can_show_first() -> None:
+    """A fault that shows a step after it is planted is due in that step."""
+    late = CATALOGUE["stale_model_weights"]
+    assert late.points_at is not None
+    assert late.points_at.later == 1
+    row = row_of(late, held({CELL: SEEN}, fault=late.name))
+    assert due_place(row).startswith(f"step {late.cell.step + 1}, ")
 
 
 def test_rates_count_what_ran() -> None:
