@@ -57,8 +57,8 @@ class Taps:
 
     Args:
         taps: what to watch.
-        calls: rows of each tap: how often its module is called in a step, or one more, for calls past
-            them.
+        calls: rows of each tap: how often its module is called in a step, and one more for calls
+            past those.
         device: of the tensors; they are digested on the stream that computes them, one for all.
 
     Attributes:
