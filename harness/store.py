@@ -116,7 +116,8 @@ class RunFolder:
             raise UsageError("two cases share an id")
         make_folder(path)
         masker = Masker(os.environ)
-        kept = {"schema": SCHEMA_VERSION} | without_secrets(manifest, masker)
+        told = {"schema": SCHEMA_VERSION} | without_secrets(manifest, masker)
+        kept: dict[str, Any] = json.loads(json.dumps(told))  # as `open` gives it: no tuples
         scenario_text = masker.text(scenario_text)
         folder = cls(path, kept, scenario_text, cases)
         folder.acquire()

@@ -74,6 +74,13 @@ def test_open_gives_back_what_create_was_given(folder: RunFolder) -> None:
     assert again.manifest == {"scenario": "s", "schema": SCHEMA_VERSION}
 
 
+def test_a_new_folder_says_of_itself_what_it_says_when_opened(tmp_path: Path) -> None:
+    """Two searches of one machine compare these: a tuple is not a list with the same GPUs."""
+    machine = {"gpus": ({"id": "GPU-1", "name": "NVIDIA H200"},), "cores": 2}
+    made = RunFolder.create(tmp_path / "out", {"machine": machine}, "name: s\n", [case()])
+    assert made.manifest == RunFolder.open(tmp_path / "out").manifest
+
+
 def test_only_listed_variables_are_stored(tmp_path: Path) -> None:
     """A secret in the environment never reaches the disk; variables that change bits do."""
     variables = {
