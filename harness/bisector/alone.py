@@ -24,6 +24,7 @@ class Alone(Json):
         path: of the file; "" if there is none.
         ranks, layers, steps, microbatches: that it takes.
         made: what was made smaller, in words.
+        passed: layouts of fewer ranks that do not fail, the smallest first.
         message: of its verdict.
         notes: why there is none, a sentence each.
     """
@@ -34,6 +35,7 @@ class Alone(Json):
     steps: int = 0
     microbatches: int = 0
     made: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     message: str = ""
     notes: tuple[str, ...] = ()
 
@@ -45,7 +47,8 @@ class Alone(Json):
             count(self.ranks, "rank"), count(self.layers, "layer"), count(self.steps, "step"),
             count(self.microbatches, "microbatch"),
         )  # fmt: skip
-        return f"harness run {self.path} ({', '.join(sizes)})"
+        fewer = f"; fewer ranks pass: {', '.join(self.passed)}" if self.passed else ""
+        return f"harness run {self.path} ({', '.join(sizes)}){fewer}"
 
 
 def leave_alone(
@@ -89,7 +92,7 @@ def leave_alone(
         path=str(write_repro(repro, folder)),
         ranks=least.candidate.world_size, layers=config["model"]["layers"],
         steps=config["steps"], microbatches=config["microbatches"],
-        made=least.made, message=least.message,
+        made=least.made, passed=least.passed, message=least.message,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from harness.bisector.differences import (
     world_size_of,
 )
 from harness.bisector.failure import Judged
-from harness.bisector.questions import FAILS, OutOfBudget
+from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfBudget
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_setting import LAST_RANK
 from harness.records import RunSpec
@@ -48,6 +48,7 @@ class LeastCase:
         reference, candidate: its legs.
         message: of its verdict.
         made: what was made smaller, in words: `steps 8 -> 4`.
+        passed: layouts of fewer ranks that do not fail: `dp 2 tp 2`.
         stopped: why the search ended before its end; "" if it did not.
     """
 
@@ -55,6 +56,7 @@ class LeastCase:
     candidate: RunSpec
     message: str
     made: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     stopped: str = ""
 
 
@@ -74,6 +76,7 @@ class _Shrinking:
         self._legs = (reference, candidate)
         self._first = tuple(leaves_of(spec.config) for spec in self._legs)
         self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
+        self._passed: list[str] = []
 
     def carry_out(self) -> LeastCase:
         stopped = ""
@@ -91,6 +94,7 @@ class _Shrinking:
             candidate=self._legs[1],
             message=verdict.message if verdict is not None else "",
             made=tuple(self._told()),
+            passed=tuple(self._passed),
             stopped=stopped,
         )
 
@@ -98,18 +102,22 @@ class _Shrinking:
 
     def _try(self, **leaves: Any) -> bool:
         """Take other values in both legs, if the case still fails the same way with them."""
+        return self._asked(leaves) == FAILS
+
+    def _asked(self, leaves: dict[str, Any]) -> Answer:
         legs = (_with(self._legs[0], leaves), _with(self._legs[1], leaves))
         if any(why_illegal(spec) for spec in legs) or legs[0].world_size != legs[1].world_size:
-            return False
+            return UNRESOLVED
         if legs[0].key == legs[1].key:
-            return False
-        told = ", ".join(f"{leaf} {value}" for leaf, value in leaves.items())
+            return UNRESOLVED
+        now = leaves_of(self._legs[1].config)
+        told = ", ".join(f"{leaf} {_words(v)}" for leaf, v in leaves.items() if v != now.get(leaf))
         answer = self._judged.answer(
             legs[1], reference=legs[0], words=f"does it still fail with {told}?"
         )
         if answer == FAILS:
             self._legs = legs
-        return answer == FAILS
+        return answer
 
     def _value(self, leaf: str) -> int:
         return int(leaves_of(self._legs[1].config)[leaf])
@@ -149,8 +157,11 @@ class _Shrinking:
             return
         layouts = sorted(self._smaller_layouts(), key=_size)
         for layout in layouts[:MAX_LAYOUTS]:
-            if self._try(**layout):
+            answer = self._asked(layout)
+            if answer == FAILS:
                 return
+            if answer == PASSES:
+                self._passed.append(layout_words(layout))
 
     def _smaller_layouts(self) -> Iterator[dict[str, Any]]:
         now = leaves_of(self._legs[1].config)
@@ -209,6 +220,12 @@ def _halves(degree: int) -> list[int]:
     while halves[-1] > 1:
         halves.append(halves[-1] // 2)
     return halves
+
+
+def layout_words(layout: dict[str, Any]) -> str:
+    """`dp 2 tp 2`, `one rank`."""
+    degrees = {axis: int(layout[f"parallel.{axis}"]) for axis in DEGREES}
+    return " ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1) or "one rank"
 
 
 def _size(layout: dict[str, Any]) -> tuple[int, int]:

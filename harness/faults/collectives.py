@@ -121,6 +121,17 @@ FAULTS: tuple[Fault, ...] = (
         points_at=Pointer(phase="reduce", tensor="grad_norm"),
     ),
     Fault(
+        name="norm_over_two_axes",
+        description="The gradient norm is summed over two axes: with shards and tp, not over pp.",
+        takes=("step",),
+        expects=("diverged",),
+        kind="collectives",
+        symptom="nothing in any product of two axes; in one of three each stage clips by its own",
+        everywhere=True,
+        cell=Cell(settings={"parallel": {"dp": 2, "tp": 2, "pp": 2}}),
+        points_at=Pointer(phase="reduce", tensor="grad_norm"),
+    ),
+    Fault(
         name="exchanged_experts",
         description="The tokens of two experts are swapped on their way.",
         takes=AT_STEP,

@@ -25,6 +25,7 @@ from fsdp_core.fsdp.schedule import in_backward
 from fsdp_core.model.decoder import MoeBranch
 from fsdp_core.model.moe.dispatch import Dispatched, Groups
 from fsdp_core.parallel.attention_block import Pair
+from fsdp_core.parallel.axes import Axis
 from fsdp_core.parallel.pipeline_schedule import Transfer
 from fsdp_core.parallel.tensor import RowLinear
 from fsdp_core.train import Trainer
@@ -144,6 +145,20 @@ def _norm_of_own_shard(trainer: Trainer) -> None:
 def _norm_counts_copies(trainer: Trainer) -> None:
     del trainer
     wrap(fsdp_core.model.sharding, "_KINDS", lambda kinds: kinds | {"replicated": ("tp",)})
+
+
+def _norm_over_two_axes(trainer: Trainer) -> None:
+    """Of shards, tp and pp, the last is left out where there are all three."""
+    pp = trainer.axes.pp
+    has_three = trainer.axes.dense_mesh.size() > 1 and trainer.axes.tp.size > 1
+
+    def made(add_up: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def add_up_two(power: torch.Tensor, axis: Axis, order: float) -> torch.Tensor:
+            return power if has_three and axis is pp else add_up(power, axis, order)
+
+        return add_up_two
+
+    wrap(fsdp_core.model.sharding, "_sum", made)
 
 
 # ---- experts
@@ -298,6 +313,7 @@ _ACTS: Mapping[str, Callable[[Trainer], None]] = {
     "skipped_all_reduce": _skipped_all_reduce,
     "norm_of_own_shard": _norm_of_own_shard,
     "norm_counts_copies": _norm_counts_copies,
+    "norm_over_two_axes": _norm_over_two_axes,
     "exchanged_experts": _exchanged_experts,
     "lost_expert_gradient": _lost_expert_gradient,
     "bias_of_own_tokens": _bias_of_own_tokens,

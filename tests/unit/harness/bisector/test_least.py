@@ -100,3 +100,22 @@ def test_what_a_budget_cuts_off_is_the_least_case_so_far() -> None:
     least, _ = least_of(lambda case: "diverged", max_runs=1)
     assert least.made == ("steps 20 -> 3",)
     assert "budget of 1 runs" in least.stopped
+
+
+def test_products_of_three_axes_say_that_fewer_ranks_pass() -> None:
+    """What takes dp, tp and pp stays on eight ranks, and every product of fewer is named."""
+
+    def fails(case: CaseSpec) -> str:
+        return "diverged" if case.candidate.world_size == 8 else ""
+
+    least, _ = least_of(fails)
+    assert least.candidate.world_size == 8
+    assert least.passed == (
+        "one rank", "dp 2", "tp 2", "pp 2", "dp 2 tp 2", "dp 2 pp 2", "tp 2 pp 2"
+    )  # fmt: skip
+
+
+def test_layouts_that_fail_in_another_way_do_not_pass() -> None:
+    """Fewer ranks that crash prove nothing, and are not told as passing."""
+    least, _ = least_of(lambda case: "diverged" if case.candidate.world_size == 8 else "crashed")
+    assert (least.candidate.world_size, least.passed) == (8, ())
