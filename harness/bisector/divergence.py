@@ -14,6 +14,7 @@ things by something that did another thing. DESIGN.md has the rules.
 
 from dataclasses import replace
 
+from harness.bisector.at_capture import with_capture
 from harness.bisector.found import Location
 from harness.bisector.gradients import gradients_part
 from harness.bisector.legs import OUTPUT, Legs, Tensor
@@ -38,7 +39,9 @@ def where_they_part(legs: Legs) -> Location | None:
         found = gradients_part(legs, at_step) or _norm_part(legs, at_step)
     if found is None:
         found = _state_part(legs, at_step) or _random_part(legs, at_step)
-    return found or replace(at_step, unknown=("what differs has no name in the records",))
+    if found is None:
+        return replace(at_step, unknown=("what differs has no name in the records",))
+    return with_capture(found, legs)
 
 
 def _step_evidence(legs: Legs, step: int) -> str:
