@@ -188,6 +188,27 @@ def read_contents(folder: Path, spec: RunSpec) -> Contents:
     return Contents(step=keep.step, ranks=tuple(ranks), problems=tuple(problems))
 
 
+def damaged_contents(folder: Path, spec: RunSpec, *, is_whole: bool) -> list[tuple[Path, str]]:
+    """Files of a run that are not as its ranks wrote them, each with what is wrong.
+
+    Args:
+        folder: of the run.
+        spec: its specification.
+        is_whole: whether the run came to its end, so that every rank has written one.
+    """
+    keep, found = spec.keep, list[tuple[Path, str]]()
+    if keep is None:
+        return found
+    for rank in range(spec.world_size):
+        path = contents_path(folder, rank)
+        if path.exists() or path.is_symlink():
+            _, problems = _read_rank(folder, spec.key, rank, keep)
+            found += [(path, problem) for problem in problems]
+        elif is_whole and keep.step < int(spec.config["steps"]):
+            found.append((path, "missing"))
+    return found
+
+
 def _read_rank(
     folder: Path, key: str, rank: int, keep: KeepSpec
 ) -> tuple[tuple[Loaded, ...], list[str]]:

@@ -1,11 +1,14 @@
 """What is damaged in a run folder, file by file, and which verdicts stand in spite of it.
 
-    case.json, verdict.json, links of each case  ->  spec.json, outcome.json, records of each run
+    case.json, verdict.json, links of each case
+      -> spec.json, outcome.json, records and kept contents of each run
+    case.json, verdict.json and runs of each question that a search asked here
 
 Every file that a verdict rests on is read again and checked against its checksum, every pass is
 judged again. Nothing is changed.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +16,7 @@ from pathlib import Path
 
 from harness.checks.complete import find_flaw
 from harness.confirm import confirmed
+from harness.contents import damaged_contents
 from harness.disk import read_plain
 from harness.errors import UsageError
 from harness.object_file import has_checksum, read_object, told
@@ -31,6 +35,7 @@ from harness.store import (
 from harness.streams import rank_path
 
 MAX_COMPARED_BYTES = 1 << 30
+_EARLIER = re.compile(r"\.attempt\d+$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +89,38 @@ def inspect(path: Path) -> Inspection:
         verdict = _take_verdict(finding, case, judged=judged)
         if verdict is not None:
             verdicts.append(verdict)
+    _take_questions(finding)
     return Inspection(
         verdicts=tuple(verdicts),
         num_cases=len(folder.cases),
         num_runs=len(finding.runs),
         damage=tuple(finding.damage),
     )
+
+
+def _take_questions(finding: _Finding) -> None:
+    """Cases of a search, which are in no plan; its own journal has what came of them."""
+    folder = finding.folder
+    planned = {case.id for case in folder.cases}
+    for path in sorted(folder.path.glob(f"cases/*/{CASE_FILE}")):
+        name = path.parent.name
+        if name in planned or name.startswith(".") or _EARLIER.search(name):
+            continue
+        try:
+            case = CaseSpec.from_json(read_object(path))
+        except (OSError, RecordError, UsageError) as error:
+            finding.note(path, told(error))
+            continue
+        if case.id != name:
+            finding.note(path, f"is that of case {case.id}")
+            continue
+        for number, spec in enumerate(runs_of(case)):
+            leg = LEGS[number] if number < len(LEGS) else ""
+            _take_run(finding, case, spec, leg, judged=True)
+        _take_checksums(finding, case)
+        verdict = path.with_name(VERDICT_FILE)
+        if verdict.exists() and folder.load_verdict(case.id) is None:
+            finding.note(verdict, "not as it was written")
 
 
 def _take_run(finding: _Finding, case: CaseSpec, spec: RunSpec, leg: str, *, judged: bool) -> None:
@@ -102,7 +133,7 @@ def _take_run(finding: _Finding, case: CaseSpec, spec: RunSpec, leg: str, *, jud
         for path, why in _run_damage(place, finding.runs[spec.key], judged=judged):
             finding.note(path, why)
     if leg and place == current and judged:
-        for path in sorted(place.glob("*.json*")):
+        for path in sorted([*place.glob("*.json*"), *place.glob("*.contents")]):
             if not _same(path, sealed / path.name):
                 finding.note(sealed / path.name, "not the file of the run")
 
@@ -124,7 +155,9 @@ def _run_damage(place: Path, run: RunResult, *, judged: bool) -> Iterator[tuple[
         for problem in records.problems[:1]:
             told_of.add(records.rank)
             yield rank_path(place, records.rank), problem
-    flaw = None if outcome is None or outcome.what else find_flaw(run)
+    is_whole = outcome is not None and not outcome.what
+    yield from damaged_contents(place, run.spec, is_whole=is_whole)
+    flaw = find_flaw(run) if is_whole else None
     if flaw is not None and flaw.rank not in told_of:
         yield rank_path(place, flaw.rank or 0), flaw.message
 
