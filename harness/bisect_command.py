@@ -130,6 +130,10 @@ class _Cells:
     "--passed", type=_PATH, metavar="RUN", help="A night in which it passed: what has changed?"
 )
 @click.option("--commits", default="", metavar="GOOD..BAD", help="Find the first bad commit, too.")
+@click.option(
+    "--every-run", is_flag=True,
+    help="With --commits: it is known to fail in every run, so each commit is asked once.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
 @_room
 def bisect_command(
@@ -146,6 +150,8 @@ def bisect_command(
     Exit codes: 0 the case passes, 1 it fails and the search is done, 2 interrupted, 6 it could not
     be judged, or the budget ended first.
     """
+    if options["every_run"] and not options["commits"]:
+        raise UsageError("--every-run: expected --commits GOOD..BAD beside it, got none")
     cells = _Cells(**{field.name: options.pop(field.name) for field in dataclasses.fields(_Cells)})
     place: Path | None = None
     layout_step: int | None = None

@@ -11,32 +11,40 @@ has nothing of the user's own checkout.
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from harness.bisector.commits import HASH_CHARS, Checkout, Run
+from harness.bisector.case_at_commit import ORDER_WORK, PROBE, Known, read_probe, translated
+from harness.bisector.commit_range import HASH_CHARS, NOTES, Checkout, Run
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, Reply
 from harness.bisector.worktree import OF_HOOKS
 from harness.checksum import with_checksum
 from harness.codec import dumps
 from harness.disk import make_folder, read_tail, write_atomic
+from harness.engine.process import die_with_parent
 from harness.errors import Infrastructure, Interrupted, UsageError, one_line
 from harness.lookup import unused
 from harness.object_file import read_object
-from harness.records import CaseSpec, ExitCode, RunSpec, Verdict, What
-from harness.store import CASE_FILE, LEGS
+from harness.records import CaseSpec, ExitCode, Verdict
+from harness.store import CASE_FILE
 
 NO_VERDICT = 125
 MAX_CODE = 127
 GRACE_S = 10.0
 TAIL_BYTES = 4096
-_PROBE = "import harness.cli; print(harness.__file__)"
+MAX_ANSWER_BYTES = 1 << 24
+_CODES = {"failed": ExitCode.FAILED, "incomparable": ExitCode.NO_VERDICT}
+"""Exit codes of outcomes that can be searched for."""
+_ENDS = re.compile(r"\b(?:[A-Z]\w*(?:Error|Exception|Exit)|SIG[A-Z]+)\b")
+"""What a crash names; a crash by another one is another failure."""
 
 
 def command_run(
@@ -86,19 +94,29 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
         place: case folder, with `case.json`.
         verdict: of the failure that is searched for.
         folder: gets a run folder a run.
-        room: further options of `harness rerun`.
+        room: further options of `harness rerun`, each with its value.
     """
-    argv = (sys.executable, "-m", "harness", "rerun", str(_readable(place, folder).absolute()))
 
     def run(checkout: Checkout) -> Reply:
         make_folder(folder)
         log = folder / f"{_name(checkout)}.log"
         # Where we are, for paths of the case; the interpreter does not look there for modules.
         env = python_environment(checkout) | {"PYTHONSAFEPATH": "1"}
-        if (reply := _unusable(checkout, log, env)) is not None:
-            return reply
+        known = _probe(checkout, log, env)
+        if isinstance(known, Reply):
+            return known
+        case = translated(read_object(place / CASE_FILE), known)
+        if case.why_not:
+            return Reply(answer=UNRESOLVED, words=f"no verdict: it does not know {case.why_not}")
         out = unused(folder / _name(checkout))
-        command = (*argv, "--out", str(out.absolute()), "--json", "--no-history", *room)
+        asked = out.with_name(f"{out.name}.case")
+        make_folder(asked)
+        write_atomic(asked / CASE_FILE, dumps(with_checksum(case.plain)) + "\n")
+        options = _known_options(("--no-history", *room), known)
+        command = (
+            *(sys.executable, "-m", "harness", "rerun", str(asked.absolute())),
+            *("--out", str(out.absolute()), "--json", *options),
+        )
         answers = log.with_suffix(".json")
         try:
             code = _run(command, log, cwd=Path.cwd(), env=env, stdout=answers)
@@ -106,23 +124,21 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
             code = ExitCode.INTERRUPTED
         if code in (ExitCode.INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
             raise Interrupted(f"interrupted at {checkout.commit[:HASH_CHARS]}")
-        return _judged(code, answers, log, verdict.what)
+        reply = _judged(code, answers, log, verdict)
+        return replace(reply, detail={NOTES: list(case.notes)}) if case.notes else reply
 
     return run
 
 
-def _readable(place: Path, folder: Path) -> Path:
-    """A case folder that older commits can read: without the fields that say nothing."""
-    if not (place / CASE_FILE).is_file():
-        return place
-    plain = read_object(place / CASE_FILE)
-    silent = {f.name: f.default for f in fields(RunSpec) if f.default is not MISSING}
-    for leg in LEGS:
-        plain[leg] = {k: v for k, v in plain[leg].items() if k not in silent or v != silent[k]}
-    copy = folder / "case"
-    make_folder(copy)
-    write_atomic(copy / CASE_FILE, dumps(with_checksum(plain)) + "\n")
-    return copy
+def _known_options(options: Sequence[str], known: Known) -> list[str]:
+    """Without those that decide no bits, where the commit has no such option."""
+    kept, takes = list[str](), True
+    for word in options:
+        if word.startswith("--"):
+            takes = known.options is None or word in known.options or word not in ORDER_WORK
+        if takes:
+            kept.append(word)
+    return kept
 
 
 def question_name(case: CaseSpec) -> str:
@@ -156,32 +172,49 @@ def _answer(code: int | None, *, is_build: bool) -> Answer | None:
     return FAILS if 0 < code <= MAX_CODE else None
 
 
-def _unusable(checkout: Checkout, log: Path, env: Mapping[str, str]) -> Reply | None:
-    """No verdict for a commit that does not import."""
+def _probe(checkout: Checkout, log: Path, env: Mapping[str, str]) -> Known | Reply:
+    """What the commit's harness knows; no verdict for a commit that does not import."""
     probed = log.with_suffix(".probe")
-    code = _run((sys.executable, "-c", _PROBE), log, cwd=Path.cwd(), env=env, stdout=probed)
+    code = _run((sys.executable, "-c", PROBE), log, cwd=Path.cwd(), env=env, stdout=probed)
     if code != 0:
         return Reply(answer=UNRESOLVED, words=f"does not build: {_last_line(log)}")
-    place = Path(read_tail(probed, TAIL_BYTES).decode(errors="replace").strip())
-    if not place.resolve().is_relative_to(checkout.folder.resolve()):
-        raise Infrastructure(f"expected harness of {checkout.folder}, got {place}")
-    return None
-
-
-def _judged(code: int | None, answers: Path, log: Path, wanted: What) -> Reply:
     try:
-        plain = json.loads(read_tail(answers, 1 << 24))
-        (verdict,) = (Verdict.from_json(entry) for entry in plain["verdicts"])
+        known = read_probe(read_tail(probed, MAX_ANSWER_BYTES).decode(errors="replace"))
+    except ValueError as error:
+        return Reply(answer=UNRESOLVED, words=one_line(f"no verdict: it cannot be asked: {error}"))
+    inside = [Path(f).resolve().is_relative_to(checkout.folder.resolve()) for f in known.files]
+    if not inside[0]:
+        raise Infrastructure(f"expected harness of {checkout.folder}, got {known.files[0]}")
+    if not all(inside):
+        elsewhere = known.files[inside.index(False)]
+        return Reply(answer=UNRESOLVED, words=f"no verdict: it would run {elsewhere}")
+    return known
+
+
+def _judged(code: int | None, answers: Path, log: Path, wanted: Verdict) -> Reply:
+    try:
+        plain = json.loads(read_tail(answers, MAX_ANSWER_BYTES))
+        (verdict,) = plain["verdicts"]
+        # Other commits have other fields; these three are as old as verdicts.
+        outcome, what, message = (str(verdict[name]) for name in ("outcome", "what", "message"))
     except (ValueError, KeyError, TypeError):
         return Reply(
             answer=UNRESOLVED, words=f"no verdict: exit code {code} {_last_line(log)}".strip()
         )
-    words = one_line(f"{verdict.outcome} {verdict.what} {verdict.message}".strip())
-    if verdict.outcome == "passed" and code == ExitCode.PASSED:
+    words = one_line(f"{outcome} {what} {message}".strip())
+    if outcome == "passed" and code == ExitCode.PASSED:
         return Reply(answer=PASSES)
-    if verdict.outcome == "failed" and verdict.what == wanted and code == ExitCode.FAILED:
-        return Reply(answer=FAILS, words=words)
-    return Reply(answer=UNRESOLVED, words=words)
+    is_same = (outcome, what) == (wanted.outcome, wanted.what) and _same_end(wanted, message)
+    return Reply(
+        answer=FAILS if is_same and code == _CODES.get(outcome) else UNRESOLVED, words=words
+    )
+
+
+def _same_end(wanted: Verdict, message: str) -> bool:
+    """Whether a run was ended by the same exception or signal, if one is named."""
+    ends = [_ENDS.search(text) for text in (wanted.message, message)]
+    named = [found and found[0] for found in ends]
+    return wanted.what != "crashed" or named[0] == named[1]
 
 
 def _last_line(log: Path) -> str:
@@ -205,6 +238,8 @@ def _run(
             process = subprocess.Popen(
                 command, cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stderr=said,
                 stdout=answers if stdout is not None else said, start_new_session=True,
+                # Killed without a word, we leave nobody at work in a worktree that goes away.
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         except FileNotFoundError:
             said.write(f"no such command: {command[0]}\n".encode())

@@ -13,77 +13,17 @@ again, with all that is known.
 What it rests on is what every bisection does: from the first bad commit on, all are bad.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from harness.bisector.chance import CONFIDENCE, NeverFails, Patience, learn
-from harness.bisector.questions import (
-    FAILS,
-    PASSES,
-    UNRESOLVED,
-    Answer,
-    Journal,
-    OutOfBudget,
-    Question,
-    Reply,
-)
-from harness.bisector.worktree import Git, Worktree, temporary_worktree, top_level
+from harness.bisector.chance import CONFIDENCE, NeverFails, Patience, learn, patience
+from harness.bisector.commit_answers import CommitAnswers, Say
+from harness.bisector.commit_range import Commit, CommitRange, Run, resolve_range
+from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Journal, OutOfBudget
+from harness.bisector.worktree import temporary_worktree
 from harness.codec import Json
-from harness.errors import UsageError, shown
-
-Say = Callable[[str], None]
-HASH_CHARS = 10
-
-
-@dataclass(frozen=True)
-class CommitRange:
-    """Where to search.
-
-    Attributes:
-        root: anywhere in the repository; nothing of it is changed.
-        commits: `good..bad`.
-        paths: all that decides an answer; empty for every file of a commit.
-    """
-
-    root: Path
-    commits: str
-    paths: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkout:
-    """One try of one commit.
-
-    Attributes:
-        folder: worktree with the commit's files.
-        repository: the user's checkout, of which nothing must come into the run.
-        commit: its full hash.
-        attempt: tries of it before this one.
-    """
-
-    folder: Path
-    repository: Path
-    commit: str
-    attempt: int
-
-
-Run = Callable[[Checkout], Reply]
-"""Makes one run; its reply has an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Commit(Json):
-    """A commit as people name it."""
-
-    hash: str
-    subject: str
-
-    def __str__(self) -> str:
-        """Short hash and subject."""
-        return f"{self.hash[:HASH_CHARS]} {self.subject}"
+from harness.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,42 +66,14 @@ class CommitSearch(Json):
         )
 
 
-def parse_range(text: str) -> tuple[str, str]:
-    """Good and bad of `good..bad`; no bad is HEAD.
-
-    Raises:
-        UsageError: it is no such range.
-    """
-    good, dots, bad = text.partition("..")
-    if not good or not dots or bad.startswith(".") or good.startswith("-"):
-        raise UsageError(f"--commits: expected GOOD..BAD, got {shown(text)}")
-    return good, bad or "HEAD"
-
-
-def resolve_range(where: CommitRange) -> tuple[Path, str, str]:
-    """The repository's root, and the full hashes of good and bad.
-
-    Raises:
-        UsageError: no repository, no range, no such commit, or bad does not descend from good.
-    """
-    top = top_level(where.root)
-    good, bad = (Git(top).resolve(end) for end in parse_range(where.commits))
-    if good == bad or Git(top)("merge-base", good, bad, legal=(0, 1)) != good:
-        raise UsageError(
-            "--commits: expected a good commit that the bad one descends from, got "
-            f"{shown(where.commits)}"
-        )
-    return top, good, bad
-
-
 def find_first_bad(
     where: CommitRange,
     run: Run,
     journal: Journal,
     *,
     name: str = "",
-    confidence: float = CONFIDENCE,
     once: bool = False,
+    known: Patience | None = None,
     cost: int = 1,
     say: Say = lambda _: None,
 ) -> CommitSearch:
@@ -172,8 +84,9 @@ def find_first_bad(
         run: makes one run in a checkout.
         journal: keeps the answers, and has the budget.
         name: of what is run, for the keys of questions: another name is another question.
-        confidence: with which the answer is right, if the fault fires in some runs only.
         once: the fault is known to fire in every run: one run a commit, and no more.
+        known: how often the case has failed as it is here, where here is the bad commit: that it
+            fails there is seen once more, and its rate is taken from this.
         cost: of one run, for the budget: a case is three runs.
         say: is told of every step, in one line.
 
@@ -183,101 +96,22 @@ def find_first_bad(
     """
     top, good, bad = resolve_range(where)
     with temporary_worktree(top, bad) as worktree:
-        asked = _Asked(
+        asked = CommitAnswers(
             worktree, replace(where, root=top), run, journal, name=name, cost=cost, say=say
         )  # fmt: skip
-        return _Search(asked, good, bad, confidence=confidence, once=once).find()
-
-
-class _Asked:
-    """Answers of commits, run by run, over the journal."""
-
-    def __init__(
-        self, worktree: Worktree, where: CommitRange, run: Run, journal: Journal,
-        *, name: str, cost: int, say: Say,
-    ) -> None:  # fmt: skip
-        self.git = worktree.git
-        self.say = say
-        self.num_runs = 0
-        self._worktree = worktree
-        self._where = where
-        self._run = run
-        self._journal = journal
-        self._name = name
-        self._cost = cost
-        self._files: dict[str, str] = {}
-        self._subjects: dict[str, str] = {}
-        self._answers: dict[str, list[Answer]] = {}
-
-    def read(self, good: str, bad: str) -> None:
-        """Look up files and subjects of all commits at once."""
-        for ends in ((bad, f"^{good}"), ("--no-walk", good)):
-            for line in self.git("log", "--format=%H %T %s", *ends, "--").splitlines():
-                commit, tree, subject = line.split(" ", 2)
-                self._subjects[commit] = subject
-                if not self._where.paths:
-                    self._files[commit] = tree
-
-    def words(self, commit: str) -> Commit:
-        return Commit(hash=commit, subject=self._subjects[commit])
-
-    def commits(self, bad: str, goods: Sequence[str]) -> list[str]:
-        """What may be the first bad commit, the newest first."""
-        return self.git("rev-list", "--topo-order", bad, "--not", *goods, "--").split()
-
-    def once(self, commit: str, attempt: int) -> Answer:
-        """One run, which may be known already."""
-        files = self._files_of(commit)
-        answers = self._answers.setdefault(files, [])
-        if attempt < len(answers):
-            return answers[attempt]
-        told = self.words(commit)
-        again = f" (run {attempt + 1})" if attempt else ""
-        question = Question(
-            key=f"commit {self._name} {files} {attempt}", words=f"does {told} fail?{again}",
-            runs=self._cost,
-        )  # fmt: skip
-
-        def find_out() -> Reply:
-            self._worktree.check_out(commit)
-            checkout = Checkout(
-                folder=self._worktree.folder, repository=self._where.root,
-                commit=commit, attempt=attempt,
-            )  # fmt: skip
-            return replace(self._run(checkout), runs=self._cost)
-
-        reply = self._journal.ask(question, find_out)
-        answer: Answer = reply.answer or UNRESOLVED
-        self.num_runs += 1
-        self.say(f"{told}: {answer}{again}" + (f": {reply.words}" if reply.words else ""))
-        answers.append(answer)
-        return answer
-
-    def answer(self, commit: str, passes: int) -> Answer:
-        """Fails once it has failed, passes after so many runs; all runs so far count."""
-        known = self._answers.get(self._files_of(commit), [])
-        for number in range(max(passes, len(known))):
-            if (answer := self.once(commit, number)) != PASSES:
-                return answer
-        return PASSES
-
-    def _files_of(self, commit: str) -> str:
-        """The same for commits whose files are the same."""
-        if commit not in self._files:
-            listed = self.git("ls-tree", commit, "--", *self._where.paths)
-            self._files[commit] = hashlib.sha256(listed.encode()).hexdigest()[:40]
-        return self._files[commit]
+        return _Search(asked, good, bad, once=once, known=known).find()
 
 
 class _Search:
     def __init__(
-        self, asked: _Asked, good: str, bad: str, *, confidence: float, once: bool
-    ) -> None:
+        self, asked: CommitAnswers, good: str, bad: str, *, once: bool,
+        known: Patience | None,
+    ) -> None:  # fmt: skip
         self._asked = asked
         asked.read(good, bad)
         self._good, self._bad = good, bad
-        self._confidence = confidence
         self._once = once
+        self._known = known
         self._suspects = asked.commits(bad, [good])
         self._num_commits = len(self._suspects)
         self._skipped: set[str] = set()
@@ -313,10 +147,17 @@ class _Search:
             return
         # Halvings, both ends, and what skips may add.
         num_questions = math.ceil(math.log2(self._num_commits + 1)) + 2
+        if self._known is not None and not flaky and self._asked.once(self._bad, 0) == FAILS:
+            self._patience = patience(
+                self._known.failures, self._known.trials,
+                num_questions=num_questions, confidence=CONFIDENCE,
+            )  # fmt: skip
+            self._asked.say(str(self._patience))
+            return
         try:
             self._patience = learn(
                 lambda attempt: self._asked.once(self._bad, attempt),
-                num_questions=num_questions, confidence=self._confidence, flaky=flaky,
+                num_questions=num_questions, confidence=CONFIDENCE, flaky=flaky,
             )  # fmt: skip
         except NeverFails as error:
             raise UsageError(
@@ -395,5 +236,5 @@ class _Search:
             num_commits=self._num_commits,
             num_runs=asked.num_runs,
             patience=str(self._patience) if self._patience is not None else "one run a commit",
-            notes=tuple(self._notes),
+            notes=(*self._notes, *asked.notes),
         )

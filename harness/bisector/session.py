@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness import launch
 from harness.bisector.asking import Asker
-from harness.bisector.commits import resolve_range
+from harness.bisector.commit_range import resolve_range
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.identity import Identity, identity_of
 from harness.bisector.page import keep_page

@@ -12,8 +12,10 @@ from harness import commit
 from harness.bisector.alone import leave_alone
 from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses, find_causes
+from harness.bisector.chance import Patience
+from harness.bisector.commit_range import CommitRange, resolve_range
 from harness.bisector.commit_runs import case_run, question_name
-from harness.bisector.commits import CommitRange, CommitSearch, find_first_bad
+from harness.bisector.commits import CommitSearch, find_first_bad
 from harness.bisector.environment import (
     MACHINE_KINDS,
     compare,
@@ -51,6 +53,7 @@ class Search:
         repro: folder for the scenario that fails alone.
         passed: run folder of a night in which it passed, to compare environments with.
         commits: `good..bad` to search for the first bad one; "" for none.
+        every_run: the fault is known to fire in every run, so a commit is asked once.
         layout_step: to compare two layouts in, within bounds; None to search a case.
     """
 
@@ -68,7 +71,16 @@ class Search:
     repro: Path = FOLDER
     passed: RunFolder | None = None
     commits: str = ""
+    every_run: bool = False
     layout_step: int | None = None
+
+    @property
+    def room(self) -> list[str]:
+        """Its room as options of `harness rerun`."""
+        given = {
+            "--slots": self.slots, "--ranks-per-gpu": self.ranks_per_gpu, "--jobs": self.jobs,
+        }  # fmt: skip
+        return [word for name, n in given.items() if n is not None for word in (name, str(n))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,16 +178,26 @@ def find_commit(state: State) -> Findings:
     journal = state.asker.journal
     if not search.commits or journal is None:
         return state.findings
-    run = case_run(folder.case_folder(search.case.id), state.verdict, folder.path / COMMITS_FOLDER)
+    run = case_run(
+        folder.case_folder(search.case.id), state.verdict, folder.path / COMMITS_FOLDER,
+        search.room,
+    )  # fmt: skip
     try:
         found = find_first_bad(
             commits_of(search), run, journal, name=question_name(search.case),
-            cost=len(LEGS),
+            once=search.every_run, known=_known_rate(state), cost=len(LEGS),
         )  # fmt: skip
     except OutOfBudget as error:
         best = error.best if isinstance(error.best, CommitSearch) else None
         raise Unfinished(replace(state.findings, commits=best), str(error)) from None
     return replace(state.findings, commits=found)
+
+
+def _known_rate(state: State) -> Patience | None:
+    """How often the case fails as the code is here, if that is the bad commit's."""
+    causes = state.findings.causes
+    _, _, bad = resolve_range(commits_of(state.search))
+    return causes.patience if causes is not None and bad == commit.describe() else None
 
 
 STAGES: dict[Until, Stage] = {

@@ -1,7 +1,9 @@
 """Synthetic histories: real repositories, made in one go, whose commits pass, fail or do not build.
 
-Each commit changes `program/work.py`; `python -m program` ends with 1 where the fault is in, and
-with a SyntaxError, of which `python -m compileall` knows first, where a commit does not build.
+programs     each commit changes `program/work.py`; `python -m program` ends with 1 where the fault
+             is in, and with a SyntaxError, of which `python -m compileall` knows first, where a
+             commit does not build
+harnesses    the same of a package that answers `python -m harness rerun` at once, as ours does
 """
 
 import subprocess
@@ -15,6 +17,22 @@ RIGHT, WRONG, BROKEN = (
     "def fails(:\n",
 )
 SOMETIMES = "import random\ndef fails():\n    return random.random() < {rate}\n"
+ANSWER = """\
+import json, os, sys
+from pathlib import Path
+from harness.work import fails
+def main():
+    assert sys.argv[1] == "rerun", sys.argv
+    if log := os.environ.get("ASKED_OF_HISTORY"):
+        with open(log, "a") as file:
+            file.write(" ".join(sys.argv[1:]) + "\\n")
+    case = json.loads((Path(sys.argv[2]) / "case.json").read_text())
+    answer = {"case_id": case["id"], "message": "as the history has it"}
+    bad = fails()
+    answer |= {"outcome": "failed" if bad else "passed", "what": "diverged" if bad else ""}
+    print(json.dumps({"verdicts": [answer]}))
+    sys.exit(int(bad))
+"""
 Files = Mapping[str, str]
 
 
@@ -61,4 +79,21 @@ def programs(
             + (BROKEN if place in broken else wrong if place >= first_bad else RIGHT),
         }
         for place in range(number + 1)
+    ]
+
+
+def harnesses(
+    number: int, first_bad: int, broken: Collection[int] = (), wrong: str = WRONG
+) -> list[Files]:
+    """As `programs`, of a harness that makes no runs; with `ASKED_OF_HISTORY` it logs its words."""
+    start = {
+        "fsdp_core/__init__.py": "", "harness/__init__.py": "", "harness/cli.py": ANSWER,
+        "harness/__main__.py": "from harness.cli import main\nmain()\n",
+    }  # fmt: skip
+    return [
+        {
+            **(start if place == 0 else {}),
+            "harness/work.py": files["program/work.py"],
+        }
+        for place, files in enumerate(programs(number, first_bad, broken, wrong))
     ]

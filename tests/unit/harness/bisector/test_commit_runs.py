@@ -1,15 +1,17 @@
 """Contracts of harness.bisector.commit_runs: what a run at a commit says, and whose code it is."""
 
+import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness.bisector.commit_range import Checkout, Run
 from harness.bisector.commit_runs import case_run, command_run, python_environment
-from harness.bisector.commits import Checkout
 from harness.checksum import with_checksum
 from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
@@ -23,6 +25,24 @@ def main():
     print(json.dumps({"verdicts": [%(verdict)s]}))
     sys.exit(%(code)s)
 """
+
+CONFIG = """\
+class TrainConfig:
+    def to_dict(self):
+        return {"steps": 20}
+"""
+OPTIONS = """\
+class rerun:
+    class each:
+        opts = ["--no-history", "--ranks-per-gpu"]
+    params = [each]
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are made where we are."""
+    monkeypatch.chdir(tmp_path)
 
 
 def checkout(folder: Path) -> Checkout:
@@ -109,13 +129,33 @@ def install(folder: Path, told: Verdict | None, code: int) -> Checkout:
     """A commit whose harness gives this answer."""
     made = checkout(folder)
     package = made.folder / "harness"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
+    for each in (package, made.folder / "fsdp_core"):
+        each.mkdir()
+        (each / "__init__.py").write_text("")
     shown = json.dumps(told.to_json()) if told is not None else ""
     (package / "__main__.py").write_text("from harness.cli import main\nmain()\n")
     text = CLI % {"verdict": shown.replace("null", "None"), "code": code}
     (package / "cli.py").write_text(text)
     return made
+
+
+def stored(folder: Path) -> Path:
+    """A case folder, of a case of one rank."""
+    leg = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1)
+    case = CaseSpec(
+        id="x", scenario="s", labels={}, reference=leg, control=leg, candidate=leg,
+        expect="bitwise", checks={},
+    )  # fmt: skip
+    place = folder / "case"
+    place.mkdir(exist_ok=True)
+    (place / "case.json").write_text(dumps(with_checksum(case)))
+    return place
+
+
+def run_of(folder: Path, wanted: Verdict | None = None, room: tuple[str, ...] = ()) -> Run:
+    """Runs the stored case, which has diverged."""
+    wanted = wanted or verdict("failed", "diverged")
+    return case_run(stored(folder), wanted, folder / "runs", room)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +165,7 @@ def install(folder: Path, told: Verdict | None, code: int) -> Checkout:
         (verdict("failed", "diverged"), 1, "fails"),
         (verdict("failed", "crashed"), 1, "unresolved"),
         (verdict("error", "diverged"), 6, "unresolved"),
+        (verdict("failed", "diverged"), 6, "unresolved"),
         (verdict("passed"), 6, "unresolved"),
         (None, 1, "unresolved"),
     ],
@@ -133,46 +174,96 @@ def test_a_case_fails_as_it_did_or_says_nothing(
     tmp_path: Path, told: Verdict | None, code: int, answer: str
 ) -> None:
     """Another failure is not the one that is searched for, and no verdict is no pass."""
-    made = install(tmp_path, told, code)
-    run = case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")
-    assert run(made).answer == answer
+    assert run_of(tmp_path)(install(tmp_path, told, code)).answer == answer
+
+
+def test_a_nondeterministic_reference_can_be_searched_for(tmp_path: Path) -> None:
+    """It has an exit code of its own; a case that can be compared again has passed."""
+    wanted = verdict("incomparable", "nondeterministic_reference")
+    made = install(tmp_path, wanted, 6)
+    assert run_of(tmp_path, wanted)(made).answer == "fails"
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        ("rank 1: RuntimeError: sizes 4 and 6", "fails"),
+        ("rank 0: RuntimeError: sizes 2 and 3", "fails"),
+        ("rank 1: ImportError: no name", "unresolved"),
+        ("rank 1 was killed by SIGSEGV", "unresolved"),
+        ("rank 1 ended", "unresolved"),
+    ],
+)
+def test_a_crash_is_the_same_by_what_it_names(tmp_path: Path, message: str, answer: str) -> None:
+    """Old code crashes for reasons of its own, which are not what is searched for."""
+    wanted = dataclasses.replace(
+        verdict("failed", "crashed"), message="rank 1: RuntimeError: sizes 4 and 6"
+    )
+    made = install(tmp_path, dataclasses.replace(wanted, message=message), 1)
+    assert run_of(tmp_path, wanted)(made).answer == answer
 
 
 def test_a_commit_that_does_not_import_says_nothing(tmp_path: Path) -> None:
     """Python's own exit code for it is 1, which must not be taken for a failure."""
     made = install(tmp_path, verdict("failed", "diverged"), 1)
     (made.folder / "harness" / "cli.py").write_text("def broken(:\n")
-    run = case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")
-    reply = run(made)
+    reply = run_of(tmp_path)(made)
     assert reply.answer == "unresolved"
     assert reply.words == "does not build: SyntaxError: invalid syntax"
 
 
 def test_a_harness_of_elsewhere_is_refused(tmp_path: Path) -> None:
     """If the commit has none, that of the environment must not answer for it."""
-    run = case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")
     with pytest.raises(Infrastructure, match=r"expected harness of .*worktree, got"):
-        run(checkout(tmp_path))
+        run_of(tmp_path)(checkout(tmp_path))
+
+
+def test_a_trainer_of_elsewhere_says_nothing(tmp_path: Path) -> None:
+    """A commit that has none would be answered for by what is installed."""
+    made = install(tmp_path, verdict("failed", "diverged"), 1)
+    shutil.rmtree(made.folder / "fsdp_core")
+    reply = run_of(tmp_path)(made)
+    assert reply.answer == "unresolved"
+    assert reply.words.startswith("no verdict: it would run ")
+
+
+def test_what_the_commit_does_not_know_is_told(tmp_path: Path) -> None:
+    """A setting that is not at its default is no verdict, and what is left out is noted."""
+    made = install(tmp_path, verdict("failed", "diverged"), 1)
+    (made.folder / "fsdp_core" / "config.py").write_text(CONFIG)
+    place = stored(tmp_path)
+    run = case_run(place, verdict("failed", "diverged"), tmp_path / "runs")
+    for seed, answer, words, notes in (
+        (1234, "fails", "failed diverged why", ["seed is not known to every commit: left out "
+                                                "there, it is at its default"]),
+        (7, "unresolved", "no verdict: it does not know seed = 7", None),
+    ):  # fmt: skip
+        plain = read_object(place / "case.json")
+        for leg in ("reference", "control", "candidate"):
+            plain[leg]["config"] = {"steps": 4, "seed": seed}
+        (place / "case.json").write_text(dumps(with_checksum(plain)))
+        reply = run(made)
+        assert (reply.answer, reply.words, reply.detail.get("notes")) == (answer, words, notes)
+
+
+def test_options_are_those_that_the_commit_has(tmp_path: Path) -> None:
+    """Room is passed on; what only orders work is left out where it is not known."""
+    made = install(tmp_path, verdict("passed"), 0)
+    room = ("--slots", "4", "--ranks-per-gpu", "2", "--jobs", "1")
+    cli = made.folder / "harness" / "cli.py"
+    text = f"{cli.read_text()}\n".replace("def main():\n", "def main():\n    open('argv', 'w')"
+                                          ".write(' '.join(sys.argv))\n")  # fmt: skip
+    for known, passed in (
+        ("", "--no-history --slots 4 --ranks-per-gpu 2 --jobs 1"),
+        (OPTIONS, "--no-history --ranks-per-gpu 2"),
+    ):
+        cli.write_text(text + known)
+        assert run_of(tmp_path, room=room)(made).answer == "passes"
+        assert Path("argv").read_text().endswith(f"--json {passed}")
 
 
 def test_an_interrupted_run_is_no_answer(tmp_path: Path) -> None:
     """Exit code 2 of the harness ends the search, which asks again when it goes on."""
     made = install(tmp_path, verdict("passed"), 2)
     with pytest.raises(Interrupted):
-        case_run(tmp_path / "case", verdict("failed", "diverged"), tmp_path / "runs")(made)
-
-
-def test_older_commits_can_read_the_case(tmp_path: Path) -> None:
-    """Fields that say nothing are left out, so a commit that does not know them reads it."""
-    leg = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1)
-    case = CaseSpec(
-        id="x", scenario="s", labels={}, reference=leg, control=leg, candidate=leg,
-        expect="bitwise", checks={},
-    )  # fmt: skip
-    place = tmp_path / "case"
-    place.mkdir()
-    (place / "case.json").write_text(dumps(with_checksum(case)))
-    case_run(place, verdict("failed"), tmp_path / "runs")
-    plain = read_object(tmp_path / "runs" / "case" / "case.json")
-    assert CaseSpec.from_json(plain) == case
-    assert set(plain["candidate"]) == {"config", "device", "world_size", "timeout_s"}
+        run_of(tmp_path)(made)

@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.bisector.commit_range import Checkout, CommitRange, Run, parse_range
 from harness.bisector.commit_runs import command_run
-from harness.bisector.commits import (
-    Checkout,
-    CommitRange,
-    CommitSearch,
-    Run,
-    find_first_bad,
-    parse_range,
-)
+from harness.bisector.commits import CommitSearch, find_first_bad
 from harness.bisector.identity import Identity
 from harness.bisector.questions import (
     FAILS,

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCause, FoundCauses
-from harness.bisector.commits import Commit, CommitSearch
+from harness.bisector.commit_range import Commit
+from harness.bisector.commits import CommitSearch
 from harness.bisector.failure import Failure
 from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location

@@ -1,0 +1,112 @@
+"""Contracts of harness.bisector.case_at_commit: never another case than the one in question."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+
+from harness.bisector.case_at_commit import PROBE, Known, read_probe, translated
+from harness.bisector.differences import config_of, leaves_of
+from harness.plant_spec import PlantSpec
+from harness.records import CaseSpec
+from harness.store import LEGS
+from tests.unit.harness.bisector.made_up_asker import case_of, run
+
+CASE = case_of(run(), run(PlantSpec(fault="ulp", chance=0.5), graph=("attn",)))
+PLAIN: dict[str, Any] = json.loads(json.dumps(CASE.to_json()))
+
+
+@pytest.fixture(scope="module")
+def here() -> Known:
+    """What this harness says of itself."""
+    with redirect_stdout(io.StringIO()) as said:
+        exec(PROBE, {})
+    return read_probe(said.getvalue())
+
+
+def without(known: Known, leaf: str = "", **fields: str) -> Known:
+    """A commit that does not know a setting, or a field of a class."""
+    assert known.config is not None
+    return Known(
+        files=known.files,
+        config={k: v for k, v in known.config.items() if k != leaf},
+        kinds={
+            kind: [name for name in names if fields.get(kind) != name]
+            for kind, names in known.kinds.items()
+        },
+    )
+
+
+def test_our_own_commit_reads_the_case_as_it_is(here: Known) -> None:
+    """Nothing is lost, nothing is put in, nothing is said."""
+    found = translated(PLAIN, here)
+    assert (found.why_not, found.notes) == ("", ())
+    assert CaseSpec.from_json(found.plain) == CASE
+    assert here.options is not None
+    assert "--ranks-per-gpu" in here.options
+
+
+def test_a_setting_at_its_default_is_left_out(here: Known) -> None:
+    """In every leg; the commit does what the default says, and the search says so."""
+    found = translated(PLAIN, without(here, "fsdp.reshard_after_forward"))
+    assert found.why_not == ""
+    assert found.notes == (
+        "fsdp.reshard_after_forward is not known to every commit: left out there, it is at its "
+        "default",
+    )
+    for leg in LEGS:
+        expected = leaves_of(PLAIN[leg]["config"])
+        del expected["fsdp.reshard_after_forward"]
+        assert leaves_of(found.plain[leg]["config"]) == expected
+
+
+@pytest.mark.parametrize("leaf", ["graph", "steps", "parallel.dp"])
+def test_a_setting_that_says_something_is_no_verdict(here: Known, leaf: str) -> None:
+    """Without it the commit would answer another question."""
+    value = leaves_of(PLAIN["candidate"]["config"])[leaf]
+    assert f"{leaf} = {value}" in translated(PLAIN, without(here, leaf)).why_not
+
+
+def test_a_true_is_not_a_one(here: Known) -> None:
+    """Values are compared as JSON has them, not as Python does."""
+    plain = json.loads(json.dumps(PLAIN))
+    leaves = leaves_of(plain["candidate"]["config"]) | {"fsdp.reshard_after_forward": 1}
+    plain["candidate"]["config"] = config_of(leaves)
+    found = translated(plain, without(here, "fsdp.reshard_after_forward"))
+    assert found.why_not == "fsdp.reshard_after_forward = 1"
+
+
+def test_a_setting_of_older_commits_is_at_its_default_there(here: Known) -> None:
+    """A case that has no such key would be refused as not whole."""
+    assert here.config is not None
+    known = Known(files=here.files, config=here.config | {"fsdp.old": 3}, kinds=here.kinds)
+    found = translated(PLAIN, known)
+    assert [found.plain[leg]["config"]["fsdp"]["old"] for leg in LEGS] == [3, 3, 3]
+    assert found.notes == ("fsdp.old is known to older commits alone: at its default there",)
+
+
+def test_fields_of_records_that_say_nothing_are_left_out(here: Known) -> None:
+    """One at its default goes, one that decides what is run is no verdict."""
+    found = translated(PLAIN, without(here, RunSpec="rounding", CaseSpec="repeats"))
+    assert found.why_not == ""
+    assert "rounding" not in found.plain["candidate"]
+    assert "repeats" not in found.plain
+    assert translated(PLAIN, without(here, RunSpec="replica")).why_not == "replica of a RunSpec"
+    assert translated(PLAIN, without(here, PlantSpec="chance")).why_not == "chance of a PlantSpec"
+
+
+def test_a_commit_that_says_nothing_gets_what_says_something() -> None:
+    """Its own strictness refuses the rest."""
+    found = translated(PLAIN, Known(files=("x",)))
+    assert (found.why_not, found.notes) == ("", ())
+    assert set(found.plain["reference"]) == {"config", "device", "world_size", "timeout_s"}
+    assert CaseSpec.from_json(found.plain) == CASE
+
+
+@pytest.mark.parametrize("text", ["", "nothing", "[]", "{}", '{"files": 3}'])
+def test_a_probe_that_says_something_else_is_an_error(text: str) -> None:
+    """It is no verdict then, and no guess."""
+    with pytest.raises(ValueError, match=r"expected|Expecting"):
+        read_probe(text)
