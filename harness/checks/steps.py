@@ -54,5 +54,7 @@ def show_ranks(ranks: set[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """`1 tensor`, `2 tensors`, `2 microbatches`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
