@@ -132,3 +132,10 @@ def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, Any]:
     capsys.readouterr()
     code = main([*args, "--json"])
     return code, json.loads(capsys.readouterr().out)
+
+
+def failed_run(engine: FakeEngine) -> None:
+    """A run folder `r` in which one weight of dp2-attn differs on rank 1 from step 2 on."""
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "--out", "r", "--no-history"]) == 1
+    engine.made.clear()

@@ -1,0 +1,96 @@
+"""Contracts of `harness bisect --commits`, over commits whose harness answers at once."""
+
+from pathlib import Path
+
+import pytest
+
+from harness import commit
+from harness.cli import main
+from tests.bisect_history.history import git, harnesses, make_history
+from tests.unit.harness.fake_engine import FakeEngine, failed_run, run_json
+
+
+@pytest.fixture
+def history(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The working folder is a repository of 17 commits of harnesses that answer at once."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("ASKED_OF_HISTORY", str(tmp_path / "asked.log"))
+    commits = make_history(tmp_path, harnesses(16, 11, broken=(3, 12, 14)))
+    failed_run(engine)
+    return commits
+
+
+def searched(commits: list[str], *more: str) -> list[str]:
+    """The command that searches all of them."""
+    return [
+        "bisect", "dp2-attn", "r", "--out", "b", "--until", "environment",
+        "--commits", f"{commits[0]}..{commits[-1]}", *more,
+    ]  # fmt: skip
+
+
+def test_the_first_bad_commit_in_log2_of_all(
+    history: list[str], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With both ends, skips over what does not build, with the room that was given, three runs
+    a commit; nothing is left of the worktree, and the same command asks nothing again."""
+    room = ("--slots", "4", "--jobs", "2")
+    command = searched(history, "--every-run", *room)
+    code, found = run_json(capsys, *command)
+    commits = found["commits"]
+    assert (code, commits["first_bad"]["hash"]) == (1, history[11])
+    assert commits["first_bad"]["subject"] == "Change 11"
+    num_skipped = len(commits["skipped"])
+    assert commits["num_runs"] <= 4 + 2 + num_skipped
+    assert found["num_runs"] == 3 * commits["num_runs"]
+    asked = Path("asked.log").read_text().splitlines()
+    assert len(asked) == commits["num_runs"] - num_skipped
+    assert all(line.endswith("--json --no-history --slots 4 --jobs 2") for line in asked)
+    assert git(Path.cwd(), "worktree", "list").count("\n") == 0
+    assert git(Path.cwd(), "for-each-ref", "--format=%(refname)") == "refs/heads/main"
+    assert main(command) == 1
+    assert f"first bad commit: {history[11][:10]} Change 11" in capsys.readouterr().out
+    assert Path("asked.log").read_text().splitlines() == asked
+
+
+def test_a_budget_ends_a_search_of_commits_with_the_suspects(
+    history: list[str], engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A commit is three runs of it; what is left is named, and more of it goes on."""
+    command = searched(history, "--every-run")
+    code, found = run_json(capsys, *command, "--budget-runs", "12")
+    commits = found["commits"]
+    assert (code, commits["first_bad"], commits["num_runs"]) == (6, None, 4)
+    suspects = {commit["hash"] for commit in commits["suspects"]}
+    assert history[11] in suspects
+    assert len(suspects) < 16
+    assert found["stopped"].startswith("the budget of 12 runs: 12 spent")
+    assert run_json(capsys, *command)[1]["commits"]["first_bad"]["hash"] == history[11]
+
+
+def test_what_is_known_of_the_bad_commit_is_not_asked_again(
+    history: list[str],
+    engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The search for causes has seen how often the case fails: where that was the bad commit's
+    code it need only fail there once, elsewhere as often as without."""
+    command = searched(history)
+    command[command.index("environment")] = "causes"
+    runs = []
+    for number, code in enumerate((history[-1], f"{history[-1]}+changed")):
+        monkeypatch.setattr(commit, "describe", lambda code=code: code)
+        command[command.index("--out") + 1] = f"b{number}"
+        found = run_json(capsys, *command, "--no-element")[1]
+        assert found["commits"]["first_bad"]["hash"] == history[11]
+        runs.append(found["commits"]["num_runs"])
+    assert runs[1] - runs[0] == 4
+
+
+def test_every_run_goes_with_commits(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone it says nothing."""
+    failed_run(engine)
+    assert main(["bisect", "dp2-attn", "r", "--every-run"]) == 4
+    assert "expected --commits GOOD..BAD beside it" in capsys.readouterr().err
