@@ -213,7 +213,9 @@ def _plant(plant: PlantSpec) -> dict[str, Any]:
 def _text(
     case: CaseSpec, axis: str, base: dict[str, Any], values: tuple[Any, Any], story: str
 ) -> str:
-    name = re.sub(r"[^A-Za-z0-9]+", "_", f"repro_{case.id}").strip("_")[:_MAX_NAME].rstrip("_")
+    # A case of several scenarios in one run says its scenario already.
+    whole = case.id if case.id.startswith(f"{case.scenario}.") else f"{case.scenario}_{case.id}"
+    name = re.sub(r"[^A-Za-z0-9]+", "_", f"repro_{whole}").strip("_")[:_MAX_NAME].rstrip("_")
     checks = {k: v for k, v in case.checks.items() if k not in ("throughput", "soak")}
     plain = {
         "name": name,

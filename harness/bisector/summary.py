@@ -71,8 +71,12 @@ def causes(found: FoundCauses | None) -> list[str]:
         return []
     num = len(found.candidates)
     of = f"of {count(num, 'difference')} between the legs"
-    lines = [str(cause) for cause in found.causes] or [f"none found {of}"]
-    lines[0] += f"; {of}" if found.causes else ""
+    if not found.causes:
+        # A search that was not made has its reason as a note: nothing was looked for in vain.
+        why = found.notes if not found.num_questions else ()
+        return list(why) or [f"none found {of}"]
+    lines = [str(cause) for cause in found.causes]
+    lines[0] += f"; {of}"
     return lines
 
 

@@ -14,6 +14,7 @@ from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
 from harness.bisector.page import page
 from harness.bisector.screen import print_findings
+from harness.bisector.summary import causes
 
 ELEMENT = Element(
     index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",
@@ -93,3 +94,11 @@ def test_the_page_has_all_of_it() -> None:
 def test_findings_survive_their_file() -> None:
     """The typed answer is read back as it was written."""
     assert Findings.from_json(FINDINGS.to_json()) == FINDINGS
+
+
+def test_searches_that_were_not_made_say_why() -> None:
+    """Nothing was looked for in vain where the reference differs from itself."""
+    reason = "the reference differs from its own second run"
+    assert causes(FoundCauses(candidates=("graph: attn",), notes=(reason,))) == [reason]
+    asked = FoundCauses(candidates=("graph: attn",), notes=("odd",), num_questions=3)
+    assert causes(asked) == ["none found of 1 difference between the legs"]
