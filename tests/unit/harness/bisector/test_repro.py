@@ -91,8 +91,8 @@ def test_no_file_is_written_over_another(tmp_path: Path) -> None:
     repro = repro_of(run(), run(graph=("attn",)))
     paths = [write_repro(repro, tmp_path / "repro") for _ in range(3)]
     assert [path.name for path in paths] == [
-        "repro_made_up_dp2_attn.yaml", "repro_made_up_dp2_attn-2.yaml", "repro_made_up_dp2_attn-3.yaml",
-    ]  # fmt: skip
+        f"repro_made_up_dp2_attn{number}.yaml" for number in ("", "-2", "-3")
+    ]
     assert all(read_back(path.read_text(), "cpu") == repro.case for path in paths)
 
 
