@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from harness.bisector.at_capture import with_capture
 from harness.bisector.found import Location
+from harness.bisector.givers import with_givers
 from harness.bisector.gradients import gradients_part
 from harness.bisector.legs import OUTPUT, Legs, Tensor
 from harness.bisector.misrecorded import record_of_the_step_before
@@ -41,7 +42,7 @@ def where_they_part(legs: Legs) -> Location | None:
         found = _state_part(legs, at_step) or _random_part(legs, at_step)
     if found is None:
         return replace(at_step, unknown=("what differs has no name in the records",))
-    return with_capture(found, legs)
+    return with_capture(with_givers(found, legs), legs)
 
 
 def _step_evidence(legs: Legs, step: int) -> str:

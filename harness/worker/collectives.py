@@ -29,6 +29,7 @@ from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.train.captures import Captures
 from harness.engine.whereabouts import IN_CAPTURE, Place, PlaceFile, group_key
+from harness.worker.given import Given
 
 _SHARDING = str(Path(fsdp.__file__).parent)
 _WAIT = "_c10d_functional::wait_tensor"
@@ -59,7 +60,11 @@ def noted(
 
 
 class Notes:
-    """Keeps one rank's place; arguments as of `noted`."""
+    """Keeps one rank's place; arguments as of `noted`.
+
+    Attributes:
+        given: told of what the rank brings along, if anybody wants to know.
+    """
 
     def __init__(self, file: PlaceFile, step: Callable[[], int], eager_steps: int) -> None:
         self._file, self._step, self._eager_steps = file, step, eager_steps
@@ -70,6 +75,7 @@ class Notes:
         self._at = (-1, 0)
         self._last: tuple[str, str, tuple[int, ...]] = ("", "", ())
         self._module = ""
+        self.given: Given | None = None
 
     def entering(self, func: Any, args: tuple[Any, ...]) -> None:
         """A collective is called."""
@@ -80,6 +86,8 @@ class Notes:
                 key = group_key(group)
                 self._entered[key] = self._entered.get(key, 0) + 1
             self._last = (operator, self._label(operator), group)
+            if self.given is not None and operator not in _POINT_TO_POINT:
+                self.given.take(func, args, self._last[1], group)
         self._write(is_inside=True)
 
     def left(self) -> None:

@@ -49,6 +49,7 @@ from harness.records import (
 from harness.worker.collectives import Notes, noted
 from harness.worker.contents import ContentsFile
 from harness.worker.digest_time import digest_time_event, is_told
+from harness.worker.given import Given
 from harness.worker.launched import Launched
 from harness.worker.memory_event import memory_event
 from harness.worker.module_at_work import module_of_error
@@ -149,6 +150,8 @@ class _Session:
             )
         )
         device.synchronize()
+        if trainer.config.taps and device.counter is not None and self.spec.world_size > 1:
+            notes.given = Given()
         startup_s = time.monotonic() - self.started_s
         launched = Launched(trainer, wanted=self.spec.kernels)
         try:
@@ -160,6 +163,8 @@ class _Session:
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
                 contents.observe(self.step)
+                if notes.given is not None:
+                    self.file.write(notes.given.event(self.rank, self.step))
         finally:
             self._flush(observer)
         soaking.write_event()
