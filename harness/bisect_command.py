@@ -18,11 +18,11 @@ from harness.bisector.repro import FOLDER
 from harness.bisector.screen import print_findings
 from harness.bisector.session import bisect
 from harness.bisector.stages import Search, Until
+from harness.bisector.telling import make_search_view
 from harness.bisector.two_cells import case_of_two, is_one_layout
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.matrix import expand
-from harness.progress import make_view
 from harness.records import CaseSpec, ExitCode, Verdict
 from harness.schema import Overrides, load_scenario
 from harness.select import select
@@ -170,7 +170,7 @@ def bisect_command(
         element=not no_element, layout_step=layout_step,
         passed=None if passed is None else RunFolder.open(passed), **options,
     )  # fmt: skip
-    findings, where = bisect(asked, make_view(console))
+    findings, where = bisect(asked, make_search_view(console))
     code = _code(findings)
     if as_json:
         plain = findings.to_json() | {"folder": str(where), "exit_code": int(code)}

@@ -11,7 +11,8 @@ from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
 from harness.answers import find_answer
 from harness.bisector.findings import FINDINGS_FILE, Findings, read_findings
-from harness.bisector.summary import first_wrong, where
+from harness.bisector.summary import first_wrong
+from harness.bisector.words import where
 from harness.detection.localised import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode

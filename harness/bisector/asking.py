@@ -6,6 +6,7 @@ Runs that the folder holds are not made again, so a search that goes on pays onl
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,19 @@ from harness.records import CaseSpec, RunResult, Verdict, What
 from harness.repeats import runs_of
 from harness.run import Judge, Progress, Silent, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
+
+COVERS = "covers"
+"""In the detail of a reply: words of the questions whose runs were made for it."""
+
+
+def brief(verdict: Verdict) -> str:
+    """An answer in two words: `failed diverged`."""
+    return f"{verdict.outcome} {verdict.what}".strip()
+
+
+def message(verdict: Verdict) -> str:
+    """An answer of a question that is not about passing or failing: what was seen."""
+    return verdict.message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +77,15 @@ class Asker:
         keys = {spec.key for spec in runs_of(case)}
         return sum(self.folder.finished(key) is None for key in keys)
 
-    def ask(self, case: CaseSpec, words: str, *, judge: Judge = judge_case, key: str = "") -> Asked:
+    def ask(
+        self,
+        case: CaseSpec,
+        words: str,
+        *,
+        judge: Judge = judge_case,
+        key: str = "",
+        answer: Callable[[Verdict], str] = brief,
+    ) -> Asked:
         """Make the runs of a case that are missing, and judge it.
 
         Args:
@@ -71,6 +93,7 @@ class Asker:
             words: the question for people.
             judge: from a case and its three runs to a verdict.
             key: of the question in the journal; "" for the keys of its runs.
+            answer: for people, from the verdict.
 
         Raises:
             OutOfBudget: it costs more than is left; nothing was run.
@@ -84,7 +107,7 @@ class Asker:
             (verdict,) = execute(self.folder, [case], self._engine, self._progress, judge=judge)
             self.num_runs += cost
             found.append(verdict)
-            return Reply(words=f"{verdict.outcome} {verdict.what}".strip(), runs=cost)
+            return Reply(words=answer(verdict), runs=cost)
 
         question = Question(key=key or question_key(case), words=words, runs=self.cost(case))
         if self.journal is not None:
@@ -99,10 +122,14 @@ class Asker:
         """How many candidates of a case fit on the engine side by side."""
         return max(1, self._engine.slots // case.candidate.world_size)
 
-    def make_ahead(self, cases: Sequence[CaseSpec]) -> None:
+    def make_ahead(self, cases: Sequence[CaseSpec], words: Sequence[str]) -> None:
         """Make the runs of several questions side by side, to be asked one by one afterwards.
 
         Nothing is made if the budget does not allow them all.
+
+        Args:
+            cases: the questions.
+            words: of each, for people.
 
         Raises:
             UsageError: a run does not fit on the engine.
@@ -114,10 +141,24 @@ class Asker:
             self.budget.check(cost)
         except OutOfBudget:
             return
-        if cost:
-            execute(self.folder, cases, self._engine, self._progress)
+        if not cost:
+            return
+
+        def find_out() -> Reply:
+            verdicts = execute(self.folder, cases, self._engine, self._progress)
             self.num_runs += cost
-            self.budget.spend(cost)
+            told = Counter(brief(verdict) for verdict in verdicts)
+            answers = ", ".join(f"{answer} ({number} times)" if number > 1 else answer
+                                for answer, number in told.items())  # fmt: skip
+            return Reply(words=answers, runs=cost, detail={COVERS: list(words)})
+
+        together = f"{words[0]} with the next {len(words) - 1} beside it"
+        key = " and ".join(question_key(case) for case in cases)
+        question = Question(key=f"ahead {key}", words=together, runs=cost)
+        if self.journal is not None and self.journal.known(question.key) is None:
+            self.journal.ask(question, find_out)
+        else:
+            self.budget.spend(find_out().runs)
 
     def adopt(self, place: Path, case: CaseSpec) -> None:
         """Take the finished runs of a case folder, so that they are not made again.

@@ -172,10 +172,12 @@ class Judged:
         verdict = self._known.get(_keys(case))
         if verdict is None:
             further = further[: self.asker.room(case) - 1]
+            ask = words or "does the case itself fail?"
+            numbers = range(number + 1, number + 2 + len(further))
+            told = [f"{ask} run {each}" if each > 1 else ask for each in numbers]
             if further and self.asker.cost(case):
-                self.asker.make_ahead([case, *further])
-            words = f"{words or 'the case itself'}, run {number + 1}"
-            verdict = self.asker.ask(case, words).verdict
+                self.asker.make_ahead([case, *further], told)
+            verdict = self.asker.ask(case, told[0]).verdict
         answer = self.failure.answer(verdict)
         if answer == FAILS:
             self.verdicts.setdefault(candidate.key, verdict)

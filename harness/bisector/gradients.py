@@ -103,7 +103,8 @@ def _equal_before(legs: Legs) -> str:
 
 def _which(names: list[str], bad: Sequence[Tensor]) -> str:
     where = show_ranks({t.rank for t in bad})
-    return f"the gradients of {listed(names)} {differ(len(names))}, on {where}"
+    noun = "gradient" if len(names) == 1 else "gradients"
+    return f"the {noun} of {listed(names)} {differ(len(names))}, on {where}"
 
 
 def _in_backward_order(bad: list[Tensor], rows: Sequence[Row]) -> list[Tensor]:

@@ -17,10 +17,8 @@ from harness.bisector.ended import NAMES_ITS_TENSOR, how_it_ended
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.checks.complete import find_flaw
-from harness.checks.environment import different_keys, fingerprint
+from harness.checks.environment import different_leaves, fingerprint, quantity_of
 from harness.checks.steps import rank_table, shared_pairs, show_ranks, step_table
-from harness.history.trend import different, flat
-from harness.history.trend import told as as_told
 from harness.records import RunResult, Verdict
 from harness.store import CaseRuns
 
@@ -58,17 +56,13 @@ def _in_other_environment(reference: RunResult, other: RunResult, leg: str) -> L
         for rank, records in ours.items()
         if records.start is not None and rank in theirs and (start := theirs[rank].start)
     }
-    keys = {rank: found for rank, pair in sides.items() if (found := different_keys(*pair))}
-    if not keys:
+    leaves = {rank: found for rank, pair in sides.items() if (found := different_leaves(*pair))}
+    if not leaves:
         return None
-    rank, (first, *_) = min(keys.items())
-    told = [f"the {leg} ran in another environment than the reference, on {show_ranks(set(keys))}"]
-    left, right = sides[rank]
-    facts = different(flat("", left), flat("", right))
-    told += [
-        f"{name}: {as_told(flat('', left), name)} became {as_told(flat('', right), name)}"
-        for name in facts[:MOST_FACTS]
-    ]
+    rank, facts = min(leaves.items())
+    where = show_ranks(set(leaves))
+    told = [f"the {leg} ran in another environment than the reference, on {where}"]
+    told += [f"{name}: {before} became {after}" for name, before, after in facts[:MOST_FACTS]]
     parted = where_they_part(Legs(reference, other))
     if parted is None:
         told.append("every bit of the legs is equal nevertheless")
@@ -76,7 +70,7 @@ def _in_other_environment(reference: RunResult, other: RunResult, leg: str) -> L
         at = f"step {parted.step}, {parted.phase}{f', {parted.module}' if parted.module else ''}"
         told.append(f"their records part in {at}: that may be the environment's doing")
     return Location(
-        phase="outside", quantity=f"environment.{first}", rank=rank, ranks=tuple(sorted(keys)),
+        phase="outside", quantity=quantity_of(facts[0][0]), rank=rank, ranks=tuple(sorted(leaves)),
         evidence=tuple(told),
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from harness.bisector.findings import Findings
-from harness.bisector.summary import facts, spent
+from harness.bisector.summary import asked, cost, facts, spent
 from harness.disk import write_atomic
 from harness.errors import one_line
 
@@ -42,10 +42,8 @@ def page(findings: Findings) -> str:
         lines += _section("Least case", [*findings.least_case.made, *findings.least_case.notes])
     if findings.commits is not None:
         lines += _section("Commits", [findings.commits.patience, *findings.commits.notes])
-    asked = [
-        f"{q.words}: {q.answer} ({q.runs} runs, {q.seconds:.1f} s)" for q in findings.questions
-    ]
-    lines += _section(f"Asked ({spent(findings)})", asked, numbered=True)
+    questions = [f"{asked(q.words)} {q.answer}{cost(q)}" for q in findings.questions]
+    lines += _section(f"Asked ({spent(findings)})", questions, numbered=True)
     lines += ["## Again", "", f"    {one_line(findings.command)}", ""]
     return "\n".join(lines)
 

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.bisector.asking import Asker, judged_by
+from harness.bisector.asking import Asker, judged_by, message
 from harness.bisector.chance import passes_needed
 from harness.bisector.contents_probe import contents_case, kept_name, with_element
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.bisector.locate import between, failing_pair, locate
 from harness.bisector.questions import OutOfBudget
+from harness.bisector.words import where
 from harness.checks.complete import find_flaw
 from harness.records import CaseSpec, RunResult, RunSpec, Verdict
 from harness.repeats import FIRST_REPEAT
@@ -37,7 +38,8 @@ MISS = 0.01
 MOST_LOOKS = passes_needed(SELDOM, MISS)
 PLAIN_REPEATS = 3
 """How often the case itself is run again before looking in is what keeps its failure away."""
-_TAPPED = "which call differs first, up to step {}? (taps {})"
+_TAPPED = "which call differs first, up to step {}?"
+_RESULTS = "which output or gradient differs first, up to step {}?"
 
 
 def locate_case(
@@ -101,8 +103,8 @@ class _Look:
         why = ""
         for patterns in (EVERYWHERE, RESULTS_ONLY):
             question = look_case(self._case, self._pair, patterns, step)
-            words = _TAPPED.format(step, ", ".join(patterns))
-            asked = self._asker.ask(question, words, judge=judged_by(_told))
+            words = (_TAPPED if patterns is EVERYWHERE else _RESULTS).format(step)
+            asked = self._asker.ask(question, words, judge=judged_by(_told), answer=message)
             if find_flaw(asked.runs.reference) is None:
                 break
             why = asked.verdict.message
@@ -149,7 +151,9 @@ class _Look:
             return None
         for number in range(1, MOST_LOOKS):
             repeat = repeated(question, number)
-            asked = self._asker.ask(repeat, f"{words}, run {number + 1}", judge=judged_by(_told))
+            asked = self._asker.ask(
+                repeat, f"{words} run {number + 1}", judge=judged_by(_told), answer=message
+            )
             legs = [asked.runs.reference, asked.runs.candidate]
             if shows(legs):
                 return legs
@@ -166,7 +170,9 @@ class _Look:
             self._is_flaky = False
             for number in range(1, PLAIN_REPEATS + 1):
                 words = f"does the case always fail? run {number + 1}"
-                asked = self._asker.ask(repeated(plain, number), words, judge=judged_by(_told))
+                asked = self._asker.ask(
+                    repeated(plain, number), words, judge=judged_by(_told), answer=message
+                )
                 if between(asked.runs.reference, asked.runs.candidate).phase is None:
                     self._is_flaky = True
                     break
@@ -176,17 +182,24 @@ class _Look:
         """Both legs again, with the bytes of the first wrong tensor."""
         question = contents_case(self._found, self._case, self._specs)
         words = f"which element of {kept_name(self._found)} differs first?"
-        self._asker.ask(question, words, judge=judged_by(lambda *_: "its contents are kept"))
-        found = with_element(self._found, question, self._asker.folder)
+        found = self._element(question, words)
         if found.element is None and self._is_flaky:
             for number in range(1, MOST_LOOKS):
-                repeat = repeated(question, number)
-                words_again = f"{words[:-1]}, run {number + 1}"
-                self._asker.ask(repeat, words_again, judge=judged_by(_told))
-                found = with_element(self._found, repeat, self._asker.folder)
+                found = self._element(repeated(question, number), f"{words} run {number + 1}")
                 if found.element is not None:
                     break
         self._found = found
+
+    def _element(self, question: CaseSpec, words: str) -> Location:
+        """The place with its element, or with why there is none."""
+
+        def told(reference: RunResult, candidate: RunResult) -> str:
+            del reference, candidate
+            found = with_element(self._found, question, self._asker.folder)
+            return found.unknown[-1] if found.element is None else found.evidence[-1]
+
+        self._asker.ask(question, words, judge=judged_by(told), answer=message)
+        return with_element(self._found, question, self._asker.folder)
 
 
 def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:
@@ -200,8 +213,9 @@ def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:
 
 
 def _told(reference: RunResult, candidate: RunResult) -> str:
+    """The place in a line; "" where the legs are equal."""
     found = between(reference, candidate)
-    return found.evidence[-1] if found.evidence else ""
+    return "" if found.phase is None and found.step is None else where(found)
 
 
 def look_case(

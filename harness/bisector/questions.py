@@ -150,6 +150,7 @@ class Journal:
         identity: what the answers hold for.
         budget: of this sitting; None for any.
         clock: seconds that only run, for replies that do not say how long they took.
+        told: called after each new answer.
 
     Raises:
         UsageError: another search writes it, or it is of another code, environment or case.
@@ -163,7 +164,9 @@ class Journal:
         budget: Budget | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        told: Callable[["Journal"], None] = lambda _: None,
     ) -> None:
+        self._told = told
         self.path = path
         self.identity = identity
         self.budget = budget or Budget()
@@ -226,6 +229,7 @@ class Journal:
         self.budget.spend(reply.runs)
         self._append({"question": question.to_json(), "reply": reply.to_json()})
         self._entries[question.key] = (question, reply)
+        self._told(self)
         return reply
 
     def _append(self, plain: Mapping[str, Any]) -> None:

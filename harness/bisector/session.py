@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from harness import launch
@@ -27,11 +28,11 @@ from harness.bisector.stages import (
     commits_of,
     find_commit,
 )
+from harness.bisector.telling import SearchView, tell, told_of
 from harness.bisector.two_cells import compare_cells
 from harness.errors import Interrupted, UsageError
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT
-from harness.progress import View
 from harness.records import CaseSpec, Verdict
 from harness.store import MANIFEST_FILE, RunFolder
 
@@ -41,7 +42,7 @@ NO_ANSWER = "no answer yet"
 _OF_STAGES = ("place", "causes", "least_case", "commits")
 
 
-def bisect(search: Search, view: View) -> tuple[Findings, Path]:
+def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
     """Search, as far as the budget goes; what was found, and the folder that holds it.
 
     Raises:
@@ -59,7 +60,8 @@ def bisect(search: Search, view: View) -> tuple[Findings, Path]:
     budget = Budget(runs=search.budget_runs, minutes=search.budget_minutes)
     identity = identity_of(search.case, prepared.machine)
     folder, notes = _folder(search, prepared, identity)
-    with folder, view, Journal(folder.path / JOURNAL_FILE, identity, budget) as journal:
+    path, told = folder.path / JOURNAL_FILE, partial(tell, view)
+    with folder, view, Journal(path, identity, budget, told=told) as journal:
         clear_leftovers(folder)
         engine = launch.make_engine(prepared)
         try:
@@ -159,9 +161,9 @@ def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Finding
     entries = asker.journal.entries if asker.journal is not None else ()
     asked = tuple(
         AskedQuestion(words=q.words, answer=r.words, runs=r.runs, seconds=r.seconds)
-        for q, r in entries
+        for q, r in told_of(entries)
     )
-    runs = sum(question.runs for question in asked)
+    runs = sum(reply.runs for _, reply in entries)
     return replace(findings, questions=asked, num_runs=runs, seconds=round(seconds, 3))
 
 

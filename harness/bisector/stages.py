@@ -27,11 +27,12 @@ from harness.bisector.findings import Findings
 from harness.bisector.probes import locate_case
 from harness.bisector.questions import OutOfBudget
 from harness.bisector.repro import FOLDER
-from harness.bisector.summary import where
+from harness.bisector.words import where
 from harness.errors import shown
 from harness.records import CaseSpec, Verdict
 from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
 
+SHORT_HASH = 12
 COMMITS_FOLDER = "commits"
 """Of the folder of a search: run folders of other commits."""
 Until = Literal["environment", "place", "causes", "least"]
@@ -115,8 +116,14 @@ def _environment(state: State) -> Findings:
             told.append(apart.sentence)
     failed, now = str(_night(state).manifest.get("commit", "")), commit.describe()
     if failed != now:
-        told.append(f"the case failed as {shown(failed)}; further runs are made as {shown(now)}")
+        told.append(f"the case failed as {_code(failed)}; further runs are made as {_code(now)}")
     return replace(state.findings, environment=tuple(told))
+
+
+def _code(commit_and_rest: str) -> str:
+    """A commit and the hash of what lies on top of it, short enough for a line."""
+    head, plus, rest = commit_and_rest.partition("+")
+    return shown(head[:SHORT_HASH] + plus + rest)
 
 
 def _night(state: State) -> RunFolder:

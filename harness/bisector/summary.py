@@ -5,25 +5,16 @@ first thing that is wrong there.
 """
 
 from harness.bisector.causes import FoundCauses
-from harness.bisector.findings import Findings
+from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
-from harness.checks.steps import count, show_ranks
+from harness.bisector.words import UNKNOWN, where
+from harness.checks.steps import count
+from harness.errors import one_line
+from harness.records import WHATS
 
-UNKNOWN = "not known"
-
-
-def where(place: Location | None) -> str:
-    """`step 7, backward, microbatch 1, layers.0.attn.wq, rank 3`."""
-    if place is None:
-        return UNKNOWN
-    parts = [
-        "" if place.step is None else f"step {place.step}",
-        place.phase or "",
-        "" if place.microbatch is None else f"microbatch {place.microbatch}",
-        place.module,
-        show_ranks(set(place.ranks)) if place.ranks else "",
-    ]
-    return ", ".join(part for part in parts if part) or UNKNOWN
+OTHER_ENVIRONMENT = (
+    "the legs ran in other environments, so no setting is searched for: make them alike, run again"
+)
 
 
 def first_wrong(place: Location | None) -> str:
@@ -31,14 +22,16 @@ def first_wrong(place: Location | None) -> str:
     if place is None or not (place.tensor or place.quantity):
         return UNKNOWN
     name = place.tensor or place.quantity
-    of = f" ({place.quantity})" if place.quantity and place.quantity != name else ""
+    is_said = place.quantity in ("", name) or place.quantity.startswith("taps.")
+    of = "" if is_said else f" ({place.quantity})"
     return f"{name}{of}"
 
 
 def element(found: Element) -> str:
     """`[3, 17]: 0x3f8a21c4 became 0x3f8a21c5, 1 ulp apart (1.07 became 1.0700001); ...`."""
     index = ", ".join(map(str, found.index))
-    apart = "" if found.ulps is None else f", {count(found.ulps, 'ulp')} apart"
+    is_float = "float" in found.dtype
+    apart = "" if found.ulps is None or not is_float else f", {count(found.ulps, 'ulp')} apart"
     return (
         f"[{index}]: 0x{found.reference_bits} became 0x{found.candidate_bits}{apart} "
         f"({found.reference} became {found.candidate}); "
@@ -76,7 +69,8 @@ def causes(found: FoundCauses | None) -> list[str]:
         why = found.notes if not found.num_questions else ()
         return list(why) or [f"none found {of}"]
     lines = [str(cause) for cause in found.causes]
-    lines[0] += f"; {of}"
+    blamed = {change for cause in found.causes for change in cause.changes}
+    lines[0] += f"; {len(blamed)} {of}"
     return lines
 
 
@@ -85,16 +79,19 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     place = findings.place
     if findings.outcome == "passed":
         return []  # there is no place to speak of
+    is_end = place is not None and not place.tensor and place.quantity in WHATS
     lines = [
         ("where", where(place)),
-        ("first wrong", first_wrong(place)),
+        ("ended as" if is_end else "first wrong", first_wrong(place)),
     ]
     if place is not None and place.element is not None:
         lines.append(("element", element(place.element)))
     if beside := side(place):
-        lines.append(("ranks", beside))
+        lines.append(("entered", beside))
     lines.append(("since", since(place)))
     lines += [("why", why) for why in causes(findings.causes)]
+    if findings.what == "different_environment":
+        lines.append(("why", OTHER_ENVIRONMENT))
     if findings.least_case is not None:
         lines.append(("least case", str(findings.least_case)))
     if findings.commits is not None:
@@ -108,3 +105,15 @@ def spent(findings: Findings) -> str:
         f"{count(len(findings.questions), 'question')}, {count(findings.num_runs, 'run')}, "
         f"{findings.seconds:.0f} s"
     )
+
+
+def asked(words: str) -> str:
+    """A question, ready for its answer."""
+    told = one_line(words)
+    return told if told.endswith("?") else f"{told}:"
+
+
+def cost(question: AskedQuestion) -> str:
+    """` (2 runs, 4.1 s)`; "" for what was known."""
+    runs = question.runs
+    return f" ({count(runs, 'run')}, {question.seconds:.1f} s)" if runs else ""

@@ -15,6 +15,7 @@ from harness.records import CheckResult, Difference, RunResult
 NAME = "environment"
 FINGERPRINT = "fingerprint"
 MAX_VALUE_CHARS = 80
+MAX_NAMES = 4
 
 
 def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
@@ -29,20 +30,19 @@ def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
             fingerprint(records.start.environment),
             fingerprint(counterpart.start.environment),
         )
-        keys = different_keys(left, right)
-        if not keys:
+        leaves = different_leaves(left, right)
+        if not leaves:
             continue
-        key = keys[0]
+        name, before, after = leaves[0]
         return CheckResult(
             check=name,
             outcome="incomparable",
             what="different_environment",
             message=f"the {leg} ran in another environment than the reference: rank {rank} "
-            f"differs in {', '.join(keys)} ({key}: {_show(left, key)} against "
-            f"{_show(right, key)})",
+            f"differs in {_listed([leaf for leaf, *_ in leaves])} ({name}: {before} against "
+            f"{after})",
             difference=Difference(
-                step=0, rank=rank, quantity=f"environment.{key}",
-                reference=_show(left, key), candidate=_show(right, key),
+                step=0, rank=rank, quantity=quantity_of(name), reference=before, candidate=after
             ),
         )  # fmt: skip
     return passed(name, f"the {leg} ran in the environment of the reference")
@@ -57,6 +57,33 @@ def fingerprint(environment: Mapping[str, Any]) -> Mapping[str, Any]:
 def different_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     """Keys on which two fingerprints differ, an absent key included, sorted."""
     return sorted(key for key in {*left, *right} if _canonical(left, key) != _canonical(right, key))
+
+
+def different_leaves(
+    left: Mapping[str, Any], right: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
+    """What differs inside of nested values, too: dotted name, and both values for people."""
+    found: list[tuple[str, str, str]] = []
+    for key in different_keys(left, right):
+        ours, theirs = left.get(key), right.get(key)
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            found += [
+                (f"{key}.{name}", before, after)
+                for name, before, after in different_leaves(ours, theirs)
+            ]
+        else:
+            found.append((key, _show(left, key), _show(right, key)))
+    return found
+
+
+def quantity_of(name: str) -> str:
+    """What a `Difference` calls a leaf of the fingerprint: `environment.torch`."""
+    return name if name.startswith(f"{NAME}.") else f"{NAME}.{name}"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _canonical(values: Mapping[str, Any], key: str) -> str | None:

@@ -117,7 +117,7 @@ FAULTS: tuple[Fault, ...] = (
         source="F25",
         symptom="gradients of one layer are written where nobody reads them",
         cell=Cell(graph=("full_iteration",)),
-        points_at=Pointer(phase="state", tensor="layers.0 full gradient"),
+        points_at=Pointer(phase="state", module="layers.0", tensor="layers.0 full gradient"),
     ),
     Fault(
         name="gather_buffer_given_twice",

@@ -211,7 +211,7 @@ def test_records_of_other_code_are_said_first(
     command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place", "--out", "b"]
     code, found = run_json(capsys, *command)
     assert code == 1
-    assert f"further runs are made as '{'2' * 40}'" in found["environment"][-1]
+    assert f"further runs are made as '{'2' * 12}'" in found["environment"][-1]
 
 
 def test_answers_of_other_code_are_left_alone(

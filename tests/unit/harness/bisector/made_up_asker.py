@@ -58,8 +58,9 @@ class MadeUpAsker(Asker):
         """One run, unless it was made ahead."""
         return int(case.id not in self.ahead)
 
-    def make_ahead(self, cases: Sequence[CaseSpec]) -> None:
+    def make_ahead(self, cases: Sequence[CaseSpec], words: Sequence[str]) -> None:
         """Nothing is made; who asked is noted."""
+        assert len(words) == len(cases)
         self.ahead |= {case.id for case in cases}
 
     def verdict(self, case: CaseSpec) -> Verdict:

@@ -11,6 +11,7 @@ from harness.records import ErrorRecord, RunResult, Verdict, What
 from tests.unit.harness.bisector.small_model import calls_from, edited, floats, run_of
 
 STALE = "stale_address: layers.0.attn.norm.weight: captured at 0x561a, now at 0x561b (and root)"
+STALE_BUFFER = "stale_address: layers.0 full gradient: captured at 0x561a, now at 0x561b"
 RACE = (
     "race: root main_weight: aten::copy_ reads on stream gather at param_group.py:287, "
     "aten::_fused_adamw_ writes on stream main at optim.py:49, unordered (and 2 more)"
@@ -59,6 +60,7 @@ def ended(
     ("what", "message", "expected"),
     [
         ("stale_address", STALE, ("state", "layers.0.attn.norm", "layers.0.attn.norm.weight")),
+        ("stale_address", STALE_BUFFER, ("state", "layers.0", "layers.0 full gradient")),
         ("race", RACE, ("forward", "embedding", "root main_weight")),
         ("race", RACE_GRAD, ("reduce", "layers.1", MEMORY)),
         ("oom", "out of memory", ("outside", "", "")),

@@ -80,10 +80,10 @@ def test_the_page_has_all_of_it() -> None:
     """Every sentence, every question, the command; marks of Markdown are text."""
     text = page(FINDINGS)
     assert "sentence 29" in text
-    assert "does it fail?: failed" in text
+    assert "1. does it fail? failed (2 runs, 1.5 s)" in text
     assert "    harness bisect dp4" in text
     assert "rank: \\`not\\` known" in text
-    assert "graph: attn (failed diverged); of 2 differences between the legs" in text
+    assert "graph: attn (failed diverged); 1 of 2 differences between the legs" in text
     assert "a note" in text
     assert "harness run scenarios/repro/x.yaml" in text
     assert "steps 8" in text

@@ -53,6 +53,21 @@ def test_order_of_keys_does_not_matter(lab: Any, edit: Any) -> None:
     assert environment.check(reference, candidate, "candidate").outcome == "passed"
 
 
+def test_what_differs_is_named_inside_of_nested_values(lab: Any, edit: Any) -> None:
+    """One variable of many is told by its name and both values, not the whole of both."""
+    reference, _, candidate = lab.legs()
+    left = {"environment": {"A": "1", "B": "2"}, "torch": "2.12"}
+    right = {"environment": {"A": "1", "B": "2", "C": "3"}, "torch": "2.12"}
+    answer = environment.check(
+        moved(reference, edit, 1, {"fingerprint": left}),
+        moved(candidate, edit, 1, {"fingerprint": right}),
+        "candidate",
+    )
+    assert "rank 1 differs in environment.C (environment.C: absent against 3)" in answer.message
+    assert answer.difference is not None
+    assert answer.difference.quantity == "environment.C"
+
+
 def test_malformed_environment(lab: Any, edit: Any) -> None:
     """Without a fingerprint mapping the whole environment is compared; long values are cut."""
     reference, _, candidate = lab.legs()

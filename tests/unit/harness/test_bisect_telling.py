@@ -1,0 +1,79 @@
+"""What `harness bisect` tells as it goes, counts as runs, and makes of faults that seldom fire."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import pytest
+
+from harness.bisector.summary import asked
+from harness.cli import main
+from harness.records import RunSpec, StepRecord
+from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
+
+
+def failed_run(
+    engine: FakeEngine, spoil: Callable[[RunSpec, StepRecord], StepRecord] = unequal
+) -> None:
+    """A run folder `r` in which dp2-attn fails."""
+    engine.spoil = spoil
+    assert main(["run", "small.yaml", "--out", "r", "--no-history"]) == 1
+    engine.made.clear()
+
+
+def test_a_line_a_question_with_its_answer_and_its_number_on_the_page(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No run and no made-up case is named on the way; what was asked, and what came of it, is."""
+    failed_run(engine)
+    capsys.readouterr()
+    assert main(["bisect", "dp2-attn", "r", "--out", "b", "--until", "causes"]) == 1
+    out = capsys.readouterr().out
+    told = re.findall(r"^ *(\d+)\. (.*\?.*)$", out.partition("failed diverged  dp2-attn")[0], re.M)
+    assert [int(number) for number, _ in told] == list(range(1, len(told) + 1))
+    assert told[0][1] == "does the case itself fail? failed diverged"
+    assert not re.search(r"w2-|ask-|^start|^done", out, re.M)
+    _, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "causes")
+    assert len(found["questions"]) == len(told)
+    for question, (_, line) in zip(found["questions"], told, strict=True):
+        assert line.startswith(f"{asked(question['words'])} {question['answer']}")
+
+
+def test_every_run_is_counted_once(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs that are made side by side before they are asked for cost as much as others."""
+    failed_run(engine)
+    _, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "causes")
+    assert any("beside it" in question["words"] for question in found["questions"])
+    assert found["num_runs"] == len(engine.made) == len(set(engine.made))
+    assert sum(question["runs"] for question in found["questions"]) == found["num_runs"]
+
+
+def one_in(number: int, engine: FakeEngine) -> Callable[[RunSpec, StepRecord], StepRecord]:
+    """A gradient of rank 1 that is wrong from step 2 on, in one of so many graphed runs."""
+    fired: dict[str, bool] = {}
+
+    def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
+        if spec.config["graph"] != ["attn"] or spec.world_size == 1:
+            return record
+        fires = fired.setdefault(engine.made[-1], len(fired) % number == 0)
+        if not fires or record.rank == 0 or record.step < 2:
+            return record
+        return dataclasses.replace(record, digests=record.digests | {"grads": "0" * 32})
+
+    return spoil
+
+
+def test_a_fault_that_seldom_fires_is_met_and_its_runs_are_counted(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A look that it stays away from is repeated until it comes; that it may not is said."""
+    failed_run(engine, one_in(4, engine))
+    code, found = run_json(
+        capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "place", "--no-element"
+    )
+    place = found["place"]
+    assert (code, place["step"], place["tensor"], place["ranks"]) == (1, 2, "w", [1])
+    assert "it comes now and then: the same run passes, too" in place["evidence"]
+    assert found["num_runs"] == len(engine.made) > 3
+    looks = [q for q in found["questions"] if q["words"].startswith("which call")]
+    assert [q["answer"].startswith("step 2") for q in looks] == [False] * (len(looks) - 1) + [True]
