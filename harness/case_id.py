@@ -26,6 +26,11 @@ _BARE = ("graph", "model.preset", "fsdp.strategy", "backend", "dtype")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+=-]")
 
 
+def whole_id(scenario: str, case_id: str) -> str:
+    """`SCENARIO.CASE`, which is what a case of several scenarios in one run is called anyway."""
+    return case_id if case_id.startswith(f"{scenario}.") else f"{scenario}.{case_id}"
+
+
 def label(choice: Choice) -> str:
     """What a table shows for `choice`: the value alone, or all its settings if there are more."""
     if len(choice.settings) == 1 and choice.settings[0].leaf.partition(".")[0] != "parallel":

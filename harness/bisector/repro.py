@@ -20,6 +20,7 @@ from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_fr
 from harness.bisector.differences import PLANT, LegChanges, config_of, leaves_of, plants_of
 from harness.bisector.failure import Judged
 from harness.bisector.questions import FAILS
+from harness.case_id import whole_id
 from harness.disk import make_folder, refused
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
@@ -213,8 +214,7 @@ def _plant(plant: PlantSpec) -> dict[str, Any]:
 def _text(
     case: CaseSpec, axis: str, base: dict[str, Any], values: tuple[Any, Any], story: str
 ) -> str:
-    # A case of several scenarios in one run says its scenario already.
-    whole = case.id if case.id.startswith(f"{case.scenario}.") else f"{case.scenario}_{case.id}"
+    whole = whole_id(case.scenario, case.id)
     name = re.sub(r"[^A-Za-z0-9]+", "_", f"repro_{whole}").strip("_")[:_MAX_NAME].rstrip("_")
     checks = {k: v for k, v in case.checks.items() if k not in ("throughput", "soak")}
     plain = {

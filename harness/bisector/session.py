@@ -30,6 +30,7 @@ from harness.bisector.stages import (
 )
 from harness.bisector.telling import SearchView, tell, told_of
 from harness.bisector.two_cells import compare_cells
+from harness.case_id import whole_id
 from harness.errors import Interrupted, UsageError
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT
@@ -175,7 +176,8 @@ def _folder(
     Raises:
         UsageError: the folder that was named is of something else.
     """
-    first = search.out or DEFAULT_OUT / f"bisect-{search.case.id}"[:MAX_NAME_CHARS]
+    name = f"bisect-{whole_id(search.case.scenario, search.case.id)}"
+    first = search.out or DEFAULT_OUT / name[:MAX_NAME_CHARS]
     number, wanted, notes = 1, first, list[str]()
     while (wanted / MANIFEST_FILE).is_file():
         folder = RunFolder.open(wanted)

@@ -107,7 +107,10 @@ def test_a_cell_of_a_scenario_is_run_first(
     options = ["--until", "place", "--no-element"]
     code, found = run_json(capsys, "bisect", "small.yaml", "-k", "dp2 and attn", *options)
     assert code == 1
-    assert (found["num_runs"], found["folder"]) == (3, str(Path("out/bisect-dp2-attn").absolute()))
+    assert (found["num_runs"], found["folder"]) == (
+        3,
+        str(Path("out/bisect-small.dp2-attn").absolute()),
+    )
     code, found = run_json(capsys, "bisect", "small.yaml", "-k", "dp2 and full_iteration", *options)
     assert (code, found["outcome"], found["place"]) == (0, "passed", None)
 
@@ -225,10 +228,10 @@ def test_answers_of_other_code_are_left_alone(
         assert main(command) == 1
         assert main(command) == 1
     assert sorted(path.name for path in Path("out").iterdir()) == [
-        "bisect-dp2-attn", "bisect-dp2-attn-2",
+        "bisect-small.dp2-attn", "bisect-small.dp2-attn-2",
     ]  # fmt: skip
     capsys.readouterr()
-    assert main([*command, "--out", "out/bisect-dp2-attn"]) == 4
+    assert main([*command, "--out", "out/bisect-small.dp2-attn"]) == 4
     assert "name another folder" in capsys.readouterr().err
 
 
@@ -291,11 +294,11 @@ def test_answers_of_another_environment_are_left_alone(
     code, second = run_json(capsys, *command)
     assert (code, first["environment"]) == (1, [])
     assert second["environment"] == [
-        "answers of an earlier search, in out/bisect-dp2-attn, are left alone: package torch 2.11 "
-        "became 2.12"
+        "answers of an earlier search, in out/bisect-small.dp2-attn, are left alone: "
+        "package torch 2.11 became 2.12"
     ]
     assert second["folder"] == f"{first['folder']}-2"
-    assert main([*command, "--out", "out/bisect-dp2-attn"]) == 4
+    assert main([*command, "--out", "out/bisect-small.dp2-attn"]) == 4
     assert "but package torch 2.11 became 2.12: name another" in capsys.readouterr().err
 
 
