@@ -31,8 +31,9 @@ class Given:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.name in _INPUTS:
                 for tensor in [value] if isinstance(value, torch.Tensor) else value:
-                    plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-                    digest.update(plain.numpy().tobytes())
+                    # A copy: storage that numpy has seen can be resized no more, as pools do.
+                    own = tensor.detach().clone(memory_format=torch.contiguous_format)
+                    digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())
         operator = func._schema.name.rpartition("::")[2].strip("_")
         self._calls.append(
             GivenCall(operator=operator, label=label, group=group, digest=digest.hexdigest())

@@ -54,6 +54,13 @@ def test_all_tensors_of_a_list_count() -> None:
     assert _taken(SUM, [a, b]) != _taken(SUM, [a, a])
 
 
+def test_what_was_looked_at_is_left_as_it_was() -> None:
+    """Its storage can still be given back and made larger, as pools of buffers do."""
+    tensor = torch.zeros(4)
+    _taken(GATHER, tensor, tensor)
+    assert tensor.untyped_storage().resizable()
+
+
 def test_damage_is_nothing_given() -> None:
     """An event of another shape is no answer, and no crash either."""
     event = Given().event(1, 3)
