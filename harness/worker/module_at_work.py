@@ -1,4 +1,7 @@
-"""Which module of the model an exception came from, told by the frames that it went through."""
+"""Which module of the model an exception came from, told by the frames that it went through.
+
+A captured segment has the name of the module whose forward it holds.
+"""
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -7,6 +10,7 @@ from torch import nn
 
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
+from fsdp_core.graph.segment import GraphedSegment
 
 
 def module_of_error(error: BaseException, stages: Sequence[nn.Module]) -> str:
@@ -47,4 +51,8 @@ def _owners(trace: TracebackType | None, names: dict[int, str]) -> Iterator[str]
             yield "" if owner.name == "root" else owner.name
         elif isinstance(owner, nn.Module):
             yield names.get(id(owner), "")
+        elif isinstance(owner, GraphedSegment):
+            # What a capture leaves undone is refused at its end, when no module runs any more.
+            name = owner.segment.name.partition(" ")[0]  # without the slot
+            yield name if name in names.values() else ""
         trace = trace.tb_next

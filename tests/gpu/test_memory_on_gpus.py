@@ -23,7 +23,9 @@ def test_a_peak_of_cuda_is_explained(gpu_ranks: RankPool, graph: tuple[str, ...]
     (found,) = gpu_ranks.run(measure, config.to_dict(), "cuda", 5, world_size=1)
     owners, peak = found["owners"], found["peak_bytes"]
     assert sum(owners.values()) == peak
-    assert abs(owners["rest"]) <= max(0.01 * peak, 16 * MIB), found["largest_rest"]
+    # What tests before this one left in a warm rank is told apart, and nobody's here.
+    before = dict(found["largest_rest"]).get("before the trace", 0)
+    assert abs(owners["rest"] - before) <= max(0.01 * peak, 16 * MIB), found["largest_rest"]
     for owner in ("parameters", "gradients", "optimizer"):
         # An allocator gives out whole blocks of 512 bytes, and up to 1 MiB with a large one.
         assert 0 <= owners[owner] - found["at_rest"][owner] < 0.05 * peak

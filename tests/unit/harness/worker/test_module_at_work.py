@@ -3,8 +3,12 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
+from fsdp_core.device import Device
+from fsdp_core.graph.capture import GraphMaker
+from fsdp_core.graph.segment import GraphedSegment, Segment
 from harness.worker.module_at_work import module_of_error
 
 
@@ -59,3 +63,17 @@ def test_what_no_module_raised_has_no_name() -> None:
     stage = nn.ModuleDict({"outer": _Outer()})
     assert module_of_error(ValueError("never raised"), [stage]) == ""
     assert module_of_error(_error_of(stage, _refuse), [nn.ModuleDict()]) == ""
+
+
+def test_a_capture_that_is_refused_at_its_end_has_the_name_of_its_segment() -> None:
+    """No module runs any more when CUDA finds a stream that was not joined."""
+    maker = GraphMaker(Device("cpu"))
+    segment = Segment(
+        name="outer.inner", function=lambda x: x * 2, samples=(torch.ones(2),), parameters=()
+    )
+    graphed = GraphedSegment(maker, segment)
+    graphed.capture_forward(0)
+    with pytest.raises(RuntimeError, match="empty") as raised:
+        graphed.capture_forward(0)
+    stage = nn.ModuleDict({"outer": _Outer()})
+    assert module_of_error(raised.value, [stage]) == "outer.inner"
