@@ -103,7 +103,7 @@ def execute(
     for spec in matrix.waiting.values():
         engine.check(spec)
     try:
-        with _stop_on_signals():
+        with stop_on_signals():
             try:
                 matrix.carry_out(seconds, exit_first=exit_first)
             except BaseException:
@@ -308,7 +308,7 @@ def _skipped(case: CaseSpec) -> Verdict:
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[None]:
+def stop_on_signals() -> Iterator[None]:
     """Turn the first SIGINT, SIGTERM or SIGHUP into KeyboardInterrupt; ignore more of them.
 
     Later ones must not cut the killing of runs short, which takes seconds at most. Only the main

@@ -69,6 +69,7 @@ class Asker:
         self.journal = journal
         self.budget = budget or (journal.budget if journal is not None else Budget())
         self.num_runs = 0
+        self._adopted: set[str] = set()
         self._engine = engine
         self._progress = progress or Silent()
 
@@ -117,6 +118,12 @@ class Asker:
             self.budget.check(self.cost(case))
             self.budget.spend(find_out().runs)
         return Asked(runs=load_runs(self.folder, case), verdict=found[0])
+
+    @property
+    def num_made(self) -> int:
+        """Runs that the folder holds and that were made here, in whatever sitting."""
+        made = {path.parent.name for path in self.folder.path.glob(f"runs/*/{OUTCOME_FILE}")}
+        return len(made - self._adopted)
 
     def room(self, case: CaseSpec) -> int:
         """How many candidates of a case fit on the engine side by side."""
@@ -169,7 +176,10 @@ class Asker:
         for leg in LEGS:
             target = self.folder.run_folder(getattr(case, leg).key)
             source = place / leg
-            if target.exists() or not (source / OUTCOME_FILE).is_file():
+            if not (source / OUTCOME_FILE).is_file():
+                continue
+            self._adopted.add(target.name)
+            if target.exists():
                 continue
             building = target.with_name(f".{target.name}.tmp")
             try:

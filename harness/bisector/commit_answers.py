@@ -12,6 +12,8 @@ from harness.bisector.questions import PASSES, UNRESOLVED, Answer, Journal, Ques
 from harness.bisector.worktree import Worktree
 
 Say = Callable[[str], None]
+OF_COMMITS = "commit "
+"""Begins the key of every question about a commit."""
 
 
 class CommitAnswers:
@@ -74,7 +76,7 @@ class CommitAnswers:
         told = self.words(commit)
         again = f" (run {attempt + 1})" if attempt else ""
         question = Question(
-            key=f"commit {self._name} {files} {attempt}", words=f"does {told} fail?{again}",
+            key=f"{OF_COMMITS}{self._name} {files} {attempt}", words=f"does {told} fail?{again}",
             runs=self._cost,
         )  # fmt: skip
 

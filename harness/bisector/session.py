@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness import launch
 from harness.bisector.asking import Asker
+from harness.bisector.commit_answers import OF_COMMITS
 from harness.bisector.commit_range import resolve_range
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
 from harness.bisector.identity import Identity, identity_of
@@ -35,6 +36,7 @@ from harness.errors import Interrupted, UsageError
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT
 from harness.records import CaseSpec, Verdict
+from harness.run import stop_on_signals
 from harness.store import MANIFEST_FILE, RunFolder
 
 JOURNAL_FILE = "questions.jsonl"
@@ -93,8 +95,9 @@ class _Sitting:
             Interrupted: somebody stopped it; the text has the command that goes on.
         """
         try:
-            for found in self._stages():
-                self._keep(found)
+            with stop_on_signals():
+                for found in self._stages():
+                    self._keep(found)
             return self._found
         except Unfinished as ended:
             return self._stop(ended.findings, str(ended))
@@ -164,7 +167,9 @@ def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Finding
         AskedQuestion(words=q.words, answer=r.words, runs=r.runs, seconds=r.seconds)
         for q, r in told_of(entries)
     )
-    runs = sum(reply.runs for _, reply in entries)
+    # Runs made ahead are no question's, and a kill loses what was paid: the folder has all.
+    of_commits = sum(r.runs for q, r in entries if q.key.startswith(OF_COMMITS))
+    runs = asker.num_made + of_commits
     return replace(findings, questions=asked, num_runs=runs, seconds=round(seconds, 3))
 
 

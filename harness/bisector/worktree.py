@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from harness.errors import Infrastructure, UsageError, shown
 
 TIMEOUT_S = 120.0
 PREFIX = "bisect-commits-"
+GIVEN_UP_S = 60.0
+"""Between the making of a folder and that of the worktree in it are milliseconds."""
 OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
 
@@ -114,16 +117,26 @@ def _remove(git: Git, holder: Path) -> None:
 
 def _remove_abandoned(git: Git) -> None:
     """Worktrees whose makers were killed; the lock of one that works is held."""
-    for line in git("worktree", "list", "--porcelain").splitlines():
-        holder = Path(line.removeprefix("worktree ")).parent
-        if not line.startswith("worktree ") or not holder.name.startswith(PREFIX):
-            continue
+    lines = git("worktree", "list", "--porcelain").splitlines()
+    trees = [Path(line.removeprefix("worktree ")) for line in lines if line.startswith("worktree ")]
+    holders = [tree.parent for tree in trees if tree.parent.name.startswith(PREFIX)]
+    for holder in dict.fromkeys((*holders, *_unused())):
         lock = FolderLock(holder / "lock")
         with suppress(UsageError, Infrastructure):
             if holder.is_dir():
                 lock.acquire()
             _remove(git, holder)
             lock.release()
+
+
+def _unused() -> Iterator[Path]:
+    """Folders whose makers were killed before git knew of them; not of one that is at it now."""
+    for holder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            now_unix_s = time.time()
+            is_old = now_unix_s - holder.stat().st_mtime > GIVEN_UP_S
+            if is_old and not (holder / "worktree").exists():
+                yield holder
 
 
 class Worktree:

@@ -61,7 +61,7 @@ def test_the_same_command_goes_on_and_asks_nothing_twice(
     assert len(first) <= 2
     code, found = run_json(capsys, *command)
     assert (code, found["stopped"]) == (1, "")
-    assert len(engine.made) == len(set(engine.made))
+    assert found["num_runs"] == len(engine.made) == len(set(engine.made))
     made = len(engine.made)
     assert run_json(capsys, *command)[0] == 1
     assert len(engine.made) == made

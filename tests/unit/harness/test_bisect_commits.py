@@ -1,10 +1,13 @@
 """Contracts of `harness bisect --commits`, over commits whose harness answers at once."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from harness import commit
+from harness.bisector import stages
 from harness.cli import main
 from tests.bisect_history.history import git, harnesses, make_history
 from tests.unit.harness.fake_engine import FakeEngine, failed_run, run_json
@@ -85,6 +88,22 @@ def test_what_is_known_of_the_bad_commit_is_not_asked_again(
         assert found["commits"]["first_bad"]["hash"] == history[11]
         runs.append(found["commits"]["num_runs"])
     assert runs[1] - runs[0] == 4
+
+
+def test_sigterm_ends_it_as_ctrl_c_does(
+    history: list[str],
+    engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit 2 with the command that goes on, also where no run is under way."""
+
+    def terminated(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(stages, "find_first_bad", terminated)
+    assert main(searched(history)) == 2
+    assert "go on with: harness bisect dp2-attn r" in capsys.readouterr().err
 
 
 def test_every_run_goes_with_commits(

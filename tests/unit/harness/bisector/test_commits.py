@@ -1,6 +1,7 @@
 """Contracts of harness.bisector.commits: the first bad commit, and nothing of the user touched."""
 
 import math
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -177,6 +178,18 @@ def test_a_killed_search_is_cleared_away_by_the_next(
         assert not dead.exists()
         assert (living.folder / "program").is_dir()
     assert list(temporary.iterdir()) == []
+
+
+def test_a_folder_that_was_never_a_worktree_goes_too(
+    tmp_path: Path, history: Callable[..., list[str]], temporary: Path
+) -> None:
+    """Its maker was killed before git knew of it; one that is just being made stays."""
+    history(4, 2)
+    for name in ("old", "new"):
+        (temporary / f"{PREFIX}{name}").mkdir()
+    os.utime(temporary / f"{PREFIX}old", (0, 0))
+    search(tmp_path, by_reading, once=True)
+    assert [path.name for path in temporary.iterdir()] == [f"{PREFIX}new"]
 
 
 def test_a_flaky_fault_is_found(tmp_path: Path, history: Callable[..., list[str]]) -> None:

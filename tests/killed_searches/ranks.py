@@ -1,0 +1,40 @@
+"""Ranks without torch: in any pool but the double one, weights go wrong from step 2 on."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from harness.contents import KeptTensor, checksum_of, write_contents
+from harness.records import EndRecord, RunSpec
+from harness.worker.record_file import RecordFile
+from tests.kill_and_resume.ranks import STARTS_FILE
+from tests.planted.stub_ranks import start_record, step_record
+
+
+def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
+    """Write the records of a run."""
+    if rank == 0:
+        log = os.open(folder.parents[1] / STARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(log, f"{spec.key}\n".encode())
+        os.close(log)
+    file = RecordFile(folder / f"rank{rank}.jsonl")
+    file.write(dataclasses.replace(start_record(spec, rank), run=spec.key))
+    steps = spec.config["steps"]
+    is_wrong = spec.config["fsdp"]["pool"] != "double" and rank == spec.world_size - 1
+    for step in range(steps):
+        record = step_record(step, rank)
+        if is_wrong and step >= 2:
+            record = dataclasses.replace(record, digests=record.digests | {"weights": "1" * 32})
+        file.write(record)
+    if spec.keep is not None:
+        data = bytes([is_wrong] * 4)
+        about = KeptTensor(
+            name=spec.keep.names[0], part=0, dtype="float32", shape=(1,),
+            sha256=checksum_of(data), as_digested=True,
+        )  # fmt: skip
+        write_contents(folder, spec.key, rank, spec.keep.step, [(about, data)])
+    replays = steps if spec.config["graph"] else 0
+    file.write(
+        EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0, replays=replays)
+    )
+    return 0
