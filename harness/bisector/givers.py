@@ -95,7 +95,7 @@ def _decided(found: Location, wrong: Sequence[int], world: int, unit: str) -> Lo
     found = replace(found, unknown=unknown)
     if not wrong:
         told = f"what every rank gave {into} is equal: it went wrong in it, or after it"
-        if found.phase == "backward":
+        if found.phase == "backward" and found.quantity == "grads":
             found = replace(found, phase="reduce", near="after")
         return replace(found, evidence=(*found.evidence, told))
     if len(wrong) == world:

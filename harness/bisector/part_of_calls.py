@@ -14,6 +14,8 @@ from harness.bisector.found import Location
 from harness.bisector.legs import INPUT, OUTPUT, Legs, Row
 from harness.checks.steps import show_ranks
 
+FROM_LOSS = "it is the first gradient of its microbatch: it comes from the loss"
+
 
 def calls_part(legs: Legs, at_step: Location) -> Location | None:
     """Where calls first differ; None if they do not, or nothing was looked into."""
@@ -143,7 +145,7 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
             evidence=(*found.evidence, "nothing that later stages computed differs"),
         )  # fmt: skip
     if begins:
-        told.append("it is the first gradient of its microbatch: it comes from the loss")
+        told.append(FROM_LOSS)
         module = first.module
     return replace(found, phase="backward", module=module, evidence=(*found.evidence, *told))
 
@@ -166,6 +168,8 @@ def _across(found: Location, num_same: int, legs: Legs) -> Location:
     world = legs.reference.spec.world_size
     if world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
         return found
+    if FROM_LOSS in found.evidence:
+        return found  # no weight is read on the way
     gather = f"all-gather of the weights of {unit_of(weights[0])}"
     if len(found.ranks) == 1 and num_same > 1:
         told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"

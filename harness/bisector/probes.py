@@ -91,6 +91,9 @@ class _Look:
                 self._look_at_elements()
         except OutOfBudget as error:
             self._note(f"{missing}: not looked at, {error}")
+        if self._is_flaky:
+            told = "it comes now and then: the same run passes, too"
+            self._found = replace(self._found, evidence=(*self._found.evidence, told))
         return self._found
 
     def _note(self, told: str) -> None:
@@ -129,8 +132,6 @@ class _Look:
         if closer.step != self._found.step:
             first = f"without digests of calls it was first seen in step {self._found.step}"
             evidence = (*evidence, first)
-        if self._is_flaky:
-            evidence = (*evidence, "it comes now and then: the same run passes, too")
         self._found = replace(closer, evidence=evidence)
 
     def _note_stays_away(self) -> None:
@@ -147,15 +148,16 @@ class _Look:
         self, question: CaseSpec, words: str, shows: Callable[[list[RunResult]], bool]
     ) -> list[RunResult] | None:
         """Repeat a question until it shows the failure; both legs, None if it stays away."""
-        if not self._comes_now_and_then():
-            return None
-        for number in range(1, MOST_LOOKS):
+        # Three failures in a row are no proof that it always comes: it is looked for as often.
+        looks = MOST_LOOKS if self._comes_now_and_then() else 1 + PLAIN_REPEATS
+        for number in range(1, looks):
             repeat = repeated(question, number)
             asked = self._asker.ask(
                 repeat, f"{words} run {number + 1}", judge=judged_by(_told), answer=message
             )
             legs = [asked.runs.reference, asked.runs.candidate]
             if shows(legs):
+                self._is_flaky = True
                 return legs
         return None
 
@@ -182,24 +184,25 @@ class _Look:
         """Both legs again, with the bytes of the first wrong tensor."""
         question = contents_case(self._found, self._case, self._specs)
         words = f"which element of {kept_name(self._found)} differs first?"
-        found = self._element(question, words)
-        if found.element is None and self._is_flaky:
+        found, stayed_away = self._element(question, words)
+        if stayed_away and self._comes_now_and_then():
             for number in range(1, MOST_LOOKS):
-                found = self._element(repeated(question, number), f"{words} run {number + 1}")
+                found, _ = self._element(repeated(question, number), f"{words} run {number + 1}")
                 if found.element is not None:
                     break
         self._found = found
 
-    def _element(self, question: CaseSpec, words: str) -> Location:
-        """The place with its element, or with why there is none."""
+    def _element(self, question: CaseSpec, words: str) -> tuple[Location, bool]:
+        """The place with its element, or with why there is none; whether nothing differed."""
 
         def told(reference: RunResult, candidate: RunResult) -> str:
             del reference, candidate
             found = with_element(self._found, question, self._asker.folder)
             return found.unknown[-1] if found.element is None else found.evidence[-1]
 
-        self._asker.ask(question, words, judge=judged_by(told), answer=message)
-        return with_element(self._found, question, self._asker.folder)
+        legs = self._asker.ask(question, words, judge=judged_by(told), answer=message).runs
+        stayed_away = between(legs.reference, legs.candidate).step is None
+        return with_element(self._found, question, self._asker.folder), stayed_away
 
 
 def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:

@@ -89,6 +89,10 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     if beside := side(place):
         lines.append(("entered", beside))
     lines.append(("since", since(place)))
+    how_often = findings.causes.patience if findings.causes is not None else None
+    if how_often is not None and not how_often.always:
+        seldom = f"failed in {how_often.failures} of {count(how_often.trials, 'run')}"
+        lines.append(("how often", seldom))
     lines += [("why", why) for why in causes(findings.causes)]
     if findings.what == "different_environment":
         lines.append(("why", OTHER_ENVIRONMENT))

@@ -44,18 +44,22 @@ def test_every_run_is_counted_once(engine: FakeEngine, capsys: pytest.CaptureFix
     failed_run(engine)
     _, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "causes")
     assert any("beside it" in question["words"] for question in found["questions"])
+    free = [question["words"] for question in found["questions"] if not question["runs"]]
+    assert free == ["does the case itself fail?"]
     assert found["num_runs"] == len(engine.made) == len(set(engine.made))
     assert sum(question["runs"] for question in found["questions"]) == found["num_runs"]
 
 
-def one_in(number: int, engine: FakeEngine) -> Callable[[RunSpec, StepRecord], StepRecord]:
-    """A gradient of rank 1 that is wrong from step 2 on, in one of so many graphed runs."""
+def fires_in(
+    runs: range | tuple[int, ...], engine: FakeEngine
+) -> Callable[[RunSpec, StepRecord], StepRecord]:
+    """A gradient of rank 1 that is wrong from step 2 on, in these of the graphed runs."""
     fired: dict[str, bool] = {}
 
     def spoil(spec: RunSpec, record: StepRecord) -> StepRecord:
         if spec.config["graph"] != ["attn"] or spec.world_size == 1:
             return record
-        fires = fired.setdefault(engine.made[-1], len(fired) % number == 0)
+        fires = fired.setdefault(engine.made[-1], len(fired) in runs)
         if not fires or record.rank == 0 or record.step < 2:
             return record
         return dataclasses.replace(record, digests=record.digests | {"grads": "0" * 32})
@@ -67,7 +71,7 @@ def test_a_fault_that_seldom_fires_is_met_and_its_runs_are_counted(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A look that it stays away from is repeated until it comes; that it may not is said."""
-    failed_run(engine, one_in(4, engine))
+    failed_run(engine, fires_in(range(0, 20, 4), engine))
     code, found = run_json(
         capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "place", "--no-element"
     )
@@ -77,3 +81,31 @@ def test_a_fault_that_seldom_fires_is_met_and_its_runs_are_counted(
     assert found["num_runs"] == len(engine.made) > 3
     looks = [q for q in found["questions"] if q["words"].startswith("which call")]
     assert [q["answer"].startswith("step 2") for q in looks] == [False] * (len(looks) - 1) + [True]
+
+
+def test_a_fault_that_stays_away_from_the_look_at_elements_is_met_there_too(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first look showed it, the next one does not: whether it always comes is asked then."""
+    failed_run(engine, fires_in((0, 1), engine))
+    _, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "place")
+    words = [question["words"] for question in found["questions"]]
+    assert [each.partition("?")[0] for each in words[1:4]] == [
+        "which call differs first, up to step 2", "which element of grads:w differs first",
+        "does the case always fail",
+    ]  # fmt: skip
+    assert words[-1] == "which element of grads:w differs first? run 13"
+    assert found["place"]["tensor"] == "w"
+
+
+def test_three_failures_in_a_row_do_not_prove_that_looking_keeps_it_away(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The look is repeated as often as the case was before that is concluded."""
+    command = ["bisect", "dp2-attn", "r", "--until", "place", "--no-element", "--out"]
+    failed_run(engine, fires_in((0, 2, 3, 4, 6), engine))
+    place = run_json(capsys, *command, "b")[1]["place"]
+    assert "it comes now and then: the same run passes, too" in place["evidence"]
+    engine.spoil = fires_in((1, 2, 3), engine)
+    place = run_json(capsys, *command, "c")[1]["place"]
+    assert "not with every call digested" in place["unknown"][-1]

@@ -87,6 +87,14 @@ def test_a_call_that_differs_on_every_rank_lies_in_what_they_share() -> None:
     assert "root" in found.collective
 
 
+def test_the_first_gradient_is_the_losss_and_no_gathers() -> None:
+    """Wrong on every rank alike, it came from the loss, which reads no weights."""
+    edit = both(calls_from("head:gradient"), digests(grads=WEIGHTS))
+    found = place_in({0: edit, 1: edit})
+    assert brief(found) == ("backward", "head", "head:gradient")
+    assert (found.near, found.collective) == ("", "")
+
+
 def test_numbers_drawn_otherwise_are_told() -> None:
     """A module without weights whose output differs while the random state does: its mask."""
     edit = both(calls_from("layers.0.attn:output"), digests(rng=("cpu",)))

@@ -1,5 +1,6 @@
 """Screen and page: the answer is in the first lines, in 80 columns, and all of it is text."""
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
 from harness.bisector.page import page
 from harness.bisector.screen import print_findings
-from harness.bisector.summary import causes
+from harness.bisector.summary import causes, facts
 
 ELEMENT = Element(
     index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",
@@ -89,6 +90,21 @@ def test_the_page_has_all_of_it() -> None:
     assert "steps 8" in text
     assert "break it" in text
     assert "w differs \\| first" in text
+
+
+def test_how_often_it_failed_is_said_of_what_does_not_always() -> None:
+    """The number of failures and of runs; nothing where every run fails."""
+    seldom = patience(4, 11, num_questions=5)
+    found = dataclasses.replace(FINDINGS, causes=dataclasses.replace(CAUSES, patience=seldom))
+    assert ("how often", "failed in 4 of 11 runs") in facts(found)
+    always = dataclasses.replace(CAUSES, patience=patience(5, 5, num_questions=5))
+    assert "how often" not in dict(facts(dataclasses.replace(FINDINGS, causes=always)))
+
+
+def test_another_environment_says_what_to_do() -> None:
+    """There is no cause to search for: the legs have to be made alike first."""
+    found = dataclasses.replace(FINDINGS, what="different_environment", causes=None)
+    assert "make them alike" in dict(facts(found))["why"]
 
 
 def test_findings_survive_their_file() -> None:
