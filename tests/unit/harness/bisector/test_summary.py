@@ -8,6 +8,7 @@ from rich.console import Console
 
 from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCause, FoundCauses
+from harness.bisector.chance import patience
 from harness.bisector.commit_range import Commit
 from harness.bisector.commits import CommitSearch
 from harness.bisector.failure import Failure
