@@ -167,7 +167,7 @@ def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Finding
         AskedQuestion(words=q.words, answer=r.words, runs=r.runs, seconds=r.seconds)
         for q, r in told_of(entries)
     )
-    # Runs made ahead are no question's, and a kill loses what was paid: the folder has all.
+    # A kill loses what was paid: the folder has all.
     of_commits = sum(r.runs for q, r in entries if q.key.startswith(OF_COMMITS))
     runs = asker.num_made + of_commits
     return replace(findings, questions=asked, num_runs=runs, seconds=round(seconds, 3))
