@@ -123,7 +123,7 @@ def _environment(state: State) -> Findings:
 def _code(commit_and_rest: str) -> str:
     """A commit and the hash of what lies on top of it, short enough for a line."""
     head, plus, rest = commit_and_rest.partition("+")
-    return shown(head[:SHORT_HASH] + plus + rest)
+    return shown(head[:SHORT_HASH] + plus + rest) if head else "an unknown commit"
 
 
 def _night(state: State) -> RunFolder:
