@@ -30,7 +30,7 @@ from harness.soaking import SoakSpec
 
 __all__ = [
     "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "NEVER_RAN", "OUTCOMES", "RECORD_KINDS", "SCHEMA_VERSION",
-    "TAP_HEX_CHARS", "WHATS",
+    "TAP_HEX_CHARS", "UNFINISHED", "WHATS",
     "CaseSpec", "CheckResult", "Difference", "EndRecord", "ErrorRecord", "EventRecord", "ExitCode",
     "FloatBits", "Json", "Outcome", "PlantSpec", "RankExit", "RankRecords", "Record", "RecordError",
     "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "Verdict", "What", "dumps",
@@ -59,6 +59,8 @@ DIGEST_HEX_CHARS = 32
 TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8
 """Characters of one row of taps: a digest, and its place in the step, all ones if it never ran."""
 NEVER_RAN = "f" * 8
+UNFINISHED = "unfinished step"
+"""Name of the event of a rank that fails in a run with taps: their rows so far."""
 _SORTED = json.JSONEncoder(sort_keys=True, allow_nan=False)
 
 

@@ -2,7 +2,7 @@
 
     legs ran in other environments   what of them differs, on which rank
     verdict blames the reference     reference against its own control
-    runs part, then one ends         where they part
+    runs part, then one ends         where they part, in the step that did not end, too
     a run says itself what it is     what it says (stale_address, race, a refused capture)
     runs do not part                 how the failing one ended, or which limit it broke
 
@@ -16,6 +16,7 @@ from harness.bisector.divergence import where_they_part
 from harness.bisector.ended import NAMES_ITS_TENSOR, how_it_ended
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
+from harness.bisector.unfinished import parted_before_the_end
 from harness.checks.complete import find_flaw
 from harness.checks.environment import different_leaves, fingerprint, quantity_of
 from harness.checks.steps import rank_table, shared_pairs, show_ranks, step_table
@@ -81,6 +82,7 @@ def between(reference: RunResult, candidate: RunResult, verdict: Verdict | None 
     ended = how_it_ended(candidate)
     if ended is None:
         return parted or _beyond_limits(reference, candidate, verdict)
+    parted = parted or parted_before_the_end(reference, candidate, ended)
     if parted is None or _explains(ended, candidate, parted):
         return ended
     return replace(parted, evidence=(*parted.evidence, f"later: {ended.evidence[0]}"))

@@ -24,6 +24,7 @@ from harness.bisector.locate import between, failing_pair, locate
 from harness.bisector.questions import OutOfBudget
 from harness.bisector.words import where
 from harness.checks.complete import find_flaw
+from harness.faults.fault import Phase
 from harness.records import CaseSpec, RunResult, RunSpec, Verdict
 from harness.repeats import FIRST_REPEAT
 from harness.store import CaseRuns
@@ -32,6 +33,7 @@ EVERYWHERE = ("**:input", "**:output", "**:gradient")
 RESULTS_ONLY = ("**:output", "**:gradient")
 """For modules that are given what has no digest."""
 CALLS_TELL = ("", "loss", "grads", "microbatch_losses", "taps")
+IN_A_STEP: tuple[Phase, ...] = ("forward", "backward", "reduce", "optimizer")
 SELDOM = 0.3
 """A fault that fires this often is met, with `MISS` as the chance to miss it, by `MOST_LOOKS`."""
 MISS = 0.01
@@ -212,6 +214,8 @@ def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:
     wide = set(EVERYWHERE) <= set(pair[0].spec.config.get("taps", ()))
     if wide and Legs(*pair).has_taps:
         return False
+    if found.quantity == "crashed" and found.phase in IN_A_STEP:
+        return True  # what it had computed may have been wrong before it stopped
     return found.quantity.partition("[")[0].partition(".")[0] in CALLS_TELL
 
 

@@ -39,7 +39,12 @@ _POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
 @contextlib.contextmanager
 def noted(
-    device: Device, path: Path, step: Callable[[], int], eager_steps: int
+    device: Device,
+    path: Path,
+    step: Callable[[], int],
+    eager_steps: int,
+    *,
+    gives: bool = False,
 ) -> Iterator["Notes"]:
     """Inside, collectives are noted in the file at `path`, which is left behind by failures only.
 
@@ -47,6 +52,7 @@ def noted(
         device: whose memory is being counted; where it is not, as on CUDA, no collective is noted.
         step: gives the number of the step.
         eager_steps: how many of them come before graphs are captured.
+        gives: whether to note what the rank gives to each of them.
     """
     file = PlaceFile(path)
     notes, counter = Notes(file, step, eager_steps), device.counter
@@ -54,6 +60,7 @@ def noted(
         yield notes
     else:
         counter.collectives = notes
+        notes.given = Given() if gives else None
         yield notes
         counter.collectives = None
     file.remove()

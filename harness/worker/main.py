@@ -49,7 +49,6 @@ from harness.records import (
 from harness.worker.collectives import Notes, noted
 from harness.worker.contents import ContentsFile
 from harness.worker.digest_time import digest_time_event, is_told
-from harness.worker.given import Given
 from harness.worker.launched import Launched
 from harness.worker.memory_event import memory_event
 from harness.worker.module_at_work import module_of_error
@@ -115,7 +114,13 @@ class _Session:
         place = place_path(self.folder, self.rank)
         with (
             device.counting_memory() if trace is None else trace.tracing(),
-            noted(device, place, lambda: self.step, config.graph_warmup_steps) as notes,
+            noted(
+                device,
+                place,
+                lambda: self.step,
+                config.graph_warmup_steps,
+                gives=bool(config.taps),
+            ) as notes,
         ):
             trainer = make_trainer(config, axes, device)
             self.stages = list(trainer.stages)
@@ -150,13 +155,12 @@ class _Session:
             )
         )
         device.synchronize()
-        if trainer.config.taps and device.counter is not None and self.spec.world_size > 1:
-            notes.given = Given()
         startup_s = time.monotonic() - self.started_s
         launched = Launched(trainer, wanted=self.spec.kernels)
         try:
             soaking = Soaking(self.spec, self.rank, trainer, self.store, self.file.write)
             for self.step in soaking.steps():
+                observer.begin()
                 self.plant.before_step(trainer, self.step)
                 with launched.counting(self.step), rounding, self._modules_noted(notes):
                     trainer.step(self.step)
@@ -203,6 +207,8 @@ class _Session:
             return
         try:
             observer.flush()
+            if failing and (unfinished := observer.unfinished(self.step)):
+                self.file.write(unfinished)
         except RuntimeError as error:
             # After an illegal access the device answers nothing any more: what it held is lost.
             if not failing:

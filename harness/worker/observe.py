@@ -15,7 +15,7 @@ from fsdp_core.graph.digest_words import NUM_LANES
 from fsdp_core.graph.taps import PLACE_COLUMN
 from fsdp_core.train import StepOutputs, Trainer
 from fsdp_core.train.stressed import StressedTrainer
-from harness.records import FloatBits, StepRecord
+from harness.records import UNFINISHED, EventRecord, FloatBits, StepRecord
 from harness.worker.record_file import RecordFile
 from harness.worker.step_clock import StepClock
 
@@ -56,6 +56,21 @@ class Observer:
         self._pending.append(_HostFacts(step, rng, live, device.peak_bytes(), moved))
         if len(self._pending) == len(self._ring):
             self.flush()
+
+    def begin(self) -> None:
+        """Forget the taps of the last step, once all have read them: `unfinished` tells of this."""
+        trainer = self._trainer
+        with trainer.device.on(trainer.stream):
+            trainer.taps.begin()
+
+    def unfinished(self, step: int) -> EventRecord | None:
+        """What modules have handled in a step that failed; None where no tap looks."""
+        rows = self._trainer.taps.rows
+        if not rows.numel():
+            return None
+        with self._trainer.device.on(self._trainer.stream):
+            text = self._taps_text(rows.flatten().cpu())
+        return EventRecord(name=UNFINISHED, rank=self._rank, step=step, detail={"taps": text})
 
     def _count_moved(self, step: int) -> int | None:
         if self._pointers is None:
