@@ -172,6 +172,21 @@ def test_ranks_that_share_an_element_must_agree_to_the_bit() -> None:
     assert "the candidate: rank 1 has other bits of [0] than 0" in location.evidence[0]
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [("bf16", 4), ("bf16", 0), ("fp32", 4)])
+def test_a_router_in_eight_bits_of_mantissa_is_said_to_be_no_proof(
+    dtype: str, experts: int
+) -> None:
+    """Where a token may go elsewhere for a rounding's sake, the answer says so; elsewhere not."""
+    first = leg(rounded(0))
+    config = first.result.spec.config
+    config |= {"dtype": dtype, "model": config["model"] | {"experts": experts}}
+    samples = [leg(rounded(10 + number)) for number in range(NUM_SAMPLES)]
+    found = compare_layouts(first, leg(rounded(1), loss=4.1), samples).location
+    assert found is not None
+    said = any(told.startswith("routing:") for told in found.unknown)
+    assert said == (dtype == "bf16" and experts > 0)
+
+
 def test_a_loss_of_its_own_is_first() -> None:
     """A loss that is off comes before all gradients, and has no element."""
     location = answer(loss=4.001).location
