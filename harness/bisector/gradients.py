@@ -19,6 +19,7 @@ from harness.bisector.words import differ, listed, ranks_of
 from harness.checks.steps import show_ranks
 
 REDUCTION = "reduce-scatter of gradients"
+ROOT = unit_of("")
 
 
 def gradients_part(legs: Legs, at_step: Location) -> Location | None:
@@ -71,6 +72,10 @@ def _side(found: Location, tensors: Sequence[Tensor], names: list[str], world: i
     )
     if _is_whole_unit(names, tensors):
         told = f"every tensor of {listed(units)} differs: they travel together"
+        # The first of them says nothing: which rank has its rows is how the unit is cut.
+        one = units[0].partition(" ")[0] if len(units) == 1 else ROOT
+        module = "" if one == ROOT else one
+        found = replace(found, module=module, rank=wrong[0], ranks=tuple(wrong))
     return replace(_reduce(found, "in", told), unknown=_whose(found, world))
 
 

@@ -111,7 +111,9 @@ LOSS_1 = (OTHER, OTHER)
     [
         (floats(microbatch_losses=LOSS_1, loss=OTHER), ("input", "head", "microbatch_losses[0]")),
         (floats(loss=OTHER), ("reduce", "", "loss")),
-        (digests(grads=WEIGHTS), ("reduce", "head", "head.weight")),
+        (digests(grads=WEIGHTS), ("reduce", "", "head.weight")),
+        (digests(grads=[name for name in WEIGHTS if name.startswith("layers.0.")]),
+         ("reduce", "layers.0", "layers.0.attn.attention.wo.weight")),
         (digests(grads=("layers.0.attn.attention.wq.weight",)),
          ("backward", "layers.0.attn.attention.wq", "layers.0.attn.attention.wq.weight")),
         (digests(grads=("layers.0.attn.norm.weight", "layers.1.attn.norm.weight")),
