@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from fsdp_core.config import TrainConfig
+from harness.bisector.commit_range import LEFT_OUT, PUT_IN
 from harness.bisector.differences import config_of, leaves_of
 from harness.codec import Json
 from harness.plant_spec import PlantSpec
@@ -34,6 +35,9 @@ try:
             found[kind] = [each.name for each in dataclasses.fields(getattr(records, kind))]
 except Exception: pass
 try:
+    from harness.checksum import with_checksum
+except Exception: found["checksums"] = False
+try:
     found["options"] = [o for p in harness.cli.rerun.params for o in p.opts]
 except Exception: pass
 print(json.dumps(found))
@@ -53,12 +57,14 @@ class Known:
         config: setting to default.
         kinds: class to the names of its fields.
         options: of `harness rerun`.
+        checksums: whether its files have them.
     """
 
     files: tuple[str, ...]
     config: dict[str, Any] | None = None
     kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)
     options: Sequence[str] | None = None
+    checksums: bool = True
 
 
 def read_probe(text: str) -> Known:
@@ -76,6 +82,7 @@ def read_probe(text: str) -> Known:
         config=leaves_of(config) if isinstance(config, dict) else None,
         kinds={k: plain[k] for k in ("CaseSpec", "RunSpec", "PlantSpec") if k in plain},
         options=plain.get("options"),
+        checksums=plain.get("checksums", True) is not False,
     )
 
 
@@ -85,13 +92,21 @@ class Translated:
 
     Attributes:
         plain: what goes into its `case.json`.
-        why_not: "", or why the commit cannot run the case.
-        notes: a sentence for each key that was left out or put in.
+        why_not: "", or what of the case the commit does not know.
+        left_out: settings at their defaults that it does not know.
+        put_in: settings that it alone knows, at its defaults.
     """
 
     plain: dict[str, Any]
     why_not: str = ""
-    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    put_in: tuple[str, ...] = ()
+
+    @property
+    def detail(self) -> dict[str, list[str]]:
+        """Of a reply: by `LEFT_OUT` and `PUT_IN`, what there is."""
+        found = {LEFT_OUT: list(self.left_out), PUT_IN: list(self.put_in)}
+        return {name: settings for name, settings in found.items() if settings}
 
 
 def translated(case: Mapping[str, Any], known: Known) -> Translated:
@@ -105,7 +120,7 @@ def translated(case: Mapping[str, Any], known: Known) -> Translated:
             plain[leg]["plant"] = work.plant(plain[leg]["plant"])
     return Translated(
         plain=plain, why_not=", ".join(dict.fromkeys(work.unknown)),
-        notes=tuple(dict.fromkeys(work.notes)),
+        left_out=tuple(dict.fromkeys(work.left_out)), put_in=tuple(dict.fromkeys(work.put_in)),
     )  # fmt: skip
 
 
@@ -113,7 +128,8 @@ class _Translation:
     def __init__(self, known: Known) -> None:
         self._known = known
         self.unknown: list[str] = []
-        self.notes: list[str] = []
+        self.left_out: list[str] = []
+        self.put_in: list[str] = []
 
     def fields_of(self, name: str, kind: type[Json], plain: Mapping[str, Any]) -> dict[str, Any]:
         """An object without what the commit does not know; without what says nothing if unsure."""
@@ -149,14 +165,12 @@ class _Translation:
             if leaf in theirs:
                 kept[leaf] = value
             elif leaf in defaults and _same(value, defaults[leaf]):
-                self.notes.append(
-                    f"{leaf} is not known to every commit: left out there, it is at its default"
-                )
+                self.left_out.append(leaf)
             else:
                 self.unknown.append(f"{leaf} = {value}")
-        for leaf in theirs.keys() - ours.keys():
+        for leaf in sorted(theirs.keys() - ours.keys()):
             kept[leaf] = theirs[leaf]
-            self.notes.append(f"{leaf} is known to older commits alone: at its default there")
+            self.put_in.append(leaf)
         return config_of(kept)
 
 

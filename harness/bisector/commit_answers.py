@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from harness.bisector.commit_range import NOTES, Checkout, Commit, CommitRange, Run
+from harness.bisector.commit_range import LEFT_OUT, PUT_IN, Checkout, Commit, CommitRange, Run
 from harness.bisector.questions import PASSES, UNRESOLVED, Answer, Journal, Question, Reply
 from harness.bisector.worktree import Worktree
 
@@ -30,7 +30,6 @@ class CommitAnswers:
 
     Attributes:
         num_runs: tries of commits, of this and earlier sittings.
-        notes: a sentence for whatever runs had to say beside their answers.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class CommitAnswers:
         self.git = worktree.git
         self.say = say
         self.num_runs = 0
-        self.notes: dict[str, None] = {}
+        self._settings: dict[str, dict[str, None]] = {LEFT_OUT: {}, PUT_IN: {}}
         self._worktree = worktree
         self._where = where
         self._run = run
@@ -50,6 +49,15 @@ class CommitAnswers:
         self._files: dict[str, str] = {}
         self._subjects: dict[str, str] = {}
         self._answers: dict[str, list[Answer]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each kind of setting that not all commits have."""
+        words = {
+            LEFT_OUT: "settings that not every commit knows are left out there, at their defaults",
+            PUT_IN: "settings that only some commits know are at their defaults there",
+        }
+        return [f"{words[kind]}: {', '.join(s)}" for kind, s in self._settings.items() if s]
 
     def read(self, good: str, bad: str) -> None:
         """Look up files and subjects of all commits at once."""
@@ -89,7 +97,8 @@ class CommitAnswers:
             return replace(self._run(checkout), runs=self._cost)
 
         reply = self._journal.ask(question, find_out)
-        self.notes |= dict.fromkeys(map(str, reply.detail.get(NOTES, ())))
+        for kind, settings in self._settings.items():
+            settings |= dict.fromkeys(map(str, reply.detail.get(kind, ())))
         answer: Answer = reply.answer or UNRESOLVED
         self.num_runs += 1
         self.say(f"{told}: {answer}{again}" + (f": {reply.words}" if reply.words else ""))

@@ -10,8 +10,8 @@ from harness.codec import Json
 from harness.errors import UsageError, shown
 
 HASH_CHARS = 10
-NOTES = "notes"
-"""Of a reply's detail: sentences that the answer of the search should have."""
+LEFT_OUT, PUT_IN = "left_out", "put_in"
+"""Of a reply's detail: settings of a case that the commit did not know, and that it alone knew."""
 
 
 @dataclass(frozen=True)

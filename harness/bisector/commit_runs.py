@@ -6,7 +6,8 @@
     a case                   passes, or fails as it did; whatever else it does is no verdict
 
 The interpreter is ours, the packages are the commit's: `PYTHONPATH` begins with the worktree, and
-has nothing of the user's own checkout.
+has nothing of the user's own checkout. An editable installation of our packages is shut out
+(`SHUT_OUT`): it would lend a commit the modules that it lacks.
 """
 
 import json
@@ -23,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from harness.bisector.case_at_commit import ORDER_WORK, PROBE, Known, read_probe, translated
-from harness.bisector.commit_range import HASH_CHARS, NOTES, Checkout, Run
+from harness.bisector.commit_range import HASH_CHARS, Checkout, Run
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, Reply
 from harness.bisector.worktree import OF_HOOKS
 from harness.checksum import with_checksum
@@ -45,6 +46,22 @@ _CODES = {"failed": ExitCode.FAILED, "incomparable": ExitCode.NO_VERDICT}
 """Exit codes of outcomes that can be searched for."""
 _ENDS = re.compile(r"\b(?:[A-Z]\w*(?:Error|Exception|Exit)|SIG[A-Z]+)\b")
 """What a crash names; a crash by another one is another failure."""
+
+SHUT_OUT = """\
+import importlib.machinery, importlib.util, os, sys
+for finder in sys.meta_path:
+    module = sys.modules.get(getattr(finder, "__module__", ""))
+    mapping = getattr(module, "MAPPING", None)
+    if isinstance(mapping, dict):
+        for name in ("fsdp_core", "harness", "reports"):
+            mapping.pop(name, None)
+here = os.path.dirname(os.path.abspath(__file__))
+others = [path for path in sys.path if os.path.abspath(path) != here]
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if spec is not None and spec.loader is not None:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+"""A `sitecustomize` of runs at commits; that of the user comes after it."""
 
 
 def command_run(
@@ -111,7 +128,8 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
         out = unused(folder / _name(checkout))
         asked = out.with_name(f"{out.name}.case")
         make_folder(asked)
-        write_atomic(asked / CASE_FILE, dumps(with_checksum(case.plain)) + "\n")
+        plain = with_checksum(case.plain) if known.checksums else case.plain
+        write_atomic(asked / CASE_FILE, dumps(plain) + "\n")
         options = _known_options(("--no-history", *room), known)
         command = (
             *(sys.executable, "-m", "harness", "rerun", str(asked.absolute())),
@@ -125,7 +143,7 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
         if code in (ExitCode.INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
             raise Interrupted(f"interrupted at {checkout.commit[:HASH_CHARS]}")
         reply = _judged(code, answers, log, verdict)
-        return replace(reply, detail={NOTES: list(case.notes)}) if case.notes else reply
+        return replace(reply, detail=case.detail)
 
     return run
 
@@ -153,7 +171,10 @@ def python_environment(checkout: Checkout) -> dict[str, str]:
         for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
         if entry and not Path(entry).absolute().is_relative_to(checkout.repository)
     ]
-    path = os.pathsep.join([str(checkout.folder), *others])
+    site = checkout.folder.with_name("site")
+    make_folder(site)
+    write_atomic(site / "sitecustomize.py", SHUT_OUT)
+    path = os.pathsep.join([str(site), str(checkout.folder), *others])
     # What git sets for its hooks would make each git of the run that of the user's checkout.
     kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
     return kept | {"PYTHONPATH": path}

@@ -42,9 +42,10 @@ def without(known: Known, leaf: str = "", **fields: str) -> Known:
 def test_our_own_commit_reads_the_case_as_it_is(here: Known) -> None:
     """Nothing is lost, nothing is put in, nothing is said."""
     found = translated(PLAIN, here)
-    assert (found.why_not, found.notes) == ("", ())
+    assert (found.why_not, found.detail) == ("", {})
     assert CaseSpec.from_json(found.plain) == CASE
     assert here.options is not None
+    assert here.checksums
     assert "--ranks-per-gpu" in here.options
 
 
@@ -52,10 +53,7 @@ def test_a_setting_at_its_default_is_left_out(here: Known) -> None:
     """In every leg; the commit does what the default says, and the search says so."""
     found = translated(PLAIN, without(here, "fsdp.reshard_after_forward"))
     assert found.why_not == ""
-    assert found.notes == (
-        "fsdp.reshard_after_forward is not known to every commit: left out there, it is at its "
-        "default",
-    )
+    assert found.detail == {"left_out": ["fsdp.reshard_after_forward"]}
     for leg in LEGS:
         expected = leaves_of(PLAIN[leg]["config"])
         del expected["fsdp.reshard_after_forward"]
@@ -84,7 +82,7 @@ def test_a_setting_of_older_commits_is_at_its_default_there(here: Known) -> None
     known = Known(files=here.files, config=here.config | {"fsdp.old": 3}, kinds=here.kinds)
     found = translated(PLAIN, known)
     assert [found.plain[leg]["config"]["fsdp"]["old"] for leg in LEGS] == [3, 3, 3]
-    assert found.notes == ("fsdp.old is known to older commits alone: at its default there",)
+    assert found.detail == {"put_in": ["fsdp.old"]}
 
 
 def test_fields_of_records_that_say_nothing_are_left_out(here: Known) -> None:
@@ -100,7 +98,7 @@ def test_fields_of_records_that_say_nothing_are_left_out(here: Known) -> None:
 def test_a_commit_that_says_nothing_gets_what_says_something() -> None:
     """Its own strictness refuses the rest."""
     found = translated(PLAIN, Known(files=("x",)))
-    assert (found.why_not, found.notes) == ("", ())
+    assert (found.why_not, found.detail) == ("", {})
     assert set(found.plain["reference"]) == {"config", "device", "world_size", "timeout_s"}
     assert CaseSpec.from_json(found.plain) == CASE
 

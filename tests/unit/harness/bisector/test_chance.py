@@ -190,3 +190,10 @@ def test_a_fault_of_thirty_percent_is_halved_right() -> None:
         wrong += bad != first_bad
     # More than that would have one chance in a thousand at a rate of 1 %.
     assert at_least(wrong, 400, 0.01) > 0.001
+
+
+def test_several_causes_share_the_failures_of_every_run() -> None:
+    """Each of them may fire so much more seldom: what is concluded is asked as much oftener."""
+    alone, shared = (patience(5, 5, num_questions=10, causes=n) for n in (1, 3))
+    assert shared.passes == alone.passes == 1
+    assert shared.confirmations == 3 * alone.confirmations

@@ -6,12 +6,18 @@ import json
 import os
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from harness.bisector.commit_range import Checkout, Run
-from harness.bisector.commit_runs import case_run, command_run, python_environment
+from harness.bisector.commit_runs import (
+    SHUT_OUT,
+    case_run,
+    command_run,
+    python_environment,
+)
 from harness.checksum import with_checksum
 from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
@@ -121,8 +127,30 @@ def test_modules_are_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("GIT_DIR", "/of/a/hook")
     env = python_environment(mine)
-    assert env["PYTHONPATH"].split(os.pathsep) == [str(mine.folder), "/elsewhere"]
+    first, *rest = env["PYTHONPATH"].split(os.pathsep)
+    assert rest == [str(mine.folder), "/elsewhere"]
+    assert [path.name for path in Path(first).iterdir()] == ["sitecustomize.py"]
     assert "GIT_DIR" not in env
+
+
+def test_an_editable_installation_lends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that a commit lacks is missing; what else is installed so is there, and what the
+    user does at the start of Python is done."""
+    finder = types.ModuleType("__editable___finder")
+    vars(finder)["MAPPING"] = {"harness": "/installed", "theirs": "/installed"}
+    vars(finder)["Finder"] = type("Finder", (), {"__module__": finder.__name__})
+    monkeypatch.setitem(sys.modules, finder.__name__, finder)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder.Finder])
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "sitecustomize.py").write_text("import sys\nsys.flag_of_mine = True\n")
+    monkeypatch.setattr(sys, "flag_of_mine", False, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(mine)])
+    exec(SHUT_OUT, {"__file__": str(tmp_path / "sitecustomize.py")})
+    assert finder.MAPPING == {"theirs": "/installed"}
+    assert getattr(sys, "flag_of_mine")  # noqa: B009 - made up
 
 
 def install(folder: Path, told: Verdict | None, code: int) -> Checkout:
@@ -212,12 +240,22 @@ def test_a_commit_that_does_not_import_says_nothing(tmp_path: Path) -> None:
     assert reply.words == "does not build: SyntaxError: invalid syntax"
 
 
+@pytest.fixture
+def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of another place on the path."""
+    (tmp_path / "another").mkdir()
+    made = install(tmp_path / "another", verdict("failed", "diverged"), 1)
+    monkeypatch.setenv("PYTHONPATH", str(made.folder))
+
+
+@pytest.mark.usefixtures("another")
 def test_a_harness_of_elsewhere_is_refused(tmp_path: Path) -> None:
     """If the commit has none, that of the environment must not answer for it."""
     with pytest.raises(Infrastructure, match=r"expected harness of .*worktree, got"):
         run_of(tmp_path)(checkout(tmp_path))
 
 
+@pytest.mark.usefixtures("another")
 def test_a_trainer_of_elsewhere_says_nothing(tmp_path: Path) -> None:
     """A commit that has none would be answered for by what is installed."""
     made = install(tmp_path, verdict("failed", "diverged"), 1)
@@ -233,17 +271,29 @@ def test_what_the_commit_does_not_know_is_told(tmp_path: Path) -> None:
     (made.folder / "fsdp_core" / "config.py").write_text(CONFIG)
     place = stored(tmp_path)
     run = case_run(place, verdict("failed", "diverged"), tmp_path / "runs")
-    for seed, answer, words, notes in (
-        (1234, "fails", "failed diverged why", ["seed is not known to every commit: left out "
-                                                "there, it is at its default"]),
-        (7, "unresolved", "no verdict: it does not know seed = 7", None),
-    ):  # fmt: skip
+    for seed, answer, words, detail in (
+        (1234, "fails", "failed diverged why", {"left_out": ["seed"]}),
+        (7, "unresolved", "no verdict: it does not know seed = 7", {}),
+    ):
         plain = read_object(place / "case.json")
         for leg in ("reference", "control", "candidate"):
             plain[leg]["config"] = {"steps": 4, "seed": seed}
         (place / "case.json").write_text(dumps(with_checksum(plain)))
         reply = run(made)
-        assert (reply.answer, reply.words, reply.detail.get("notes")) == (answer, words, notes)
+        assert (reply.answer, reply.words, reply.detail) == (answer, words, detail)
+
+
+def test_a_commit_older_than_checksums_gets_none(tmp_path: Path) -> None:
+    """It would refuse the key; one that knows them gets one."""
+    made = install(tmp_path, verdict("passed"), 0)
+    assert run_of(tmp_path)(made).answer == "passes"
+    (asked,) = (tmp_path / "runs").glob("*.case/case.json")
+    assert "sha256" not in json.loads(asked.read_text())
+    (made.folder / "harness" / "checksum.py").write_text("with_checksum = dict\n")
+    asked.unlink()
+    assert run_of(tmp_path)(made).answer == "passes"
+    (asked,) = (tmp_path / "runs").glob("*.case/case.json")
+    assert "sha256" in json.loads(asked.read_text())
 
 
 def test_options_are_those_that_the_commit_has(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Contracts of harness.bisector.questions: nothing is asked twice, nothing is believed unread."""
 
+import errno
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,41 @@ def test_what_raises_is_asked_again(tmp_path: Path) -> None:
         assert journal.ask(question("a"), lambda: FAILS) == FAILS
 
 
+def test_an_answer_is_on_the_disk_before_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power keeps every answer that a search went on from."""
+    path, synced = tmp_path / "q", list[int]()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    with Journal(path, IDENTITY) as journal:
+        assert synced == [path.stat().st_size]
+        journal.ask(question("a"), lambda: FAILS)
+        assert synced[1:] == [path.stat().st_size]
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is not kept, and what is kept later does not follow half of it."""
+    write, room = os.write, 20
+
+    def full(fd: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "no space left")
+        written = write(fd, data[:room])
+        room -= written
+        return written
+
+    path = tmp_path / "q"
+    with Journal(path, IDENTITY) as journal:
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(Infrastructure, match="no space left"):
+            journal.ask(question("a"), lambda: FAILS)
+        monkeypatch.undo()
+        assert journal.known("a") is None
+        journal.ask(question("b"), lambda: FAILS)
+    assert read_journal(path) == (IDENTITY, ((question("b"), FAILS),))
+
+
 def test_a_cut_last_line_is_asked_again(tmp_path: Path) -> None:
     """Wherever it was cut: whole lines before it stand, and the file is whole afterwards."""
     path = asked(tmp_path / "q", "a", "b")
@@ -95,6 +133,17 @@ def test_a_damaged_line_is_named(tmp_path: Path, number: int) -> None:
         path.write_bytes(b"\n".join([*lines[: number - 1], bytes(damaged), *lines[number:]]))
         with pytest.raises(Infrastructure, match=rf"q:{number}: "):
             Journal(path, IDENTITY)
+
+
+def test_a_line_without_its_checksum_is_damaged(tmp_path: Path) -> None:
+    """Whoever wrote it, nobody can say that it is whole."""
+    path = asked(tmp_path / "q", "a")
+    head, line, _ = path.read_text().split("\n")
+    plain = json.loads(line)
+    del plain["sha256"]
+    path.write_text(f"{head}\n{json.dumps(plain)}\n")
+    with pytest.raises(Infrastructure, match="q:2: damaged"):
+        Journal(path, IDENTITY)
 
 
 def test_a_line_that_is_lost_or_twice_is_seen(tmp_path: Path) -> None:
