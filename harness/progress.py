@@ -186,17 +186,20 @@ class LiveView:
         """The bar and the active runs."""
         now = self.clock()
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            self.spinner,
-            ProgressBar(total=max(1, self.total), completed=self.done, width=30),
-            Text(f"{self.done}/{self.total} runs"),
-            Text(f"{duration(now - self.started_s)} of about {duration(self.estimate_s)}"),
-        )
+        bar.add_row(self.spinner, *self.how_far(now))
         lines = [
             Text(f"  {key}  {duration(now - since)}", style="dim", overflow="ellipsis")
             for key, since in list(self.active.items())[:_MAX_ACTIVE_LINES]
         ]
         return Group(bar, *lines)
+
+    def how_far(self, now_s: float) -> list[RenderableType]:
+        """What stands beside the spinner."""
+        return [
+            ProgressBar(total=max(1, self.total), completed=self.done, width=30),
+            Text(f"{self.done}/{self.total} runs"),
+            Text(f"{duration(now_s - self.started_s)} of about {duration(self.estimate_s)}"),
+        ]
 
     def planned(self, plan: Plan) -> None:
         """Set the scale of the bar."""

@@ -7,7 +7,7 @@ on a terminal  the same, and below it the runs under way, redrawn in place
 from collections.abc import Sequence
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from harness.bisector.asking import COVERS
@@ -85,16 +85,17 @@ class LiveSearch(LiveView):
         """Print it above the runs."""
         self.console.print(question_line(number, entry))
 
+    def how_far(self, now_s: float) -> list[RenderableType]:
+        """How many questions follow is not known."""
+        return [Text(f"{count(self.done, 'run')} made, {duration(now_s - self.started_s)}")]
+
     def planned(self, plan: Plan) -> None:
-        """Add to the scale of the bar."""
-        self.total += len(plan.runs)
-        self.estimate_s += plan.estimate_s
+        """Nothing: one of many questions."""
 
     def run_finished(self, outcome: RunOutcome) -> None:
-        """Move the bar."""
+        """One more."""
         self.active.pop(outcome.key, None)
         self.done += 1
-        self.total = max(self.total, self.done)
 
     def judged(self, verdict: Verdict) -> None:
         """Nothing."""

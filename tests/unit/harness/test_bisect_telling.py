@@ -1,14 +1,18 @@
 """What `harness bisect` tells as it goes, counts as runs, and makes of faults that seldom fire."""
 
 import dataclasses
+import io
 import re
 from collections.abc import Callable
 
 import pytest
+from rich.console import Console
 
+from harness.bisector.questions import Question, Reply
 from harness.bisector.summary import asked
+from harness.bisector.telling import LiveSearch
 from harness.cli import main
-from harness.records import RunSpec, StepRecord
+from harness.records import RunOutcome, RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
 
 
@@ -109,3 +113,25 @@ def test_three_failures_in_a_row_do_not_prove_that_looking_keeps_it_away(
     engine.spoil = fires_in((1, 2, 3), engine)
     place = run_json(capsys, *command, "c")[1]["place"]
     assert "not with every call digested" in place["unknown"][-1]
+
+
+def test_on_a_terminal_runs_are_counted_against_no_total() -> None:
+    """How many questions follow is not known; answers stand above what is under way."""
+    now = [0.0]
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80)
+    view = LiveSearch(console, lambda: now[0])
+    with view:
+        view.run_finished(RunOutcome(
+            key="w2-x", what="crashed", message="boom", culprit_rank=0, ranks=(),
+            started_unix_s=0.0, wall_s=1.0,
+        ))  # fmt: skip
+        now[0] = 12.0
+        reply = Reply(words="failed crashed", runs=1, seconds=2.0)
+        view.answered(3, (Question(key="k", words="does it fail"), reply))
+        live = Console(file=io.StringIO(), width=80, record=True)
+        live.print(view.render())
+    assert "1 run made, 12 s" in live.export_text()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert "  3. does it fail: failed crashed (1 run, 2.0 s)" in plain
+    assert "boom" not in plain
