@@ -73,7 +73,8 @@ class DataConfig:
 class TrainConfig:
     """Everything that decides the bits of one training run, but the device it runs on.
 
-    `stress` and `stress_seed` must not: they decide what happens around the steps.
+    `stress` and `stress_seed` must not: they decide what happens around the steps. `graph_layers`
+    are the first and the last layer of which partial scopes are captured; empty: all.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -82,6 +83,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     graph: tuple[str, ...] = ()
+    graph_layers: tuple[int, ...] = ()
     compile: tuple[str, ...] = ()
     compile_backend: str = "inductor"
     backend: str = "torch"
@@ -115,6 +117,12 @@ class TrainConfig:
             is_bool(key, getattr(self, key))
         for key in ("graph", "compile", "stress", "taps"):
             are_names(key, getattr(self, key))
+        if not isinstance(self.graph_layers, tuple):
+            raise ConfigError(
+                "graph_layers", expected="a tuple of two numbers", got=self.graph_layers
+            )
+        for number in self.graph_layers:
+            at_least("graph_layers", number, 0)
         obey(LAYOUT_RULES, self)
         obey(GRAPH_RULES, self)
         obey(COMPILE_RULES, self)

@@ -49,6 +49,10 @@ class Graphed(Protocol):
         """Scopes; empty means eager."""
 
     @property
+    def graph_layers(self) -> tuple[int, ...]:
+        """First and last layer of which partial scopes are captured; empty: all."""
+
+    @property
     def steps(self) -> int:
         """Steps of the run."""
 
@@ -148,6 +152,30 @@ def _full_iteration_has_one_cp(run: Graphed) -> ConfigError | None:
     )
 
 
+def _captured_layers_are_a_range(run: Graphed) -> ConfigError | None:
+    if not run.graph_layers:
+        return None
+    layers, bounds = run.model.layers, run.graph_layers
+    if len(bounds) == 2 and bounds[0] <= bounds[1] < layers:
+        return None
+    expected = f"first and last layer, both below model.layers={layers}, or none for all"
+    return ConfigError("graph_layers", expected=expected, got=list(bounds))
+
+
+def _full_iteration_has_all_layers(run: Graphed) -> ConfigError | None:
+    if "full_iteration" not in run.graph or not run.graph_layers:
+        return None
+    expected = "none, as full_iteration holds all layers"
+    return ConfigError("graph_layers", expected=expected, got=list(run.graph_layers))
+
+
+def _every_stage_replays(run: Graphed) -> ConfigError | None:
+    if not run.graph_layers or run.parallel.pp == 1:
+        return None
+    expected = "none with a pipeline, as a stage without graphs would replay nothing"
+    return ConfigError("graph_layers", expected=expected, got=list(run.graph_layers))
+
+
 def _graphs_are_replayed(run: Graphed) -> ConfigError | None:
     if not run.graph or run.steps > run.graph_warmup_steps:
         return None
@@ -210,6 +238,12 @@ GRAPH_RULES: tuple[Rule[Graphed], ...] = (
     Rule("full_iteration_has_one_cp",
          "Dynamic cp chooses a size a microbatch, a graph of all microbatches has one.",
          _full_iteration_has_one_cp),
+    Rule("captured_layers_are_a_range", "Layers to capture are named by the first and the last.",
+         _captured_layers_are_a_range),
+    Rule("full_iteration_has_all_layers", "full_iteration leaves no layer out.",
+         _full_iteration_has_all_layers),
+    Rule("every_stage_replays", "Each stage of a pipeline replays graphs, or none does.",
+         _every_stage_replays),
     Rule("graphs_are_replayed", "A graph that is never replayed proves nothing.",
          _graphs_are_replayed),
     Rule("partial_scopes_need_stable_pool",

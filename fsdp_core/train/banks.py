@@ -25,7 +25,7 @@ from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part
 from fsdp_core.parallel.dynamic_cp import DynamicContext
-from fsdp_core.train.scopes import Piece, pieces_of
+from fsdp_core.train.scopes import Piece, pieces_in
 from fsdp_core.train.stage_graphs import CaptureTools, LayerGraphs, StageGraphs
 from fsdp_core.train.static_parts import StaticParts
 
@@ -150,18 +150,20 @@ class DynamicGraphs:
 
     Args:
         scopes: partial ones.
+        layers: the first and the last that are captured; empty for all.
 
     Raises:
         CaptureRefused: something in a scope cannot be captured; nothing is installed.
     """
 
     def __init__(
-        self, scopes: Sequence[str], stages: Sequence[DecoderStage], options: Capturing
+        self,
+        scopes: Sequence[str],
+        stages: Sequence[DecoderStage],
+        options: Capturing,
+        layers: Sequence[int] = (),
     ) -> None:
-        pieces = [
-            [p for n, layer in stage.numbered_layers.items() for p in pieces_of(n, layer, scopes)]
-            for stage in stages
-        ]
+        pieces = [pieces_in(stage, scopes, layers) for stage in stages]
         self._banks = [StageBank(*each, options) for each in zip(stages, pieces, strict=True)]
         self._installed: list[StageGraphs] = []
         try:

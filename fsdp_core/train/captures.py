@@ -80,7 +80,8 @@ class Captures:
             CaptureAborted: a scope cannot be captured, here or on another rank.
             CaptureLost: the same, and not all ranks can be met again.
         """
-        with self._session(refusal(self._stages, self._config.graph)) as session:
+        layers = self._config.graph_layers
+        with self._session(refusal(self._stages, self._config.graph, layers)) as session:
             self._remember(session)
             tools = CaptureTools(
                 resolve=self._resolver, counts=self.counts, attempt=session.attempt,
@@ -93,10 +94,12 @@ class Captures:
                     context=inputs.context, samples=inputs.samples(), sample=sample, tools=tools,
                     between=self._meet, **options,
                 )  # fmt: skip
-                self.parts = DynamicGraphs(scopes, self._stages, capturing)
+                self.parts = DynamicGraphs(scopes, self._stages, capturing, layers)
             else:
                 (part,) = inputs.samples().values()
-                self.parts = PartialGraphs(scopes, self._stages, part, sample, tools, **options)
+                self.parts = PartialGraphs(
+                    scopes, self._stages, part, sample, tools, layers=layers, **options
+                )
         self._keep()
 
     def _meet(self) -> None:

@@ -41,9 +41,10 @@ class PartialGraphs:
         *,
         new_maker: Callable[[], GraphMaker],
         num_slots: int,
+        layers: Sequence[int] = (),
     ) -> None:
         self._part = part
-        pieces = [pieces_in(stage, scopes) for stage in stages]
+        pieces = [pieces_in(stage, scopes, layers) for stage in stages]
         self._sets: list[list[LayerGraphs]] = []
         self._installed: list[StageGraphs] = []
         try:

@@ -148,17 +148,29 @@ def pieces_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Piec
         yield _front_of(name, layer, branch, plans="moe_preprocess" in scopes)
 
 
-def pieces_in(stage: DecoderStage, scopes: Sequence[str]) -> list[Piece]:
-    """The pieces of all layers of a stage, in the order in which they run."""
-    layers = stage.numbered_layers.items()
-    return [piece for number, layer in layers for piece in pieces_of(number, layer, scopes)]
+def pieces_in(
+    stage: DecoderStage, scopes: Sequence[str], layers: Sequence[int] = ()
+) -> list[Piece]:
+    """The pieces of a stage's layers, in the order in which they run.
+
+    Args:
+        layers: the first and the last that are captured; empty for all.
+    """
+    return [
+        piece
+        for number, layer in stage.numbered_layers.items()
+        if not layers or layers[0] <= int(number) <= layers[1]
+        for piece in pieces_of(number, layer, scopes)
+    ]
 
 
-def refusal(stages: Iterable[DecoderStage], scopes: Sequence[str]) -> str | None:
+def refusal(
+    stages: Iterable[DecoderStage], scopes: Sequence[str], layers: Sequence[int] = ()
+) -> str | None:
     """Why pieces of the stages cannot be captured, as far as it shows before it is tried."""
     try:
         for stage in stages:
-            for piece in pieces_in(stage, scopes):
+            for piece in pieces_in(stage, scopes, layers):
                 with piece.without_hooks():
                     pass
     except ValueError as error:

@@ -75,7 +75,7 @@ def leave_alone(
     """
     names = LegChanges(case.reference, case.candidate).names
     cause = next(iter(causes.causes), None) if causes is not None else None
-    judged = _judged(case, verdict, causes, cause, asker)
+    judged = judged_of_cause(case, verdict, causes, cause, asker)
     if judged is None:
         return Alone(notes=("the cause alone did not fail again",))
     least = find_least(judged, case.reference, judged.case.candidate)
@@ -96,7 +96,7 @@ def leave_alone(
     )  # fmt: skip
 
 
-def _judged(
+def judged_of_cause(
     case: CaseSpec,
     verdict: Verdict,
     causes: FoundCauses | None,

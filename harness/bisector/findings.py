@@ -7,6 +7,7 @@ from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCauses
 from harness.bisector.commits import CommitSearch
 from harness.bisector.found import Location
+from harness.bisector.layer_range import LayerRange
 from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
 from harness.disk import write_atomic
@@ -38,6 +39,7 @@ class Findings(Json):
         place: where the fault entered; None before that stage.
         causes: smallest sets of differences between the legs that still fail; None before that
             stage, or if nobody asked.
+        layers: that must be captured; None before that stage, or if no capture is to blame.
         least_case: the scenario that fails alone; None before that stage, or if nobody asked.
         commits: the first bad one, or the range of suspects; None if nobody asked.
         questions: what was asked, in order.
@@ -55,6 +57,7 @@ class Findings(Json):
     environment: tuple[str, ...] = ()
     place: Location | None = None
     causes: FoundCauses | None = None
+    layers: LayerRange | None = None
     least_case: Alone | None = None
     commits: CommitSearch | None = None
     questions: tuple[AskedQuestion, ...] = ()

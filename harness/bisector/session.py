@@ -42,7 +42,7 @@ from harness.store import MANIFEST_FILE, RunFolder
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
 NO_ANSWER = "no answer yet"
-_OF_STAGES = ("place", "causes", "least_case", "commits")
+_OF_STAGES = ("place", "causes", "layers", "least_case", "commits")
 
 
 def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:

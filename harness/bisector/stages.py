@@ -1,6 +1,6 @@
 """What a search is asked, and its stages: from what is known to what is known after it.
 
-environment -> place -> causes -> least case -> commits
+environment -> place -> causes -> layers -> least case -> commits
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from harness.bisector.environment import (
     of_nights,
 )
 from harness.bisector.findings import Findings
+from harness.bisector.layer_range import find_layer_range
 from harness.bisector.probes import locate_case
 from harness.bisector.questions import OutOfBudget
 from harness.bisector.repro import FOLDER
@@ -35,7 +36,7 @@ from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
 SHORT_HASH = 12
 COMMITS_FOLDER = "commits"
 """Of the folder of a search: run folders of other commits."""
-Until = Literal["environment", "place", "causes", "least"]
+Until = Literal["environment", "place", "causes", "layers", "least"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,18 @@ def _causes(state: State) -> Findings:
     return replace(findings, causes=found)
 
 
+def _layers(state: State) -> Findings:
+    """Which layers must be captured for it to fail."""
+    findings = state.findings
+    if findings.causes is None:
+        return findings
+    try:
+        found = find_layer_range(state.runs.case, state.verdict, findings.causes, state.asker)
+    except OutOfBudget as error:
+        raise Unfinished(findings, str(error)) from None
+    return replace(findings, layers=found)
+
+
 def _least(state: State) -> Findings:
     """A scenario that fails alone, in the least ranks, layers and steps."""
     findings = state.findings
@@ -208,7 +221,8 @@ def _known_rate(state: State) -> Patience | None:
 
 
 STAGES: dict[Until, Stage] = {
-    "environment": _environment, "place": _place, "causes": _causes, "least": _least,
+    "environment": _environment, "place": _place, "causes": _causes,
+    "layers": _layers, "least": _least,
 }  # fmt: skip
 """In this order; each may rest on those before it."""
 

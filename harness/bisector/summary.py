@@ -94,6 +94,8 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         seldom = f"failed in {how_often.failures} of {count(how_often.trials, 'run')}"
         lines.append(("how often", seldom))
     lines += [("why", why) for why in causes(findings.causes)]
+    if findings.layers is not None:
+        lines.append(("layers", str(findings.layers)))
     if findings.what == "different_environment":
         lines.append(("why", OTHER_ENVIRONMENT))
     if findings.least_case is not None:
