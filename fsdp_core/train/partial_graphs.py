@@ -26,6 +26,7 @@ class PartialGraphs:
         sample: like what enters a layer.
         new_maker: of graphs that share a memory pool.
         num_slots: microbatches that a stage may have between forward and backward at a time.
+        layers: the first and the last that are captured; empty for all.
 
     Raises:
         CaptureRefused: something in a scope cannot be captured; nothing is installed.

@@ -33,6 +33,7 @@ class Scoped:
     run: Run
     graph: tuple[str, ...] = ()
     graph_optimizer: bool = True
+    graph_layers: tuple[int, ...] = ()
     events: tuple[Event, ...] = STEADY
 
     @property
@@ -40,7 +41,7 @@ class Scoped:
         """As the trainer takes it."""
         return replace(
             self.run.config, graph=self.graph, graph_optimizer=self.graph_optimizer,
-            steps=STEPS, graph_warmup_steps=WARMUP,
+            graph_layers=self.graph_layers, steps=STEPS, graph_warmup_steps=WARMUP,
         )  # fmt: skip
 
     @property

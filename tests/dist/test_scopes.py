@@ -85,6 +85,20 @@ def test_dropless_experts_stay_eager_behind_their_router(warm_ranks: RankPool) -
     check_counts(compare(warm_ranks, run, scopes), scopes, (1, 1))
 
 
+def test_layers_outside_of_the_captured_range_stay_eager(warm_ranks: RankPool) -> None:
+    """Graphs of the layers in the range and of no other, with eager's bits."""
+    run = Run({"dp": 2}, "dense_tiny", {"layers": 4, "dropout": 0.1}, dtype="bf16")
+    scopes = [ATTN, LAYER, ATTN]
+    ranges = [(1, 2), (3, 3), (0, 3)]
+    runs = [
+        Scoped(run),
+        *(Scoped(run, s, graph_layers=r) for s, r in zip(scopes, ranges, strict=True)),
+    ]
+    ranks = warm_ranks.run(train_all, runs, world_size=2)
+    check(runs, ranks)
+    assert [seen.captured for seen in ranks[0]] == [0, 4, 2, 8]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_and_stable_pools(warm_ranks: RankPool, strategy: str) -> None:
     """Whatever is sharded, in the buffers of either pool: eager's bits."""
