@@ -6,7 +6,7 @@ given are equal, as in a real run.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from harness.bisector.found import Location
@@ -132,14 +132,14 @@ def _rank(rank: int, spec: RunSpec, *, taps: bool) -> RankRecords:
 
 
 def tapped(
-    run: RunResult, microbatches: int, rows: Mapping[str, str], *, stage: int = 0
+    run: RunResult, microbatches: int, rows: Mapping[str, str], *, stages: Sequence[int] = ()
 ) -> RunResult:
-    """The run with these rows of taps in every step of every rank."""
+    """The run with these rows of taps in every step of every rank; without stages, of the first."""
 
     def change(records: RankRecords) -> RankRecords:
         assert records.start is not None
         start = dataclasses.replace(
-            records.start, taps=tuple(rows), tap_stages=(stage,) * len(rows)
+            records.start, taps=tuple(rows), tap_stages=tuple(stages) or (0,) * len(rows)
         )
         text = "".join(rows.values())
         steps = tuple(dataclasses.replace(step, taps=text) for step in records.steps)

@@ -6,6 +6,7 @@ import pytest
 
 from harness.bisector.found import Location
 from harness.bisector.locate import between
+from harness.records import RunResult
 from tests.unit.harness.bisector.small_model import (
     OTHER,
     WEIGHTS,
@@ -17,6 +18,7 @@ from tests.unit.harness.bisector.small_model import (
     floats,
     place_in,
     run_of,
+    tapped,
 )
 
 
@@ -93,6 +95,38 @@ def test_the_first_gradient_is_the_losss_and_no_gathers() -> None:
     found = place_in({0: edit, 1: edit})
     assert brief(found) == ("backward", "head", "head:gradient")
     assert (found.near, found.collective) == ("", "")
+
+
+STAGED = {
+    "layers.0:input[0]": 0, "layers.0:output[0]": 0, "layers.1:input[0]": 1,
+    "layers.1:output[0]": 1, "layers.2:input[0]": 2, "layers.2:output[0]": 2,
+    "layers.2:gradient[0]": 2, "layers.1:gradient[0]": 1, "layers.0:gradient[0]": 0,
+}  # fmt: skip
+"""Rows in program order, and the stage of each; a rank of an interleaved pipeline has several."""
+
+
+@pytest.mark.parametrize(
+    ("first", "phase", "transfer"),
+    [
+        ("layers.1:input[0]", "forward", "transfer of activations to stage 1 of the pipeline"),
+        ("layers.0:gradient[0]", "backward", "transfer of gradients to stage 0 of the pipeline"),
+    ],
+)
+def test_what_a_stage_begins_with_came_by_a_transfer(first: str, phase: str, transfer: str) -> None:
+    """Also where the rank works at other stages of the microbatch before."""
+
+    def run(*, other_from: str = "") -> RunResult:
+        names = list(STAGED)
+        bad = names.index(other_from) if other_from else len(names)
+        rows = {
+            name: f"{place + (100 if place >= bad else 0):032x}{place:08x}"
+            for place, name in enumerate(names)
+        }
+        return tapped(run_of(), 1, rows, stages=list(STAGED.values()))
+
+    found = between(run(), run(other_from=first))
+    assert (found.phase, found.near, found.collective) == (phase, "in", transfer)
+    assert found.module == first.partition(":")[0]
 
 
 def test_numbers_drawn_otherwise_are_told() -> None:

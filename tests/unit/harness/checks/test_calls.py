@@ -93,9 +93,10 @@ def test_a_pipeline_orders_by_microbatch_though_ranks_work_at_others() -> None:
 
 def names_in_order(run: RunResult, *, stage: int = 0) -> list[str]:
     """Calls of rank 0 that ran in step 0."""
-    staged = tapped(run, 2, rows_by_name(run), stage=stage)
-    rows = in_program_order(rows_of(staged, staged))
-    return [row.call.name for row in rows if row.call.place]
+    rows = rows_by_name(run)
+    staged = tapped(run, 2, rows, stages=[stage] * len(rows))
+    ordered = in_program_order(rows_of(staged, staged))
+    return [row.call.name for row in ordered if row.call.place]
 
 
 def rows_of(reference: RunResult, candidate: RunResult) -> list[Both]:
