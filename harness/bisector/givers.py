@@ -53,7 +53,7 @@ def with_givers(found: Location, legs: Legs) -> Location:
     name = found.tensor if is_sum else found.module
     kinds = REDUCTIONS if is_sum else GATHERS
     seen = [_seen(legs, rank, found.step, name, kinds) for rank in legs.ranks(found.step)]
-    known = [each for each in seen if each.ours]
+    known = [each for each in seen if each is not None and each.ours]
     if len(known) < legs.reference.spec.world_size:
         return found
     if all(each.is_alike for each in known):
@@ -62,10 +62,13 @@ def with_givers(found: Location, legs: Legs) -> Location:
     return _with_missing(found, known) if is_sum else found
 
 
-def _seen(legs: Legs, rank: int, step: int, name: str, kinds: Sequence[str]) -> _Rank:
+def _seen(legs: Legs, rank: int, step: int, name: str, kinds: Sequence[str]) -> _Rank | None:
+    """None where a leg has noted nothing at all: that is no collective that it left out."""
     sides = []
     for run in (legs.reference, legs.candidate):
         given = given_in(rank_table(run)[rank], step)
+        if not given:
+            return None
         unit = _unit(name, given)
         sides.append(
             tuple(

@@ -106,4 +106,5 @@ def test_without_notes_of_what_was_given_nothing_is_claimed() -> None:
     candidate = edited(run_of(graph=("attn",)), dict.fromkeys(range(WORLD), OF_ONE_MODULE))
     found = between(_with_given(run_of(), ()), candidate)
     assert found.phase == "backward"
+    assert not any("entered" in each for each in found.evidence)
     assert any(each.startswith("rank: ") for each in found.unknown)
