@@ -80,8 +80,9 @@ def test_what_is_known_of_the_bad_commit_is_not_asked_again(
     code it need only fail there once, elsewhere as often as without."""
     command = searched(history)
     command[command.index("environment")] = "causes"
+    command[-1] = f"{history[10]}..{history[13]}"
     runs = []
-    for number, code in enumerate((history[-1], f"{history[-1]}+changed")):
+    for number, code in enumerate((history[13], f"{history[13]}+changed")):
         monkeypatch.setattr(commit, "describe", lambda code=code: code)
         command[command.index("--out") + 1] = f"b{number}"
         found = run_json(capsys, *command, "--no-element")[1]

@@ -9,7 +9,7 @@ import pytest
 
 from harness.bisector.case_at_commit import PROBE, Known, read_probe, translated
 from harness.bisector.differences import config_of, leaves_of
-from harness.plant_spec import PlantSpec
+from harness.plant_spec import PlantSpec, joined
 from harness.records import CaseSpec
 from harness.store import LEGS
 from tests.unit.harness.bisector.made_up_asker import case_of, run
@@ -93,6 +93,17 @@ def test_fields_of_records_that_say_nothing_are_left_out(here: Known) -> None:
     assert "repeats" not in found.plain
     assert translated(PLAIN, without(here, RunSpec="replica")).why_not == "replica of a RunSpec"
     assert translated(PLAIN, without(here, PlantSpec="chance")).why_not == "chance of a PlantSpec"
+
+
+def test_faults_beside_a_fault_are_put_into_its_words_too(here: Known) -> None:
+    """Each plant of a run is a record of its own."""
+    two = joined((PlantSpec(fault="ulp"), PlantSpec(fault="jitter", chance=0.5)))
+    assert two is not None
+    plain = json.loads(json.dumps(PLAIN))
+    plain["candidate"]["plant"] = two.to_json()
+    assert translated(plain, here).plain["candidate"]["plant"] == two.to_json()
+    found = translated(plain, without(here, PlantSpec="chance"))
+    assert found.why_not == "chance of a PlantSpec"
 
 
 def test_a_commit_that_says_nothing_gets_what_says_something() -> None:

@@ -312,6 +312,13 @@ def test_options_are_those_that_the_commit_has(tmp_path: Path) -> None:
         assert Path("argv").read_text().endswith(f"--json {passed}")
 
 
+def test_modules_of_where_we_are_do_not_count(tmp_path: Path) -> None:
+    """Runs are made in the user's checkout, for paths of the case; its packages stay out."""
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "__init__.py").write_text("raise SystemExit('the wrong one')\n")
+    assert run_of(tmp_path)(install(tmp_path, verdict("passed"), 0)).answer == "passes"
+
+
 def test_an_interrupted_run_is_no_answer(tmp_path: Path) -> None:
     """Exit code 2 of the harness ends the search, which asks again when it goes on."""
     made = install(tmp_path, verdict("passed"), 2)

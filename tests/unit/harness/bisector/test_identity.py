@@ -53,6 +53,10 @@ def test_packages_variables_device_and_tokens_count(
     monkeypatch.setattr(identity, "installed_packages", lambda: {"kernels": "2"})
     now = identity_of(CASE, HERE, {"NCCL_ALGO": "Ring"})
     assert before.differs_from(now) == "package kernels 1 became 2"
+    with monkeypatch.context() as other:
+        other.setattr(identity, "processor", lambda: "another")
+        elsewhere = identity_of(CASE, HERE, {"NCCL_ALGO": "Ring"})
+        assert now.differs_from(elsewhere) == f"processor {processor()} became another"
     on_gpu = dataclasses.replace(CASE, candidate=dataclasses.replace(CASE.candidate, device="cuda"))
     elsewhere = identity_of(on_gpu, HERE, {"NCCL_ALGO": "Ring"})
     assert now.differs_from(elsewhere) == "device cpu became cuda"
