@@ -119,3 +119,9 @@ def test_searches_that_were_not_made_say_why() -> None:
     assert causes(FoundCauses(candidates=("graph: attn",), notes=(reason,))) == [reason]
     asked = FoundCauses(candidates=("graph: attn",), notes=("odd",), num_questions=3)
     assert causes(asked) == ["none found of 1 difference between the legs"]
+
+
+def test_least_cases_name_the_smaller_layouts_that_pass() -> None:
+    """Whoever reads that a case takes eight ranks reads which of fewer were tried."""
+    needs = dataclasses.replace(ALONE, passed=("one rank", "dp 2"))
+    assert str(needs) == f"{ALONE}; fewer ranks pass: one rank, dp 2"
