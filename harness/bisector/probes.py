@@ -89,7 +89,7 @@ class _Look:
             if wants_calls(self._found, self._pair):
                 self._look_into_calls()
             missing = "element"
-            if element and kept_name(self._found):
+            if element and kept_name(self._found) and self._is_ended():
                 self._look_at_elements()
         except OutOfBudget as error:
             self._note(f"{missing}: not looked at, {error}")
@@ -100,6 +100,13 @@ class _Look:
 
     def _note(self, told: str) -> None:
         self._found = replace(self._found, unknown=(*self._found.unknown, told))
+
+    def _is_ended(self) -> bool:
+        """Whether the step was ended in the failing run: contents are written after it only."""
+        steps = {record.step for rank in self._pair[1].ranks for record in rank.steps}
+        if self._found.step not in steps:
+            self._note(f"element: step {self._found.step} did not end, so no contents were kept")
+        return self._found.step in steps
 
     def _look_into_calls(self) -> None:
         """Both legs again, with every call digested."""

@@ -1,19 +1,25 @@
 """A step that a run did not end tells, as far as it came, whether it had gone wrong before."""
 
 import dataclasses
+from typing import Any, cast
 
+from harness.bisector.asking import Asker
 from harness.bisector.found import Location
 from harness.bisector.locate import between
+from harness.bisector.probes import locate_case
+from harness.bisector.questions import OutOfBudget
 from harness.records import (
     DIGEST_HEX_CHARS,
     NEVER_RAN,
     TAP_HEX_CHARS,
     UNFINISHED,
+    CaseSpec,
     ErrorRecord,
     EventRecord,
     RunResult,
     What,
 )
+from harness.store import CaseRuns
 from tests.unit.harness.bisector.small_model import (
     CALLS,
     ROWS,
@@ -93,3 +99,30 @@ def test_nothing_is_said_of_the_step_that_captures() -> None:
     """Its calls were also those of warm-ups and captures."""
     found = _place(calls_from("layers.0.attn:output"), captured_in=2)
     assert (found.phase, found.module) == ("capture", "")
+
+
+class _Broke:
+    """An asker without a budget."""
+
+    def ask(self, *question: Any, **options: Any) -> Any:
+        raise OutOfBudget("the budget of 0 runs is spent")
+
+
+def _looked(candidate: RunResult) -> Location:
+    reference = run_of()
+    control = run_of(replica=1)
+    case = CaseSpec(
+        id="x", scenario="x", labels={}, reference=reference.spec, control=control.spec,
+        candidate=candidate.spec, expect="bitwise", checks={},
+    )  # fmt: skip
+    runs = CaseRuns(case=case, reference=reference, control=control, candidate=candidate)
+    return locate_case(runs, cast("Asker", _Broke()))
+
+
+def test_no_run_is_spent_on_elements_of_a_step_that_did_not_end() -> None:
+    """Contents are written after a step; where it ended, they are asked for."""
+    wrong = edited(run_of(graph=("attn",)), {1: calls_from("layers.0.attn:output")})
+    assert any("budget" in each for each in _looked(wrong).unknown)
+    stopped = _looked(_stopped(wrong, "crashed", reached=MICROBATCH_0))
+    assert stopped.tensor == "layers.0.attn:output"
+    assert stopped.unknown == ("element: step 2 did not end, so no contents were kept",)
