@@ -44,8 +44,8 @@ checks: {loss: {}, state: {}}
 launch: {device: cpu, timeout_s: 120}
 """
 STAGES = ("itself", "place", "causes", "least", "commits")
-VARYING = ("seconds", "command", "folder", "runs")
-"""What a kill may change: `runs` of a question are those that its last sitting made for it."""
+VARYING = ("seconds", "command", "folder", "questions")
+"""What a kill may change: repeats that were to be made side by side are then asked one by one."""
 WAIT_S = 300.0
 
 
@@ -109,16 +109,22 @@ class Searched:
 
     def findings(self) -> Any:
         """What was found, without what differs from search to search."""
-        return _plain(json.loads((self.search / "bisect.json").read_text()))
+        found = _plain(json.loads((self.search / "bisect.json").read_text()))
+        found["causes"].pop("num_runs")  # of the sitting that ended the stage
+        return found
 
     def left_behind(self) -> list[str]:
         """What should not be there."""
         trees = git(self.repository, "worktree", "list").splitlines()[1:]
         refs = git(self.repository, "for-each-ref", "--format=%(refname)").splitlines()
-        # Runs that were set aside are kept as they were.
-        half = [str(p) for p in self.search.glob("**/.*.tmp") if ".attempt" not in str(p)]
+        # Runs and tries of commits that were set aside are kept as they were.
+        half = [str(p) for p in self.search.glob("**/.*.tmp") if not _is_kept(p)]
         temporary = [str(path) for path in self.temporary.glob("bisect-commits-*")]
         return [*trees, *(ref for ref in refs if ref != "refs/heads/main"), *half, *temporary]
+
+
+def _is_kept(path: Path) -> bool:
+    return ".attempt" in str(path) or path.parent.suffix == ".case"
 
 
 def _plain(value: Any) -> Any:
@@ -129,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 def stage_of(words: str, commits: list[str]) -> str:
     """In which stage a question is asked."""
-    if words.startswith("does the case itself fail?"):
+    if words == "does the case itself fail?":
         return "itself"
     if words.startswith("which element") or "tapped" in words or "every call" in words:
         return "place"
