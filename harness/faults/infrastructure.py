@@ -97,7 +97,7 @@ FAULTS: tuple[Fault, ...] = (
         expects=("memory_regression",),
         kind="infrastructure",
         symptom="out of memory, hours later",
-        cell=Cell(checks=_PEAK),
+        cell=Cell(settings={"steps": 8}, checks=_PEAK),
         points_at=Pointer(phase="outside"),
     ),
     Fault(
