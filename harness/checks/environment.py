@@ -33,16 +33,16 @@ def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
         leaves = different_leaves(left, right)
         if not leaves:
             continue
-        name, before, after = leaves[0]
+        leaf, before, after = leaves[0]
         return CheckResult(
             check=name,
             outcome="incomparable",
             what="different_environment",
             message=f"the {leg} ran in another environment than the reference: rank {rank} "
-            f"differs in {_listed([leaf for leaf, *_ in leaves])} ({name}: {before} against "
+            f"differs in {_listed([each for each, *_ in leaves])} ({leaf}: {before} against "
             f"{after})",
             difference=Difference(
-                step=0, rank=rank, quantity=quantity_of(name), reference=before, candidate=after
+                step=0, rank=rank, quantity=quantity_of(leaf), reference=before, candidate=after
             ),
         )  # fmt: skip
     return passed(name, f"the {leg} ran in the environment of the reference")
