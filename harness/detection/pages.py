@@ -117,15 +117,15 @@ def page(matrix: Matrix) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f"<style>{_STYLE}</style><h1>{title}</h1><ul>{points}</ul>"
-        f"<p>{html.escape(LEGEND)}</p><table><thead><tr>{head}</tr></thead>"
+        f"<p>{html.escape(LEGEND.replace('`', ''))}</p><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></html>\n"
     )
 
 
 _STYLE = (
     "body{font:14px system-ui,sans-serif;margin:1.5em}table{border-collapse:collapse}"
-    "th,td{border:1px solid #ccc;padding:2px 6px;text-align:left;white-space:nowrap}"
-    "thead th{position:sticky;top:0;background:#fff}"
+    "th,td{border:1px solid #ccc;padding:2px 6px;text-align:left}td{white-space:nowrap}"
+    "thead th{position:sticky;top:0;background:#fff;vertical-align:bottom}"
     ".yes{background:#d9f2d9}.half{background:#fff2cc}.no{background:#f8d7da}"
 )
 
