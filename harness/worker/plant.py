@@ -10,6 +10,7 @@ The catalogue says which faults take a step, a rank or a tensor; the decoder req
 """
 
 import random
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from harness.plant_spec import PlantSpec, each_of
 from harness.records import EventRecord, RunSpec
 from harness.worker.plants import PLANTINGS
 from harness.worker.plants.planting import Planting
+from harness.worker.plants.seams import NotHere
 from harness.worker.record_file import RecordFile
 
 
@@ -112,16 +114,24 @@ class PlantedFault:
         if planting.from_step is not None and step >= self.spec.step:
             if step == self.spec.step:
                 self._announce(step)
-            planting.from_step(trainer)
+            self._act(planting.from_step, trainer)
         at = trainer.config.graph_warmup_steps if planting.at_capture else self.spec.step
         if step != at:
             return
         if planting.before_step is not None:
             self._announce(step)
-            planting.before_step(trainer)
+            self._act(planting.before_step, trainer)
         if planting.before_step_on is not None:
             name = planting.before_step_on(trainer, self.spec.tensor)
             self._announce(step, tensor=name)
+
+    def _act(self, act: Callable[[Trainer], None], trainer: Trainer) -> None:
+        try:
+            act(trainer)
+        except NotHere:
+            # A fault of all ranks is one of those that hold what it is planted in.
+            if not CATALOGUE[self.spec.fault].everywhere:
+                raise
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Act after the optimizer of `step`, before its digests are read."""

@@ -35,11 +35,24 @@ def schedules(trainer: Trainer) -> Iterator[Schedule]:
     return (root.fsdp_schedule for root in roots(trainer.stages))
 
 
+class NotHere(LookupError):
+    """A rank has no part of the model of that name: it is of another stage."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"this rank holds no {name}: plant the fault on one that does")
+
+
 def unit_named(trainer: Trainer, name: str) -> Unit:
-    """The FSDP unit of that name."""
-    return next(
-        unit for schedule in schedules(trainer) for unit in schedule.units if unit.name == name
-    )
+    """The FSDP unit of that name.
+
+    Raises:
+        NotHere: this rank has none.
+    """
+    for schedule in schedules(trainer):
+        for unit in schedule.units:
+            if unit.name == name:
+                return unit
+    raise NotHere(name)
 
 
 def group_named(trainer: Trainer, name: str) -> ParamGroup:
@@ -48,9 +61,15 @@ def group_named(trainer: Trainer, name: str) -> ParamGroup:
 
 
 def module_named(trainer: Trainer, name: str) -> nn.Module:
-    """The module of that name in the whole model."""
-    stages = [cast("nn.Module", stage) for stage in trainer.stages]
-    return next(stage.get_submodule(name) for stage in stages if _holds(stage, name))
+    """The module of that name in the whole model.
+
+    Raises:
+        NotHere: this rank has none.
+    """
+    for stage in trainer.stages:
+        if _holds(module := cast("nn.Module", stage), name):
+            return module.get_submodule(name)
+    raise NotHere(name)
 
 
 def _holds(stage: nn.Module, name: str) -> bool:
