@@ -222,13 +222,13 @@ def _judged(code: int | None, answers: Path, log: Path, wanted: Verdict) -> Repl
         return Reply(
             answer=UNRESOLVED, words=f"no verdict: exit code {code} {_last_line(log)}".strip()
         )
-    words = one_line(f"{outcome} {what} {message}".strip())
     if outcome == "passed" and code == ExitCode.PASSED:
-        return Reply(answer=PASSES)
+        return Reply(answer=PASSES, words=outcome)
     is_same = (outcome, what) == (wanted.outcome, wanted.what) and _same_end(wanted, message)
-    return Reply(
-        answer=FAILS if is_same and code == _CODES.get(outcome) else UNRESOLVED, words=words
-    )
+    if is_same and code == _CODES.get(outcome):
+        return Reply(answer=FAILS, words=one_line(f"{outcome} {what}".strip()))
+    words = f"no verdict: {outcome} {what} {message}"
+    return Reply(answer=UNRESOLVED, words=one_line(words.strip()))
 
 
 def _same_end(wanted: Verdict, message: str) -> bool:

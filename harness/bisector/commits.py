@@ -22,6 +22,7 @@ from harness.bisector.commit_answers import CommitAnswers, Say
 from harness.bisector.commit_range import Commit, CommitRange, Run, resolve_range
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Journal, OutOfBudget
 from harness.bisector.worktree import temporary_worktree
+from harness.checks.steps import count
 from harness.codec import Json
 from harness.errors import UsageError
 
@@ -55,7 +56,7 @@ class CommitSearch(Json):
 
     def __str__(self) -> str:
         """One line."""
-        cost = f"{self.num_runs} runs for {self.num_commits} commits"
+        cost = f"asked {count(self.num_runs, 'time')}, of {count(self.num_commits, 'commit')}"
         if self.first_bad is not None:
             return f"first bad commit: {self.first_bad} ({cost})"
         why = self.stopped or f"{len(self.skipped)} commits gave no verdict"

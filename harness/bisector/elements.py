@@ -116,7 +116,7 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
         key=lambda each: (each[0], each[1].rank),
     )
     del order
-    element = _element(pair, local, index, _num(different, pair))
+    element = _element(pair, local, index, _of(different, pair))
     shown = ", ".join(map(str, element.index))
     message = (
         f"{whole}[{shown}] on rank {pair.rank}: {element.reference} ({element.reference_bits}) "
@@ -128,8 +128,8 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
     )  # fmt: skip
 
 
-def _num(different: Iterable[tuple[_Pair, Indices]], pair: _Pair) -> int:
-    return next(int(found.size) for each, found in different if each is pair)
+def _of(different: Iterable[tuple[_Pair, Indices]], pair: _Pair) -> Indices:
+    return next(found for each, found in different if each is pair)
 
 
 def _pairs(reference: Contents, candidate: Contents, name: str) -> tuple[list[_Pair], list[str]]:
@@ -221,8 +221,9 @@ def _unravelled(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 # --- what -------------------------------------------------------------------------------------
 
 
-def _element(pair: _Pair, local: int, index: tuple[int, ...], num_different: int) -> Element:
-    dtype = pair.about.dtype
+def _element(pair: _Pair, local: int, index: tuple[int, ...], different: Indices) -> Element:
+    dtype, shape = pair.about.dtype, pair.about.shape
+    axes = np.unravel_index(different, shape) if shape else ()
     size = ITEM_BYTES[dtype]
     a, b = (
         int.from_bytes(data[local * size : (local + 1) * size], "little")
@@ -232,7 +233,9 @@ def _element(pair: _Pair, local: int, index: tuple[int, ...], num_different: int
         index=index, local=local, dtype=dtype,
         reference_bits=f"{a:0{2 * size}x}", candidate_bits=f"{b:0{2 * size}x}",
         reference=shown(a, dtype), candidate=shown(b, dtype),
-        num_different=num_different, numel=math.prod(pair.about.shape), ulps=ulps(a, b, dtype),
+        num_different=int(different.size), numel=math.prod(shape), ulps=ulps(a, b, dtype),
+        shape=shape, lows=tuple(int(axis.min()) for axis in axes),
+        highs=tuple(int(axis.max()) for axis in axes),
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ class Element(Json):
         num_different: elements of the rank's part that differ.
         numel: of the rank's part.
         ulps: steps between the two on the grid of their dtype; None for NaN, or other signs.
+        shape: of the rank's part.
+        lows, highs: the least and the greatest index in each axis of it at which any differs.
     """
 
     index: tuple[int, ...]
@@ -34,6 +36,9 @@ class Element(Json):
     num_different: int
     numel: int
     ulps: int | None = None
+    shape: tuple[int, ...] = ()
+    lows: tuple[int, ...] = ()
+    highs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

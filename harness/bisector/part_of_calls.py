@@ -6,6 +6,7 @@ first row in program order, all before it equal
   gradient of M   backward of whoever consumed what M returned                   backward
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,7 +41,7 @@ def calls_part(legs: Legs, at_step: Location) -> Location | None:
         why = f"microbatch: {first.name} stands for several calls of the step"
         found = replace(found, unknown=(*found.unknown, why))
     if first.kind == INPUT:
-        found = _input(found, first, rows)
+        found = _input(found, first, rows, legs)
     elif first.kind == OUTPUT:
         found = _output(found, first, rows, legs)
     else:
@@ -54,7 +55,7 @@ def _at_capture(found: Location, first: Row, rows: Sequence[Row], legs: Legs) ->
     config = legs.candidate.spec.config
     if not config.get("graph") or found.step != config.get("graph_warmup_steps"):
         return found
-    told = "graphs are captured in this step"
+    told = "graphs are captured in this step, before its passes, which replay them"
     begins = first.module == rows[0].module and not first.is_backward
     if begins and len(found.ranks) == legs.reference.spec.world_size:
         told += ", which differs from its beginning on: it was not run, or on what a capture left"
@@ -75,7 +76,7 @@ def _first_told(first: Row, ranks: Sequence[int]) -> str:
     )
 
 
-def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
+def _input(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Location:
     """Nobody's output differs yet: it was made between modules, or it is data."""
     known = {row.module for row in rows}
     before = _of_same_microbatch(first, rows)
@@ -94,6 +95,8 @@ def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
     given = [r.module for r in before if r.kind == INPUT and r.reference == first.reference]
     if around in given:
         told = f"{around} was given it as it should be and handed on something else: its own work"
+        if _is_replayed(around, legs, found.step):
+            told += ", or the copy of what it was given into memory that its graph reads"
         return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
     if makers:
         told = f"{makers[-1]} returned it as the reference did: it changed on its way"
@@ -105,6 +108,25 @@ def _input(found: Location, first: Row, rows: Sequence[Row]) -> Location:
         return replace(found, phase="input", module=first.module, evidence=(*found.evidence, told))
     told = f"{around} made it from parts that are equal: it is {around}'s own work"
     return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
+
+
+_CAPTURED_AS = {"": ("layer",), "attn": ("attn",), "mlp": ("mlp", "moe", "moe_router")}
+"""Scopes that capture a layer, or a branch of it, from its input on."""
+
+
+def _is_replayed(module: str, legs: Legs, step: int | None) -> bool:
+    """Whether a graph of the candidate begins with what the module is given."""
+    config = legs.candidate.spec.config
+    layer, _, branch = module.removeprefix("layers.").partition(".")
+    scopes = _CAPTURED_AS.get(branch, ())
+    first, last = config.get("graph_layers") or (0, math.inf)
+    return (
+        bool(set(scopes) & set(config.get("graph", ())))
+        and layer.isdecimal()
+        and first <= int(layer) <= last
+        and step is not None
+        and step >= config.get("graph_warmup_steps", 0)
+    )
 
 
 def _output(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Location:

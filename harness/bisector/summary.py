@@ -4,6 +4,8 @@ Whoever is woken up at night reads the first three lines: what failed, where it 
 first thing that is wrong there.
 """
 
+import math
+
 from harness.bisector.causes import FoundCauses
 from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
@@ -35,8 +37,22 @@ def element(found: Element) -> str:
     return (
         f"[{index}]: 0x{found.reference_bits} became 0x{found.candidate_bits}{apart} "
         f"({found.reference} became {found.candidate}); "
-        f"{found.num_different} of {count(found.numel, 'element')} differ"
+        f"{found.num_different} of {count(found.numel, 'element')} differ{_where_in(found)}"
     )
+
+
+def _where_in(found: Element) -> str:
+    """`: [:, :, 63]`, `, within [0:2, :, 63]` if some in it are equal; "" if all over."""
+    bounds = list(zip(found.lows, found.highs, found.shape, strict=True))
+    sizes = [high - low + 1 for low, high, _ in bounds]
+    if found.num_different == 1 or sizes == list(found.shape):
+        return ""
+    axes = [
+        ":" if size == whole and whole > 1 else str(low) if size == 1 else f"{low}:{high + 1}"
+        for (low, high, whole), size in zip(bounds, sizes, strict=True)
+    ]
+    told = "" if math.prod(sizes) == found.num_different else ", within"
+    return f"{told or ':'} [{', '.join(axes)}] of {list(found.shape)}"
 
 
 def side(place: Location | None) -> str:

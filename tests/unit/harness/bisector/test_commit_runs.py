@@ -187,22 +187,24 @@ def run_of(folder: Path, wanted: Verdict | None = None, room: tuple[str, ...] = 
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "answer"),
+    ("told", "code", "answer", "words"),
     [
-        (verdict("passed"), 0, "passes"),
-        (verdict("failed", "diverged"), 1, "fails"),
-        (verdict("failed", "crashed"), 1, "unresolved"),
-        (verdict("error", "diverged"), 6, "unresolved"),
-        (verdict("failed", "diverged"), 6, "unresolved"),
-        (verdict("passed"), 6, "unresolved"),
-        (None, 1, "unresolved"),
+        (verdict("passed"), 0, "passes", "passed"),
+        (verdict("failed", "diverged"), 1, "fails", "failed diverged"),
+        (verdict("failed", "crashed"), 1, "unresolved", "no verdict: failed crashed"),
+        (verdict("error", "diverged"), 6, "unresolved", "no verdict: error diverged"),
+        (verdict("failed", "diverged"), 6, "unresolved", "no verdict: failed diverged"),
+        (verdict("passed"), 6, "unresolved", "no verdict: passed"),
+        (None, 1, "unresolved", "no verdict: exit code 1"),
     ],
 )
 def test_a_case_fails_as_it_did_or_says_nothing(
-    tmp_path: Path, told: Verdict | None, code: int, answer: str
+    tmp_path: Path, told: Verdict | None, code: int, answer: str, words: str
 ) -> None:
     """Another failure is not the one that is searched for, and no verdict is no pass."""
-    assert run_of(tmp_path)(install(tmp_path, told, code)).answer == answer
+    reply = run_of(tmp_path)(install(tmp_path, told, code))
+    assert reply.answer == answer
+    assert reply.words.startswith(words)
 
 
 def test_a_nondeterministic_reference_can_be_searched_for(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_what_the_commit_does_not_know_is_told(tmp_path: Path) -> None:
     place = stored(tmp_path)
     run = case_run(place, verdict("failed", "diverged"), tmp_path / "runs")
     for seed, answer, words, detail in (
-        (1234, "fails", "failed diverged why", {"left_out": ["seed"]}),
+        (1234, "fails", "failed diverged", {"left_out": ["seed"]}),
         (7, "unresolved", "no verdict: it does not know seed = 7", {}),
     ):
         plain = read_object(place / "case.json")

@@ -65,7 +65,7 @@ def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> N
         "index": (0, 3), "local": 1, "dtype": "float32",
         "reference_bits": "40400000", "candidate_bits": "40600000",
         "reference": "3.0", "candidate": "3.5", "num_different": 2, "numel": 4,
-        "ulps": 0x200000,
+        "ulps": 0x200000, "shape": (2, 2), "lows": (0, 1), "highs": (1, 1),
     }  # fmt: skip
     assert found.message == "layers.0.w[0, 3] on rank 1: 3.0 (40400000) became 3.5 (40600000)"
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from harness.bisector.alone import Alone
@@ -16,7 +17,7 @@ from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
 from harness.bisector.page import page
 from harness.bisector.screen import print_findings
-from harness.bisector.summary import causes, facts
+from harness.bisector.summary import causes, element, facts
 
 ELEMENT = Element(
     index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",
@@ -125,3 +126,28 @@ def test_least_cases_name_the_smaller_layouts_that_pass() -> None:
     """Whoever reads that a case takes eight ranks reads which of fewer were tried."""
     needs = dataclasses.replace(ALONE, passed=("one rank", "dp 2"))
     assert str(needs) == f"{ALONE}; fewer ranks pass: one rank, dp 2"
+
+
+@pytest.mark.parametrize(
+    ("lows", "highs", "num", "told"),
+    [
+        ((0, 0, 63), (0, 31, 63), 32, "32 of 2048 elements differ: [0, :, 63] of [1, 32, 64]"),
+        ((0, 2, 0), (0, 5, 63), 256, "256 of 2048 elements differ: [0, 2:6, :] of [1, 32, 64]"),
+        ((0, 2, 0), (0, 5, 63), 9, "9 of 2048 elements differ, within [0, 2:6, :] of [1, 32, 64]"),
+        ((0, 0, 0), (0, 31, 63), 2048, "2048 of 2048 elements differ"),
+        ((0, 3, 7), (0, 3, 7), 1, "1 of 2048 elements differ"),
+    ],
+)
+def test_a_pattern_of_elements_is_told(
+    lows: tuple[int, ...], highs: tuple[int, ...], num: int, told: str
+) -> None:
+    """A column, rows, or a box that holds them: whoever reads it need not divide."""
+    found = dataclasses.replace(
+        ELEMENT, num_different=num, numel=2048, shape=(1, 32, 64), lows=lows, highs=highs
+    )
+    assert element(found).endswith(f"; {told}")
+
+
+def test_elements_without_a_shape_have_no_pattern() -> None:
+    """What an earlier search kept, or a single number."""
+    assert element(ELEMENT).endswith("differ")
