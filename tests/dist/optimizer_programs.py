@@ -61,41 +61,45 @@ def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
 # --- parameters that modules do not hold at rest ---------------------------------------------
 
 
-def _built_in_forward() -> torch.optim.Optimizer:
+Built = tuple[torch.optim.Optimizer, nn.Module]
+"""With its model: once that is collected, nobody can tell that the optimizer trains nothing."""
+
+
+def _built_in_forward() -> Built:
     model, _ = sharded_net()
     built: list[torch.optim.Optimizer] = []
     model.up.register_forward_pre_hook(
         lambda *_: built.append(torch.optim.SGD(model.up.parameters(), lr=0.1))
     )
     loss_of(model).backward()
-    return built[0]
+    return built[0], model
 
 
-def _built_while_gathered() -> torch.optim.Optimizer:
+def _built_while_gathered() -> Built:
     model, root = sharded_net()
     root.unshard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     root.reshard()
     loss_of(model).backward()
-    return optimizer
+    return optimizer, model
 
 
-def _built_before_sharding() -> torch.optim.Optimizer:
+def _built_before_sharding() -> Built:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model)
     loss_of(model).backward()
-    return optimizer
+    return optimizer, model
 
 
-def _built_on_meta() -> torch.optim.Optimizer:
+def _built_on_meta() -> Built:
     model, _ = sharded_net("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
     loss_of(model).backward()
-    return optimizer
+    return optimizer, model
 
 
 TOO_EARLY_OR_LATE = {
@@ -108,12 +112,12 @@ TOO_EARLY_OR_LATE = {
 
 def what_a_step_says(built: str) -> str:
     """The error of the first step of an optimizer that has other parameters than those at rest."""
-    optimizer = TOO_EARLY_OR_LATE[built]()
+    optimizer, model = TOO_EARLY_OR_LATE[built]()
     try:
         optimizer.step()
     except RuntimeError as error:
         return str(error)
-    return "stepped"
+    return f"stepped, and {type(model).__name__} was trained by nothing"
 
 
 def steps_rightly() -> None:
