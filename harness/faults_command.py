@@ -93,6 +93,7 @@ def show_fault(*, name: str, as_json: bool) -> int:
         "source": fault.source, "symptom": fault.symptom, "caught as": ", ".join(fault.expects),
         "found in": place, "devices": ", ".join(fault.devices), "takes": ", ".join(fault.takes),
         "scopes": ", ".join(fault.scopes),
+        "layout": ", ".join(f"{name} {shown(least)}" for name, least in fault.layout.items()),
     }  # fmt: skip
     for key, value in told.items():
         if value:
@@ -297,7 +298,8 @@ def _plain(fault: Fault) -> dict[str, Any]:
         "description": fault.description, "symptom": fault.symptom,
         "expects": list(fault.expects), "devices": list(fault.devices),
         "takes": list(fault.takes), "scopes": list(fault.scopes),
-        "counterpart": fault.counterpart, "everywhere": fault.everywhere,
+        "layout": dict(fault.layout), "counterpart": fault.counterpart,
+        "everywhere": fault.everywhere,
         "graph": list(held.graph), "stress": list(held.stress),
         "points_at": None if pointer is None else {
             "phase": pointer.phase, "module": pointer.module, "tensor": pointer.tensor,

@@ -32,6 +32,7 @@ from harness.collector import held_off
 from harness.decode import dotted
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
+from harness.plant_setting import check_has_part
 from harness.plant_spec import PlantSpec, each_of, joined
 from harness.records import CaseSpec, RunSpec
 from harness.schema import Choice, Rule, Scenario
@@ -325,17 +326,10 @@ class _Maker:
             )
         self._check_timed(candidate, reference)
         for role, plant in plants.items():
-            graph = (mine if role == "candidate" else theirs).graph
-            for fault in each_of(plant):
-                scopes = CATALOGUE[fault.fault].scopes
-                if scopes and not set(scopes) & set(graph):
-                    written = held.get("plant", held[self.scenario.compare.axis]).origin
-                    raise written.error(
-                        "plant.fault",
-                        expected=f"a graph scope that {fault.fault} can be planted in",
-                        got=f"{'+'.join(graph) or 'eager'} in the {role}",
-                        legal=scopes,
-                    )
+            config = mine if role == "candidate" else theirs
+            for planted in each_of(plant):
+                written = held.get("plant", held[self.scenario.compare.axis]).origin
+                check_has_part(CATALOGUE[planted.fault], config, role, written)
 
     def _check_timed(self, candidate: Leg, reference: Leg) -> None:
         """Times of warm-up and capture say nothing of the steps that come after."""

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from fsdp_core.config import TrainConfig
 from harness.decode import refuse, take_float, take_int, take_list, take_mapping, take_str
 from harness.errors import shown
 from harness.faults.catalogue import CATALOGUE, LEGS
+from harness.faults.fault import Fault
 from harness.plant_spec import PlantSpec, joined
 from harness.yaml_source import Node, Origin
 
@@ -88,3 +90,26 @@ def check_plant(plant: PlantSpec, written: Origin, steps: int, world_size: int) 
                 expected=f"last or a rank below the world size {world_size}",
                 got=shown(fault.rank),
             )
+
+
+def check_has_part(fault: Fault, config: TrainConfig, role: str, written: Origin) -> None:
+    """See that the run of a leg has what a fault is planted in.
+
+    Raises:
+        ScenarioError: it has not.
+    """
+    if fault.scopes and not set(fault.scopes) & set(config.graph):
+        raise written.error(
+            "plant.fault",
+            expected=f"a graph scope that {fault.name} can be planted in",
+            got=f"{'+'.join(config.graph) or 'eager'} in the {role}",
+            legal=fault.scopes,
+        )
+    parallel = vars(config.parallel)
+    if lacks := fault.lacks(parallel):
+        held = ", ".join(f"{name} {shown(parallel[name])}" for name in fault.layout)
+        raise written.error(
+            "plant.fault",
+            expected=f"a layout with {lacks}, for {fault.name} to be planted in",
+            got=f"{held} in the {role}",
+        )

@@ -85,6 +85,7 @@ class Fault:
         devices: where it can be planted.
         counterpart: fault planted in the legs that do not get this one, or "".
         scopes: graph scopes of which the run needs one; empty if it needs none.
+        layout: what the run's `parallel` must have, each at least; empty if any will do.
         kind: class of the fault.
         source: numbers of known failure modes that it stands for ("F31"), or "" for our own.
         symptom: what somebody would see who only looks at the training.
@@ -100,9 +101,18 @@ class Fault:
     devices: tuple[str, ...] = ("cpu", "cuda")
     counterpart: str = ""
     scopes: tuple[str, ...] = ()
+    layout: Mapping[str, int] = field(default_factory=dict)
     kind: Kind = "infrastructure"
     source: str = ""
     symptom: str = ""
     everywhere: bool = False
     cell: Cell = field(default_factory=Cell)
     points_at: Pointer | None = None
+
+    def lacks(self, parallel: Mapping[str, Any]) -> str:
+        """What of `layout` a whole `parallel` section has not: 'tp 2 or more'; "" if it has all."""
+        return " and ".join(
+            name if least is True else f"{name} {least} or more"
+            for name, least in self.layout.items()
+            if parallel[name] < least
+        )

@@ -112,26 +112,31 @@ class PlantedFault:
             self._announce(step)  # no record comes after what it does
         self._is_first = False
         if planting.from_step is not None and step >= self.spec.step:
-            if step == self.spec.step:
-                self._announce(step)
-            self._act(planting.from_step, trainer)
+            self._act(planting.from_step, trainer, step, is_told=step == self.spec.step)
         at = trainer.config.graph_warmup_steps if planting.at_capture else self.spec.step
         if step != at:
             return
         if planting.before_step is not None:
-            self._announce(step)
-            self._act(planting.before_step, trainer)
+            self._act(planting.before_step, trainer, step)
         if planting.before_step_on is not None:
             name = planting.before_step_on(trainer, self.spec.tensor)
             self._announce(step, tensor=name)
 
-    def _act(self, act: Callable[[Trainer], None], trainer: Trainer) -> None:
+    def _act(
+        self, act: Callable[[Trainer], None], trainer: Trainer, step: int, *, is_told: bool = True
+    ) -> None:
+        everywhere = CATALOGUE[self.spec.fault].everywhere
+        if is_told and not everywhere:
+            self._announce(step)  # no record comes after what it does
         try:
             act(trainer)
         except NotHere:
             # A fault of all ranks is one of those that hold what it is planted in.
-            if not CATALOGUE[self.spec.fault].everywhere:
-                raise
+            if everywhere:
+                return
+            raise
+        if is_told and everywhere:
+            self._announce(step)
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Act after the optimizer of `step`, before its digests are read."""

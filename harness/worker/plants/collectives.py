@@ -31,6 +31,7 @@ from fsdp_core.parallel.tensor import RowLinear
 from fsdp_core.train import Trainer
 from harness.worker.plants.planting import Planting
 from harness.worker.plants.seams import (
+    NotHere,
     before_last_update,
     group_named,
     module_named,
@@ -248,6 +249,8 @@ def _column_sum_missing(trainer: Trainer) -> None:
 
 def _norm_sum_missing(trainer: Trainer) -> None:
     norm: Any = module_named(trainer, "layers.1.mlp.norm")
+    if not hasattr(norm, "_reduced_axis"):
+        raise NotHere("sum of layers.1.mlp.norm over tp")
     norm._reduced_axis = dataclasses.replace(norm._reduced_axis, size=1)
 
 

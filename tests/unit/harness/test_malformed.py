@@ -171,6 +171,7 @@ EXPECTED: dict[str, str] = {
     "not_persistent_under_partial_scope": "@:8: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
     "microbatches_zero": "@:8: microbatches: expected an integer >= 1, got 0",
     "plant_in_capture_without_attention": "@:10: plant.fault: expected a graph scope that capture_raise can be planted in, got mlp in the candidate; legal values: attn, layer, full_iteration",  # noqa: E501
+    "plant_in_a_layout_without_its_part": "@:9: plant.fault: expected a layout with sequence_parallel, for norm_sum_missing to be planted in, got tp 2, sequence_parallel false in the candidate",  # noqa: E501
     "plant_in_capture_with_step": "@:10: axes.plant.step: expected what the fault capture_raise takes, got a key that it does not take; legal values: fault, rank, legs, chance",  # noqa: E501
     "full_iteration_with_dynamic_cp": "@:7: parallel.dynamic_cp: expected no sizes, as the scope full_iteration fixes those of all microbatches, got (1, 2); rule: full_iteration_has_one_cp",  # noqa: E501
 }

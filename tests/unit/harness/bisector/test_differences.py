@@ -100,11 +100,15 @@ def test_degrees_change_together_or_not_at_all() -> None:
 
 
 def test_a_fault_is_refused_where_it_cannot_be_planted() -> None:
-    """Without its scope, past the steps or the ranks, on another device: no run is made."""
+    """Without its scope or layout, past the steps or ranks, on another device: no run is made."""
     legs = LegChanges(run(), run(PlantSpec(fault="capture_raise"), graph=("attn",)))
     (planted,) = (name for name in legs.names if name.startswith("plant"))
     assert "graph scopes attn" in legs.why_illegal([planted])
     assert legs.why_illegal(legs.names) == ""
+    norm = PlantSpec(fault="norm_sum_missing", step=1)
+    assert "a layout with tp 2 or more and sequence_parallel" in why_illegal(run(norm))
+    both = ParallelConfig(tp=2, sequence_parallel=True)
+    assert why_illegal(run(norm, parallel=both)) == ""
     assert "step 9 of 6" in why_illegal(run(PlantSpec(fault="ulp", step=9)))
     assert "rank 2 of 2" in why_illegal(run(PlantSpec(fault="ulp", step=1, rank=2)))
     assert "on cpu" in why_illegal(run(PlantSpec(fault="illegal_access", step=1)))

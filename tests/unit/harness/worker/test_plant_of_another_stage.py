@@ -6,6 +6,8 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
+from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.tensor import reduce_replicated_of
 from fsdp_core.train import Trainer
 from harness.plant_spec import PlantSpec
 from harness.worker.plant import PlantedFault
@@ -20,22 +22,46 @@ class _File:
         self.records.append(record)
 
 
-def _trainer() -> Trainer:
-    """Of the first stage of a pipeline, without layer 1."""
-    first = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Identity()})})
+def _trainer(**layers: nn.Module) -> Trainer:
+    """Of the first stage of a pipeline, without layer 1 if it is not given."""
+    first = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.Identity(), **layers})})
     return cast(
         "Trainer",
         SimpleNamespace(stages=[first], config=SimpleNamespace(graph_warmup_steps=2)),
     )
 
 
-def _fault(name: str) -> PlantedFault:
-    return PlantedFault(PlantSpec(fault=name, step=3, rank=0), 0, 2, cast("Any", _File()))
+def _fault(name: str, file: _File | None = None) -> PlantedFault:
+    spec = PlantSpec(fault=name, step=3, rank=0)
+    return PlantedFault(spec, 0, 2, cast("Any", file or _File()))
+
+
+def _with_norm(norm: nn.Module) -> Trainer:
+    return _trainer(**{"1": nn.ModuleDict({"mlp": nn.ModuleDict({"norm": norm})})})
 
 
 def test_a_fault_of_all_ranks_acts_where_its_part_is() -> None:
     """`row_sum_missing` is of every rank: the first stage, which has no layer 1, goes on."""
-    _fault("row_sum_missing").before_step(_trainer(), 3)
+    file = _File()
+    _fault("row_sum_missing", file).before_step(_trainer(), 3)
+    assert file.records == []  # what is not planted is not said to be
+
+
+def test_a_norm_whose_gradient_nobody_sums_cannot_lose_the_sum() -> None:
+    """Without tp there is nothing that `norm_sum_missing` could take away: no crash, no record."""
+    file = _File()
+    _fault("norm_sum_missing", file).before_step(_with_norm(nn.Identity()), 3)
+    assert file.records == []
+
+
+def test_a_norm_that_is_summed_loses_the_sum() -> None:
+    """`norm_sum_missing` leaves the norm an axis of one rank, and says so."""
+    norm, file = nn.LayerNorm(2), _File()
+    axis = Axis(name="tp", size=2, rank=0, group=cast("Any", None))
+    reduce_replicated_of(norm, ["weight"], axis)
+    _fault("norm_sum_missing", file).before_step(_with_norm(norm), 3)
+    assert cast("Any", norm)._reduced_axis.size == 1
+    assert [(record.name, record.step) for record in file.records] == [("planted", 3)]
 
 
 def test_a_fault_of_one_rank_says_that_the_rank_does_not_hold_its_part() -> None:
