@@ -161,8 +161,7 @@ def _carry_out(
         prepared, make_view(console), out=out, exit_first=exit_first, argv=command_line()
     )
     code = _final_code(exit_code(done.verdicts), done)
-    console.print(display.verdict_table(done.verdicts))
-    console.print(display.counts_line(done.verdicts, done.num_cases), end="")
+    display.print_outcome(console, done.verdicts, done.num_cases)
     console.print(Text(f" in {duration(done.wall_s)}; run folder {done.folder}"), soft_wrap=True)
     if prepared.slurm is None and done.occupancy.num_runs:
         console.print(Text(done.occupancy.line()), soft_wrap=True)

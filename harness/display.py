@@ -66,6 +66,17 @@ def verdict_table(verdicts: Iterable[Verdict]) -> Table:
     return table
 
 
+def print_outcome(console: Console, verdicts: Sequence[Verdict], num_cases: int) -> None:
+    """What is to be read once all is over: cases that did not pass, then counts, the line open.
+
+    A case that was skipped said why when its line came.
+    """
+    bad = [verdict for verdict in verdicts if verdict.outcome not in ("passed", "skipped")]
+    if bad:
+        console.print(verdict_table(bad))
+    console.print(counts_line(verdicts, num_cases), end="")
+
+
 def counts_line(verdicts: Sequence[Verdict], num_cases: int) -> Text:
     """'5 passed, 1 failed, 2 without a verdict'."""
     counts = Counter(verdict.outcome for verdict in verdicts)

@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from harness.checks import soak
 from harness.checks.steps import count
 from harness.errors import one_line
 from harness.plan import Plan
@@ -97,6 +98,9 @@ def verdict_text(verdict: Verdict) -> Text:
         # `what` often starts the message already: say it once.
         said = verdict.message.startswith(verdict.what)
         line.append(f"  {'' if said else verdict.what + ': '}{one_line(verdict.message)}")
+    for check in verdict.checks:
+        if verdict.outcome == "passed" and check.check == soak.NAME:
+            line.append(f"  {one_line(check.message)}")  # what so many replays prove
     return line
 
 

@@ -1,5 +1,6 @@
 """Contracts of harness.progress and harness.display: everything said, nothing taken for markup."""
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from fsdp_core.config import TrainConfig
 from harness import display
 from harness.plan import Plan, PlannedRun
-from harness.progress import LiveView, PlainView, View, duration, make_view
+from harness.progress import LiveView, PlainView, View, duration, make_view, verdict_text
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -165,6 +166,34 @@ def test_a_case_without_a_verdict_says_so() -> None:
     target, text = console(terminal=False)
     display.print_case(target, CASE, None, {})
     assert "no verdict" in text.getvalue()
+
+
+def test_the_end_tells_again_only_what_did_not_pass() -> None:
+    """The last table has no case that passed or was skipped; counts have all of them."""
+    passed = dataclasses.replace(FAILED, case_id="green", outcome="passed", what="")
+    skipped = dataclasses.replace(FAILED, case_id="yellow", outcome="skipped")
+    error = dataclasses.replace(FAILED, case_id="magenta", outcome="error")
+    target, text = console(terminal=False)
+    display.print_outcome(target, [passed, FAILED, skipped, error], 4)
+    *table, counts = text.getvalue().splitlines()
+    assert [line.split()[0] for line in table if line.split()][2:] == ["dp2-attn", "magenta"]
+    assert counts == "1 passed, 1 failed, 1 error, 1 skipped"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_in_which_all_passed_ends_with_counts(*, terminal: bool) -> None:
+    """Nothing is told twice."""
+    passed = dataclasses.replace(FAILED, outcome="passed", what="")
+    target, text = console(terminal=terminal)
+    display.print_outcome(target, [passed], 1)
+    assert text.getvalue() == "1 passed"
+
+
+def test_the_line_of_a_soak_that_passed_says_what_it_proves() -> None:
+    """No table repeats it."""
+    proof = CheckResult(check="soak", outcome="passed", what="", message="below 0.1 %")
+    passed = dataclasses.replace(FAILED, outcome="passed", what="", checks=(proof,))
+    assert verdict_text(passed).plain == "passed       dp2-attn  below 0.1 %"
 
 
 def test_the_verdict_table_keeps_brackets() -> None:
