@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 from rich.text import Text
 
 from harness import display, launch, report_commands
@@ -22,7 +23,7 @@ from harness.bisect_command import bisect_command
 from harness.bisect_exit import bisect_exit, for_git
 from harness.check_command import check_command
 from harness.doctor import diagnose
-from harness.errors import HarnessError, InternalError, Interrupted, UsageError
+from harness.errors import HarnessError, InternalError, Interrupted, UsageError, one_line
 from harness.faults_command import faults_command
 from harness.history import DATABASE_FILE, remember
 from harness.history_commands import compare_command, history_command
@@ -157,12 +158,16 @@ def _carry_out(
     console = display.make_console(stderr=as_json)
     for note in prepared.notes:
         console.print(Text(note), soft_wrap=True)
-    done = launch.carry_out(
-        prepared, make_view(console), out=out, exit_first=exit_first, argv=command_line()
-    )
+    try:
+        done = launch.carry_out(
+            prepared, make_view(console), out=out, exit_first=exit_first, argv=command_line()
+        )
+    except launch.CutShort as error:
+        _tell_cut_short(console, error, database, as_json=as_json)
+        raise
     code = _final_code(exit_code(done.verdicts), done)
     display.print_outcome(console, done.verdicts, done.num_cases)
-    console.print(Text(f" in {duration(done.wall_s)}; run folder {done.folder}"), soft_wrap=True)
+    _tell_where(console, done)
     if prepared.slurm is None and done.occupancy.num_runs:
         console.print(Text(done.occupancy.line()), soft_wrap=True)
     if not no_history:
@@ -171,11 +176,38 @@ def _carry_out(
             click.echo(f"harness: {warning}", err=True)
     # After the verdicts are told: a report that cannot be written must not swallow them.
     reports = report_commands.build_reports(done.folder, database)
-    if "html" in reports:
-        console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
+    _tell_reports(console, reports)
     if as_json:
         click.echo(json.dumps(_result(done, reports, code), allow_nan=False))
     return code
+
+
+def _tell_where(console: Console, done: launch.Carried) -> None:
+    console.print(Text(f" in {duration(done.wall_s)}; run folder {done.folder}"), soft_wrap=True)
+
+
+def _tell_reports(console: Console, reports: dict[str, Path]) -> None:
+    if "html" in reports:
+        console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
+
+
+def _tell_cut_short(
+    console: Console, cut: launch.CutShort, database: Path | None, *, as_json: bool
+) -> None:
+    """What was done until somebody stopped it; one more Ctrl-C, and the rest is left out."""
+    done, reports = cut.done, dict[str, Path]()
+    display.print_outcome(console, done.verdicts, done.num_cases)
+    _tell_where(console, done)
+    try:
+        reports = report_commands.build_reports(done.folder, database) if done.verdicts else {}
+        _tell_reports(console, reports)
+    except KeyboardInterrupt:
+        raise cut from None
+    except Exception as error:  # noqa: BLE001 - it does not change why the run ended
+        told = Masker(os.environ).text(one_line(f"{type(error).__name__}: {error}"))
+        click.echo(f"harness: no report: {told}", err=True)
+    if as_json:
+        click.echo(json.dumps(_result(done, reports, cut.exit_code), allow_nan=False))
 
 
 def _final_code(code: ExitCode, done: launch.Carried) -> ExitCode:

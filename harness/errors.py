@@ -12,10 +12,10 @@ The text of an error is always one line: it is what the command line prints.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from harness.records import ExitCode
+from harness.records import ExitCode, Verdict
 
 MAX_SHOWN_CHARS = 80
 
@@ -104,9 +104,13 @@ class Infrastructure(HarnessError):
 
 
 class Interrupted(HarnessError):
-    """The user or the system asked the harness to stop."""
+    """The user or the system asked the harness to stop; `verdicts` are those of cases done."""
 
     exit_code = ExitCode.INTERRUPTED
+
+    def __init__(self, text: str, verdicts: Sequence[Verdict] = ()) -> None:
+        self.verdicts = tuple(verdicts)
+        super().__init__(text)
 
 
 class InternalError(HarnessError):

@@ -24,7 +24,7 @@ from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.engine.slurm import SlurmEngine
-from harness.errors import HarnessError, InternalError, NothingSelected, UsageError
+from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
 from harness.expectations import expected_here, kind_of
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT, unused
@@ -36,7 +36,7 @@ from harness.plan import make_plan, resume_plan
 from harness.planned import check_whole, refuse_secrets
 from harness.progress import View
 from harness.records import CaseSpec
-from harness.request import Carried, Prepared, Request
+from harness.request import Carried, CutShort, Prepared, Request
 from harness.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.retries import Retries, stored_limit
 from harness.run import execute, is_left, keep_trace
@@ -48,8 +48,8 @@ from harness.store import RunFolder, load_case
 from harness.suite import load_suite
 
 __all__ = [
-    "Carried", "Prepared", "Request", "carry_out", "make_engine", "make_folder", "prepare",
-    "prepare_rerun",
+    "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",
+    "prepare", "prepare_rerun",
 ]  # fmt: skip
 
 DEFAULT_SCENARIOS = Path("scenarios")
@@ -300,11 +300,12 @@ def carry_out(
         engine: makes the runs; None for this machine's own.
 
     Raises:
-        HarnessError: interrupted, or the machine or our own code failed.
+        CutShort: it was interrupted.
+        HarnessError: the machine or our own code failed.
     """
     started_s = time.monotonic()
     folder = prepared.resumed or make_folder(prepared, out, argv)
-    cases = prepared.plan.cases
+    interrupted = None
     with folder, view:
         if prepared.resumed is not None:
             clear_leftovers(folder)
@@ -314,9 +315,11 @@ def carry_out(
         known = {run.key: run.estimate_s for run in prepared.plan.runs}
         try:
             verdicts = execute(
-                folder, cases, engine, meter, exit_first=exit_first, retries=prepared.retries,
-                seconds=lambda spec: known.get(spec.key, 0.0),
+                folder, prepared.plan.cases, engine, meter, exit_first=exit_first,
+                retries=prepared.retries, seconds=lambda spec: known.get(spec.key, 0.0),
             )  # fmt: skip
+        except Interrupted as error:
+            interrupted, verdicts = error, error.verdicts
         except HarnessError:
             raise
         except Exception as error:
@@ -327,13 +330,13 @@ def carry_out(
         finally:
             engine.close()
             keep(folder.path, meter.read())
-    return Carried(
-        folder=folder.path,
-        verdicts=verdicts,
-        num_cases=len(cases),
-        wall_s=time.monotonic() - started_s,
-        occupancy=meter.read(),
-    )
+    done = Carried(
+        folder=folder.path, verdicts=verdicts, num_cases=len(prepared.plan.cases),
+        wall_s=time.monotonic() - started_s, occupancy=meter.read(),
+    )  # fmt: skip
+    if interrupted is not None:
+        raise CutShort(str(interrupted), done)
+    return done
 
 
 def make_engine(prepared: Prepared) -> Engine:

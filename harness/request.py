@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from harness.errors import Interrupted
 from harness.machine import Machine
 from harness.occupancy import Occupancy
 from harness.plan import Plan
@@ -93,3 +94,11 @@ class Carried:
     num_cases: int
     wall_s: float
     occupancy: Occupancy
+
+
+class CutShort(Interrupted):
+    """A launch that was interrupted; `done` is what had been carried out by then."""
+
+    def __init__(self, text: str, done: Carried) -> None:
+        self.done = done
+        super().__init__(text, done.verdicts)

@@ -112,9 +112,10 @@ def execute(
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted: {len(matrix.verdicts)} of {len(cases)} cases are done; "
-            f"go on with --resume {folder.path}"
+            f"go on with --resume {folder.path}",
+            matrix.in_order(),
         ) from None
-    return tuple(matrix.verdicts[case.id] for case in cases if case.id in matrix.verdicts)
+    return matrix.in_order()
 
 
 def keep_trace(path: Path, error: Exception) -> str:
@@ -162,6 +163,10 @@ class _Matrix:
         self._num_unended = len(self.waiting)
         self._turns = Turns(cases, self.waiting)
         self._under_way: set[str] = set()
+
+    def in_order(self) -> tuple[Verdict, ...]:
+        """The verdicts that there are, as the cases stand."""
+        return tuple(self.verdicts[case.id] for case in self._cases if case.id in self.verdicts)
 
     def carry_out(self, seconds: Seconds, *, exit_first: bool) -> None:
         """Start, wait and judge until nothing is left, or the first failure with `exit_first`."""

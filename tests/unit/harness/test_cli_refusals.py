@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch
+from harness import launch, report_commands
 from harness.cli import main
 from harness.records import RunSpec
-from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
 
 @pytest.mark.parametrize(
@@ -101,20 +101,67 @@ def test_a_bug_elsewhere_is_exit_3_with_its_traceback_kept(
     path.unlink()
 
 
+def _stopped_in_run(engine: FakeEngine, number: int) -> None:
+    """Two cases are judged after four runs; somebody stops the harness in a later one."""
+
+    def stop(spec: RunSpec) -> None:
+        if len(engine.made) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    engine.on_start = stop
+
+
 def test_an_interrupt_ends_in_2_and_says_how_to_go_on(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGTERM while runs are made: exit 2, the line names --resume, and resuming finishes."""
-
-    def stop(spec: RunSpec) -> None:
-        if len(engine.made) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    engine.on_start = stop
+    _stopped_in_run(engine, 5)
     assert main(["run", "small.yaml", "--out", "r"]) == 2
-    assert "--resume" in capsys.readouterr().err
+    told = f"interrupted: 2 of 4 cases are done; go on with --resume {Path('r').absolute()}"
+    assert capsys.readouterr().err == f"harness: {told}\n"
     engine.on_start = lambda spec: None
     assert main(["run", "--resume", "r"]) == 0
+
+
+def test_an_interrupted_run_tells_and_reports_what_is_done(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As pytest does: the failures so far, counts, the report; --json has them too."""
+    engine.spoil = unequal
+    _stopped_in_run(engine, 5)
+    code, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
+    assert code == answer["exit_code"] == 2
+    assert [v["outcome"] for v in answer["verdicts"]] == ["failed", "passed"]
+    assert (answer["num_cases"], list(answer["reports"])) == (4, ["html"])
+    assert main(["run", "--resume", "r"]) == 2
+    *_, counts, report = capsys.readouterr().out.splitlines()
+    assert counts.startswith("1 passed, 1 failed, 2 without a verdict in ")
+    assert report.startswith("report: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(OSError("no space left"), "no report: OSError: no space left"), (KeyboardInterrupt(), "")],
+)
+def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
+    engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    told: str,
+) -> None:
+    """A full disk, or one more Ctrl-C: the counts are told, the exit code is 2 with its line."""
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(report_commands, "build_reports", fail)
+    _stopped_in_run(engine, 5)
+    assert main(["run", "small.yaml", "--out", "r"]) == 2
+    said = capsys.readouterr()
+    assert "2 passed, 2 without a verdict" in said.out
+    assert told in said.err
+    assert said.err.splitlines()[-1].endswith(f"go on with --resume {Path('r').absolute()}")
 
 
 def test_an_interrupt_while_planning_ends_in_2(
