@@ -8,13 +8,13 @@ first, as most faults are in one layer. A fault of several layers that are no ra
 in particular, ends as some range that was seen to fail.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.bisector.alone import judged_of_cause
 from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses
 from harness.bisector.differences import LegChanges, why_illegal
+from harness.bisector.halving import first_failing
 from harness.bisector.questions import FAILS
 from harness.codec import Json
 from harness.records import CaseSpec, RunSpec, Verdict
@@ -76,27 +76,14 @@ def find_layer_range(
         words = f"does it fail with {scopes} captured in layers {first} to {last}?"
         return judged.answer(_within(candidate, first, last), words=words) == FAILS
 
-    last = _nearest(range(first, last), lambda last: fails(first, last), last)
-    start = first
-    first = _nearest(range(last, start, -1), lambda first: fails(first, last), start)
+    end = first_failing(range(first, last), lambda end: fails(first, end))
+    last = last if end is None else end
+    begin = first_failing(range(last, first, -1), lambda begin: fails(begin, last))
+    first = first if begin is None else begin
     return LayerRange(
         first=first, last=last, num_layers=candidate.config["model"]["layers"],
         scopes=tuple(candidate.config["graph"]),
     )  # fmt: skip
-
-
-def _nearest(values: Sequence[int], fails: Callable[[int], bool], known: int) -> int:
-    """The first value from which on all fail, or `known`, which comes after them and does."""
-    if not values or fails(values[0]):
-        return values[0] if values else known
-    low, high = 0, len(values)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fails(values[middle]):
-            high = middle
-        else:
-            low = middle
-    return values[high] if high < len(values) else known
 
 
 def _captured(candidate: RunSpec) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from harness.bisector.differences import (
     world_size_of,
 )
 from harness.bisector.failure import Judged
+from harness.bisector.halving import first_failing
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfBudget
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_setting import LAST_RANK
@@ -130,15 +131,7 @@ class _Shrinking:
         if leaf in self._changed:
             return
         legal = [value for value in values if self._is_legal(**{leaf: value})]
-        if not legal or self._try(**{leaf: legal[0]}):
-            return
-        low, high = 0, len(legal)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._try(**{leaf: legal[middle]}):
-                high = middle
-            else:
-                low = middle
+        first_failing(legal, lambda value: self._try(**{leaf: value}))
 
     # --- what is made smaller
 
