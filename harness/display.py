@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.beside import Timeline, beside
 from harness.checks.steps import count
 from harness.disk import read_tail
 from harness.doctor import Diagnosis
@@ -152,6 +153,9 @@ def print_case(
                 cell(check.message),
             )
         console.print(checks)
+    results = {leg: run for leg, (_, run) in runs.items()}
+    if words := beside(results, Timeline(results.values())).words:
+        console.print(cell(words), soft_wrap=True)
     for leg, (folder, run) in runs.items():
         _print_run(console, leg, folder, run)
 

@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from harness.records import CheckResult
+from reports import beside_table
 from reports.causes import Cause, causes
 from reports.figures import OUTCOME_COLOURS, loss_figure, memory_figure
 from reports.nights import LETTERS, NOTHING, CaseNights, Nights
@@ -77,6 +78,9 @@ def render(report: Report, nights: Nights = NOTHING) -> str:
         environment_keys=sorted({key for values in report.environments.values() for key in values}),
         seconds=sum(case.verdict.wall_s for case in report.cases),
         longest=sorted(report.cases, key=lambda case: -case.verdict.wall_s)[:MAX_LONGEST],
+        beside_head=beside_table.HEAD,
+        beside_rows=beside_table.rows(report),
+        beside_caution=beside_table.caution(report),
         nights_note=nights.note,
         flaky=nights.flaky,
         max_flaky=MAX_FLAKY,

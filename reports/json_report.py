@@ -12,7 +12,8 @@ REPORT_SCHEMA_VERSION = 1
 
 
 def render(report: Report) -> str:
-    """Indented JSON with sorted keys. Times are in `times` and in each verdict's `wall_s`.
+    """Indented JSON with sorted keys. Times are in `times`, of the report and of each case, and in
+    each verdict's `wall_s`.
 
     Its schema is `schemas/report.schema.json`.
     """
@@ -60,6 +61,12 @@ def _case(case: CaseReport) -> dict[str, Any]:
         "delta_loss": curve.words if curve is not None else None,
         "peak_bytes": {
             leg.leg: {str(rank): peak for rank, peak in leg.peaks.items()} for leg in case.memory
+        },
+        "times": {
+            "step_s": dict(case.beside.step_s),
+            "speed": case.beside.speed,
+            "control_speed": case.beside.control_speed,
+            "caution": case.beside.caution,
         },
         "addresses": {leg.leg: dataclasses.asdict(leg) for leg in case.addresses},
         "environments": case.environments,

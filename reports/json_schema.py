@@ -156,6 +156,11 @@ def _report(parts: _Parts) -> dict[str, Any]:
         "command": _TEXT,
         "delta_loss": {"type": ["string", "null"]},
         "peak_bytes": by_leg | {"additionalProperties": parts.of(dict[str, int])},
+        "times": exact({
+            "step_s": by_leg | {"additionalProperties": parts.of(float | None)},
+            "speed": parts.of(float | None), "control_speed": parts.of(float | None),
+            "caution": _TEXT,
+        }),
         "addresses": by_leg | {"additionalProperties": _addresses(parts)},
         "environments": by_leg | {"additionalProperties": _TEXT},
         "environment_note": _TEXT,

@@ -6,10 +6,12 @@ mention.
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 from harness.records import Difference
+from reports import beside_table
 from reports.causes import Cause, causes
-from reports.normalise import attempts_mark
+from reports.normalise import attempts_mark, times_mark
 from reports.summary import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
 from reports.text import clean, one_line
 
@@ -19,6 +21,10 @@ MAX_CAUSES = 20
 MAX_AGAIN = 10
 MAX_ROW_CHARS = 300
 MAX_OUTPUT_CHARS = 4000
+BESIDE_WORDS = (
+    "Reference → candidate. Speed is the reference's step time over the candidate's, A/A speed the "
+    "same of the reference's second run: 1 but for noise."
+)
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
 
 
@@ -49,10 +55,12 @@ def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
         counts = Counter(case.outcome for case in hidden)
         words = ", ".join(f"{counts[o]} {o}" for o in OUTCOME_ORDER if counts[o])
         kept_rows.append(f"\n*{len(hidden)} more cases are in the page: {words}.*")
-    kept_details, _ = _fit(details, left - used)
+    kept_details, used_by_details = _fit(details, left - used)
     if num_hidden := len(details) - len(kept_details):
         kept_details.append(f"*{num_hidden} more failing cases in full are in the page.*")
-    return "\n".join([*head, *kept_rows, "", *kept_details, *foot])
+    # Times differ from run to run, so they come last: nothing else may depend on their length.
+    beside = _beside(report, left - used - used_by_details)
+    return "\n".join([*head, *kept_rows, "", *kept_details, *beside, *foot])
 
 
 def escape(text: str) -> str:
@@ -122,6 +130,26 @@ def _details(case: CaseReport) -> str:
         lines += [f"Last output of rank {case.output.rank}, {case.output.leg}:", ""]
         lines += [fenced(clean(case.output.text[-MAX_OUTPUT_CHARS:])), ""]
     return "\n".join([*lines, "</details>", ""])
+
+
+def _beside(report: Report, room: int) -> list[str]:
+    """What was compared, memory and step times, folded; nothing if none was measured or fits."""
+    rows = beside_table.rows(report)
+    lines = ["<details>", "<summary>What was compared, memory and step time</summary>", ""]
+    lines += [BESIDE_WORDS, ""]
+    if caution := beside_table.caution(report):
+        lines += [escape(caution), ""]
+    lines += [_line(beside_table.HEAD), _line(["---"] * len(beside_table.HEAD))]
+    kept, _ = _fit([_line(map(escape, row)) for row in rows], room - _size(lines) - 200)
+    if not kept:
+        return []
+    if hidden := len(rows) - len(kept):
+        kept.append(f"\n*{hidden} more cases are in the page.*")
+    return [times_mark("\n".join([*lines, *kept, "", "</details>", ""]))]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _difference(place: Difference) -> str:

@@ -1,7 +1,7 @@
 """What may differ between two reports of the same results: times, attempts, where the folder lies.
 
     index.html   elements with `data-varies`: time, attempts, history; also in the packed details
-    report.md    the line that starts with `Times:`, and what is between marks of attempts
+    report.md    the line that starts with `Times:`, what is between marks of attempts and times
     junit.xml    the attributes `time` and `timestamp`, the elements of earlier attempts
     report.json  the keys `times` and `attempts`, and every `wall_s`
 
@@ -37,7 +37,8 @@ def normalise(name: str, text: str, folder: Path) -> str:
     if name.endswith(".html"):
         return re.sub(r"\n\s*\n", "\n", _VARYING.sub("", text))
     if name.endswith(".md"):
-        text = re.sub(attempts_mark("(?s:.)*?") + r"\n*", "", text)
+        for mark in (attempts_mark, times_mark):
+            text = re.sub(mark("(?s:.)*?") + r"\n*", "", text)
         return re.sub(r"^Times: .*$", "", text, flags=re.MULTILINE)
     if name.endswith(".xml"):
         text = re.sub(
@@ -64,6 +65,11 @@ def _placed(text: str, folder: Path) -> str:
 def attempts_mark(text: str) -> str:
     """Markdown that tells of attempts, marked so that it can be taken away."""
     return f"<!-- attempts -->{text}<!-- /attempts -->"
+
+
+def times_mark(text: str) -> str:
+    """Markdown that tells of times, marked alike."""
+    return f"<!-- times -->{text}<!-- /times -->"
 
 
 def _unpacked(packed: str) -> str:

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
+from harness.beside import Beside, Timeline, beside
 from harness.checks import exit_code
 from harness.checks.environment import different_keys, fingerprint
 from harness.disk import read_tail
@@ -28,6 +29,7 @@ OUTCOME_ORDER: tuple[Outcome, ...] = ("failed", "error", "incomparable", "passed
 SYMBOLS: dict[Outcome, str] = {
     "passed": "✓", "failed": "✗", "error": "!", "incomparable": "≠", "skipped": "–",
 }  # fmt: skip
+NOT_RECORDED = "not recorded"
 MAX_SCENARIO_CHARS = 1_000_000
 
 
@@ -59,6 +61,7 @@ class CaseReport:
 
     Attributes:
         environments: the letters of the environments of each leg's ranks.
+        beside: memory and step time of the legs.
         attempts: of each leg that was made more than once: every attempt but the one judged.
     """
 
@@ -72,6 +75,7 @@ class CaseReport:
     environments: dict[str, str]
     environment_note: str
     output: Output | None
+    beside: Beside
     attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)
 
     @property
@@ -153,8 +157,9 @@ def summarise(path: Path) -> Report:
         for key, run in frames.runs.items()
         if (found := earlier_attempts(frames.folder, run.spec))
     }
+    timeline = Timeline(frames.runs.values())
     planned = [
-        _case(frames, letters, attempts, spec, verdict)
+        _case(frames, letters, attempts, timeline, spec, verdict)
         for spec, verdict in zip(frames.folder.cases, frames.verdicts, strict=True)
     ]
     manifest, scenario = frames.folder.manifest, _scenario(frames.folder.scenario_text)
@@ -234,6 +239,7 @@ def _case(
     frames: Frames,
     letters: _Environments,
     attempts: Mapping[str, tuple[Attempt, ...]],
+    timeline: Timeline,
     spec: CaseSpec,
     verdict: Verdict,
 ) -> CaseReport:
@@ -254,6 +260,7 @@ def _case(
         environments=environments,
         environment_note=_environment_note(runs, environments),
         output=_output(frames, spec, verdict, runs),
+        beside=beside(runs, timeline),
         attempts={
             leg: attempts[run.spec.key] for leg, run in runs.items() if run.spec.key in attempts
         },
@@ -262,12 +269,14 @@ def _case(
 
 def _letters(letters: _Environments, run: RunResult) -> str:
     seen = [letters.letter(r.start.environment) for r in run.ranks if r.start is not None]
-    return ", ".join(dict.fromkeys(seen)) or "not recorded"
+    return ", ".join(dict.fromkeys(seen)) or NOT_RECORDED
 
 
 def _environment_note(runs: Mapping[str, RunResult], letters: Mapping[str, str]) -> str:
-    if len(set(letters.values())) == 1:
-        return "the same on every leg and rank"
+    known = set(letters.values()) - {NOT_RECORDED}
+    if len(known) < 2:
+        whole = len(known) == 1 and NOT_RECORDED not in letters.values()
+        return "the same on every leg and rank" if whole else "not recorded on every leg"
     starts = [r.start for run in runs.values() for r in run.ranks if r.start is not None]
     prints = [fingerprint(start.environment) for start in starts]
     keys = sorted({key for other in prints[1:] for key in different_keys(prints[0], other)})
@@ -299,10 +308,24 @@ def _output(
 
 
 def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
-    compare = scenario.get("compare")
+    """The compared axis, of several scenarios the one that all compare; else the last axis."""
+    joined = scenario.get("scenarios")
+    members = [scenario]
+    if isinstance(joined, list):
+        members = [_scenario(str(part.get("text", ""))) for part in joined if _is_map(part)]
     labels = [name for case in cases for name in case.spec.labels]
-    axis = compare.get("axis") if isinstance(compare, dict) else None
-    return axis if isinstance(axis, str) and axis in labels else (labels[-1] if labels else "")
+    found = {_axis_of(member) for member in members}
+    axis = found.pop() if len(found) == 1 else ""
+    return axis if axis in labels else (labels[-1] if labels else "")
+
+
+def _axis_of(scenario: Mapping[str, Any]) -> str:
+    compare = scenario.get("compare")
+    return str(compare.get("axis", "")) if _is_map(compare) else ""
+
+
+def _is_map(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
 
 
 def _matrix(cases: list[CaseReport], axis: str) -> Matrix:

@@ -9,6 +9,9 @@ hosts of two: with NCCL's own kernels and bits, and with times that mean nothing
 
 from collections.abc import Sequence
 
+SHARED_HOST = "shared-gpus"
+"""How NCCL_HOSTID begins where ranks share GPUs."""
+
 
 def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
     """The GPU of each rank slot: every GPU once, then every GPU again.
@@ -38,5 +41,5 @@ def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:
     }
     if len(seen) < len(devices):
         host = devices[:rank].count(devices[rank])
-        found |= {"NCCL_HOSTID": f"shared-gpus-{host}", "NCCL_SOCKET_IFNAME": "lo"}
+        found |= {"NCCL_HOSTID": f"{SHARED_HOST}-{host}", "NCCL_SOCKET_IFNAME": "lo"}
     return found
