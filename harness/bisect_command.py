@@ -66,8 +66,8 @@ class _Cells:
                 "a case"
             )
 
-    def chosen(self, path: Path) -> tuple[CaseSpec, int | None]:
-        """The case, and the step in which two layouts are compared; None for one layout.
+    def chosen(self, path: Path) -> tuple[CaseSpec, range | None]:
+        """The case, and the steps in which two layouts may be compared; None for one layout.
 
         Raises:
             UsageError: not one cell is meant, or the two have nothing to compare.
@@ -79,8 +79,9 @@ class _Cells:
         case = case_of_two(one, other)
         if is_one_layout(one, other):
             return case, None
-        last = int(case.candidate.config["steps"]) - 1
-        return case, last if self.step is None else self.step
+        if self.step is not None:
+            return case, range(self.step, self.step + 1)
+        return case, range(int(case.candidate.config["steps"]))
 
     def _cell(self, path: Path, keyword: str | None, option: str) -> CaseSpec:
         scenario = load_scenario(path, overrides=Overrides(self.sets, ()))
@@ -108,7 +109,7 @@ class _Cells:
 @click.option("--against", metavar="EXPR", help="Of a scenario: the cell that the one is held to.")
 @click.option(
     "--step", type=click.IntRange(0), metavar="N",
-    help="Of two layouts: the step that is compared, the last by default.",
+    help="Of two layouts: the step that is compared; by default the first that is apart is found.",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Of a scenario.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Of a scenario.")
@@ -154,11 +155,11 @@ def bisect_command(
         raise UsageError("--every-run: expected --commits GOOD..BAD beside it, got none")
     cells = _Cells(**{field.name: options.pop(field.name) for field in dataclasses.fields(_Cells)})
     place: Path | None = None
-    layout_step: int | None = None
+    layout_steps: range | None = None
     if case.endswith(SCENARIO_SUFFIXES):
         if folder is not None:
             raise UsageError(f"bisect: expected no RUN beside the scenario {case}, got {folder}")
-        spec, layout_step = cells.chosen(Path(case))
+        spec, layout_steps = cells.chosen(Path(case))
     else:
         cells.refuse()
         place, spec, verdict = find_answer(case, folder)
@@ -167,7 +168,7 @@ def bisect_command(
     console = display.make_console(stderr=as_json)
     asked = Search(
         case=dataclasses.replace(spec, skip_reason=""), place=place, argv=_command_line(),
-        element=not no_element, layout_step=layout_step,
+        element=not no_element, layout_steps=layout_steps,
         passed=None if passed is None else RunFolder.open(passed), **options,
     )  # fmt: skip
     findings, where = bisect(asked, make_search_view(console))

@@ -180,10 +180,13 @@ class _Comparison:
             f"{wrong.name} is the first of {count} tensors that are farther apart than rounding "
             f"takes them: {wrong.why or f'{wrong.units.both:.3g} times its bound'}",
             *([sentence] if sentence else []),
-            f"from the mean of {len(self._legs) - 2} runs without the layouts, the reference is "
-            f"{wrong.units.reference:.3g} and the candidate {wrong.units.candidate:.3g} times its "
-            "bound away",
         ]
+        if not wrong.why:
+            evidence.append(
+                f"from the mean of {len(self._legs) - 2} runs without the layouts, the reference "
+                f"is {wrong.units.reference:.3g} and the candidate {wrong.units.candidate:.3g} "
+                "times its bound away"
+            )
         phases: dict[str, Any] = {"": "forward", "grads": "backward", "weights": "optimizer"}
         unknown = []
         if group == "grads":

@@ -30,7 +30,7 @@ from harness.bisector.stages import (
     find_commit,
 )
 from harness.bisector.telling import SearchView, tell, told_of
-from harness.bisector.two_cells import compare_cells
+from harness.bisector.two_cells import Compared, first_apart
 from harness.case_id import whole_id
 from harness.errors import Interrupted, UsageError
 from harness.leftovers import clear_leftovers
@@ -115,8 +115,8 @@ class _Sitting:
         search, asker = self._search, self._asker
         if search.place is not None:
             asker.adopt(search.place, search.case)
-        if search.layout_step is not None:
-            yield self._between_layouts(search.layout_step)
+        if search.layout_steps is not None:
+            yield self._between_layouts(search.layout_steps)
             return
         asked = asker.ask(search.case, "does the case itself fail?")
         yield self._judged(asked.verdict)
@@ -131,10 +131,16 @@ class _Sitting:
             state = replace(state, findings=stage(state))
             yield state.findings
 
-    def _between_layouts(self, step: int) -> Findings:
+    def _between_layouts(self, steps: range) -> Findings:
         """No two layouts are bitwise equal: what is apart by more than rounding."""
-        answer, verdict = compare_cells(self._search.case, step, self._asker)
-        return replace(self._judged(verdict), place=answer.location)
+
+        def found(compared: Compared) -> Findings:
+            return replace(self._judged(compared.verdict), place=compared.answer.location)
+
+        def keep(compared: Compared) -> None:
+            self._keep(found(compared))
+
+        return found(first_apart(self._search.case, steps, self._asker, seen=keep))
 
     def _judged(self, verdict: Verdict) -> Findings:
         return replace(

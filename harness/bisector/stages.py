@@ -56,7 +56,8 @@ class Search:
         passed: run folder of a night in which it passed, to compare environments with.
         commits: `good..bad` to search for the first bad one; "" for none.
         every_run: the fault is known to fire in every run, so a commit is asked once.
-        layout_step: to compare two layouts in, within bounds; None to search a case.
+        layout_steps: of which the first is searched in which two layouts are apart by more than
+            rounding; None to search a case.
     """
 
     case: CaseSpec
@@ -74,7 +75,7 @@ class Search:
     passed: RunFolder | None = None
     commits: str = ""
     every_run: bool = False
-    layout_step: int | None = None
+    layout_steps: range | None = None
 
     @property
     def room(self) -> list[str]:

@@ -4,16 +4,19 @@ same layout    the candidate of one against that of the other, as a case like an
 two layouts    contents of one step of both, and of runs that round at random     layouts
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from harness.bisector.asking import Asker, judged_by
+from harness.bisector.asking import Asker, judged_by, message
+from harness.bisector.halving import first_failing
 from harness.bisector.layout_runs import refuse_incomparable, runs_to_compare
 from harness.bisector.layouts import LayoutAnswer, Leg, compare_layouts
 from harness.contents import read_contents
 from harness.records import CaseSpec, RunSpec, Verdict
 
-WORDS = "are they apart by more than rounding, in step {}?"
+WORDS = "are they apart by more than rounding, in step {}? Runs {} to {} of {}"
+LEGS_ASKED = 3
+"""Runs of a question."""
 
 
 def is_one_layout(one: CaseSpec, other: CaseSpec) -> bool:
@@ -37,32 +40,99 @@ def case_of_two(one: CaseSpec, other: CaseSpec) -> CaseSpec:
     )  # fmt: skip
 
 
-def compare_cells(case: CaseSpec, step: int, asker: Asker) -> tuple[LayoutAnswer, Verdict]:
-    """Run both layouts of `case_of_two`, and the samples, and compare one step of them.
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One step of two layouts: what comparing it has shown, as an answer and as a verdict."""
+
+    answer: LayoutAnswer
+    verdict: Verdict
+
+
+def first_apart(
+    case: CaseSpec, steps: Sequence[int], asker: Asker, *, seen: Callable[[Compared], None]
+) -> Compared:
+    """The first of some steps in which both layouts of `case_of_two` are apart.
+
+    The first step is asked first: most faults are there from the beginning, and nothing has spread
+    yet. Else the last, as what comes later stays; if that is apart, too, the steps between by
+    halving. Which step it is costs runs of its own, as a run keeps the contents of one.
+
+    Args:
+        case: of two layouts.
+        steps: to choose from, ascending, at least one.
+        asker: makes the runs.
+        seen: is told of each step that is apart, the next one nearer to the beginning.
 
     Raises:
         UsageError: there is no such step.
         OutOfBudget: the runs cost more than is left.
     """
+    found: dict[int, Compared] = {}
+
+    def is_apart(step: int) -> bool:
+        found[step] = compared = _compare(case, step, asker)
+        if compared.answer.location is not None:
+            seen(_beside(compared, found.get(step - 1)))
+        return compared.answer.location is not None
+
+    first, last = steps[0], steps[-1]
+    if is_apart(first) or first == last or not found[first].answer.tensors:
+        return found[first]
+    if not is_apart(last):
+        return _beside(found[last], found[first])
+    step = first_failing(steps[1:-1], is_apart)
+    step = last if step is None else step
+    return _beside(found[step], found[step - 1])
+
+
+def _beside(compared: Compared, before: Compared | None) -> Compared:
+    """With what was seen of an earlier step, as far as there is one."""
+    if before is None or not compared.answer.tensors:
+        return compared
+    place, told = compared.answer.location, before.answer.message
+    if place is None:
+        verdict = replace(compared.verdict, message=f"{compared.verdict.message}; before, {told}")
+        return replace(compared, verdict=verdict)
+    if before.answer.tensors:
+        place = replace(place, evidence=(told, *place.evidence))
+    else:
+        place = replace(place, unknown=(*place.unknown, f"the step before: {told}"))
+    return replace(compared, answer=replace(compared.answer, location=place))
+
+
+def _compare(case: CaseSpec, step: int, asker: Asker) -> Compared:
+    """Run both layouts and the samples, and compare one step of them."""
     runs = runs_to_compare(case.reference, case.candidate, step)
-    trios = [(runs.reference, runs.candidate, runs.samples[0])]
-    rest = runs.samples[1:]
-    trios += [(rest[i], rest[i - 1], rest[max(i - 2, 0)]) for i in range(len(rest) - 1, 0, -3)]
-    for number, trio in enumerate(trios):
-        asker.ask(_question(case, trio, number), WORDS.format(step), judge=judged_by(_kept))
-    legs = [
-        Leg(
-            result=asker.folder.load_run(spec),
-            contents=read_contents(asker.folder.run_folder(spec.key), spec),
+    specs = (runs.reference, runs.candidate, *runs.samples)
+    answers: list[LayoutAnswer] = []
+
+    def compared(_: Verdict) -> str:
+        legs = [
+            Leg(
+                result=asker.folder.load_run(spec),
+                contents=read_contents(asker.folder.run_folder(spec.key), spec),
+            )
+            for spec in specs
+        ]
+        answers.append(compare_layouts(legs[0], legs[1], legs[2:]))
+        return answers[-1].message
+
+    for begin in range(0, len(specs), LEGS_ASKED):
+        trio = specs[begin : begin + LEGS_ASKED]
+        end = begin + len(trio)
+        asker.ask(
+            # A trio that is cut short is filled up with its last run, which costs nothing.
+            _question(case, (*trio, *trio[-1:] * (LEGS_ASKED - len(trio))), begin // LEGS_ASKED),
+            WORDS.format(step, begin + 1, end, len(specs)),
+            judge=judged_by(_kept),
+            answer=compared if end == len(specs) else message,
         )
-        for spec in (runs.reference, runs.candidate, *runs.samples)
-    ]
-    answer = compare_layouts(legs[0], legs[1], legs[2:])
-    return answer, _verdict(case, answer)
+    (answer,) = answers
+    return Compared(answer=answer, verdict=_verdict(case, answer))
 
 
 def _kept(*_: object) -> str:
-    return "its contents are kept"
+    return "contents are kept"
 
 
 def _question(case: CaseSpec, trio: Sequence[RunSpec], number: int) -> CaseSpec:
