@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from harness.checks.environment import fingerprint
 from harness.checks.memory import peak_bytes
 from harness.checks.throughput import step_times
-from harness.engine.gpus import SHARED_HOST
 from harness.records import RunResult
+from harness.shared_gpus import shares_gpus
 
 MIB = 1 << 20
 
@@ -116,7 +115,7 @@ def beside(legs: Mapping[str, RunResult], timeline: Timeline) -> Beside:
         },
         step_s={leg: _step_s(run) for leg, run in legs.items()},
         neighbours=max((timeline.neighbours(run) for run in legs.values()), default=0),
-        shares_gpus=any(_shares_gpus(run) for run in legs.values()),
+        shares_gpus=any(shares_gpus(run) for run in legs.values()),
     )
 
 
@@ -127,12 +126,3 @@ def _span(run: RunResult) -> tuple[float, float]:
 def _step_s(run: RunResult) -> float | None:
     times = step_times(run, max((len(rank.steps) for rank in run.ranks), default=0) // 2)
     return median(times) if times and not run.outcome.what else None
-
-
-def _shares_gpus(run: RunResult) -> bool:
-    for rank in run.ranks:
-        values = fingerprint(rank.start.environment) if rank.start is not None else {}
-        variables = values.get("environment")
-        if isinstance(variables, Mapping):
-            return str(variables.get("NCCL_HOSTID", "")).startswith(SHARED_HOST)
-    return False

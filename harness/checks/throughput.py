@@ -38,6 +38,7 @@ from harness.checks.speed import Speed, judge
 from harness.flops import step_flops
 from harness.paired import CONFIDENCE, LEAST_PAIRS
 from harness.records import CheckResult, RankRecords, RunResult
+from harness.shared_gpus import shares_gpus
 
 NAME = "throughput"
 MEMORY_EVENT = "memory"
@@ -86,6 +87,8 @@ def check(
     flaw = _first_flaw("reference", references) or _first_flaw("candidate", candidates)
     if flaw is not None:
         return flaw
+    if any(shares_gpus(run) for run in (*references, *candidates)):
+        return _not_judged("ranks shared GPUs and took turns on them")
     times = [[step_times(run, skipped) for run in leg] for leg in (references, candidates)]
     if not all(seconds for leg in times for seconds in leg):
         least = skipped + TIMED_STEPS
@@ -94,6 +97,13 @@ def check(
     digests = min(digests, MOST_DIGESTS * min(min(steps) for leg in times for steps in leg))
     bare = [[[second - digests for second in steps] for steps in leg] for leg in times]
     return _answer(references, candidates, bare[0], bare[1], tolerance, digests)
+
+
+def _not_judged(why: str) -> CheckResult:
+    return CheckResult(
+        check=NAME, outcome="incomparable", what="noisy",
+        message=f"{why}, so the speed is not judged",
+    )  # fmt: skip
 
 
 def _answer(

@@ -9,8 +9,7 @@ hosts of two: with NCCL's own kernels and bits, and with times that mean nothing
 
 from collections.abc import Sequence
 
-SHARED_HOST = "shared-gpus"
-"""How NCCL_HOSTID begins where ranks share GPUs."""
+from harness.shared_gpus import HOST_KEY, SHARED_HOST
 
 
 def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
@@ -41,5 +40,5 @@ def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:
     }
     if len(seen) < len(devices):
         host = devices[:rank].count(devices[rank])
-        found |= {"NCCL_HOSTID": f"{SHARED_HOST}-{host}", "NCCL_SOCKET_IFNAME": "lo"}
+        found |= {HOST_KEY: f"{SHARED_HOST}-{host}", "NCCL_SOCKET_IFNAME": "lo"}
     return found

@@ -344,6 +344,24 @@ def test_a_repeat_that_is_not_whole_decides(runs: list[RunResult], edit: Any) ->
     assert throughput.check(ours, [lost, *theirs[1:]], LIMITS).outcome == "error"
 
 
+def shared(run: RunResult) -> RunResult:
+    """The run as if its rank had shared its GPU."""
+    (rank,) = run.ranks
+    assert rank.start is not None
+    environment = {"fingerprint": {"environment": {"NCCL_HOSTID": "shared-gpus-1"}}}
+    start = dataclasses.replace(rank.start, environment=environment)
+    return dataclasses.replace(run, ranks=(dataclasses.replace(rank, start=start),))
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_ranks_that_share_gpus_are_not_judged(runs: list[RunResult], slower: float) -> None:
+    """Whatever their times are, they are those of taking turns."""
+    ours, theirs = (steady(shared(run), 0.02 * f) for run, f in zip(runs, (1, slower), strict=True))
+    answer = throughput.check([ours] * PAIRS, [theirs] * PAIRS, LIMITS)
+    assert (answer.outcome, answer.what) == ("incomparable", "noisy")
+    assert "shared GPUs" in answer.message
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_times_that_are_none_give_no_verdict(runs: list[RunResult], seconds: float) -> None:
     """Records of an older harness, or damaged ones, have no speed."""
