@@ -25,11 +25,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.engine.gpus import gpu_environment
+
 EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Refused|Interrupt|Unsupported)\b")
 MAX_LOG_CHARS = 8000
 STACKS_BEFORE_S = 3.0
 GIB = 2**30
 IDLE_BYTES, IDLE_WAIT_S = 4 * GIB, 30.0
+CONTEXT_BYTES = GIB
+"""At most what a rank that shares the GPU holds before all have met."""
 
 
 def run_ranks(
@@ -64,20 +68,28 @@ def run_ranks(
 
 
 def enter(
-    rank: int, ranks: int, *, device_kind: str, folder: Path, timeout_s: float
+    rank: int, ranks: int, *, devices: Sequence[str], folder: Path, timeout_s: float
 ) -> torch.device:
     """Make this process rank `rank`; what goes wrong ends up, as its last line, in its log.
 
     Shortly before `timeout_s` a rank that is still there writes its stacks to its log.
+
+    Args:
+        devices: GPU of each rank, by its number among those that are seen; empty on the CPU.
     """
     os.setsid()  # so that a hung rank can be ended with all that it started
     _redirect_output(folder / f"rank{rank}.log")
     faulthandler.dump_traceback_later(max(1.0, timeout_s - STACKS_BEFORE_S), file=sys.stderr)
-    device = torch.device(f"cuda:{rank}" if device_kind == "cuda" else "cpu")
-    if device.type == "cuda":
+    if devices:
+        environment = gpu_environment(devices, rank)
+        # What is seen stays as it is: the numbers count within it.
+        environment.pop("CUDA_VISIBLE_DEVICES")
+        os.environ.update(environment)
+        device = torch.device("cuda", int(environment["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        _await_idle(device)
+        _await_idle(device, others=devices.count(devices[rank]) - 1)
     else:
+        device = torch.device("cpu")
         torch.set_num_threads(1)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -87,6 +99,11 @@ def enter(
         device_id=device if device.type == "cuda" else None,
     )
     return device
+
+
+def interrupt_when_terminated() -> None:
+    """Let SIGTERM do what Ctrl-C does: ranks are ended, and what was measured is told."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def settle(device: torch.device) -> None:
@@ -147,8 +164,8 @@ def _redirect_output(path: Path) -> None:
     os.close(file)
 
 
-def _await_idle(device: torch.device) -> None:
-    """Wait for what earlier processes held to be given back.
+def _await_idle(device: torch.device, *, others: int) -> None:
+    """Wait for what earlier processes held to be given back; `others` ranks share the GPU.
 
     Raises:
         RuntimeError: somebody keeps using the GPU.
@@ -156,7 +173,7 @@ def _await_idle(device: torch.device) -> None:
     deadline = time.monotonic() + IDLE_WAIT_S
     while True:
         free, total = torch.cuda.mem_get_info(device)
-        if total - free < IDLE_BYTES:
+        if total - free < IDLE_BYTES + others * CONTEXT_BYTES:
             return
         if time.monotonic() > deadline:
             used = (total - free) / GIB

@@ -1,6 +1,7 @@
 """Step time and memory of sharded training: ours, torch FSDP2, megatron-fsdp, no communication.
 
     python -m benchmarks.fsdp [--workload NAME ...] [--only ENGINE ...] [--reduce bf16|fp32]
+    python -m benchmarks.fsdp --ranks 8 --ranks-per-gpu 4            8 ranks on 2 GPUs, untimed
     python -m benchmarks.fsdp --workload linear cnn transformer      eager and compiled, small
     python -m benchmarks.fsdp --trace step.json                      how well communication hides
     python -m benchmarks.fsdp --device cpu --tiny                    the flow, without a GPU
@@ -9,9 +10,11 @@ Every engine trains the same modules on the same data from the same weights: bf1
 main weights, fused AdamW, gradients reduced in one dtype. Each measurement has fresh processes, the
 order alternates between rounds, times are of CUDA events on the slowest rank, over all rounds.
 Memory is the most that torch's allocator held over the timed steps, what it had cached included.
-`speed` and the ratio of reserved memory are against torch FSDP2, compiled against compiled.
+`speed` and the ratio of reserved memory are against torch FSDP2, compiled against compiled. Ranks
+that share a GPU show that so many ranks run, over NCCL; their times mean nothing and are so marked.
 
-Exit codes: 0, 1 (one of ours has failed or has another loss than FSDP2), 4 (usage), 6 (no GPUs).
+Exit codes: 0, 1 (one of ours has failed or has another loss than FSDP2, or nothing was measured),
+4 (usage), 6 (no GPUs).
 """
 
 import argparse
@@ -32,6 +35,10 @@ from benchmarks.fsdp.measure import Job
 from benchmarks.fsdp.report import rows, table
 from benchmarks.fsdp.trace import described, summarise
 from benchmarks.fsdp.workloads import FULL, TINY
+from benchmarks.ranks import interrupt_when_terminated
+from benchmarks.room import NoGpus, Room, add_options, find_room
+from harness.disk import write_atomic
+from harness.errors import UsageError
 
 TRACED = ("ours", "fsdp2")
 MIN_TIMEOUT_S = 20.0
@@ -46,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--only", nargs="+", choices=list(ENGINES), help="these engines")
     found.add_argument("--no-compiled", action="store_true", help="leave out compiled engines")
     found.add_argument("--reduce", choices=("bf16", "fp32"), default="bf16")
-    found.add_argument("--ranks", type=int, help="default: 4, on the CPU 2")
+    add_options(found)
     found.add_argument("--rounds", type=int, default=2)
     found.add_argument("--steps", type=int, help="timed steps a round; default: by workload")
     found.add_argument("--json", type=Path, help="all figures, written after each measurement")
@@ -59,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def jobs(chosen: argparse.Namespace) -> Iterator[tuple[int, Job]]:
+def jobs(chosen: argparse.Namespace, room: Room) -> Iterator[tuple[int, Job]]:
     """Every measurement with its round, in order."""
     sizes = TINY if chosen.tiny else FULL
     for number in range(chosen.rounds):
@@ -71,10 +78,10 @@ def jobs(chosen: argparse.Namespace) -> Iterator[tuple[int, Job]]:
                     Job(
                         workload=workload,
                         engine=engine,
-                        ranks=chosen.ranks,
+                        ranks=room.num_ranks,
                         steps=chosen.steps or sizes[workload].steps,
                         reduce=chosen.reduce,
-                        device=chosen.device,
+                        devices=room.devices,
                         tiny=chosen.tiny,
                         compile_backend=chosen.compile_backend,
                         folder="",
@@ -92,31 +99,39 @@ def wanted(engine: str, chosen: argparse.Namespace) -> bool:
     return not (chosen.no_compiled and ENGINES[engine].compiled)
 
 
-def measure(chosen: argparse.Namespace) -> list[Result]:
-    """Run all measurements; prints each as it ends."""
-    began, found = time.monotonic(), []
-    for number, job in jobs(chosen):
+def measure(chosen: argparse.Namespace, room: Room, found: list[Result]) -> None:
+    """Run all measurements; each is printed, and added to `found` and the JSON, as it ends."""
+    began = time.monotonic()
+    for number, job in jobs(chosen, room):
         left = chosen.deadline_s - (time.monotonic() - began)
         if left < MIN_TIMEOUT_S:
             found.append(Result(job.workload, job.engine, number, 0.0, "not run: out of time"))
         else:
-            found.append(run(replace(job, timeout_s=min(job.timeout_s, left)), number))
+            found.append(run_until(chosen.deadline_s, left, job, number))
         last = found[-1]
-        print(f"round {number + 1} {last.seconds:5.1f} s", *table(rows([last]))[2:], flush=True)
+        lines = table(rows([last]), shares_gpus=room.shares_gpus)[2:]
+        print(f"round {number + 1} {last.seconds:5.1f} s {last.workload}", *lines, flush=True)
         if chosen.json is not None:
-            document = environment(chosen, found) | {
+            document = environment(chosen, room, found) | {
                 "results": [asdict(result) for result in found]
             }
-            chosen.json.write_text(json.dumps(document, indent=1) + "\n")
-    return found
+            write_atomic(chosen.json, json.dumps(document, indent=1) + "\n")
 
 
-def trace(chosen: argparse.Namespace) -> bool:
+def run_until(deadline_s: float, left_s: float, job: Job, number: int) -> Result:
+    """Run `job`, but no longer than is left; an end that the deadline made is called so."""
+    result = run(replace(job, timeout_s=min(job.timeout_s, left_s)), number)
+    if result.error and result.seconds >= left_s:
+        return replace(result, error=f"cut off by --deadline-s {deadline_s:g}: {result.error}")
+    return result
+
+
+def trace(chosen: argparse.Namespace, room: Room) -> bool:
     """Write a chrome trace for each engine, print what is in it; whether all went well."""
     path: Path = chosen.trace.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     went_well = True
-    for _, job in jobs(chosen):
+    for _, job in jobs(chosen, room):
         file = path.with_name(f"{path.stem}.{job.workload}.{job.engine}{path.suffix or '.json'}")
         result = run(replace(job, trace=str(file)), 0)
         print(f"{job.workload} {job.engine}: {result.error or file}")
@@ -127,11 +142,11 @@ def trace(chosen: argparse.Namespace) -> bool:
     return went_well
 
 
-def environment(chosen: argparse.Namespace, found: Sequence[Result]) -> dict[str, Any]:
+def environment(chosen: argparse.Namespace, room: Room, found: Sequence[Result]) -> dict[str, Any]:
     """Where and how the figures were taken. This process keeps off the device itself."""
     return {
         "device": next((result.device for result in found if result.device), chosen.device),
-        "ranks": chosen.ranks,
+        **room.described(),
         "torch": torch.__version__,
         "reduce": chosen.reduce,
         "tiny": chosen.tiny,
@@ -154,10 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parser().parse_args(arguments)
     except SystemExit as error:
         return 4 if error.code else 0
-    chosen.ranks = chosen.ranks or (4 if chosen.device == "cuda" else 2)
-    if chosen.device == "cuda" and torch.cuda.device_count() < chosen.ranks:
-        print(f"needs {chosen.ranks} GPUs, found {torch.cuda.device_count()}", file=sys.stderr)
-        return 6
+    try:
+        room = find_room(chosen.device, chosen.ranks, chosen.ranks_per_gpu)
+    except (UsageError, NoGpus) as error:
+        print(error, file=sys.stderr)
+        return 4 if isinstance(error, UsageError) else 6
     if chosen.trace is not None:
         chosen.rounds = 1
     # For the ranks, which inherit it: they are on one machine, share its processors, and are forked
@@ -165,19 +181,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    interrupt_when_terminated()
     start_server()
     if chosen.trace is not None:
-        return 0 if trace(chosen) else 1
-    found = measure(chosen)
-    about = environment(chosen, found)
-    print("\n" + ", ".join(f"{key} {value}" for key, value in about.items() if value))
-    for workload in dict.fromkeys(result.workload for result in found):
-        print(f"{workload} is {(TINY if chosen.tiny else FULL)[workload].about}")
-    print(*table(rows(found)), sep="\n")
+        return 0 if trace(chosen, room) else 1
+    found, was_cut = list[Result](), False
+    try:
+        measure(chosen, room, found)
+    except KeyboardInterrupt:
+        was_cut = True
+    tell(chosen, room, found)
     wrong = failures(found)
     if wrong:
         print(f"\nfailed: {', '.join(wrong)}")
-    return 1 if wrong else 0
+    if was_cut:
+        print("\ninterrupted: what is missing above was not measured")
+    return 1 if wrong or was_cut or not found else 0
+
+
+def tell(chosen: argparse.Namespace, room: Room, found: Sequence[Result]) -> None:
+    """Print where the figures were taken, and all of them as a table."""
+    about = environment(chosen, room, found)
+    print("\n" + ", ".join(f"{key} {value}" for key, value in about.items() if value))
+    for workload in dict.fromkeys(result.workload for result in found):
+        print(f"{workload} is {(TINY if chosen.tiny else FULL)[workload].about}")
+    print(*table(rows(found), shares_gpus=room.shares_gpus), sep="\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ class Result:
 
     Attributes:
         times_ms: a step each, on the rank whose median is the highest.
-        losses: of rank 0, see `RankFigures`.
+        losses: of each rank, see `RankFigures`.
+        last_loss_bits: of all ranks.
         error: what went wrong; all figures are empty then.
         log: with an error, the end of what the rank at fault has written.
     """
@@ -38,7 +39,7 @@ class Result:
     times_ms: list[float] = field(default_factory=list)
     allocated_gib: float | None = None
     reserved_gib: float | None = None
-    losses: tuple[float, float, float] | None = None
+    losses: tuple[tuple[float, float, float], ...] = ()
     last_loss_bits: str = ""
     graphs: int = 0
     graph_breaks: int = 0
@@ -72,15 +73,14 @@ def combine(blank: Result, ranks: Sequence[dict[str, Any]]) -> Result:
         return max(values) if values else None
 
     slowest = max(ranks, key=lambda rank: statistics.median(rank["times_ms"]))
-    first, second, last = ranks[0]["losses"]
     return replace(
         blank,
         device=ranks[0]["device"],
         times_ms=slowest["times_ms"],
         allocated_gib=most("allocated_gib"),
         reserved_gib=most("reserved_gib"),
-        losses=(first, second, last),
-        last_loss_bits=ranks[0]["last_loss_bits"],
+        losses=tuple((first, second, last) for first, second, last in (r["losses"] for r in ranks)),
+        last_loss_bits=" ".join(rank["last_loss_bits"] for rank in ranks),
         graphs=ranks[0]["graphs"],
         graph_breaks=ranks[0]["graph_breaks"],
         late_graphs=max(rank["late_graphs"] for rank in ranks),

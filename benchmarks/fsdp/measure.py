@@ -29,6 +29,7 @@ class Job:
 
     Attributes:
         folder: a rank writes `rank<n>.json` there; the ranks meet over a file there.
+        devices: GPU of each rank, see `benchmarks.room`; empty on the CPU.
         timeout_s: shortly before it a rank that is still there writes its stacks to its log.
         trace: profile one step on rank 0 and write the trace there, in place of timing.
     """
@@ -38,7 +39,7 @@ class Job:
     ranks: int
     steps: int
     reduce: str
-    device: str
+    devices: tuple[str, ...]
     tiny: bool
     compile_backend: str
     folder: str
@@ -71,7 +72,7 @@ class RankFigures:
 def rank_main(job: Job, rank: int) -> None:
     """The process of one rank. What goes wrong ends up, as its last line, in `rank<n>.log`."""
     device = enter(
-        rank, job.ranks, device_kind=job.device, folder=Path(job.folder), timeout_s=job.timeout_s
+        rank, job.ranks, devices=job.devices, folder=Path(job.folder), timeout_s=job.timeout_s
     )
     mesh = init_device_mesh(device.type, (job.ranks,), mesh_dim_names=("dp",))
     engine = ENGINES[job.engine]

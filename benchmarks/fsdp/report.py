@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 from benchmarks.fsdp.engines import ENGINES
 from benchmarks.fsdp.launch import Result
+from benchmarks.room import MEANINGLESS
 
 LOSS_TOLERANCE = 2e-3
 """Relative. The order of bf16 sums differs between engines and, in some kernels, between runs."""
+MOVE_TOLERANCE = 0.5
+"""Of how far the peer's first update moves the loss, mean over ranks. Small models move less than
+the tolerance above, which alone would let one pass that does not train. bf16 sums of eight ranks in
+another order change a twentieth of the move there."""
+LOSS_NOISE = 1e-5
+"""Of the loss: a smaller difference between moves is rounding in the loss itself."""
 MAX_ERROR_CHARS = 400
 
 
@@ -33,6 +40,7 @@ class Row:
     reserved_gib: float | None
     reserved_ratio: float | None
     losses: tuple[float, float, float] | None
+    """Of rank 0."""
     notes: list[str]
     is_right: bool
 
@@ -71,7 +79,7 @@ def _row(workload: str, name: str, of: dict[str, list[Result]]) -> Row:
         allocated_gib=max((r.allocated_gib for r in mine if r.allocated_gib), default=None),
         reserved_gib=reserved,
         reserved_ratio=reserved / peer_reserved if reserved and peer_reserved else None,
-        losses=mine[-1].losses if mine else None,
+        losses=mine[-1].losses[0] if mine else None,
         notes=notes,
         is_right=agrees and len(mine) == len(of[name]),
     )
@@ -98,18 +106,40 @@ def _loss_notes(
     notes, agrees = [], True
     # Later ones wander: attention's backward, at its fastest, adds up in no fixed order.
     for when, which in enumerate(("first", "second") if trains else ("first",)):
-        pairs = [
-            (m.losses[when], p.losses[when]) for m in mine for p in peer if m.losses and p.losses
-        ]
-        if not all(_is_close(one, other) for one, other in pairs):
-            notes.append(f"{which.upper()} LOSS DIFFERS from {peer[0].engine}'s")
+        if others := _ranks_that_differ(mine, peer, when):
+            ranks = ", ".join(map(str, others))
+            notes.append(f"{which.upper()} LOSS DIFFERS from {peer[0].engine}'s on ranks {ranks}")
             agrees = False
-    if trains and not all(math.isfinite(m.losses[-1]) for m in mine if m.losses):
+    if trains and agrees and not all(_moves_alike(m, p) for m in mine for p in peer):
+        notes.append(f"LOSS DOES NOT MOVE as {peer[0].engine}'s")
+        agrees = False
+    if trains and not all(math.isfinite(last) for m in mine for *_, last in m.losses):
         notes.append("LAST LOSS IS NOT FINITE")
         agrees = False
     if trains and {r.last_loss_bits for r in mine} == {r.last_loss_bits for r in peer}:
         notes.append(f"last loss has {peer[0].engine}'s bits")
     return notes, agrees
+
+
+def _ranks_that_differ(mine: Sequence[Result], peer: Sequence[Result], when: int) -> list[int]:
+    """Ranks whose loss number `when` is not the peer's in every pair of rounds."""
+    return sorted({
+        rank
+        for m in mine
+        for p in peer
+        for rank, (one, other) in enumerate(zip(m.losses, p.losses, strict=True))
+        if not _is_close(one[when], other[when])
+    })  # fmt: skip
+
+
+def _moves_alike(mine: Result, peer: Result) -> bool:
+    """Whether the first update changes the loss as the peer's does."""
+    moved, peer_moved = (
+        statistics.fmean(second - first for first, second, _ in result.losses)
+        for result in (mine, peer)
+    )
+    noise = LOSS_NOISE * statistics.fmean(abs(first) for first, *_ in peer.losses)
+    return abs(moved - peer_moved) <= max(MOVE_TOLERANCE * abs(peer_moved), noise)
 
 
 def _is_close(one: float, other: float) -> bool:
@@ -127,31 +157,39 @@ def _compile_notes(mine: Sequence[Result], *, compiled: bool) -> list[str]:
     return notes
 
 
-_HEAD = (
-    "step ms [p10, p90], speed, allocated, reserved, ratio of reserved, first, second and last loss"
-)
+_MEMORY_AND_LOSS = "allocated, reserved, ratio of reserved, first, second and last loss"
 
 
-def table(found: Sequence[Row]) -> list[str]:
-    """Lines for people: memory in GiB, times in ms, ratios to the peer."""
+def table(found: Sequence[Row], *, shares_gpus: bool = False) -> list[str]:
+    """Lines for people: memory in GiB, times in ms, ratios to the peer.
+
+    Args:
+        found: the rows.
+        shares_gpus: several ranks share a GPU: times are said to mean nothing, and have no ratio.
+    """
+    head = f"step ms [p10, p90], speed, {_MEMORY_AND_LOSS}"
+    if shares_gpus:
+        head = f"{MEANINGLESS}; step ms [p10, p90], {_MEMORY_AND_LOSS}"
     lines: list[str] = []
     width = max((len(row.engine) for row in found), default=0)
     workload = ""
     for row in found:
         if row.workload != workload:
             workload = row.workload
-            lines += ["", f"{workload}: {_HEAD}"]
-        lines.append(f"  {row.engine:{width}} {_cells(row)}  {'; '.join(row.notes)}".rstrip())
+            lines += ["", f"{workload}: {head}"]
+        cells = _cells(row, has_speed=not shares_gpus)
+        lines.append(f"  {row.engine:{width}} {cells}  {'; '.join(row.notes)}".rstrip())
     return lines
 
 
-def _cells(row: Row) -> str:
+def _cells(row: Row, *, has_speed: bool) -> str:
     if row.step_ms is None:
         return "no figures"
     low, middle, high = row.step_ms
     first, second, last = row.losses or (float("nan"),) * 3
+    speed = f"{_number(row.speed)} x  " if has_speed else ""
     return (
-        f"{middle:9.2f} [{low:.2f}, {high:.2f}]  {_number(row.speed)} x  "
+        f"{middle:9.2f} [{low:.2f}, {high:.2f}]  {speed}"
         f"{_number(row.allocated_gib)}  {_number(row.reserved_gib)}  "
         f"{_number(row.reserved_ratio)}  {first:.5f} {second:.5f} {last:.5f}"
     )

@@ -2,18 +2,24 @@
 
     python -m benchmarks.scopes                                  both workloads, all scopes
     python -m benchmarks.scopes --workload launch --only eager full_iteration
+    python -m benchmarks.scopes --workload launch --parallel '{dp: 8}' '{dp: 4, tp: 2, etp: 2}'
+    python -m benchmarks.scopes --ranks 8 --ranks-per-gpu 4      8 ranks on 2 GPUs, untimed
     python -m benchmarks.scopes --device cpu --tiny              the flow, without a GPU
 
 Every scope trains the same model on the same data from the same weights, through the trainer that
 the harness runs. Each measurement has fresh processes, the order alternates between rounds; times
 are of whole steps, optimizer included, on the slowest rank, after the capture. Memory is the most
 that torch's allocator held over the whole run, capture included. Losses of all steps must have
-eager's bits: a scope that is fast and wrong is a failure.
+eager's bits on every rank: a scope that is fast and wrong is a failure. Without `--parallel` the
+layout is data parallel over all ranks, with experts dealt out over them too. Ranks that share a GPU
+show that so many ranks run, over NCCL; their times mean nothing and are so marked.
 
-Exit codes: 0, 1 (a scope failed, or has other bits than eager), 4 (usage), 6 (no GPUs).
+Exit codes: 0, 1 (a scope failed, or has other bits than eager; nothing of a workload or of a layout
+can be measured), 4 (usage), 6 (no GPUs).
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,8 +33,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.ranks import interrupt_when_terminated
+from benchmarks.room import MEANINGLESS, NoGpus, Room, add_options, find_room
+from benchmarks.scopes.layouts import Layout, read_layouts, usual_layout
 from benchmarks.scopes.measure import Job, Result, measure
 from fsdp_core.config import ConfigError, TrainConfig
+from harness.disk import write_atomic
+from harness.errors import UsageError
 
 EAGER = "eager"
 SCOPES = (
@@ -48,8 +59,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 TINY: dict[str, Any] = {
     "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 256, "seq": 32,
 }  # fmt: skip
-TINY_WIDTHS = {"ffn": 128, "expert_ffn": 32, "experts": 4}
-MICROBATCHES = 1
+TINY_WIDTHS = {"ffn": 128, "expert_ffn": 32, "experts": 8}
+MIN_TIMEOUT_S = 20.0
 
 
 def model_of(workload: str, *, tiny: bool) -> dict[str, Any]:
@@ -60,65 +71,88 @@ def model_of(workload: str, *, tiny: bool) -> dict[str, Any]:
     return model | TINY | {key: TINY_WIDTHS[key] for key in TINY_WIDTHS if key in model}
 
 
-def config_of(workload: str, scope: str, chosen: argparse.Namespace) -> TrainConfig:
+def config_of(workload: str, layout: Layout, scope: str, chosen: argparse.Namespace) -> TrainConfig:
     """The run of a scope.
 
     Raises:
         ConfigError: the scope cannot be had with this model or layout.
     """
     model = model_of(workload, tiny=chosen.tiny)
-    ranks = chosen.ranks
-    parallel = {"dp": ranks} | ({"ep": ranks} if model.get("experts") else {})
     return TrainConfig.from_dict({
-        "model": model, "parallel": parallel,
+        "model": model, "parallel": layout.degrees,
         "fsdp": {"strategy": "optim_grads_params", "pool": chosen.pool},
         "graph": () if scope == EAGER else tuple(scope.split("+")),
         "backend": chosen.backend, "fp8": chosen.fp8, "dtype": "bf16",
-        "microbatches": MICROBATCHES, "steps": 10**6, "flush_every": 10**6,
+        "microbatches": chosen.microbatches, "steps": 10**6, "flush_every": 10**6,
     })  # fmt: skip
 
 
-def jobs(chosen: argparse.Namespace) -> Iterator[tuple[int, Job]]:
-    """Every measurement with its round, in order; scopes that a model cannot have are left out."""
+def jobs(
+    chosen: argparse.Namespace, room: Room, layouts: Sequence[Layout]
+) -> Iterator[tuple[int, Job]]:
+    """Every measurement with its round, in order; scopes that a model cannot have are left out.
+
+    Args:
+        chosen: the options.
+        room: the ranks.
+        layouts: those to measure; none: the usual one of each workload.
+    """
     for number in range(chosen.rounds):
         for workload in chosen.workload:
-            for scope in chosen.only if number % 2 == 0 else reversed(chosen.only):
+            has_experts = "experts" in WORKLOADS[workload]
+            usual = usual_layout(room.num_ranks, has_experts=has_experts)
+            scopes = chosen.only if number % 2 == 0 else chosen.only[::-1]
+            for layout, scope in itertools.product(layouts or [usual], scopes):
                 try:
-                    config = config_of(workload, scope, chosen)
+                    config = config_of(workload, layout, scope, chosen)
                 except ConfigError as error:
                     if number == 0:
-                        print(f"{workload} {scope}: not measured: {error}")
+                        name = f"{workload} {layout.name} {scope}"
+                        print(f"{name}: not measured: {error}", flush=True)
                     continue
                 yield number, Job(
-                    workload, scope, config.to_dict(), chosen.ranks, chosen.steps, chosen.device,
-                    chosen.timeout_s,
+                    workload, layout.name, scope, config.to_dict(), room.num_ranks, chosen.steps,
+                    room.devices, chosen.timeout_s,
                 )  # fmt: skip
 
 
-def table(found: Sequence[Result]) -> list[str]:
-    """A Markdown table, ratios against eager of the same workload."""
-    head = "| workload | scope | graphs | ms | speed | allocated | of eager's | reserved "
+def table(found: Sequence[Result], *, shares_gpus: bool = False) -> list[str]:
+    """A Markdown table, ratios against eager of the same workload and layout.
+
+    Args:
+        found: the results.
+        shares_gpus: several ranks share a GPU: times are said to mean nothing, and have no ratio.
+    """
+    speed = "" if shares_gpus else " speed |"
+    ms = f"ms ({MEANINGLESS})" if shares_gpus else "ms"
+    head = (
+        f"| workload | layout | scope | graphs | {ms} |{speed} allocated | of eager's | reserved "
+    )
     head += "| of eager's | |"
-    lines = [head, "| --- " * 10 + "|"]
-    for workload, scope in dict.fromkeys((r.workload, r.scope) for r in found):
-        mine = [r for r in found if (r.workload, r.scope) == (workload, scope)]
-        peer = [r for r in found if (r.workload, r.scope) == (workload, EAGER) and not r.error]
-        good = [r for r in mine if not r.error]
-        if not good:
-            lines.append(f"| {workload} | {scope} |" + " |" * 7 + f" {mine[0].error} |")
-            continue
-        ms, allocated, reserved = _middle(good), _most(good, "allocated"), _most(good, "reserved")
-        ratios = ["", "", ""]
-        if peer:
-            of = (_middle(peer) / ms, allocated / (_most(peer, "allocated") or 1),
-                  reserved / (_most(peer, "reserved") or 1))  # fmt: skip
-            ratios = [f"{ratio:.2f}" for ratio in of]
-        note = wrong(good, peer)
-        lines.append(
-            f"| {workload} | {scope} | {good[0].graphs} | {ms:.2f} | {ratios[0]} "
-            f"| {allocated:.3f} | {ratios[1]} | {reserved:.3f} | {ratios[2]} | {note} |"
-        )
+    lines = [head, "| --- " * (head.count("|") - 1) + "|"]
+    for place in dict.fromkeys((r.workload, r.layout, r.scope) for r in found):
+        mine = [r for r in found if (r.workload, r.layout, r.scope) == place]
+        peer = [r for r in found if (r.workload, r.layout, r.scope) == (*place[:2], EAGER)]
+        lines.append(f"| {' | '.join(place)} | {_cells(mine, peer, has_speed=not shares_gpus)} |")
     return lines
+
+
+def _cells(mine: Sequence[Result], peer: Sequence[Result], *, has_speed: bool) -> str:
+    """What of a line of the table comes after its scope."""
+    notes = [f"round {r.number + 1}: {r.error}" for r in mine if r.error]
+    good, peer = [r for r in mine if not r.error], [r for r in peer if not r.error]
+    if not good:
+        return " | ".join([""] * (7 if has_speed else 6) + ["; ".join(notes)])
+    ms, allocated, reserved = _middle(good), _most(good, "allocated"), _most(good, "reserved")
+    speed, of_allocated, of_reserved = "", "", ""
+    if peer:
+        speed = f"{_middle(peer) / ms:.2f}"
+        of_allocated = f"{allocated / (_most(peer, 'allocated') or 1):.2f}"
+        of_reserved = f"{reserved / (_most(peer, 'reserved') or 1):.2f}"
+    notes = [note for note in (wrong(good, peer), *notes) if note]
+    cells = [str(good[0].graphs), f"{ms:.2f}", *([speed] if has_speed else [])]
+    cells += [f"{allocated:.3f}", of_allocated, f"{reserved:.3f}", of_reserved, "; ".join(notes)]
+    return " | ".join(cells)
 
 
 def wrong(mine: Sequence[Result], peer: Sequence[Result]) -> str:
@@ -130,6 +164,18 @@ def wrong(mine: Sequence[Result], peer: Sequence[Result]) -> str:
             if step is not None:
                 return f"LOSS DIFFERS from step {step} on"
     return ""
+
+
+def compared(found: Sequence[Result]) -> list[str]:
+    """What is wrong with the losses of all measurements that went well, a line each."""
+    good = [r for r in found if not r.error]
+    lines = []
+    for result in good:
+        place = (result.workload, result.layout)
+        peer = [r for r in good if (r.workload, r.layout) == place and r.scope == EAGER]
+        if note := wrong([result], peer):
+            lines.append(f"{result.workload} {result.layout} {result.scope}: {note}")
+    return lines
 
 
 def _middle(results: Sequence[Result]) -> float:
@@ -150,7 +196,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--backend", choices=("torch", "te"), default="torch")
     found.add_argument("--fp8", choices=("none", "delayed", "current", "block"), default="none")
     found.add_argument("--pool", choices=("double", "traced"), default="double")
-    found.add_argument("--ranks", type=int, help="default: all GPUs up to 4, on the CPU 2")
+    add_options(found)
+    found.add_argument(
+        "--parallel", nargs="+", metavar="DEGREES",
+        help="layouts, each as a scenario's `parallel`: '{dp: 4, tp: 2, sequence_parallel: true}'",
+    )  # fmt: skip
+    found.add_argument("--microbatches", type=int, default=1, help="of a step")
     found.add_argument("--rounds", type=int, default=2)
     found.add_argument("--steps", type=int, default=20, help="timed steps a round")
     found.add_argument("--json", type=Path, help="all figures, written after each measurement")
@@ -161,38 +212,88 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def find_layouts(chosen: argparse.Namespace) -> tuple[Room, tuple[Layout, ...]]:
+    """The ranks and the layouts that the options ask for.
+
+    Raises:
+        UsageError: options that cannot be.
+        NoGpus: too few for them.
+    """
+    ranks, layouts = chosen.ranks, tuple[Layout, ...]()
+    if chosen.parallel:
+        ranks, layouts = read_layouts(chosen.parallel)
+        if chosen.ranks not in (None, ranks):
+            raise UsageError(f"--ranks {chosen.ranks}: expected {ranks}, as --parallel says")
+    return find_room(chosen.device, ranks, chosen.ranks_per_gpu), layouts
+
+
+def run_all(
+    chosen: argparse.Namespace, room: Room, layouts: Sequence[Layout], found: list[Result]
+) -> None:
+    """Run all measurements; each is printed, and added to `found` and the JSON, as it ends."""
+    began = time.monotonic()
+    for number, job in jobs(chosen, room, layouts):
+        left = chosen.deadline_s - (time.monotonic() - began)
+        if left < MIN_TIMEOUT_S:
+            error = "not run: out of time"
+            found.append(Result(job.workload, job.layout, job.scope, number, error=error))
+        else:
+            result = measure(replace(job, timeout_s=min(job.timeout_s, left)), number)
+            if result.error and result.seconds >= left:
+                error = f"cut off by --deadline-s {chosen.deadline_s:g}: {result.error}"
+                result = replace(result, error=error)
+            found.append(result)
+        lines = table(found[-1:], shares_gpus=room.shares_gpus)[2:]
+        print(f"round {number + 1}", *lines, flush=True)
+        if chosen.json is not None:
+            document = environment(chosen, room, found) | {"results": [asdict(r) for r in found]}
+            write_atomic(chosen.json, json.dumps(document, indent=1) + "\n")
+
+
+def environment(chosen: argparse.Namespace, room: Room, found: Sequence[Result]) -> dict[str, Any]:
+    """Where and how the figures were taken. This process keeps off the device itself."""
+    return {
+        "device": next((r.device for r in found if r.device), chosen.device),
+        **room.described(),
+        "backend": chosen.backend, "fp8": chosen.fp8, "pool": chosen.pool,
+        "microbatches": chosen.microbatches, "torch": torch.__version__, "tiny": chosen.tiny,
+    }  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; the exit code."""
     try:
         chosen = parser().parse_args(arguments)
     except SystemExit as error:
         return 4 if error.code else 0
-    gpus = torch.cuda.device_count() if chosen.device == "cuda" else 0
-    chosen.ranks = chosen.ranks or (min(gpus, 4) if chosen.device == "cuda" else 2)
-    if chosen.device == "cuda" and not 0 < chosen.ranks <= gpus:
-        print(f"needs {max(chosen.ranks, 1)} GPUs, found {gpus}", file=sys.stderr)
-        return 6
+    try:
+        room, layouts = find_layouts(chosen)
+    except (UsageError, NoGpus) as error:
+        print(error, file=sys.stderr)
+        return 4 if isinstance(error, UsageError) else 6
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    interrupt_when_terminated()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.scopes.measure"])
-    began, found = time.monotonic(), list[Result]()
-    for number, job in jobs(chosen):
-        left = chosen.deadline_s - (time.monotonic() - began)
-        if left < chosen.timeout_s / 4:
-            found.append(Result(job.workload, job.scope, number, "not run: out of time"))
-        else:
-            found.append(measure(replace(job, timeout_s=min(job.timeout_s, left)), number))
-        print(f"round {number + 1}", *table(found[-1:])[2:], flush=True)
-        if chosen.json is not None:
-            document = [asdict(result) for result in found]
-            chosen.json.write_text(json.dumps(document, indent=1) + "\n")
-    device = next((r.device for r in found if r.device), chosen.device)
-    print(f"\n{device}, {chosen.ranks} ranks, backend {chosen.backend}, fp8 {chosen.fp8}, "
-          f"torch {torch.__version__}")  # fmt: skip
-    lines = table(found)
-    print(*lines, sep="\n")
-    return int(any(r.error for r in found) or any("DIFFERS" in line for line in lines))
+    found, problems = list[Result](), list[str]()
+    try:
+        run_all(chosen, room, layouts, found)
+    except KeyboardInterrupt:
+        problems.append("interrupted: what is missing above was not measured")
+    about = environment(chosen, room, found)
+    print("\n" + ", ".join(f"{key} {value}" for key, value in about.items() if value))
+    print(*table(found, shares_gpus=room.shares_gpus), sep="\n")
+    for what, wanted, had in (
+        ("workload", chosen.workload, {r.workload for r in found}),
+        ("layout", [layout.name for layout in layouts], {r.layout for r in found}),
+    ):
+        problems += [f"{what} {name}: nothing was measured" for name in wanted if name not in had]
+    problems += compared(found)
+    if EAGER not in chosen.only:
+        print("losses were compared with nothing: eager was not measured")
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return int(bool(problems) or any(r.error for r in found))
 
 
 if __name__ == "__main__":

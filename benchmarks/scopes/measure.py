@@ -22,25 +22,36 @@ from fsdp_core.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Job:
-    """One scope of one workload, as every rank of it is told; `folder` takes their figures."""
+    """One scope of one workload in one layout, as every rank of it is told.
+
+    Attributes:
+        devices: GPU of each rank, see `benchmarks.room`; empty on the CPU.
+        folder: takes the figures of the ranks.
+    """
 
     workload: str
+    layout: str
     scope: str
     config: dict[str, Any]
     ranks: int
     steps: int
-    device: str
+    devices: tuple[str, ...]
     timeout_s: float
     folder: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One measurement. `times_ms` are the slowest rank's; memory is the most of any rank, GiB."""
+    """One measurement. `times_ms` are the slowest rank's; memory is the most of any rank, GiB.
+
+    `losses`: a step each, the bits of all ranks.
+    """
 
     workload: str
+    layout: str
     scope: str
     number: int
+    seconds: float = 0.0
     error: str | None = None
     log: str = ""
     device: str = ""
@@ -54,9 +65,9 @@ class Result:
 def rank_main(job: Job, rank: int) -> None:
     """The process of one rank."""
     folder = Path(job.folder)
-    place = enter(rank, job.ranks, device_kind=job.device, folder=folder, timeout_s=job.timeout_s)
+    place = enter(rank, job.ranks, devices=job.devices, folder=folder, timeout_s=job.timeout_s)
     config = TrainConfig.from_dict(job.config)
-    device = Device(job.device, place.index or 0)
+    device = Device("cuda" if job.devices else "cpu", place.index or 0)
     with device.counting_memory():
         trainer = Trainer(config, build_axes(config.parallel, device), device)
         losses, index = [], 0
@@ -108,13 +119,15 @@ def _event(trainer: Trainer) -> Any:
 
 def measure(job: Job, number: int) -> Result:
     """Run a job to its end, or to its error."""
-    blank = Result(job.workload, job.scope, number)
+    began = time.monotonic()
+    blank = Result(job.workload, job.layout, job.scope, number)
     with tempfile.TemporaryDirectory(prefix="scopes-benchmark-") as name:
         folder = Path(name)
         error, log = run_ranks(
             rank_main, (replace(job, folder=name),), job.ranks,
             folder=folder, timeout_s=job.timeout_s,
         )  # fmt: skip
+        blank = replace(blank, seconds=time.monotonic() - began)
         if error:
             return replace(blank, error=error, log=log)
         ranks = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(job.ranks)]
@@ -125,6 +138,6 @@ def measure(job: Job, number: int) -> Result:
         times_ms=slowest["times_ms"],
         allocated_gib=max(rank["allocated_gib"] for rank in ranks),
         reserved_gib=max(rank["reserved_gib"] for rank in ranks),
-        losses=ranks[0]["losses"],
+        losses=[" ".join(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)],
         graphs=ranks[0]["graphs"],
     )

@@ -10,6 +10,7 @@ from benchmarks.fsdp.launch import Result, combine, run, start_server
 from benchmarks.fsdp.measure import Job
 from benchmarks.fsdp.report import rows, table
 from benchmarks.fsdp.trace import described, merged, overlap, summarise
+from benchmarks.room import MEANINGLESS
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 REDUCE = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -96,7 +97,7 @@ def result(engine: str, times_ms: list[float], second_loss: float = 2.5, **more:
         Result("decoder", engine, number=0, seconds=1.0),
         times_ms=times_ms,
         reserved_gib=10.0,
-        losses=(3.0, second_loss, 2.0),
+        losses=((3.0, second_loss, 2.0),),
         last_loss_bits="bits of 2.0",
         **more,
     )
@@ -129,14 +130,42 @@ def test_another_loss_is_not_right(loss: float) -> None:
     others = [result("fsdp2", [1.0]), result("limit", [1.0], loss), result("ours", [1.0], loss)]
     judged = {row.engine: row for row in rows(others)}
     assert not judged["ours"].is_right
-    assert "SECOND LOSS DIFFERS from fsdp2's" in judged["ours"].notes
+    assert "SECOND LOSS DIFFERS from fsdp2's on ranks 0" in judged["ours"].notes
     assert judged["limit"].is_right
+
+
+def test_a_loss_of_any_rank_is_compared() -> None:
+    """A rank whose weights are others than rank 0's is named."""
+    peer = replace(result("fsdp2", [1.0]), losses=((3.0, 2.5, 2.0), (4.0, 3.5, 3.0)))
+    mine = replace(peer, engine="ours", losses=((3.0, 2.5, 2.0), (4.0, 3.6, 3.0)))
+    judged = {row.engine: row for row in rows([peer, mine])}
+    assert not judged["ours"].is_right
+    assert "SECOND LOSS DIFFERS from fsdp2's on ranks 1" in judged["ours"].notes
+
+
+@pytest.mark.parametrize(("second", "is_right"), [(2.999, True), (3.0, False), (2.9975, False)])
+def test_an_engine_that_does_not_train_is_not_right(second: float, is_right: bool) -> None:
+    """However little the peer's loss moves, one that moves by none of it, or twice it, is wrong."""
+    peer, mine = result("fsdp2", [1.0], 2.9988), result("ours", [1.0], second)
+    judged = {row.engine: row for row in rows([peer, mine])}
+    assert judged["ours"].is_right == is_right
+    assert ("LOSS DOES NOT MOVE as fsdp2's" in judged["ours"].notes) != is_right
+
+
+def test_times_of_shared_gpus_are_called_meaningless() -> None:
+    """The head of the table says so, and no ratio of times is in it."""
+    found = rows([result("fsdp2", [40.0]), result("ours", [20.0])])
+    lines = "\n".join(table(found, shares_gpus=True))
+    assert MEANINGLESS in lines
+    assert "speed" not in lines
+    assert " x " not in lines
+    assert "2.00 x " in "\n".join(table(found))
 
 
 def test_last_losses_may_wander_and_must_be_finite() -> None:
     """Sums without a fixed order make two right runs differ; neither ends in NaN."""
     for last, is_right in ((2.2, True), (math.nan, False)):
-        mine = replace(result("ours", [1.0]), losses=(3.0, 2.5, last), last_loss_bits="other")
+        mine = replace(result("ours", [1.0]), losses=((3.0, 2.5, last),), last_loss_bits="other")
         judged = {row.engine: row for row in rows([result("fsdp2", [1.0]), mine])}
         assert judged["ours"].is_right == is_right
 
@@ -151,7 +180,7 @@ def test_an_error_is_a_row() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    """Times are those of the slowest rank, memory is the most of any, losses are rank 0's."""
+    """Times are those of the slowest rank, memory is the most of any, losses are of all ranks."""
     base = {
         "device": "CPU",
         "losses": (1.0, 0.7, 0.5),
@@ -167,6 +196,8 @@ def test_the_slowest_rank_counts() -> None:
     whole = combine(Result("stack", "ours", 0, 1.0), ranks)
     assert whole.times_ms == [3.0, 3.0, 3.0]
     assert (whole.allocated_gib, whole.reserved_gib) == (3.0, 5.0)
+    assert whole.losses == ((1.0, 0.7, 0.5),) * 2
+    assert whole.last_loss_bits == "a a"
 
 
 JOB = Job(
@@ -175,7 +206,7 @@ JOB = Job(
     ranks=2,
     steps=2,
     reduce="bf16",
-    device="cpu",
+    devices=(),
     tiny=True,
     compile_backend="eager",
     folder="",
@@ -205,6 +236,5 @@ def test_engines_are_isolated() -> None:
     assert (torch_result.error, our_result.error) == (None, None)
     assert len(our_result.times_ms) == 2
     assert our_result.last_loss_bits == torch_result.last_loss_bits
-    assert torch_result.losses is not None
-    first, second, last = torch_result.losses
-    assert last < second < first
+    assert all(last < second < first for first, second, last in torch_result.losses)
+    assert len(torch_result.losses) == 2
