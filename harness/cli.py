@@ -42,6 +42,7 @@ from harness.report_commands import (
 from harness.schema import Overrides
 from harness.sections import ENGINES
 from harness.suite_options import list_command, suite_options
+from harness.typed import program
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 EXIT_CODES = "Exit codes: 0 passed, 1 a check failed, 2 interrupted, 3 internal, 4 usage, " \
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code, never an exception."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        with commands.make_context("harness", list(args), obj=args) as context:
+        with commands.make_context(program(), list(args), obj=args) as context:
             code = int(commands.invoke(context) or 0)
         sys.stdout.flush()
     except click.exceptions.Exit as error:
@@ -296,7 +297,7 @@ def _misused(error: click.ClickException) -> int:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(error.format_message(), err=True)
         return ExitCode.USAGE
-    path = getattr(getattr(error, "ctx", None), "command_path", "harness")
+    path = getattr(getattr(error, "ctx", None), "command_path", program())
     return _say(UsageError(f"{error.format_message()} (see {path} -h)"))
 
 

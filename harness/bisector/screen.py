@@ -10,6 +10,7 @@ from harness.bisector.findings import Findings
 from harness.bisector.summary import facts, spent
 from harness.display import cell
 from harness.progress import COLOURS
+from harness.typed import typed
 
 WIDTH = 80
 MOST_EVIDENCE = 8
@@ -31,7 +32,7 @@ def print_findings(console: Console, findings: Findings, page: Path) -> None:
     table.add_column(overflow="fold")
     for number, (name, text) in enumerate(facts(findings)):
         table.add_row(
-            cell(name, "dim"), cell(text, "bold" if number < 2 or name == "element" else "")
+            cell(name, "dim"), cell(typed(text), "bold" if number < 2 or name == "element" else "")
         )
     console.print(table, width=width)
     if findings.stopped:
@@ -41,7 +42,7 @@ def print_findings(console: Console, findings: Findings, page: Path) -> None:
         _print_list(console, "evidence", place.evidence, width)
         _print_list(console, "not known", place.unknown, width)
     console.print(cell(f"{spent(findings)}; page {page}", "dim"), soft_wrap=True)
-    console.print(cell(f"again: {findings.command}", "dim"), soft_wrap=True)
+    console.print(cell(f"again: {typed(findings.command)}", "dim"), soft_wrap=True)
 
 
 def _print_list(console: Console, title: str, items: tuple[str, ...], width: int) -> None:

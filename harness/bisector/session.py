@@ -38,6 +38,7 @@ from harness.lookup import DEFAULT_OUT
 from harness.records import CaseSpec, Verdict
 from harness.run import stop_on_signals
 from harness.store import MANIFEST_FILE, RunFolder
+from harness.typed import typed
 
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
@@ -107,7 +108,7 @@ class _Sitting:
             self._stop(self._found, "interrupted")
             raise Interrupted(
                 f"interrupted; what was found is in {self._folder}, go on with: "
-                f"{self._found.command}"
+                f"{typed(self._found.command)}"
             ) from None
 
     def _stages(self) -> Iterator[Findings]:
