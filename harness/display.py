@@ -1,11 +1,15 @@
 """Tables and texts of the command line. Everything from outside is text, never markup."""
 
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -25,19 +29,65 @@ from harness.records import (
     Verdict,
 )
 
-PLAIN_WIDTH = 200
+PLAIN_WIDTH = 100
+"""Columns where neither a terminal nor $COLUMNS says how many there are."""
+MOST_WIDTH = 10_000
+_BLANKS = re.compile(r" +\n")
 MAX_TABLE_ROWS = 1000
 """Beyond, lines."""
 STDERR_TAIL_BYTES = 8192
 STDERR_TAIL_LINES = 15
 
 
+class PlainConsole(Console):
+    """For pipes and files: as wide as $COLUMNS says, and wider where a table would break words."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() else 0
+        super().__init__(
+            stderr=stderr, highlight=False, emoji=False, width=min(width, MOST_WIDTH) or PLAIN_WIDTH
+        )
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as any console does, without the blanks that fill up lines."""
+        usual = self.width
+        for table in objects:
+            if isinstance(table, Table) and "width" not in options:
+                self.width = MOST_WIDTH
+                _fit(self, table, usual)
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        self.width = usual
+        self.file.write(_BLANKS.sub("\n", captured.get()))
+        self.file.flush()
+
+
+def _fit(console: Console, table: Table, width: int) -> None:
+    """Fold the widest columns of a table until it has that width, but break no word."""
+
+    def measured(renderable: RenderableType) -> Measurement:
+        return Measurement.get(console, console.options, renderable)
+
+    sizes = [
+        [measured(part) for part in (column.header, *column.cells)] for column in table.columns
+    ]
+    least = [max(size.minimum for size in column) for column in sizes]
+    most = [max(size.maximum for size in column) for column in sizes]
+    room = width - (measured(table).maximum - sum(most))
+    widths = most
+    for widest in range(max(most, default=0), -1, -1):
+        widths = [min(top, max(low, widest)) for low, top in zip(least, most, strict=True)]
+        if sum(widths) <= room:
+            break
+    for column, size in zip(table.columns, widths, strict=True):
+        column.width = size
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that does not wrap at 80 columns where no terminal says so."""
+    """The console of a terminal, or a plain one."""
     console = Console(stderr=stderr, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(
-        stderr=stderr, highlight=False, emoji=False, width=PLAIN_WIDTH
-    )  # fmt: skip
+    return console if console.is_terminal else PlainConsole(stderr=stderr)
 
 
 def cell(text: object, style: str = "") -> Text:
@@ -108,7 +158,8 @@ def print_plan(console: Console, plan: Plan) -> None:
         )
     console.print(runs)
     for case in plan.skipped:
-        console.print(cell(f"skipped  {case.id}  {case.skip_reason}", COLOURS["skipped"]))
+        told = cell(f"skipped  {case.id}  {case.skip_reason}", COLOURS["skipped"])
+        console.print(told, soft_wrap=True)
     console.print(Text(plan_line(plan)))
 
 
@@ -137,7 +188,7 @@ def print_case(
     runs: dict[str, tuple[Path, RunResult]],
 ) -> None:
     """Everything a person asks about one case: verdict, difference, exits, last words."""
-    console.print(cell(f"{case.id}  ({case.scenario})", "bold"))
+    console.print(cell(f"{case.id}  ({case.scenario})", "bold"), soft_wrap=True)
     if verdict is None:
         console.print(cell("no verdict", "yellow"))
     else:

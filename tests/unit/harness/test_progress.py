@@ -201,3 +201,41 @@ def test_the_verdict_table_keeps_brackets() -> None:
     target, text = console(terminal=False)
     target.print(display.verdict_table([FAILED]))
     assert "[red]x[/red]" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("columns", "width"), [(None, 100), ("140", 140), ("wide", 100), ("0", 100)]
+)
+def test_what_is_piped_is_as_wide_as_columns_says(
+    columns: str | None,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """100 columns if it says nothing; a table is folded, whole, with no blanks at line ends."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    words = [f"word{number}" for number in range(200)]
+    verdict = dataclasses.replace(FAILED, message=" ".join(words))
+    display.make_console().print(display.verdict_table([verdict, FAILED]))
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert width - 20 < max(map(len, lines)) <= width
+    assert lines == [line.rstrip() for line in lines]
+    assert [word for word in said.split() if word.startswith("word")] == words
+
+
+def test_a_table_that_is_piped_breaks_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever searches a log for the id of a case finds it; no column is left out."""
+    monkeypatch.setenv("COLUMNS", "40")
+    words = [f"{number}{'x' * 30}{number}" for number in range(16)]
+    table = display.plain_table(*(f"h{number}" for number in range(16)))
+    table.add_row(*(display.cell(f"{word} {word}") for word in words))
+    target = display.make_console()
+    target.print(table)
+    assert [w for w in capsys.readouterr().out.split() if "x" in w] == words * 2
+    target.print("one two " * 20)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
