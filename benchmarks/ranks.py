@@ -81,13 +81,7 @@ def enter(
     _redirect_output(folder / f"rank{rank}.log")
     faulthandler.dump_traceback_later(max(1.0, timeout_s - STACKS_BEFORE_S), file=sys.stderr)
     if devices:
-        environment = gpu_environment(devices, rank)
-        # What is seen stays as it is: the numbers count within it.
-        environment.pop("CUDA_VISIBLE_DEVICES")
-        os.environ.update(environment)
-        device = torch.device("cuda", int(environment["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        _await_idle(device, others=devices.count(devices[rank]) - 1)
+        device = _take_gpu(rank, devices)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
@@ -162,6 +156,18 @@ def _redirect_output(path: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+
+def _take_gpu(rank: int, devices: Sequence[str]) -> torch.device:
+    """The GPU of this process; if it is shared, NCCL is told of a host apart."""
+    environment = gpu_environment(devices, rank)
+    # What is seen stays as it is: the numbers count within it.
+    environment.pop("CUDA_VISIBLE_DEVICES")
+    os.environ.update(environment)
+    device = torch.device("cuda", int(environment["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    _await_idle(device, others=devices.count(devices[rank]) - 1)
+    return device
 
 
 def _await_idle(device: torch.device, *, others: int) -> None:

@@ -13,8 +13,8 @@ Memory is the most that torch's allocator held over the timed steps, what it had
 `speed` and the ratio of reserved memory are against torch FSDP2, compiled against compiled. Ranks
 that share a GPU show that so many ranks run, over NCCL; their times mean nothing and are so marked.
 
-Exit codes: 0, 1 (one of ours has failed or has another loss than FSDP2, or nothing was measured),
-4 (usage), 6 (no GPUs).
+Exit codes: 0, 1 (one of ours has failed, has another loss than FSDP2, or FSDP2 has none to compare
+with; nothing was measured), 4 (usage), 6 (no GPUs).
 """
 
 import argparse

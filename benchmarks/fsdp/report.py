@@ -68,6 +68,8 @@ def _row(workload: str, name: str, of: dict[str, list[Result]]) -> Row:
     peer_times = [ms for r in peer for ms in r.times_ms]
     reserved, peer_reserved = _reserved(mine), _reserved(peer)
     notes, agrees = _loss_notes(mine, peer, trains=engine.trains)
+    if mine and of.get(engine.peer) and not peer:
+        notes, agrees = [f"losses compared with nothing: {engine.peer} has no figures"], False
     notes += _compile_notes(mine, compiled=engine.compiled)
     notes += [f"round {r.number + 1}: {r.error[:MAX_ERROR_CHARS]}" for r in of[name] if r.error]
     both_timed = bool(times and peer_times)

@@ -33,11 +33,11 @@ PLANTED: Mapping[str, Planted] = {
     "fsdp_cudagraph_alignment.dp8-attn": Planted(fault="gradients_not_reduced", step=7),
     "fsdp_cudagraph_alignment.dp8-full_iteration": Planted(fault="stale_parameter", step=7),
     "layouts.dp2_tp2_sequence_parallel-dense_tiny_dropout-full_iteration": Planted(
-        fault="norm_sum_missing", step=1
+        fault="norm_counts_copies", step=1
     ),
     "layouts.cp2-dense_tiny_dropout-full_iteration": Planted(fault="skipped_hop", step=1),
     "layouts.tp2_pp2-dense_tiny_dropout-full_iteration": Planted(
-        fault="activation_of_another_microbatch", step=1
+        fault="microbatches_in_other_order", step=1, rank=0
     ),
     "layouts.dp2_ep2-moe_tiny_capacity_factor1.25-full_iteration": Planted(
         fault="lost_expert_gradient", step=1

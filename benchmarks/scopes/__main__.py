@@ -19,7 +19,6 @@ can be measured), 4 (usage), 6 (no GPUs).
 """
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
@@ -97,23 +96,32 @@ def jobs(
         room: the ranks.
         layouts: those to measure; none: the usual one of each workload.
     """
+    wanted: dict[tuple[str, str], dict[str, TrainConfig]] = {}
+    for workload in chosen.workload:
+        usual = usual_layout(room.num_ranks, has_experts="experts" in WORKLOADS[workload])
+        for layout in layouts or [usual]:
+            wanted[workload, layout.name] = configs_of(workload, layout, chosen)
     for number in range(chosen.rounds):
-        for workload in chosen.workload:
-            has_experts = "experts" in WORKLOADS[workload]
-            usual = usual_layout(room.num_ranks, has_experts=has_experts)
-            scopes = chosen.only if number % 2 == 0 else chosen.only[::-1]
-            for layout, scope in itertools.product(layouts or [usual], scopes):
-                try:
-                    config = config_of(workload, layout, scope, chosen)
-                except ConfigError as error:
-                    if number == 0:
-                        name = f"{workload} {layout.name} {scope}"
-                        print(f"{name}: not measured: {error}", flush=True)
-                    continue
+        for (workload, name), configs in wanted.items():
+            for scope in configs if number % 2 == 0 else reversed(configs):
                 yield number, Job(
-                    workload, layout.name, scope, config.to_dict(), room.num_ranks, chosen.steps,
+                    workload, name, scope, configs[scope].to_dict(), room.num_ranks, chosen.steps,
                     room.devices, chosen.timeout_s,
                 )  # fmt: skip
+
+
+def configs_of(workload: str, layout: Layout, chosen: argparse.Namespace) -> dict[str, TrainConfig]:
+    """The runs of the scopes that can be had; why others cannot is printed, once if none can."""
+    found: dict[str, TrainConfig] = {}
+    for scope in dict.fromkeys((EAGER, *chosen.only)):
+        try:
+            found[scope] = config_of(workload, layout, scope, chosen)
+        except ConfigError as error:
+            name = f"{workload} {layout.name}" + (f" {scope}" if scope != EAGER else "")
+            print(f"{name}: not measured: {error}", flush=True)
+            if scope == EAGER:
+                return {}
+    return {scope: found[scope] for scope in chosen.only if scope in found}
 
 
 def table(found: Sequence[Result], *, shares_gpus: bool = False) -> list[str]:

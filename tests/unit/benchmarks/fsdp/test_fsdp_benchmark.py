@@ -170,6 +170,16 @@ def test_last_losses_may_wander_and_must_be_finite() -> None:
         assert judged["ours"].is_right == is_right
 
 
+def test_losses_compared_with_nothing_are_not_right() -> None:
+    """A peer that was asked for and has no figures, because time was up, lets nothing pass."""
+    cut = Result("decoder", "fsdp2", 0, 0.0, error="not run: out of time")
+    judged = {row.engine: row for row in rows([result("ours", [1.0]), cut])}
+    assert not judged["ours"].is_right
+    assert judged["ours"].notes == ["losses compared with nothing: fsdp2 has no figures"]
+    (alone,) = rows([result("ours", [1.0])])
+    assert alone.is_right
+
+
 def test_an_error_is_a_row() -> None:
     """An engine that failed in one round keeps the other's figures, and the error is shown."""
     failed = replace(Result("decoder", "ours", 1, 2.0), error="out of memory")

@@ -1,8 +1,11 @@
 """Ranks of a benchmark: as many as there are GPUs up to eight, or several to a GPU."""
 
+import os
+
 import pytest
 import torch
 
+from benchmarks import ranks
 from benchmarks.room import NoGpus, Room, find_room
 from harness.errors import UsageError
 
@@ -29,9 +32,9 @@ def test_ranks_share_gpus_only_where_asked_and_needed() -> None:
     assert find_room("cuda", 8, 4).devices == ("0", "1") * 4
     assert find_room("cuda", None, 4).described() == {"gpus": 2, "ranks": 8, "shared_gpus": True}
     assert not find_room("cuda", 2, 4).shares_gpus
-    for ranks, ranks_per_gpu in ((8, None), (8, 3)):
+    for ranks_per_gpu in (None, 3):
         with pytest.raises(NoGpus, match="found 2"):
-            find_room("cuda", ranks, ranks_per_gpu)
+            find_room("cuda", 8, ranks_per_gpu)
 
 
 def test_no_gpus_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +56,19 @@ def test_numbers_below_one_are_refused(ranks: int, ranks_per_gpu: int | None) ->
     """Zero ranks would be a benchmark of nothing."""
     with pytest.raises(UsageError, match="expected at least 1"):
         find_room("cuda", ranks, ranks_per_gpu)
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_a_rank_takes_its_gpu_and_a_host_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 5 of 8 on two GPUs is the third on the second one; what is visible is left alone."""
+    taken: list[object] = []
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "6,7"})
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(ranks, "_await_idle", lambda device, others: taken.append(others))
+    device = ranks._take_gpu(5, find_room("cuda", 8, 4).devices)
+    assert taken == [device, 3]
+    assert device == torch.device("cuda", 1)
+    assert os.environ == {
+        "CUDA_VISIBLE_DEVICES": "6,7", "LOCAL_RANK": "1",
+        "NCCL_HOSTID": "shared-gpus-2", "NCCL_SOCKET_IFNAME": "lo",
+    }  # fmt: skip

@@ -120,7 +120,9 @@ def test_a_layout_of_no_workload_is_a_failure(
     monkeypatch.setattr(scopes, "measure", lambda job, number: result(job.scope, 1.0, LOSSES))
     arguments = ["--device", "cpu", "--tiny", "--workload", "dense", "--parallel"]
     assert scopes.main([*arguments, "{dp: 2, ep: 2}"]) == 1
-    assert "layout dp2_ep2: nothing was measured" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "layout dp2_ep2: nothing was measured" in said
+    assert said.count("dense dp2_ep2: not measured: parallel.ep: expected 1") == 1
 
 
 def test_times_of_shared_gpus_are_called_meaningless() -> None:
