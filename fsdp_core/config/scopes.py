@@ -14,6 +14,8 @@ move. Where experts take as many tokens as are sent (dropless), shapes depend on
 nothing that runs the experts can be captured.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from fsdp_core.config.model import ModelConfig
@@ -25,6 +27,10 @@ SCOPES = (
     "attn", "mlp", "moe_router", "moe_preprocess", "moe", "layer", "full_iteration",
 )  # fmt: skip
 EAGER = "eager"
+BEGINS_AT: Mapping[str, str] = MappingProxyType(
+    {"layer": "", "attn": "attn", "mlp": "mlp", "moe": "mlp", "moe_router": "mlp"}
+)
+"""Scopes that capture a layer from the input of one of its parts on: which, "" for all of it."""
 _EXPERT_SCOPES = ("moe_router", "moe_preprocess", "moe")
 _RUNS_EXPERTS = ("moe", "layer", "full_iteration")
 

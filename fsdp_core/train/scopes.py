@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp_core.config.scopes import BEGINS_AT
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.hooks import ExtractedHooks
@@ -134,18 +135,19 @@ class Piece:
 
 def pieces_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Piece]:
     """The pieces of a layer, in the order in which they run."""
+    name = {scope: f"layers.{number}.{part}".rstrip(".") for scope, part in BEGINS_AT.items()}
     if "layer" in scopes:
-        yield _forward_of(f"layers.{number}", layer, layer)
+        yield _forward_of(name["layer"], layer, layer)
     if "attn" in scopes:
-        yield _forward_of(f"layers.{number}.attn", layer, layer.attn)
-    name, branch = f"layers.{number}.mlp", layer.mlp
+        yield _forward_of(name["attn"], layer, layer.attn)
+    branch = layer.mlp
     if isinstance(branch, MlpBranch):
         if "mlp" in scopes:
-            yield _forward_of(name, layer, branch)
+            yield _forward_of(name["mlp"], layer, branch)
     elif "moe" in scopes:
-        yield _forward_of(name, layer, branch)
+        yield _forward_of(name["moe"], layer, branch)
     elif "moe_router" in scopes:
-        yield _front_of(name, layer, branch, plans="moe_preprocess" in scopes)
+        yield _front_of(name["moe_router"], layer, branch, plans="moe_preprocess" in scopes)
 
 
 def pieces_in(

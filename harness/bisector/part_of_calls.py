@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdp_core.config.scopes import BEGINS_AT
 from harness.bisector.flow import common, consumers, parent_of, returned_by, unit_of
 from harness.bisector.found import Location
 from harness.bisector.legs import INPUT, OUTPUT, Legs, Row
@@ -110,18 +111,14 @@ def _input(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Loca
     return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
 
 
-_CAPTURED_AS = {"": ("layer",), "attn": ("attn",), "mlp": ("mlp", "moe", "moe_router")}
-"""Scopes that capture a layer, or a branch of it, from its input on."""
-
-
 def _is_replayed(module: str, legs: Legs, step: int | None) -> bool:
     """Whether a graph of the candidate begins with what the module is given."""
     config = legs.candidate.spec.config
     layer, _, branch = module.removeprefix("layers.").partition(".")
-    scopes = _CAPTURED_AS.get(branch, ())
+    scopes = {scope for scope, part in BEGINS_AT.items() if part == branch}
     first, last = config.get("graph_layers") or (0, math.inf)
     return (
-        bool(set(scopes) & set(config.get("graph", ())))
+        bool(scopes & set(config.get("graph", ())))
         and layer.isdecimal()
         and first <= int(layer) <= last
         and step is not None

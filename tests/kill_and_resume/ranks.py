@@ -14,12 +14,18 @@ STARTS_FILE = "starts.log"
 """In the run folder: a line for each start of a run, by its rank 0."""
 
 
+def note_start(spec: RunSpec, folder: Path, rank: int) -> None:
+    """Add the start of a run to the log; its rank 0 does, in one write, as others may start too."""
+    if rank:
+        return
+    log = os.open(folder.parents[1] / STARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(log, f"{spec.key}\n".encode())
+    os.close(log)
+
+
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """Write the records of a run, slowly."""
-    if rank == 0:
-        log = os.open(folder.parents[1] / STARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.write(log, f"{spec.key}\n".encode())
-        os.close(log)
+    note_start(spec, folder, rank)
     file = RecordFile(folder / f"rank{rank}.jsonl")
     file.write(dataclasses.replace(start_record(spec, rank), run=spec.key))
     steps = spec.config["steps"]

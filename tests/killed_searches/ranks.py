@@ -1,22 +1,18 @@
 """Ranks without torch: in any pool but the double one, weights go wrong from step 2 on."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 from harness.contents import KeptTensor, checksum_of, write_contents
 from harness.records import EndRecord, RunSpec
 from harness.worker.record_file import RecordFile
-from tests.kill_and_resume.ranks import STARTS_FILE
+from tests.kill_and_resume.ranks import note_start
 from tests.planted.stub_ranks import start_record, step_record
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """Write the records of a run."""
-    if rank == 0:
-        log = os.open(folder.parents[1] / STARTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.write(log, f"{spec.key}\n".encode())
-        os.close(log)
+    note_start(spec, folder, rank)
     file = RecordFile(folder / f"rank{rank}.jsonl")
     file.write(dataclasses.replace(start_record(spec, rank), run=spec.key))
     steps = spec.config["steps"]
