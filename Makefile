@@ -11,6 +11,7 @@
 #   make memory  predicted peaks beside measured ones: a table of layouts, then drawn ones (10 minutes)
 #   make soak    replays by the hundred under stressors in turn (minutes), what soaks find (planted),
 #                then graphs over a hundred steps under every stressor, each stressor alone (hours)
+#   make eight   all that is to be shown on a machine of 8 GPUs (docs/EIGHT_GPUS.md; hours)
 #   make venv    only the environment that `make demo` uses
 #
 # PYTHON   the interpreter to build on (its torch is used, if it has one)
@@ -34,7 +35,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-.PHONY: demo test long coverage lint bench parity nightly memory soak venv clean
+.PHONY: demo test long coverage lint bench parity nightly memory soak eight venv clean
 
 demo: $(VENV)/.ready
 	$(BIN)/harness run $(SCENARIO) --device $(DEVICE)
@@ -73,6 +74,20 @@ nightly: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n 2 --dist load -m long || failed=1; \
 	$(BIN)/python -m tests.dist.parity_table --out out/parity $(PARITY_ARGS) || failed=1; \
 	$(BIN)/harness run --tier pr --tier nightly --device $(DEVICE) || failed=1; \
+	exit $$failed
+
+# Each part alone on the machine: step times are among what is shown.
+EIGHT_LAYOUTS = '{dp: 8}' '{dp: 4, tp: 2, sequence_parallel: true, etp: 2}' \
+	'{dp: 4, tp: 2, sequence_parallel: true, ep: 2, etp: 2}' '{dp: 8, ep: 8}' '{cp: 8}' \
+	'{dp: 2, tp: 2, pp: 2, sequence_parallel: true, etp: 2}'
+eight: $(VENV)/.ready-test
+	mkdir -p out/eight
+	failed=0; \
+	$(BIN)/harness run scenarios/nightly/alignment_of_8_*.yaml --device cuda || failed=1; \
+	$(BIN)/harness run scenarios/nightly/throughput_of_8.yaml || failed=1; \
+	for backend in torch te; do $(BIN)/python -m benchmarks.scopes --workload launch --ranks 8 --backend $$backend \
+		--parallel $(EIGHT_LAYOUTS) --deadline-s 3600 --json out/eight/scopes_$$backend.json || failed=1; done; \
+	$(BIN)/python -m benchmarks.fsdp --ranks 8 --deadline-s 3600 --json out/eight/fsdp.json || failed=1; \
 	exit $$failed
 
 memory: $(VENV)/.ready-test
