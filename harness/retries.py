@@ -5,7 +5,7 @@
 
 Every attempt is kept: its folder beside the run's, its outcome in the history and in every report.
 A check's no is never tried again, and neither is anything else that tells of the program
-(`harness.engine.infrastructure`). An attempt that computed other bits before the machine failed it
+(`harness.infrastructure`). An attempt that computed other bits before the machine failed it
 is evidence: the pass of the attempt after it does not stand.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from harness.checks.environment import different_keys, fingerprint
 from harness.checks.steps import rank_table, step_table
-from harness.engine.infrastructure import machine_failure
+from harness.infrastructure import machine_failure
 from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,

@@ -25,6 +25,7 @@ from harness.checks import (
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import Flaw, find_flaw
 from harness.checks.soaked import missed_turns
+from harness.infrastructure import machine_failure
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -174,6 +175,9 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
     if leg == "candidate":
         # Who reads one line reads the cause.
         message = f"{flaw.message}; the candidate {trouble}"
+        failure = machine_failure(run) if flaw.what == "crashed" else ""
+        if failure:
+            return error(name, flaw.what, f"the machine failed ({failure}): {message}")
     if leg != "candidate" or flaw.what in NO_BLAME:
         return error(name, flaw.what, message)
     if flaw.rank is None or flaw.step is None:

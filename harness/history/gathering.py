@@ -19,7 +19,6 @@ from harness.checks.complete import find_flaw
 from harness.checks.environment import fingerprint
 from harness.checks.memory import peak_bytes
 from harness.confirm import confirmed
-from harness.engine.infrastructure import machine_failure
 from harness.errors import one_line
 from harness.history.entries import (
     MAX_INTEGER,
@@ -30,6 +29,7 @@ from harness.history.entries import (
     name_of,
     work_of,
 )
+from harness.infrastructure import machine_failure
 from harness.records import CaseSpec, RunResult, RunSpec, StepRecord, Verdict
 from harness.store import (
     LEGS,

@@ -10,7 +10,7 @@ import pytest
 
 from harness import launch, report_commands
 from harness.cli import main
-from harness.engine.infrastructure import SIGNATURES, machine_failure, signature_of
+from harness.infrastructure import SIGNATURES, machine_failure, signature_of
 from harness.records import (
     ErrorRecord,
     RankRecords,
@@ -25,6 +25,8 @@ from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 
 TAKEN = "DistNetworkError: EADDRINUSE, address already in use"
+BUSY = "CUDA-capable device(s) is/are busy or unavailable"
+CUDA = "AcceleratorError: CUDA error: "
 NCCL = "DistBackendError: NCCL error: unhandled system error, ncclSystemError"
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/listener.cc:61] bind: "
 
@@ -123,20 +125,23 @@ def test_the_history_counts_what_the_machine_failed(
     assert told == [("dp2-attn", {"nccl_system_error": 1}, 0)]
     args[args.index("--out") + 1] = "beyond"
     launch.LocalEngine.times = 9  # type: ignore[attr-defined]
-    assert run_json(capsys, *args)[0] == 1
+    assert run_json(capsys, *args)[0] == 6
     (entry,) = run_json(capsys, "history", "--flaky", *database)[1]
     assert entry["retried"] == {"nccl_system_error": 3}
     assert main(["history", "--flaky", *database]) == 0
     assert "3 x nccl_system_error" in capsys.readouterr().out
 
 
-def test_without_retries_it_stands(
+def test_without_retries_it_stands_and_accuses_nobody(
     small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is tried again unless the scenario says so."""
+    """Nothing is tried again unless the scenario says so, and a machine is no candidate's fault."""
     engine = FailingEngine(NCCL)
-    code, _ = run_json(capsys, *small(engine, 0))
-    assert code == 1
+    code, done = run_json(capsys, *small(engine, 0))
+    assert code == 6
+    (bad,) = [verdict for verdict in done["verdicts"] if verdict["outcome"] != "passed"]
+    assert (bad["outcome"], bad["what"]) == ("error", "crashed")
+    assert bad["message"].startswith("the machine failed (nccl_system_error): ")
     assert len(engine.made) == len(set(engine.made))
 
 
@@ -145,10 +150,10 @@ def test_retries_are_counted_across_resumes(
 ) -> None:
     """A machine that fails more often than allowed is not tried for ever, nor on `--resume`."""
     engine = FailingEngine(NCCL, times=9)
-    assert run_json(capsys, *small(engine, 2))[0] == 1
+    assert run_json(capsys, *small(engine, 2))[0] == 6
     assert list(attempts_in(Path("run")).values()) == [["nccl_system_error"] * 2]
     made = len(engine.made)
-    assert main(["run", "--resume", "run", "--no-history"]) == 1
+    assert main(["run", "--resume", "run", "--no-history"]) == 6
     assert len(engine.made) == made
 
 
@@ -248,8 +253,9 @@ def test_a_nan_on_record_is_not_tried_again(
         ("rendezvous_timeout", "crashed", "DistStoreError: 1/2 clients joined"),
         ("rendezvous_timeout", "hang", "DistNetworkError: The client socket has timed out"),
         ("nccl_system_error", "crashed", NCCL),
-        ("memory_error", "crashed", "AcceleratorError: CUDA error: uncorrectable ECC error "
-                                    "encountered"),
+        ("memory_error", "crashed", f"{CUDA}uncorrectable ECC error encountered"),
+        ("device_unavailable", "crashed", CUDA + BUSY),
+        ("", "crashed", f"ValueError: {BUSY}"),
         ("", "crashed", "OSError: [Errno 98] Address already in use"),
         ("", "crashed", "AssertionError: "),
     ],
@@ -273,7 +279,7 @@ def test_every_signature_is_told_by_its_exception(name: str, what: What, told: s
 def test_every_signature_is_told_by_our_own_words(name: str, what: What, message: str) -> None:
     """What the harness saw itself it words itself; a full disk or a cancelled job is nobody's."""
     assert signature_of(outcome(what, message)) == name
-    assert len({signature.name for signature in SIGNATURES}) == len(SIGNATURES) == 7
+    assert len({signature.name for signature in SIGNATURES}) == len(SIGNATURES) == 8
 
 
 def test_a_stored_limit_is_a_count() -> None:

@@ -1,9 +1,13 @@
 """Failures of the machine and not of the program, by name: the only ones that may be tried again.
 
+A candidate that crashed by one of them is not judged: no verdict, with the name of what failed. One
+that hung is: only its own ranks know why they did not meet.
+
     signature           ended as        and its words say                              in
     port_in_use         crashed         the address is taken; before any step          an exception
     rendezvous_timeout  crashed, hang   ranks did not all meet; before any step        an exception
     nccl_system_error   crashed         NCCL: a call of the system or network failed   an exception
+    device_unavailable  crashed         CUDA gives out no GPU; before any step         an exception
     memory_error        crashed         a GPU has an uncorrectable error of memory     an exception
     no_process          not_run         the kernel refused a process or its memory     our own words
     forkserver_died     interrupted     the server of this machine's runs is gone      our own words
@@ -24,7 +28,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.engine.outcome import mentions
 from harness.records import ErrorRecord, RankRecords, RunOutcome, RunResult, What
 
 _DISTRIBUTED = (
@@ -104,6 +107,13 @@ SIGNATURES = (
         read="distributed",
     ),
     Signature(
+        name="device_unavailable",
+        whats=("crashed",),
+        phrases=("cuda-capable device(s) is/are busy or unavailable",),
+        read="cuda",
+        before_any_step=True,
+    ),
+    Signature(
         name="memory_error",
         whats=("crashed",),
         phrases=("uncorrectable ecc error encountered",),
@@ -132,7 +142,8 @@ def signature_of(
         too_late = signature.before_any_step and any_step
         if outcome.what not in signature.whats or too_late:
             continue
-        if any(mentions(text, signature.phrases) for text in _texts(signature, outcome, errors)):
+        texts = [text.lower() for text in _texts(signature, outcome, errors)]
+        if any(phrase in text for phrase in signature.phrases for text in texts):
             return signature.name
     return ""
 
