@@ -113,7 +113,9 @@ def test_a_failure_of_the_machine_is_tried_again(
 
 
 def test_the_history_counts_what_the_machine_failed(
-    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+    small: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pass on the second attempt is a pass, and in the flaky ledger; the last attempt is not."""
     args = [arg for arg in small(FailingEngine(NCCL), 2) if arg != "--no-history"]
@@ -128,6 +130,7 @@ def test_the_history_counts_what_the_machine_failed(
     assert run_json(capsys, *args)[0] == 6
     (entry,) = run_json(capsys, "history", "--flaky", *database)[1]
     assert entry["retried"] == {"nccl_system_error": 3}
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["history", "--flaky", *database]) == 0
     assert "3 x nccl_system_error" in capsys.readouterr().out
 
