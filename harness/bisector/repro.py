@@ -31,6 +31,7 @@ from harness.schema import decode_scenario
 from harness.sections import MAX_WHY_CHARS
 
 FOLDER = Path("scenarios/repro")
+_IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"
 FIRST = ("graph", "stress", "fsdp", "compile", PLANT)
 """Which difference is compared, where there are several: in this order, all others after."""
 _NONE = {"graph": EAGER, "stress": NO_STRESS, "compile": NO_COMPILE, PLANT: "none"}
@@ -86,11 +87,16 @@ def find_repro(
 def write_repro(repro: Repro, folder: Path = FOLDER) -> Path:
     """Put the scenario into a file of its own, named after it; never over another.
 
+    Git ignores the folder of its own choice, if it is made here: what a search leaves is nobody's
+    change, until somebody adds it. A folder that was there, or was asked for, stays as it is.
+
     Raises:
         Infrastructure: the disk refused.
     """
     name = str(yaml.safe_load(repro.text)["name"])
     number = 1
+    if folder == FOLDER and not folder.exists():
+        _write_new(folder / ".gitignore", _IGNORED)
     while True:
         path = folder / (f"{name}.yaml" if number == 1 else f"{name}-{number}.yaml")
         if _write_new(path, repro.text):

@@ -1,5 +1,6 @@
 """Scenarios that fail alone: written, decoded again, asked, and never over another."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,27 @@ def test_no_file_is_written_over_another(tmp_path: Path) -> None:
         f"repro_made_up_dp2_attn{number}.yaml" for number in ("", "-2", "-3")
     ]
     assert all(read_back(path.read_text(), "cpu") == repro.case for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_there", "seen"),
+    [("scenarios/repro", False, False), ("scenarios/repro", True, True), ("mine", False, True)],
+)
+def test_git_ignores_what_a_search_leaves_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, is_there: bool, seen: bool
+) -> None:
+    """The folder of its own choice, when it makes it; not one that was there, or was named."""
+    monkeypatch.chdir(tmp_path)
+    if is_there:
+        Path(folder).mkdir(parents=True)
+    git = ["git", "-c", "safe.directory=*"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    write_repro(repro_of(run(), run(graph=("attn",))), Path(folder))
+    status = subprocess.run(
+        [*git, "status", "--porcelain", "-uall"], check=True, capture_output=True, text=True
+    ).stdout
+    assert (f"{folder}/repro_made_up_dp2_attn.yaml" in status) == seen
+    assert bool(status) == seen
 
 
 def test_long_names_and_stories_are_cut_to_what_a_scenario_may_hold() -> None:
