@@ -1,6 +1,7 @@
 """Which runs `--resume` makes again, though they have an outcome.
 
     interrupted, not_run          they say nothing of the program
+    undecided, shared_gpu         nobody knows whose end it was (`harness.engine.company`)
     killed, and not for memory    somebody did it: by its own count not the kernel
     killed, anything else         only if somebody asks for it (`--again-killed`)
     what the machine failed       as often as `launch.retries` allows (`harness.retries`)
@@ -16,7 +17,7 @@ from harness.records import RunOutcome, What
 from harness.schedule import unique_runs
 from harness.store import RunFolder
 
-TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run")
+TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")
 """Outcomes that say nothing of the program."""
 
 
@@ -24,7 +25,9 @@ def says_nothing(outcome: RunOutcome | None) -> bool:
     """Whether an outcome, if there is one, says nothing of the program: `--resume` asks again."""
     if outcome is None:
         return True
-    return outcome.what in TO_REPEAT or (outcome.what == "killed" and outcome.from_outside)
+    if outcome.undecided or outcome.what in TO_REPEAT:
+        return True
+    return outcome.what == "killed" and outcome.from_outside
 
 
 def set_killed_aside(path: Path) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ What = Literal[
     "hang", "crashed", "killed", "stale_address", "stale_guards", "race",
     "capture_refused",
     "nondeterministic_reference", "different_environment", "unsupported", "not_run", "interrupted",
+    "shared_gpu",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)
 
@@ -320,6 +321,8 @@ class RunOutcome(Json):
     `what` is empty for a run in which every rank exited 0. `culprit_rank` is the rank that failed
     first (the others often only report a lost connection). `from_outside`: a SIGKILL ended it that
     neither the harness sent nor, by the kernel's own count, the kernel for want of memory.
+    `undecided`: nobody knows yet whether its end was its own or that of one of the runs `tied`
+    (`harness.engine.company`).
     """
 
     key: str
@@ -331,6 +334,8 @@ class RunOutcome(Json):
     wall_s: float
     attempt: int = 0
     from_outside: bool = False
+    undecided: bool = False
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

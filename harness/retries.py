@@ -34,6 +34,7 @@ from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kep
 MANIFEST_KEY = "retries"
 """Of the run folder's manifest: how often a run may be made again."""
 CHECK_NAME = "attempts"
+SHARED_GPU: What = "shared_gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,8 @@ class Attempt(Json):
     """One earlier attempt of a run.
 
     Attributes:
-        signature: the failure of the machine that ended it; "" for one that somebody stopped.
+        signature: the failure of the machine that ended it; `shared_gpu` if another run on its
+            GPU may have; "" for one that somebody stopped.
         num_steps: steps that some rank recorded.
     """
 
@@ -75,7 +77,8 @@ class Retries:
         if outcome is None or not outcome.what:
             return ""
         failure = machine_failure(self._folder.load_run(spec))
-        spent = sum(bool(attempt.signature) for attempt in earlier_attempts(self._folder, spec))
+        earlier = earlier_attempts(self._folder, spec)
+        spent = sum(attempt.signature not in ("", SHARED_GPU) for attempt in earlier)
         return failure if spent < self.limit else ""
 
 
@@ -98,21 +101,27 @@ def _earlier_runs(folder: RunFolder, spec: RunSpec) -> list[RunResult]:
 
 
 def _attempt(run: RunResult, number: int) -> Attempt:
+    shared = _is_in_doubt(run)
     return Attempt(
         key=run.outcome.key,
         number=number,
         what=run.outcome.what,
         message=run.outcome.message,
-        signature=machine_failure(run),
+        signature=SHARED_GPU if shared else machine_failure(run),
         num_steps=len({record.step for records in run.ranks for record in records.steps}),
         wall_s=run.outcome.wall_s,
     )
 
 
+def _is_in_doubt(run: RunResult) -> bool:
+    return run.outcome.undecided or run.outcome.what == SHARED_GPU
+
+
 def beside_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -> Verdict:
     """The verdict, unless it says passed and an earlier attempt of one of its runs says otherwise.
 
-    A candidate that computed other bits has failed; a reference that did is not deterministic.
+    A candidate that computed other bits has failed; a reference that did is not deterministic. Of
+    bits that were computed beside a run that spoiled the GPU, nobody can say whose they are.
     """
     if verdict.outcome != "passed":
         return verdict
@@ -124,20 +133,26 @@ def beside_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -> Verd
         last = folder.load_run(spec)
         for number, run in enumerate(earlier):
             if _same_environment(run, last) and (place := _first_difference(run, last)) is not None:
-                return _contradicted(verdict, leg, number, place)
+                return _contradicted(verdict, leg, number, place, shared=_is_in_doubt(run))
     return verdict
 
 
-def _contradicted(verdict: Verdict, leg: str, number: int, place: Difference) -> Verdict:
+def _contradicted(
+    verdict: Verdict, leg: str, number: int, place: Difference, *, shared: bool
+) -> Verdict:
     of = f" of {place.tensor}" if place.tensor else ""
     message = (
         f"attempt {number} of the {leg}, which did not finish, had other {place.quantity}{of} at "
         f"step {place.step} on rank {place.rank} than the attempt after it"
     )
+    what: What = "diverged" if leg == "candidate" else "nondeterministic_reference"
+    if shared:
+        what = SHARED_GPU
+        message += "; it was on a GPU under MPS with runs that failed"
     answer = CheckResult(
         check=CHECK_NAME,
-        outcome="failed" if leg == "candidate" else "incomparable",
-        what="diverged" if leg == "candidate" else "nondeterministic_reference",
+        outcome="failed" if what == "diverged" else "incomparable",
+        what=what,
         message=message,
         difference=place,
     )

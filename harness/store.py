@@ -40,8 +40,8 @@ from harness.streams import read_ranks
 
 __all__ = [
     "CaseRuns", "RunFolder", "begin_run", "kept_folder", "load_case", "load_run_folder",
-    "num_kept", "read_outcome", "read_verdict", "save_outcome", "stored_environment",
-    "write_atomic",
+    "num_kept", "read_outcome", "read_verdict", "save_outcome", "set_aside",
+    "stored_environment", "write_atomic",
 ]  # fmt: skip
 
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
@@ -212,11 +212,11 @@ class RunFolder:
 
     def set_aside(self, key: str) -> Path | None:
         """Keep what there is of a run under another name; that name, None if there was nothing."""
-        return _set_aside(self.run_folder(key))
+        return set_aside(self.run_folder(key))
 
     def set_case_aside(self, case_id: str) -> Path | None:
         """The same of a case: a verdict must not outlive the runs that it speaks of."""
-        return _set_aside(self.case_folder(case_id))
+        return set_aside(self.case_folder(case_id))
 
     def finished(self, key: str) -> RunOutcome | None:
         """Outcome of a run; None if it did not finish or its outcome cannot be trusted."""
@@ -269,7 +269,8 @@ class RunFolder:
         return tuple(verdict for verdict in found if verdict is not None)
 
 
-def _set_aside(folder: Path) -> Path | None:
+def set_aside(folder: Path) -> Path | None:
+    """Keep the folder of a run or a case under the name of its attempt; None if there is none."""
     if not folder.exists():
         return None
     kept = kept_folder(folder, num_kept(folder))

@@ -216,10 +216,12 @@ def judged_by(
         case: CaseSpec, reference: RunResult, control: RunResult, candidate: RunResult, **_: Any
     ) -> Verdict:
         told = differ(reference, candidate)
-        flaw = find_flaw(reference)
+        flaw, leg = find_flaw(reference), "reference"
         what: What = candidate.outcome.what or "diverged"
+        if candidate.outcome.undecided or what == "shared_gpu":
+            flaw, leg = find_flaw(candidate), "candidate"
         if flaw is not None:
-            told, what = f"the reference: {flaw.message}", flaw.what
+            told, what = f"the {leg}: {flaw.message}", flaw.what
         return Verdict(
             case_id=case.id,
             outcome="error" if flaw is not None else "failed" if told else "passed",

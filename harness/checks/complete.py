@@ -53,6 +53,10 @@ def _outcome_flaw(run: RunResult) -> Flaw | None:
             what="corrupt_record",
             message=f"the outcome belongs to run {outcome.key}, expected {run.spec.key}",
         )
+    if outcome.undecided:
+        how = f"ended as {outcome.what}" if outcome.what else "then finished alone"
+        told = f"the run shared a GPU under MPS and {how}: --resume finds out whose doing that was"
+        return Flaw(what="shared_gpu", message=told)
     if outcome.what:
         message = outcome.message or f"the run ended as {outcome.what}"
         return Flaw(what=outcome.what, message=message, rank=outcome.culprit_rank)

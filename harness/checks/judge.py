@@ -49,7 +49,7 @@ CHECKS: dict[str, Check] = {
 }
 """Checks that a scenario may ask for, by name."""
 
-NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported")
+NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", "shared_gpu")
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 
 INCOMPLETE: tuple[What, ...] = (
@@ -171,6 +171,7 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
             f"the {leg} recorded all {soaked.steps_due(run)} steps on all {spec.world_size} ranks",
         )
     trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
+    trouble = "is not judged" if flaw.what == "shared_gpu" else trouble
     message = f"the {leg} {trouble}: {flaw.message}"
     if leg == "candidate":
         # Who reads one line reads the cause.

@@ -46,7 +46,7 @@ DIGEST_EVENT = "digest_time"
 MOST_DIGESTS = 0.8
 """Part of the shortest step that digests are believed to take."""
 MIB = 1 << 20
-_NO_BLAME = ("interrupted", "not_run", "unsupported")
+_NO_BLAME = ("interrupted", "not_run", "unsupported", "shared_gpu")
 
 PEAKS: Mapping[str, Callable[[RankRecords], int]] = {
     "allocated": peak_bytes,

@@ -1,7 +1,7 @@
 """What an engine is: slots, runs started and waited for; and who gets which slot.
 
-A run takes one slot a rank. With devices, slot i stands for device i, so runs that are under way
-at the same time never share one.
+A run takes one slot a rank. With devices, slot i stands for device i: runs that are under way at
+the same time share one only if it is named more than once (`gpus.shared`).
 """
 
 from collections.abc import Sequence

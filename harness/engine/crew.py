@@ -46,6 +46,8 @@ class Job:
         first_local_rank: LOCAL_RANK of the first of them.
         local_world_size: ranks on this machine, None if they are all in `ranks`.
         stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
+        undecided: which ends the engine has to decide upon (`harness.engine.company`): runs that
+            `failed`, runs that `finished`, or none.
     """
 
     spec: RunSpec
@@ -56,6 +58,7 @@ class Job:
     first_local_rank: int = 0
     local_world_size: int | None = None
     stops_on_sigterm: bool = False
+    undecided: str = ""
 
     def __post_init__(self) -> None:
         if not self.ranks:

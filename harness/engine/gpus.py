@@ -7,9 +7,13 @@ hosts talk through sockets on the loopback device. A layout of 8 ranks so runs o
 hosts of two: with NCCL's own kernels and bits, and with times that mean nothing.
 """
 
+import os
 from collections.abc import Sequence
 
 from harness.shared_gpus import HOST_KEY, SHARED_HOST
+
+MPS_PIPES = "/tmp/nvidia-mps"
+"""Folder of the pipes of CUDA's MPS, unless CUDA_MPS_PIPE_DIRECTORY names another."""
 
 
 def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
@@ -42,3 +46,9 @@ def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:
         host = devices[:rank].count(devices[rank])
         found |= {HOST_KEY: f"{SHARED_HOST}-{host}", "NCCL_SOCKET_IFNAME": "lo"}
     return found
+
+
+def mps_runs() -> bool:
+    """Whether processes that use CUDA here go through MPS: its daemon has made its control pipe."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_PIPES
+    return os.path.exists(os.path.join(folder, "control"))  # noqa: PTH110, PTH118 - never raises

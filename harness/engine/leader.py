@@ -19,6 +19,7 @@ from harness.disk import read_tail
 from harness.engine.crew import Crew, Job, Meeting, RankMain, flush_output, redirect
 from harness.engine.gpu_evidence import kernel_words, last_module, last_place
 from harness.engine.memory_kills import num_memory_kills, with_sender
+from harness.engine.neighbours import LOST
 from harness.engine.outcome import RankEvidence, classify
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.watch import Limits
@@ -99,6 +100,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         started_unix_s=started_unix_s,
         wall_s=wall_s,
         attempt=job.attempt,
+        undecided=what not in LOST and job.undecided == ("failed" if what else "finished"),
     )
     save_outcome(here, with_sender(outcome, memory_kills))
 

@@ -2,12 +2,13 @@
 
 The server is started with the first run and lives as long as the engine. If it dies, the runs that
 were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
-only a leader dies, its run is `crashed`, or `killed` by a SIGKILL.
+only a leader dies, its run is `crashed`, or `killed` by a SIGKILL. Where runs share GPUs under MPS,
+an end that may be another's doing is told once it is known whose (`harness.engine.company`).
 """
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.engine.base import Slots
+from harness.engine.company import Company
+from harness.engine.gpu_evidence import DUMP_S
+from harness.engine.gpus import mps_runs
 from harness.engine.leader import tail_of
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.outcome import signal_name
@@ -61,6 +65,7 @@ class LocalEngine:
         entry: str = ENTRY,
         devices: Sequence[str] = (),
         limits: Limits | None = None,
+        mps: Callable[[], bool] = mps_runs,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -70,6 +75,7 @@ class LocalEngine:
             entry: `module:function` of a `RankMain`, imported by the server.
             devices: GPU of each slot, as CUDA_VISIBLE_DEVICES names it; empty without GPUs.
             limits: how patient leaders are.
+            mps: whether processes that use CUDA go through MPS now.
 
         Raises:
             UsageError: counts that make no sense.
@@ -77,6 +83,8 @@ class LocalEngine:
         self._slots = Slots(slots, devices, jobs)
         self._entry = entry
         self._limits = limits or Limits()
+        patience_s = self._limits.grace_s + 2 * max(self._limits.stacks_s, DUMP_S)
+        self._company = Company(devices, mps, patience_s)
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
         self._failure: Infrastructure | None = None
@@ -98,12 +106,17 @@ class LocalEngine:
 
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now."""
-        return self._slots.fits(spec)
+        return self._slots.fits(spec) and not self._company.closed()
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; see `Engine.start`."""
-        devices = self._slots.take(spec)
+        self.check(spec)
         folder = folder.absolute()
+        if not (attempt and self._company.asks(spec, folder)):
+            self._begin(spec, folder, attempt)
+
+    def _begin(self, spec: RunSpec, folder: Path, attempt: int) -> None:
+        devices = self._slots.take(spec)
         # Known before the server hears of it: a signal in between must find it to cancel.
         self._active[spec.key] = _Active(spec=spec, folder=folder, attempt=attempt)
         try:
@@ -113,6 +126,7 @@ class LocalEngine:
                 "folder": str(folder),
                 "devices": devices,
                 "attempt": attempt,
+                "undecided": self._company.started(spec.key, devices),
             }
             self._send_start(command)
         except BaseException:
@@ -151,20 +165,28 @@ class LocalEngine:
             Infrastructure: an outcome cannot be written.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._active and not self._ended and self._failure is None:
+        while not self._ended and self._failure is None and self._go_on():
             now_s = time.monotonic()
             if deadline_s is not None and now_s > deadline_s:
                 break
             self._end_overdue(now_s)
             until_s = [run.overdue_s for run in self._active.values()]
-            if deadline_s is not None:
-                until_s.append(deadline_s)
+            until_s += [at_s for at_s in (deadline_s, self._company.due_s()) if at_s is not None]
             self._take_messages(max(min(until_s) - now_s, 0.001))
         if not self._ended and self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         ended, self._ended = self._ended, []
         return ended
+
+    def _go_on(self) -> bool:
+        """Tell what is known by now of runs that shared GPUs; whether there is more to wait for."""
+        self._ended += self._company.settled()
+        if self._ended:
+            return False
+        if not self._active and (alone := self._company.next_alone()) is not None:
+            self._begin(*alone)
+        return bool(self._active)
 
     def _take_messages(self, patience_s: float) -> None:
         if self._server is None:
@@ -189,7 +211,7 @@ class LocalEngine:
                 stderr.unlink(missing_ok=True)
         outcome, missing = read_outcome(run.folder, key)
         if outcome is not None:
-            self._ended.append(outcome)
+            self._tell(run, outcome)
         elif status is None:
             self._conclude(run, "not_run", f"the run could not be started: {why}")
         elif status == ExitCode.NO_VERDICT:
@@ -215,12 +237,18 @@ class LocalEngine:
             run = self._release(key)
             outcome, _ = read_outcome(run.folder, key)
             if outcome is not None:
-                self._ended.append(outcome)
+                self._tell(run, outcome)
             else:
                 self._conclude(run, "interrupted", f"the forkserver {how} during the run")
 
+    def _tell(self, run: _Active, outcome: RunOutcome) -> None:
+        told = self._company.ended(run.spec, run.folder, outcome)
+        if told is not None:
+            self._ended.append(told)
+
     def _release(self, key: str) -> _Active:
         self._slots.release(key)
+        self._company.left(key)
         return self._active.pop(key)
 
     def _conclude(self, run: _Active, what: What, message: str) -> None:
@@ -245,7 +273,7 @@ class LocalEngine:
         except Infrastructure as error:
             self._failure = error
         else:
-            self._ended.append(outcome)
+            self._tell(run, outcome)
 
     def _end_overdue(self, now_s: float) -> None:
         """A leader that does not answer is killed, then the server."""
@@ -278,6 +306,7 @@ class LocalEngine:
                     kill_group(run.leader_pid)
         for key in list(self._active):
             self._release(key)
+        self._company.clear()
         self._ended.clear()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from harness.history.entries import CaseEntry, FolderEntry, RunEntry
 from harness.history.ledger import History
 from harness.records import Json, Outcome, What
 
-SAYS_NOTHING: tuple[What, ...] = ("interrupted", "not_run")
+SAYS_NOTHING: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")
 """How a case ends of which the machine was the reason."""
 METRICS: dict[str, Callable[[RunEntry], float | None]] = {
     "step_s": lambda run: run.step_s,

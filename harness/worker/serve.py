@@ -165,6 +165,7 @@ class _Server:
                 folder=folder,
                 devices=tuple(command["devices"]),
                 attempt=command["attempt"],
+                undecided=command["undecided"],
             )
             lead(job, self._rank_main, open_store, self._limits)
 
