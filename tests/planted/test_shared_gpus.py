@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness.again import says_nothing
+from harness.bisector.asking import judged_by
+from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
 from harness.engine.local import LocalEngine
 from harness.engine.watch import Limits
@@ -46,17 +48,18 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
         stream.write(stub_ranks.step_record(number, rank))
     (server / f"{spec.config['name']}{spec.replica}").touch()
     until(lambda: len(list(server.iterdir())) >= spec.config["beside"], "nobody is beside it")
-    if num_kept(folder) and server.with_name("stuck").exists():
+    stuck = server.with_name("stuck")
+    if num_kept(folder) and stuck.exists() and spec.config["name"] in stuck.read_text():
         stub_ranks.sleep_for_ever()
     if act == "ok":
         stream.write(EndRecord(rank=rank, steps=4, peak_bytes=1, startup_s=0.0, wall_s=0.0))
         return 0
     if act == "victim":
-        until(lambda: (server / "lost").exists(), "no fault")
+        # Its neighbour's leader has seen it first.
+        until(lambda: any(folder.parent.glob("*/outcome.json")), "no fault")
     what, kind, message = LAST_WORDS[act]
     stream.write(ErrorRecord(rank=rank, step=step, what=what, type=kind, message=message,
                              traceback=""))  # fmt: skip
-    (server / "lost").touch()
     return 1
 
 
@@ -226,7 +229,7 @@ def test_what_is_cut_short_is_asked_on(machine: Machine, folder: RunFolder, late
         machine.run("a", "fault", later, beside=2), machine.run("b", "victim", "ok", beside=2),
     ]  # fmt: skip
     stuck = machine.server.with_name("stuck")
-    stuck.touch()
+    stuck.write_text("a b")
     for run in runs:
         machine.engine.start(run, folder.run_folder(run.key))
     until(lambda: not machine.engine.wait(0.01) and any(map(again, paths(folder, runs))), "alone")
@@ -243,6 +246,24 @@ def test_what_is_cut_short_is_asked_on(machine: Machine, folder: RunFolder, late
         found |= {outcome.key: outcome.what for outcome in ended}
     expected = ["illegal_access", ""] if later == "fault" else ["shared_gpu"] * 2
     assert [found[run.key] for run in runs] == expected
+
+
+def test_who_ends_well_alone_has_not_passed_until_all_are_known(
+    machine: Machine, folder: RunFolder
+) -> None:
+    """What lies on the disk before another of the group was made alone is no outcome."""
+    runs = [
+        machine.run("a", "fault", "ok", beside=2), machine.run("b", "victim", "ok", beside=2),
+    ]  # fmt: skip
+    machine.server.with_name("stuck").write_text("b")
+    for run in runs:
+        machine.engine.start(run, folder.run_folder(run.key))
+    until(lambda: not machine.engine.wait(0.01) and again(paths(folder, runs)[1]), "alone")
+    machine.engine.cancel()
+    flaw = find_flaw(folder.load_run(runs[0]))
+    assert flaw is not None
+    assert flaw.what == "shared_gpu"
+    assert says_nothing(folder.finished(runs[0].key))
 
 
 def paths(folder: RunFolder, runs: list[RunSpec]) -> list[Path]:
@@ -302,3 +323,17 @@ def test_tests_of_a_session_are_told_the_same(machine: Machine, folder: RunFolde
         assert [wish.outcome.result(PATIENCE_S).what for wish in wishes] == ["shared_gpu"] * 2
     finally:
         pool.close()
+
+
+def test_a_search_takes_no_answer_from_a_run_without_one(
+    machine: Machine, folder: RunFolder
+) -> None:
+    """A candidate that finished alone, with no culprit known, did not show that all is well."""
+    case = machine.runs("fault", "ok")
+    judge = judged_by(lambda reference, candidate: "")
+    (verdict,) = execute(folder, [case], machine.engine, Silent(), judge=judge)
+    assert (verdict.outcome, verdict.what) == ("error", "shared_gpu"), verdict.message
+    candidate = folder.load_run(case.candidate)
+    whole = replace(candidate, outcome=replace(candidate.outcome, what=""))
+    assert judge(case, whole, whole, candidate).outcome == "error"
+    assert judge(case, whole, whole, whole).outcome == "passed"

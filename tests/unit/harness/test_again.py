@@ -120,7 +120,7 @@ def test_a_retry_that_was_cut_short_is_not_counted_and_allows_no_more(start: Sta
     engine.on_start = lambda spec: None
     engine.ended.clear()
     for _ in range(2):
-        assert main(["run", "--resume", "run", "--no-history"]) == 1
+        assert main(["run", "--resume", "run", "--no-history"]) == 6
     folder = RunFolder.open(Path("run"))
     (candidate,) = (case.candidate for case in folder.cases if case.id == "dp2-attn")
     told = [(a.what, a.signature) for a in earlier_attempts(folder, candidate)]

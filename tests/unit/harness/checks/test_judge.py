@@ -64,12 +64,25 @@ def test_other_legs_are_never_the_candidates_fault(lab: Any, edit: Any, leg: str
         assert leg in verdict.message
 
 
-@pytest.mark.parametrize("what", ["interrupted", "not_run", "unsupported"])
+@pytest.mark.parametrize("what", ["interrupted", "not_run", "unsupported", "shared_gpu"])
 def test_stopped_candidate_has_no_verdict(lab: Any, edit: Any, what: str) -> None:
     """A candidate that was stopped or never started is an error, not a failure."""
     reference, control, candidate = lab.legs()
     verdict = judge(lab.case(), reference, control, crash(candidate, edit, what))
     assert (verdict.outcome, verdict.what) == ("error", what)
+
+
+@pytest.mark.parametrize("leg", ["reference", "control", "candidate"])
+@pytest.mark.parametrize("what", ["", "illegal_access"])
+def test_an_end_that_is_not_decided_has_no_verdict(
+    lab: Any, edit: Any, leg: str, what: str
+) -> None:
+    """Neither a pass nor a failure is believed before it is known whose end it was."""
+    runs = dict(zip(("reference", "control", "candidate"), lab.legs(), strict=True))
+    runs[leg] = edit.outcome(runs[leg], what=what, undecided=True)
+    verdict = judge(lab.case(), *runs.values())
+    assert (verdict.outcome, verdict.what) == ("error", "shared_gpu")
+    assert leg in verdict.message
 
 
 def test_nondeterministic_reference(lab: Any, edit: Any) -> None:

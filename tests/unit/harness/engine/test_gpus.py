@@ -1,8 +1,10 @@
 """Tests of `harness.engine.gpus`: every rank its GPU, and hosts apart where a GPU is shared."""
 
+from pathlib import Path
+
 import pytest
 
-from harness.engine.gpus import gpu_environment, shared
+from harness.engine.gpus import gpu_environment, mps_runs, shared
 
 
 def test_a_gpu_a_rank_is_one_host() -> None:
@@ -37,3 +39,11 @@ def test_less_than_one_rank_a_gpu_is_refused() -> None:
     """No rank would have a GPU."""
     with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
         shared(("0",), 0)
+
+
+def test_mps_is_told_by_its_control_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's processes look for it where a variable says, and use MPS if it is there."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert not mps_runs()
+    (tmp_path / "control").touch()
+    assert mps_runs()
