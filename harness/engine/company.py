@@ -11,6 +11,9 @@ So nothing that failed once passes because it was lucky the second time. A culpr
 of the same group ended by itself for certain, or failed alone about where it had failed before:
 otherwise another may have ended it, and what it did alone explains nothing.
 
+After a fault MPS gives out no GPU until the last client of its server is gone: seconds at times. A
+run that is refused one before its first step has said nothing; it is made again, later each time.
+
 All of this can be cut short. What is not decided says so in its outcome, which then counts as none,
 and whoever makes the run again asks on from its kept attempts.
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 
 from harness.engine.neighbours import LOST, OF_COMPANY, Decision, End, Neighbours
 from harness.engine.outcome import mentions
+from harness.infrastructure import signature_of
 from harness.records import RankRecords, RunOutcome, RunSpec, What
 from harness.store import kept_folder, num_kept, read_outcome, save_outcome, set_aside
 from harness.streams import rank_path, read_ranks
@@ -29,6 +33,10 @@ from harness.streams import rank_path, read_ranks
 SHARED_GPU: What = "shared_gpu"
 DEVICE_WORDS = ("cuda", "nccl", "cublas", "cudnn")
 """In what a rank says, in lower case, of a failure that may be the device's."""
+REFUSED = "device_unavailable"
+"""A failure of the machine (`harness.infrastructure`): no rank was given a GPU."""
+RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""How long to wait before each further start of a run that was refused its GPU."""
 STEPS_BESIDE = 1
 """A rank's own step runs so far ahead of the device's, or behind, as it fails."""
 _SILENT: tuple[What, ...] = ("", SHARED_GPU, *LOST)
@@ -37,28 +45,44 @@ _SILENT: tuple[What, ...] = ("", SHARED_GPU, *LOST)
 
 @dataclass
 class Question:
-    """A run to be made alone. `places` are the folders of those that may have ended it."""
+    """A run to be made alone.
+
+    Attributes:
+        places: folders of those that may have ended it; empty of one that was refused its GPU.
+        in_doubt: whether it got so far that another run may have ended it.
+        refusals: how often it was refused its GPU.
+    """
 
     spec: RunSpec
     folder: Path
     places: dict[str, Path]
     outcome: RunOutcome | None = None
+    in_doubt: bool = True
+    refusals: int = 0
 
 
 class Company:
     """Keeps ends back until it is known whose they were."""
 
-    def __init__(self, devices: Sequence[str], mps: Callable[[], bool], patience_s: float) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str],
+        mps: Callable[[], bool],
+        patience_s: float,
+        recovery_s: Sequence[float] = RECOVERY_S,
+    ) -> None:
         """Know who shares GPUs.
 
         Args:
             devices: GPU of each slot.
             mps: whether CUDA's processes go through MPS now.
             patience_s: what may pass from the first failure of a run to its end, but for a hang.
+            recovery_s: waits between starts of a run that is refused its GPU.
         """
         self._shares = len(set(devices)) < len(devices)
         self._mps = mps
         self._patience_s = patience_s
+        self._recovery_s = recovery_s
         self.clear()
 
     def clear(self) -> None:
@@ -68,6 +92,7 @@ class Company:
         self._held: dict[str, tuple[RunSpec, Path, RunOutcome]] = {}
         self._questions: dict[str, Question] = {}
         self._alone = ""
+        self._recovered_s = 0.0
 
     def asks(self, spec: RunSpec, folder: Path) -> bool:
         """Whether an earlier attempt of a run is in question: then it waits to be made alone."""
@@ -95,19 +120,30 @@ class Company:
 
     def closed(self) -> bool:
         """Whether nothing may start: a run is to be alone, or a GPU's runs are ending together."""
-        return bool(self._alone) or self._neighbours.due_s(time.monotonic()) is not None
+        return bool(self._alone) or self.due_s() is not None
 
     def due_s(self) -> float | None:
-        """Until when to wait for ends that may be tied to those that are held; None: no longer."""
-        return self._neighbours.due_s(time.monotonic())
+        """Until when to wait for ends that may be tied to those held, or for a GPU; None: neither."""
+        now_s = time.monotonic()
+        waits = [self._neighbours.due_s(now_s)]
+        waits += [self._recovered_s] if self._recovered_s > now_s else []
+        return max((until_s for until_s in waits if until_s is not None), default=None)
 
     def ended(self, spec: RunSpec, folder: Path, outcome: RunOutcome) -> RunOutcome | None:
         """What to tell of a run that has ended; None as long as its outcome is held back."""
         key = spec.key
         if key == self._alone:
             self._alone = ""
-            self._questions[key].outcome = outcome
+            question = self._questions[key]
+            if not self._is_put_off(question, outcome):
+                question.outcome = outcome
             return None
+        if key in self._doubted:
+            refused = Question(spec, folder, {}, in_doubt=False)
+            if self._is_put_off(refused, outcome):
+                self._doubted.discard(key)
+                self._questions[key] = refused
+                return None
         had_company = self._neighbours.had_company(key)
         if key in self._doubted and outcome.what and had_company:
             self._neighbours.ended(_end(spec, folder, outcome, self._patience_s))
@@ -118,6 +154,15 @@ class Company:
                 return None
         self._doubted.discard(key)
         return _saved(folder, replace(outcome, undecided=False)) if outcome.undecided else outcome
+
+    def _is_put_off(self, question: Question, outcome: RunOutcome) -> bool:
+        """Whether a run was refused its GPU, and is to be made again once MPS has recovered."""
+        if question.refusals >= len(self._recovery_s) or not _is_refused(question, outcome):
+            return False
+        self._recovered_s = time.monotonic() + self._recovery_s[question.refusals]
+        question.refusals += 1
+        _saved(question.folder, replace(outcome, undecided=False))
+        return True
 
     def settled(self) -> list[RunOutcome]:
         """Outcomes that need not be held back any longer; those in question are queued."""
@@ -142,7 +187,9 @@ class Company:
         return [_saved(folder, replace(end, undecided=False)) for _, folder, end in certain]
 
     def next_alone(self) -> tuple[RunSpec, Path, int] | None:
-        """The run to make, with its attempt, now that nothing is under way; None if none waits."""
+        """The run to make, with its attempt, now that nothing is under way; None if none may be."""
+        if self._recovered_s > time.monotonic():
+            return None
         for key, question in self._questions.items():
             if question.outcome is None:
                 self._alone = key
@@ -163,6 +210,14 @@ def _failed(outcome: RunOutcome | None) -> bool:
 def _kept(folder: Path, key: str) -> list[RunOutcome]:
     found = (read_outcome(kept_folder(folder, n), key)[0] for n in range(num_kept(folder)))
     return [outcome for outcome in found if outcome is not None]
+
+
+def _is_refused(question: Question, outcome: RunOutcome) -> bool:
+    if not outcome.what:
+        return False
+    ranks = read_ranks(question.folder, question.spec.world_size)
+    errors = [each.error for each in ranks if each.error is not None]
+    return signature_of(outcome, errors, any_step=any(each.steps for each in ranks)) == REFUSED
 
 
 def _end(spec: RunSpec, folder: Path, outcome: RunOutcome, patience_s: float) -> End:
@@ -205,10 +260,10 @@ def _answered(question: Question) -> RunOutcome:
     assert outcome is not None
     decided = replace(outcome, undecided=False)
     first = [each for each in _kept(folder, outcome.key) if each.undecided and each.what]
-    if _failed(outcome):
+    if _failed(outcome) and question.in_doubt:
         told = f"{outcome.message}; this time alone, before that {_beside(question.places)}"
         return _saved(folder, replace(decided, message=told))
-    if outcome.what in LOST or _explained(question.places):
+    if not question.in_doubt or outcome.what in LOST or _explained(question.places):
         return _saved(folder, decided)
     how = first[-1].what if first else "it is not known how"
     told = (

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.engine.base import Slots
-from harness.engine.company import Company
+from harness.engine.company import RECOVERY_S, Company
 from harness.engine.gpu_evidence import DUMP_S
 from harness.engine.gpus import mps_runs
 from harness.engine.leader import tail_of
@@ -66,6 +66,7 @@ class LocalEngine:
         devices: Sequence[str] = (),
         limits: Limits | None = None,
         mps: Callable[[], bool] = mps_runs,
+        recovery_s: Sequence[float] = RECOVERY_S,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -76,6 +77,7 @@ class LocalEngine:
             devices: GPU of each slot, as CUDA_VISIBLE_DEVICES names it; empty without GPUs.
             limits: how patient leaders are.
             mps: whether processes that use CUDA go through MPS now.
+            recovery_s: waits between starts of a run that MPS, after a fault, gives no GPU.
 
         Raises:
             UsageError: counts that make no sense.
@@ -84,7 +86,7 @@ class LocalEngine:
         self._entry = entry
         self._limits = limits or Limits()
         patience_s = self._limits.grace_s + 2 * max(self._limits.stacks_s, DUMP_S)
-        self._company = Company(devices, mps, patience_s)
+        self._company = Company(devices, mps, patience_s, recovery_s)
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
         self._failure: Infrastructure | None = None
@@ -186,10 +188,11 @@ class LocalEngine:
             return False
         if not self._active and (alone := self._company.next_alone()) is not None:
             self._begin(*alone)
-        return bool(self._active)
+        return bool(self._active) or self._company.due_s() is not None
 
     def _take_messages(self, patience_s: float) -> None:
         if self._server is None:
+            time.sleep(patience_s)  # nobody is left to hear of
             return
         try:
             messages = self._server.receive(patience_s)

@@ -17,6 +17,7 @@ from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
 from harness.engine.local import LocalEngine
 from harness.engine.watch import Limits
+from harness.infrastructure import machine_failure
 from harness.records import CaseSpec, EndRecord, ErrorRecord, RunOutcome, RunSpec, Verdict, What
 from harness.retries import Retries, beside_attempts, earlier_attempts
 from harness.run import Silent, execute
@@ -29,10 +30,12 @@ PATIENCE_S = 30.0
 
 ENTRY = "tests.planted.test_shared_gpus:rank_main"
 CUDA = "CUDA error: an illegal memory access was encountered"
+REFUSED = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 LAST_WORDS: dict[str, tuple[What, str, str]] = {
     "fault": ("illegal_access", "AcceleratorError", CUDA),
     "later_fault": ("illegal_access", "AcceleratorError", CUDA),
     "raise": ("crashed", "ValueError", "planted"),
+    "refused": ("crashed", "AcceleratorError", REFUSED),
     "victim": ("crashed", "AcceleratorError", "CUDA error: MPS client failed"),
 }
 
@@ -43,7 +46,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     act = acts[min(num_kept(folder), len(acts) - 1)]
     stream, server = stub_ranks.Stream(folder, rank), Path(spec.config["server"])
     stream.write(stub_ranks.start_record(spec, rank))
-    step = 3 if act.startswith("later") else 1
+    step = {"later_fault": 3, "refused": 0}.get(act, 1)
     for number in range(spec.config["steps"] if act == "ok" else step):
         stream.write(stub_ranks.step_record(number, rank))
     (server / f"{spec.config['name']}{spec.replica}").touch()
@@ -70,7 +73,7 @@ class Machine:
         self.server, self.mps = server, True
         self.engine = LocalEngine(
             3, entry=ENTRY, devices=("0",) * 3, limits=Limits(grace_s=PATIENCE_S),
-            mps=lambda: self.mps,
+            mps=lambda: self.mps, recovery_s=(0.01, 0.02),
         )  # fmt: skip
 
     def run(self, name: str, *acts: str, beside: int = 3) -> RunSpec:
@@ -171,6 +174,45 @@ def test_one_that_fails_alone_elsewhere_explains_nothing(
     ]
     found = machine.outcomes(folder, *runs)
     assert (found["a"].what, found["b"].what) == ("illegal_access", "shared_gpu")
+
+
+def test_a_lone_run_that_is_refused_its_gpu_is_no_answer(
+    machine: Machine, folder: RunFolder
+) -> None:
+    """MPS recovers from the fault only by and by: the culprit fails again once it gets the GPU."""
+    runs = [
+        machine.run("a", "fault", "refused", "refused", "fault", beside=2),
+        machine.run("b", "victim", "refused", "ok", beside=2),
+    ]
+    found = machine.outcomes(folder, *runs)
+    assert [found[name].what for name in "ab"] == ["illegal_access", ""]
+    assert causes(folder, runs[0]) == ["shared_gpu", "device_unavailable", "device_unavailable"]
+    assert causes(folder, runs[1]) == ["shared_gpu", "device_unavailable"]
+
+
+def test_a_run_that_never_got_its_gpu_is_made_again_and_counts(
+    machine: Machine, folder: RunFolder
+) -> None:
+    """It said nothing, so nothing is in doubt once it was made."""
+    runs = [machine.run("a", "refused", "ok", beside=2), machine.run("b", "ok", beside=2)]
+    found = machine.outcomes(folder, *runs)
+    assert [found[name].what for name in "ab"] == ["", ""]
+    assert causes(folder, runs[0]) == ["device_unavailable"]
+
+
+@pytest.mark.parametrize("mps", [False, True])
+def test_a_gpu_that_is_never_given_out_is_the_machines_failure(
+    machine: Machine, folder: RunFolder, mps: bool
+) -> None:
+    """It is asked for some more times under MPS, and not for ever."""
+    machine.mps = mps
+    run = machine.run("a", "refused", beside=1)
+    found = machine.outcomes(folder, run)
+    assert found["a"].what == "crashed"
+    assert causes(folder, run) == (["device_unavailable"] * 2 if mps else [])
+    flaw = find_flaw(folder.load_run(run))
+    assert flaw is not None
+    assert machine_failure(folder.load_run(run)) == "device_unavailable"
 
 
 def test_an_error_of_the_program_needs_no_second_run(machine: Machine, folder: RunFolder) -> None:
