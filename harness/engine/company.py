@@ -123,7 +123,7 @@ class Company:
         return bool(self._alone) or self.due_s() is not None
 
     def due_s(self) -> float | None:
-        """Until when to wait for ends that may be tied to those held, or for a GPU; None: neither."""
+        """Until when to wait: for ends that may be tied to those held, for a GPU; None: neither."""
         now_s = time.monotonic()
         waits = [self._neighbours.due_s(now_s)]
         waits += [self._recovered_s] if self._recovered_s > now_s else []
