@@ -29,12 +29,12 @@ from harness.records import (
     Verdict,
     What,
 )
+from harness.shared_gpus import SHARED_GPU
 from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept, read_outcome
 
 MANIFEST_KEY = "retries"
 """Of the run folder's manifest: how often a run may be made again."""
 CHECK_NAME = "attempts"
-SHARED_GPU: What = "shared_gpu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from harness.checks.soaked import shortfall, steps_due
 from harness.checks.steps import rank_table
+from harness.infrastructure import machine_failure
 from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
@@ -23,10 +24,13 @@ from harness.records import (
     StepRecord,
     What,
 )
+from harness.shared_gpus import SHARED_GPU
 
 HEX_DIGITS = "0123456789abcdef"
 PROVING_GROUPS = ("grads", "weights", "optim")
 """Digest groups that must cover at least one tensor of a run; it may hold no RNG."""
+NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", SHARED_GPU)
+"""What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 AFTER_END = "after end"
 """How a reader of record files words its problem with a line that follows the end record."""
 
@@ -39,6 +43,11 @@ class Flaw:
     message: str
     rank: int | None = None
     step: int | None = None
+
+
+def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
+    """Name of the machine's failure that crashed a run, else ""; who hung alone knows why."""
+    return machine_failure(run) if flaw.what == "crashed" else ""
 
 
 def find_flaw(run: RunResult) -> Flaw | None:
@@ -56,7 +65,7 @@ def _outcome_flaw(run: RunResult) -> Flaw | None:
     if outcome.undecided:
         how = f"ended as {outcome.what}" if outcome.what else "then finished alone"
         told = f"the run shared a GPU under MPS and {how}: --resume finds out whose doing that was"
-        return Flaw(what="shared_gpu", message=told)
+        return Flaw(what=SHARED_GPU, message=told)
     if outcome.what:
         message = outcome.message or f"the run ended as {outcome.what}"
         return Flaw(what=outcome.what, message=message, rank=outcome.culprit_rank)

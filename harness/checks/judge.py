@@ -23,9 +23,8 @@ from harness.checks import (
     throughput,
 )
 from harness.checks.answer import error, failed, not_run, passed
-from harness.checks.complete import Flaw, find_flaw
+from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
 from harness.checks.soaked import missed_turns
-from harness.infrastructure import machine_failure
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -36,6 +35,7 @@ from harness.records import (
     Verdict,
     What,
 )
+from harness.shared_gpus import SHARED_GPU
 
 Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]
 
@@ -48,9 +48,6 @@ CHECKS: dict[str, Check] = {
     soak.NAME: soak.check,
 }
 """Checks that a scenario may ask for, by name."""
-
-NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", "shared_gpu")
-"""What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 
 INCOMPLETE: tuple[What, ...] = (
     "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
@@ -171,13 +168,12 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
             f"the {leg} recorded all {soaked.steps_due(run)} steps on all {spec.world_size} ranks",
         )
     trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
-    trouble = "is not judged" if flaw.what == "shared_gpu" else trouble
+    trouble = "is not judged" if flaw.what == SHARED_GPU else trouble
     message = f"the {leg} {trouble}: {flaw.message}"
     if leg == "candidate":
         # Who reads one line reads the cause.
         message = f"{flaw.message}; the candidate {trouble}"
-        failure = machine_failure(run) if flaw.what == "crashed" else ""
-        if failure:
+        if failure := failure_of_machine(run, flaw):
             return error(name, flaw.what, f"the machine failed ({failure}): {message}")
     if leg != "candidate" or flaw.what in NO_BLAME:
         return error(name, flaw.what, message)

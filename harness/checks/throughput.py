@@ -32,7 +32,7 @@ from harness.check_limits import (
     TIMED_STEPS,
 )
 from harness.checks.answer import error, failed, passed
-from harness.checks.complete import find_flaw
+from harness.checks.complete import NO_BLAME, failure_of_machine, find_flaw
 from harness.checks.memory import peak_bytes
 from harness.checks.speed import Speed, judge
 from harness.flops import step_flops
@@ -46,7 +46,6 @@ DIGEST_EVENT = "digest_time"
 MOST_DIGESTS = 0.8
 """Part of the shortest step that digests are believed to take."""
 MIB = 1 << 20
-_NO_BLAME = ("interrupted", "not_run", "unsupported", "shared_gpu")
 
 PEAKS: Mapping[str, Callable[[RankRecords], int]] = {
     "allocated": peak_bytes,
@@ -173,7 +172,9 @@ def _first_flaw(leg: str, runs: Sequence[RunResult]) -> CheckResult | None:
         if flaw is None:
             continue
         message = f"repeat {number} of the {leg} did not finish: {flaw.message}"
-        if leg == "candidate" and flaw.what not in _NO_BLAME:
+        if failure := failure_of_machine(run, flaw):
+            message = f"{message}; the machine failed ({failure})"
+        elif leg == "candidate" and flaw.what not in NO_BLAME:
             return failed(NAME, flaw.what, message)
         return error(NAME, flaw.what, message)
     return None

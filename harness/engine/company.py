@@ -25,12 +25,12 @@ from pathlib import Path
 
 from harness.engine.neighbours import LOST, OF_COMPANY, Decision, End, Neighbours
 from harness.engine.outcome import mentions
-from harness.infrastructure import signature_of
-from harness.records import RankRecords, RunOutcome, RunSpec, What
+from harness.infrastructure import machine_failure
+from harness.records import RankRecords, RunOutcome, RunResult, RunSpec, What
+from harness.shared_gpus import SHARED_GPU
 from harness.store import kept_folder, num_kept, read_outcome, save_outcome, set_aside
 from harness.streams import rank_path, read_ranks
 
-SHARED_GPU: What = "shared_gpu"
 DEVICE_WORDS = ("cuda", "nccl", "cublas", "cudnn")
 """In what a rank says, in lower case, of a failure that may be the device's."""
 REFUSED = "device_unavailable"
@@ -215,9 +215,9 @@ def _kept(folder: Path, key: str) -> list[RunOutcome]:
 def _is_refused(question: Question, outcome: RunOutcome) -> bool:
     if not outcome.what:
         return False
-    ranks = read_ranks(question.folder, question.spec.world_size)
-    errors = [each.error for each in ranks if each.error is not None]
-    return signature_of(outcome, errors, any_step=any(each.steps for each in ranks)) == REFUSED
+    spec = question.spec
+    ranks = tuple(read_ranks(question.folder, spec.world_size))
+    return machine_failure(RunResult(spec=spec, outcome=outcome, ranks=ranks)) == REFUSED
 
 
 def _end(spec: RunSpec, folder: Path, outcome: RunOutcome, patience_s: float) -> End:
@@ -260,10 +260,12 @@ def _answered(question: Question) -> RunOutcome:
     assert outcome is not None
     decided = replace(outcome, undecided=False)
     first = [each for each in _kept(folder, outcome.key) if each.undecided and each.what]
-    if _failed(outcome) and question.in_doubt:
+    if not question.in_doubt:
+        return _saved(folder, decided)
+    if _failed(outcome):
         told = f"{outcome.message}; this time alone, before that {_beside(question.places)}"
         return _saved(folder, replace(decided, message=told))
-    if not question.in_doubt or outcome.what in LOST or _explained(question.places):
+    if outcome.what in LOST or _explained(question.places):
         return _saved(folder, decided)
     how = first[-1].what if first else "it is not known how"
     told = (

@@ -13,7 +13,7 @@ from harness.check_limits import TIMED_STEPS
 from harness.checks import throughput
 from harness.checks.speed import judge
 from harness.flops import step_flops
-from harness.records import CheckResult, EventRecord, RunResult
+from harness.records import CheckResult, ErrorRecord, EventRecord, RunResult
 
 STEPS, SKIPPED, PAIRS, TRIALS = 9, 3, 6, 1000
 MANY = (TRIALS / 40 + 3 * math.sqrt(TRIALS / 40)) / TRIALS
@@ -344,13 +344,22 @@ def test_a_repeat_that_is_not_whole_decides(runs: list[RunResult], edit: Any) ->
     assert throughput.check(ours, [lost, *theirs[1:]], LIMITS).outcome == "error"
 
 
+def test_a_repeat_that_the_machine_crashed_accuses_nobody(runs: list[RunResult]) -> None:
+    """No verdict, with the name of what failed."""
+    ours, theirs = (steady(run, 0.02) for run in runs)
+    told = ErrorRecord(rank=0, step=-1, what="crashed", type="DistBackendError",
+                       message="NCCL error: unhandled system error", traceback="")  # fmt: skip
+    outcome = dataclasses.replace(theirs.outcome, what="crashed", culprit_rank=0)
+    crashed = dataclasses.replace(timed(theirs, [0.02] * STEPS, error=told), outcome=outcome)
+    answer = throughput.check([ours] * PAIRS, [crashed] + [theirs] * (PAIRS - 1), LIMITS)
+    assert (answer.outcome, "nccl_system_error" in answer.message) == ("error", True)
+
+
 def shared(run: RunResult) -> RunResult:
-    """The run as if its rank had shared its GPU."""
-    (rank,) = run.ranks
-    assert rank.start is not None
+    assert run.ranks[0].start is not None
     environment = {"fingerprint": {"environment": {"NCCL_HOSTID": "shared-gpus-1"}}}
-    start = dataclasses.replace(rank.start, environment=environment)
-    return dataclasses.replace(run, ranks=(dataclasses.replace(rank, start=start),))
+    start = dataclasses.replace(run.ranks[0].start, environment=environment)
+    return timed(run, [0.02] * STEPS, start=start)
 
 
 @pytest.mark.parametrize("slower", [1.0, 2.0])
