@@ -10,11 +10,14 @@ from pathlib import Path
 
 from harness.checksum import LinesChecksum
 from harness.disk import open_plain
+from harness.naming import with_all_names
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
     ErrorRecord,
     EventRecord,
+    InitialRecord,
+    NamesRecord,
     RankRecords,
     Record,
     RecordError,
@@ -83,6 +86,8 @@ class _Reading:
         self._end: EndRecord | None = None
         self._problems: list[str] = []
         self._num_unlisted = 0
+        self._initial: InitialRecord | None = None
+        self._names: list[NamesRecord] = []
         self._checksum = LinesChecksum()
 
     def problem(self, number: int, why: str) -> None:
@@ -135,6 +140,10 @@ class _Reading:
                 self._steps.append(record)
             case EventRecord():
                 self._events.append(record)
+            case NamesRecord():
+                self._names.append(record)
+            case InitialRecord() if self._initial is None:
+                self._initial = record
             case StartRecord() if self._start is None:
                 self._start = record
             case ErrorRecord() if self._error is None:
@@ -147,7 +156,7 @@ class _Reading:
     def result(self) -> RankRecords:
         """What was collected."""
         unlisted = [f"line 0: {self._num_unlisted} more problems"] if self._num_unlisted else []
-        return RankRecords(
+        records = RankRecords(
             rank=self._rank,
             start=self._start,
             steps=tuple(self._steps),
@@ -155,7 +164,9 @@ class _Reading:
             error=self._error,
             end=self._end,
             problems=(*self._problems, *unlisted),
+            initial=self._initial,
         )
+        return with_all_names(records, self._names) if self._names else records
 
 
 def _short(error: Exception, size: int = 200) -> str:

@@ -93,7 +93,7 @@ class Crew:
             timeout_s=job.spec.timeout_s,
             limits=with_time_for_dumps(limits, job.spec),
             started_s=self.started_s,
-            stall_s=None if job.spec.soak is None else job.spec.soak.stall_s,
+            stall_s=job.spec.stall_s if job.spec.soak is None else job.spec.soak.stall_s,
         )
         self.told_to_stop = self.was_suspended = False
         self._pids: dict[int, int] = {}
