@@ -42,9 +42,7 @@ def install(session: Session) -> Observer:
     _hook_norms(observer)
     _hook_scaler(observer)
     if dist.is_available() and session.world_size > 1:
-        notes = Notes(observer, session.folder / f"rank{session.rank}.place")
-        notes.install()
-        session.ended_well = notes.remove
+        Notes(observer, session.folder / f"rank{session.rank}.place").install()
     session.module_at_work = lambda error: module_of(error, observer)
     if patterns := session.config.get("taps"):
         Taps(observer, patterns, lambda: _is_quiet(observer)).install()
