@@ -114,6 +114,7 @@ class Observer:
             return
         self.has_begun = True
         self.session.startup_s = time.monotonic() - self.session.started_s
+        self.session.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -417,6 +418,18 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _environment() -> dict[str, Any]:
+    """Facts of the device and torch's switches, known only once the program has begun."""
+    found: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    if cuda_is_used():
+        found["device"] = torch.cuda.get_device_name()
+        found["capability"] = list(torch.cuda.get_device_capability())
+        nccl, cudnn = torch.cuda.nccl.version, torch.backends.cudnn.version
+        found["nccl"] = ".".join(str(part) for part in nccl())  # type: ignore[no-untyped-call]
+        found["cudnn"] = cudnn()  # type: ignore[no-untyped-call]
+    return found
 
 
 def memory() -> tuple[int, int]:
