@@ -1,0 +1,1 @@
+"""Programs under test: whose training a run observes, and what they need."""
