@@ -26,6 +26,7 @@ from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
 from harness.checks.repeats import cause_of
 from harness.checks.soaked import missed_turns
+from harness.naming import aligned
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -80,7 +81,8 @@ def judge(
         A verdict that is `passed` only if all runs are whole, the reference equals its control and
         every requested check, at least one, ran and said yes.
     """
-    runs = {"reference": reference, "control": control, "candidate": candidate}
+    named = aligned(reference, control, candidate)
+    runs = dict(zip(("reference", "control", "candidate"), named, strict=True))
     if case.skip_reason:
         reason = CheckResult(
             check="case", outcome="skipped", what="unsupported", message=case.skip_reason

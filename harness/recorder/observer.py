@@ -141,8 +141,13 @@ class Observer:
         self._here().norm = _to_host(norm.detach().reshape(-1)[:1].reshape(()))
 
     def before(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
-        self.begin()
+        """An optimizer is about to step.
+
+        Before the first backward pass that makes state, of an optimizer or a checkpoint, and is no
+        step of training: what it does to weights is in the state before step 0.
+        """
+        if not self.has_begun:
+            return
         step = self.current
         if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
             self.close()
@@ -152,6 +157,8 @@ class Observer:
 
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
+        if not self.has_begun:
+            return
         step = self._open()
         step.stepped.add(id(optimizer))
         if not step.is_explicit:
