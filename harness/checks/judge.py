@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from harness.checks import (
     environment,
     finite,
+    graphs,
     loss,
     memory,
     repeated,
@@ -48,6 +49,7 @@ CHECKS: dict[str, Check] = {
     finite.NAME: finite.check,
     memory.NAME: memory.check,
     soak.NAME: soak.check,
+    graphs.NAME: graphs.check,
 }
 """Checks that a scenario may ask for, by name."""
 
@@ -118,11 +120,14 @@ def _answers(
     if case.repeats:
         results.append(repeated.check(case, reference, repeats))
     # Not in the order given: a case read back from its file must be answered in the same words.
-    for name in sorted(case.checks, key=lambda name: (*CHECKS, name).index(name)):
+    checks = dict(case.checks)
+    if checks and not candidate.spec.is_builtin:
+        checks.setdefault(graphs.NAME, {})  # what the recorder found counts, asked for or not
+    for name in sorted(checks, key=lambda name: (*CHECKS, name).index(name)):
         if name == throughput.NAME:
-            answer = throughput.check(repeats[0::2], repeats[1::2], case.checks[name])
+            answer = throughput.check(repeats[0::2], repeats[1::2], checks[name])
         else:
-            answer = _requested(name, case.checks[name], reference, candidate, flaws)
+            answer = _requested(name, checks[name], reference, candidate, flaws)
         # The last of the checks: what it states stands on all the others.
         results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
     return results
@@ -263,7 +268,7 @@ def _explains(result: CheckResult) -> tuple[int, int, int]:
 
     What went through a module was computed before the gradients and weights of its step.
     """
-    if result.what == "nonfinite":
+    if result.what in ("static_buffer", "nonfinite"):
         return (0, _step(result), 0)
     if result.check == taps.NAME:
         return (1, _step(result), 0)

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from harness.recorder.collectives import Notes
 from harness.recorder.observer import GROUPS, Observer
 from harness.recorder.session import Session
-from harness.recorder.state import Named, plain
+from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
 _active: Observer | None = None
@@ -120,7 +120,7 @@ def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
     if not observer.session.is_mine or torch.compiler.is_compiling():
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return cuda_is_used() and torch.cuda.is_current_stream_capturing()
 
 
 def _hook_optimizers(observer: Observer) -> None:

@@ -216,6 +216,10 @@ class Observer:
             return self._step_in_backward
         return self._here()
 
+    def event(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Write a named fact, with the step that is under way or to come."""
+        self.session.write("event", name=name, step=self._next, detail=dict(detail))
+
     @property
     def num_steps(self) -> int:
         """Steps that are over, with the one under way."""
