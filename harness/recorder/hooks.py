@@ -116,9 +116,21 @@ class ScriptRecorder:
         self._observer.skip(why)
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside nothing is recorded; for whoever measures what recording costs."""
+    observer = _active
+    if observer is not None:
+        observer.close()
+        observer.is_paused = True
+    yield
+    if observer is not None:
+        observer.is_paused = False
+
+
 def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
-    if not observer.session.is_mine or torch.compiler.is_compiling():
+    if observer.is_paused or not observer.session.is_mine or torch.compiler.is_compiling():
         return True
     return cuda_is_used() and torch.cuda.is_current_stream_capturing()
 

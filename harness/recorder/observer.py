@@ -85,7 +85,7 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.is_in_backward = False
+        self.has_begun = self.is_in_backward = self.is_paused = False
         self._step_in_backward: Step | None = None
         self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
         self.written: Callable[[int], None] = lambda _: None
