@@ -1,0 +1,1 @@
+"""Observes a training program that was not written for the harness."""
