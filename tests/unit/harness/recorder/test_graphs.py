@@ -269,7 +269,7 @@ def graphed(weight: nn.Parameter, *, clone: bool) -> Callable[[torch.Tensor], to
                 return out[0].detach()
 
             @staticmethod
-            def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+            def backward(ctx: Any, dy: torch.Tensor) -> Any:
                 static_dy.copy_(dy)
                 bwd_graphs[0].replay()
                 return None, grad[0].clone() if clone else grad[0].detach()
