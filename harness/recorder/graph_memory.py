@@ -28,12 +28,22 @@ _SMALL_BYTES = 1 << 20  # requests up to this come from a pool of their own
 
 
 @dataclass(eq=False)
-class Use:
-    """A storage that a capture did not make; `pointers`: of the tensors on it that were used."""
+class _Memory:
+    """A storage, by weak reference."""
 
     address: int
     nbytes: int
     storage: Any
+
+    @property
+    def range(self) -> Range:
+        return self.address, self.address + self.nbytes
+
+
+@dataclass(eq=False)
+class Use(_Memory):
+    """A storage that a capture did not make; `pointers`: of the tensors on it that were used."""
+
     first_use: str
     pointers: set[int] = field(default_factory=set)
     name: str = ""
@@ -44,12 +54,9 @@ class Use:
 
 
 @dataclass(eq=False)
-class Made:
+class Made(_Memory):
     """Memory that an operator of a capture allocated; `computed`: and wrote, all of it."""
 
-    address: int
-    nbytes: int
-    storage: Any
     tensor: Any
     computed: bool
     version: int = 0
@@ -64,6 +71,7 @@ class Sight(TorchDispatchMode):
         super().__init__()
         self.uses: dict[int, Use] = {}
         self.made: dict[int, Made] = {}
+        self.former: dict[int, int] = {}  # ranges that were made, given back and made anew
         self._real = real
         self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
 
@@ -113,14 +121,16 @@ class Sight(TorchDispatchMode):
     def _make(self, tensor: torch.Tensor, *, computed: bool) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if not address or address in self.uses or (self._real and not tensor.is_cuda):
+        if not address or (self._real and not tensor.is_cuda):
             return
-        known = self.made.get(address)
-        if known is not None and known.storage() is storage:
+        # By identity: memory that was used and given back may be made something else of.
+        use, known = self.uses.get(address), self.made.get(address)
+        if any(each is not None and each.storage() is storage for each in (use, known)):
             return
-        nbytes = max(storage.nbytes(), known.nbytes if known is not None else 0)
+        if known is not None:
+            self.former[address] = max(known.range[1], self.former.get(address, 0))
         references = weakref.ref(storage), weakref.ref(tensor)
-        self.made[address] = Made(address, nbytes, *references, computed)
+        self.made[address] = Made(address, storage.nbytes(), *references, computed)
 
     def take_off(self) -> None:
         """Leave the stack of modes, also if the program has put others on top since."""

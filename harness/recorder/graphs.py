@@ -13,6 +13,7 @@ their static inputs themselves and record again, and they know which outputs liv
 counted, not checked.
 """
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -85,7 +86,8 @@ class _Graph:
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
         self.sight: Sight | None = None
-        self.before: set[int] = set()
+        self.before: list[Range] = []
+        self.collects = False
         self.parameters: list[tuple[Any, str]] = []
         self.forward: _Graph | None = None
         self.nodes: set[int] = set()
@@ -194,7 +196,7 @@ class GraphWatch:
             begin(graph, *args, **kwargs)
             return
         pool = args[0] if args else kwargs.get("pool")
-        before = set() if pool is None or not self._real else {b for b, _ in memory_of(pool)[1]}
+        before = memory_of(pool)[1] if self._real and pool is not None else []
         begin(graph, *args, **kwargs)
         kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
         if kept is None:
@@ -212,6 +214,10 @@ class GraphWatch:
         for tensor in tensors_in(maker.inputs):
             kept.sight.use(tensor, maker.name)
         self._open.append(kept)
+        # A graph that the garbage collector destroys breaks the capture that runs (pytorch
+        # #195397), and what the mode allocates would make the collector run more often.
+        kept.collects = gc.isenabled()
+        gc.disable()
         kept.sight.__enter__()
 
     def _end(self, graph: Any, end: Any) -> None:
@@ -223,7 +229,11 @@ class GraphWatch:
         sight.take_off()
         kept.sight = None
         self._open.remove(kept)
-        end(graph)
+        try:
+            end(graph)
+        finally:
+            if kept.collects:
+                gc.enable()
         self._enter(graph, kept, sight)
 
     def _enter(self, graph: Any, kept: _Graph, sight: Sight) -> None:
@@ -239,7 +249,7 @@ class GraphWatch:
         if info.maker != TREES:
             kept.ledger = Ledger(uses, self._named)
             alive = [made for made in sight.made.values() if made.storage() is not None]
-            kept.static = {first for first, _ in blocks} - kept.before
+            kept.static = {first for first, _ in set(blocks) - set(kept.before)}
             kept.static |= {made.address for made in alive}
             self._enter_gradients(kept)
             if self._poisons:
@@ -336,15 +346,19 @@ class GraphWatch:
     def _enter_poison(
         self, kept: _Graph, sight: Sight, segments: list[Range], blocks: list[Range]
     ) -> None:
-        dead = []
+        # What was there when the capture began may be read before it is written again.
+        earlier = [*kept.before, *(use.range for use in sight.uses.values())]
+        dead = list(sight.former.items())
         for made in sight.made.values():
             tensor = made.tensor()
             if made.storage() is None:
-                dead.append((made.address, made.address + made.nbytes))
-            elif made.computed and tensor is not None and not tensor.is_inference():
+                dead.append(made.range)
+            elif not made.computed or tensor is None or tensor.is_inference():
+                continue
+            elif without([made.range], earlier) == [made.range]:
                 made.version = tensor._version
                 kept.results.append(made)
-        kept.scratch = [each for each in dead if within(each[0], segments)]
+        kept.scratch = without([each for each in dead if within(each[0], segments)], earlier)
         self._captured.add(kept)
         for other in self._captured:  # graphs that share the pool: what is held is not scratch
             if other.pool == kept.pool:

@@ -1,6 +1,7 @@
 """The watch of CUDA graphs, over a class of graphs that run their body again on the CPU."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -225,6 +226,21 @@ def test_modes_of_the_program_stay() -> None:
             graph.capture_end()
             assert _get_current_dispatch_mode_stack() == [mode]
         assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_garbage_is_collected_inside_of_a_capture(fails: bool) -> None:
+    """The watch's own objects must not have a graph destroyed there; after it, all is as before."""
+    seen = []
+
+    def body() -> None:
+        seen.append(gc.isenabled())
+        assert not fails
+
+    with watching(), contextlib.suppress(AssertionError):
+        captured(body)
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("inside", [True, False])
