@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -285,6 +283,137 @@ def te_callables(stress: tuple[str, ...], clones: bool = True) -> tuple[bool, Fo
     return results[0]["result"] == results[1].pop("result"), results[1]
 
 
+# --- more right programs, each with its graphs; they return what they computed
+
+
+def layers_in_one_pool(model: nn.Sequential) -> Any:
+    """Four graphed layers, two microbatches, gradients cloned by hooks."""
+    samples = tuple((x.requires_grad_(),) for x in batches(4))
+    functions = torch.cuda.make_graphed_callables(tuple(model), samples)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clone())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for x in batches(STEPS):
+        for part in range(2):
+            y: Any = x + part
+            for function in functions:
+                y = function(y)
+            y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return bits(model.parameters())
+
+
+def gradients_of_a_graph(model: nn.Sequential) -> Any:
+    """Forward and backward in a graph, into memory of its own; clipped and stepped outside."""
+    optimizer, static = torch.optim.SGD(model.parameters(), lr=0.1), batches(1)[0]
+    for _ in range(3):
+        model(static).square().mean().backward()
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = model(static).square().mean()
+        loss.backward()
+    losses = []
+    for x in batches(STEPS):
+        static.copy_(x)
+        graph.replay()
+        losses.append(loss.detach().clone())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return bits([*losses, *model.parameters()])
+
+
+def scaled_with_dropout(model: nn.Sequential) -> Any:
+    """Autocast, dropout and a scaler in the graph; inputs come from pinned memory inside of it."""
+    torch.cuda.manual_seed(5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True, fused=True)
+    scaler, pinned = torch.amp.GradScaler("cuda"), torch.zeros(ROWS, WIDTH).pin_memory()
+
+    def step() -> torch.Tensor:
+        static = pinned.to("cuda", non_blocking=True)
+        with torch.autocast("cuda", torch.float16, cache_enabled=False):
+            loss = nn.functional.dropout(model(static), 0.2).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    side, losses = torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    for x in batches(STEPS):
+        pinned.copy_(x)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        losses.append(loss.clone())
+    return bits([*losses, *model.parameters()])
+
+
+def two_streams_and_a_cache(model: nn.Sequential) -> Any:
+    """A branch on another stream, and a buffer that the graph made and keeps values in."""
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    static, at = batches(1)[0], torch.zeros(1, dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        model(static)
+        with torch.cuda.graph(graph):
+            cache = torch.empty(STEPS, ROWS, WIDTH, device="cuda")
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                first = model[0](static)
+            second = model[1](static)
+            torch.cuda.current_stream().wait_stream(other)
+            cache.index_copy_(0, at, (first + second)[None])
+            at.add_(1)
+            del first, second
+    for x in batches(STEPS):
+        static.copy_(x)
+        graph.replay()
+    return bits([cache])
+
+
+def compiled_optimizer(model: nn.Sequential) -> Any:
+    """Reduce-overhead over the model, and over the optimizer's step."""
+    torch._dynamo.reset()
+    function = torch.compile(model, mode="reduce-overhead")
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-2), capturable=True)
+    step = torch.compile(optimizer.step, mode="reduce-overhead")
+    for x in batches(STEPS + 3):
+        torch.compiler.cudagraph_mark_step_begin()
+        function(x).square().mean().backward()
+        step()
+        optimizer.zero_grad(set_to_none=True)
+    return bits(model.parameters())
+
+
+RIGHT = {
+    each.__name__: each
+    for each in (
+        layers_in_one_pool,
+        gradients_of_a_graph,
+        scaled_with_dropout,
+        two_streams_and_a_cache,
+        compiled_optimizer,
+    )
+}
+
+
+def compared(name: str, stress: tuple[str, ...]) -> tuple[bool, Found]:
+    """Whether the watch leaves a program's bits, and what it says."""
+    plain = RIGHT[name](model_of(4))
+    model = model_of(4)
+    found = observed(lambda: RIGHT[name](model), named_by(model), stress)
+    return found.pop("result") == plain, found
+
+
 # --- stressors
 
 
@@ -316,23 +445,19 @@ def half_written(stress: tuple[str, ...]) -> list[float]:
     return result
 
 
-@triton.jit
-def _copy(source, target, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * block + tl.arange(0, block)
-    tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
-
-
 def unseen_read(free: bool, stress: tuple[str, ...]) -> list[float]:
     """What a kernel that no operator shows reads in three replays; its memory is freed or not."""
+    from tests.gpu.copy_kernel import copy  # Triton is where GPUs are
+
     count = 1 << 20
 
     def program() -> list[float]:
         held, found = [torch.full((count,), 3.0, device="cuda")], []
         target = torch.empty(count, device="cuda")
-        _copy[(count // 1024,)](held[0], target, count, block=1024)
+        copy[(count // 1024,)](held[0], target, count, block=1024)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            _copy[(count // 1024,)](held[0], target, count, block=1024)
+            copy[(count // 1024,)](held[0], target, count, block=1024)
         if free:
             held.clear()
         for _ in range(3):

@@ -129,6 +129,18 @@ def test_reduce_overhead(microbatches: int, stress: tuple[str, ...], gpu_ranks: 
     assert sum(counts) >= 2 * programs.STEPS
 
 
+@pytest.mark.gpu(1)
+@STRESS
+@pytest.mark.parametrize("name", sorted(programs.RIGHT))
+def test_right_programs(name: str, stress: tuple[str, ...], gpu_ranks: RankPool) -> None:
+    """The bits that they have without a watch, and nothing to say."""
+    right, found = ask(gpu_ranks, programs.compared, name, stress)
+    assert found["stale"] == ""
+    assert found["findings"] == []
+    assert right
+    assert sum(graph["replays"] for graph in found["graphs"]) >= programs.STEPS
+
+
 @needs_te
 @pytest.mark.gpu(1)
 @STRESS
