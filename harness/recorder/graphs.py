@@ -197,28 +197,33 @@ class GraphWatch:
             return
         pool = args[0] if args else kwargs.get("pool")
         before = memory_of(pool)[1] if self._real and pool is not None else []
-        begin(graph, *args, **kwargs)
+        sight = Sight(real=self._real)
+        for tensor in tensors_in(maker.inputs):
+            sight.use(tensor, maker.name)
+        # A graph that the garbage collector destroys breaks the capture that runs (pytorch
+        # #195397), and what the watch allocates would make the collector run more often.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            begin(graph, *args, **kwargs)
+        except BaseException:
+            if collects:
+                gc.enable()
+            raise
         kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
         if kept is None:
             kept = _Graph(GraphInfo(len(self._infos), maker.name, maker.place))
             self._infos.append(kept.info)
             setattr(graph, _ATTRIBUTE, kept)
         kept.clear()
-        kept.before, kept.info.optimizer_steps = before, 0
-        kept.info.maker, kept.info.place = maker.name, maker.place
+        kept.before, kept.collects, kept.sight = before, collects, sight
+        kept.info.maker, kept.info.place, kept.info.optimizer_steps = maker.name, maker.place, 0
         kept.forward = getattr(maker.forward, _ATTRIBUTE, None)
         kept.parameters = [
             (weakref.ref(t), "") for t in tensors_in(maker.inputs) if t.is_leaf and t.requires_grad
         ]
-        kept.sight = Sight(real=self._real)
-        for tensor in tensors_in(maker.inputs):
-            kept.sight.use(tensor, maker.name)
         self._open.append(kept)
-        # A graph that the garbage collector destroys breaks the capture that runs (pytorch
-        # #195397), and what the mode allocates would make the collector run more often.
-        kept.collects = gc.isenabled()
-        gc.disable()
-        kept.sight.__enter__()
+        sight.__enter__()
 
     def _end(self, graph: Any, end: Any) -> None:
         kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)

@@ -228,6 +228,16 @@ def test_modes_of_the_program_stay() -> None:
         assert _get_current_dispatch_mode_stack() == []
 
 
+def test_a_capture_that_does_not_begin_leaves_nothing() -> None:
+    """No mode, no graph, and the garbage collector as it was."""
+    with watching() as watched:
+        with pytest.raises(TypeError):
+            Graph().capture_begin(unknown=1)  # type: ignore[call-arg]
+        assert gc.isenabled()
+        assert _get_current_dispatch_mode_stack() == []
+    assert watched.watch.summary()["graphs"] == []
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_no_garbage_is_collected_inside_of_a_capture(fails: bool) -> None:
     """The watch's own objects must not have a graph destroyed there; after it, all is as before."""
@@ -354,6 +364,27 @@ def test_a_graph_that_accumulates_itself_is_right(to_none: bool) -> None:
         graph, _ = captured(step)
         for _ in range(3):
             graph.replay()
+    assert watched.findings() == []
+
+
+def test_a_graph_that_accumulates_itself_inside_of_a_backward_is_right() -> None:
+    """What its capture put in place is its own, also where autograd runs it."""
+    model = Scale()
+    with watching(model) as watched:
+        graph, _ = captured(lambda: (model.weight * 2).sum().backward())
+
+        class Replays(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+                graph.replay()
+                return dy
+
+        for _ in range(3):
+            Replays.apply(torch.ones(4, requires_grad=True)).sum().backward()
     assert watched.findings() == []
 
 
