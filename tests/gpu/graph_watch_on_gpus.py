@@ -402,7 +402,7 @@ def output_of_another_graph(model: nn.Sequential) -> Any:
 def compiled_optimizer(model: nn.Sequential) -> Any:
     """Reduce-overhead over the model, and over the optimizer's step."""
     torch._dynamo.reset()
-    model = nn.Sequential(*model[:1])
+    model = nn.Sequential(*list(model)[:1])
     function = torch.compile(model, mode="reduce-overhead")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = torch.compile(optimizer.step, mode="reduce-overhead")

@@ -46,6 +46,14 @@ class Watched:
         return detail
 
 
+class Scale(nn.Module):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
 @contextlib.contextmanager
 def watching(model: nn.Module | None = None, stress: tuple[str, ...] = ()) -> Iterator[Watched]:
     watched = Watched(model, stress)
@@ -152,6 +160,19 @@ def test_memory_without_a_name_is_told_by_its_first_use() -> None:
     (said,) = watched.only("stale_address")["tensors"]
     assert said.startswith("storage of 20 bytes (first used by aten.add.Tensor at ")
     assert "test_graphs.py:" in said
+
+
+def test_memory_that_a_named_tensor_shares_has_its_name() -> None:
+    """As parts of one flat buffer have it."""
+    model, held = Scale(), [torch.ones(8)]
+    model.weight = nn.Parameter(held[0][:4], requires_grad=False)
+    with watching(model) as watched:
+        graph, _ = captured(lambda: held[0][4:] + 1)
+        held.clear()
+        del model.weight
+        with pytest.raises(StaleGraphAddress):
+            graph.replay()
+    assert watched.only("stale_address")["tensors"] == ["weight: freed since the capture"]
 
 
 def test_the_same_name_at_the_same_address_is_no_fault() -> None:
@@ -305,14 +326,6 @@ def graphed(weight: nn.Parameter, *, clone: bool) -> Callable[[torch.Tensor], to
     return make_graphed_callables()
 
 
-class Scale(nn.Module):
-    """One parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-
 def gradient_of(model: Scale) -> torch.Tensor:
     assert model.weight.grad is not None
     return model.weight.grad
@@ -367,6 +380,17 @@ def test_a_graph_that_accumulates_itself_is_right(to_none: bool) -> None:
     assert watched.findings() == []
 
 
+def test_a_gradient_that_the_program_puts_there_is_right() -> None:
+    """Where no backward runs, a replay may write what is the gradient by then."""
+    model = Scale()
+    with watching(model) as watched:
+        graph, gradient = captured(lambda: torch.ones(4) * 2)
+        for _ in range(3):
+            graph.replay()
+            model.weight.grad = gradient
+    assert watched.findings() == []
+
+
 def test_a_graph_that_accumulates_itself_inside_of_a_backward_is_right() -> None:
     """What its capture put in place is its own, also where autograd runs it."""
     model = Scale()
@@ -379,7 +403,7 @@ def test_a_graph_that_accumulates_itself_inside_of_a_backward_is_right() -> None
                 return x.clone()
 
             @staticmethod
-            def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+            def backward(ctx: Any, dy: torch.Tensor) -> Any:
                 graph.replay()
                 return dy
 
@@ -405,9 +429,12 @@ def test_forwards_without_a_backward_are_right() -> None:
     with watching(model) as watched:
         function = graphed(model.weight, clone=True)
         function(torch.ones(4))
-        y = function(torch.ones(4))
-        y.sum().backward(retain_graph=True)
-        y.sum().backward()
+        held = []  # so that no two have the same identity
+        for _ in range(2):
+            y = function(torch.ones(4))
+            y.sum().backward(retain_graph=True)
+            y.sum().backward()
+            held.append(y)
     assert watched.findings() == []
 
 
@@ -419,7 +446,7 @@ def test_poison_is_overwritten_by_a_right_graph() -> None:
     x, kept, seen = torch.ones(4), {}, []
 
     def body() -> None:
-        kept["empty"] = torch.empty(4)
+        kept["empty"], kept["buffer"] = torch.empty(4), torch.empty(4).fill_(1.0)
         kept["result"], kept["written"] = x + 1, x + 2
 
     def again() -> None:
@@ -432,7 +459,7 @@ def test_poison_is_overwritten_by_a_right_graph() -> None:
         kept["written"].zero_()
         graph.body = again
         graph.replay()
-    assert seen == [{"empty": False, "result": True, "written": False}]
+    assert seen == [{"empty": False, "buffer": False, "result": True, "written": False}]
     assert torch.equal(kept["result"], x + 1)
     assert watched.findings() == []
 
