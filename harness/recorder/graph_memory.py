@@ -4,6 +4,7 @@ Host work only, but for the stressors' fills. Nothing here holds a tensor or a s
 """
 
 import contextlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,10 @@ Named = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Range = tuple[int, int]
 """First byte, and the byte past the last one."""
 
-_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
+_NOT_USERS = (
+    "<frozen", *(f"{Path(each).parent}{os.sep}" for each in (torch.__file__, __file__)),
+    contextlib.__file__,
+)  # fmt: skip
 _USES_NO_DATA = frozenset({"aten::record_stream", "aten::is_pinned", "aten::set_"})
 _MOST_FRAMES = 3
 _SMALL_BYTES = 1 << 20  # requests up to this come from a pool of their own
@@ -163,7 +167,6 @@ class Ledger:
                 self._entries.append((weakref.ref(tensor), pointer, name, use))
             if not found:
                 self._entries.append((use.storage, use.address, "", use))
-        self._named = named
         self._tabulate()
 
     def _tabulate(self) -> None:
@@ -177,9 +180,9 @@ class Ledger:
         except AttributeError:  # None: something died
             return False
 
-    def stale(self) -> list[tuple[str, str]]:
+    def stale(self, named: Named) -> list[tuple[str, str]]:
         """What is at fault and why; entries whose memory is the right one all the same are kept."""
-        now = dict(local_parts(self._named))
+        now = dict(local_parts(named))
         stale, kept = [], []
         for ref, address, name, use in self._entries:
             target, storage, heir = ref(), use.storage(), now.get(name)
@@ -208,7 +211,7 @@ def user_lines(frame: FrameType | None) -> list[str]:
     found: list[str] = []
     while frame is not None and len(found) < _MOST_FRAMES:
         file = frame.f_code.co_filename
-        if not file.startswith(("<frozen", *_NOT_USERS)) and "transformer_engine/" not in file:
+        if not file.startswith(_NOT_USERS) and "transformer_engine/" not in file:
             path = Path(file)
             inside = path.is_relative_to(Path.cwd())
             short = path.relative_to(Path.cwd()) if inside else Path(*path.parts[-2:])
@@ -299,7 +302,8 @@ def without(ranges: Iterable[Range], holes: Iterable[Range]) -> list[Range]:
     depth, last = [0, 0], 0
     for point, side, step in edges:
         if depth[0] and not depth[1] and point > last:
-            found.append((last, point))
+            start = found.pop()[0] if found and found[-1][1] == last else last
+            found.append((start, point))
         depth[side] += step
         last = point
     return found

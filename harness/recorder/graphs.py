@@ -259,6 +259,7 @@ class GraphWatch:
             self._enter_gradients(kept)
             if self._poisons:
                 self._enter_poison(kept, sight, segments, blocks)
+        kept.before = []
         self._report("graph_captured", dict(vars(info)))
 
     def _enter_gradients(self, kept: _Graph) -> None:
@@ -294,7 +295,7 @@ class GraphWatch:
             callback(info)
 
     def _refuse(self, kept: _Graph, ledger: Ledger) -> None:
-        found = ledger.stale()
+        found = ledger.stale(self._named)
         if not found:
             return
         tensors = [f"{name}: {why}" for name, why in found[:8]]

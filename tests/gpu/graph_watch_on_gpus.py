@@ -40,10 +40,10 @@ def observed(
     }
 
 
-def batches(count: int) -> list[torch.Tensor]:
+def batches(count: int, rows: int = ROWS) -> list[torch.Tensor]:
     """The same on every call."""
     generator = torch.Generator("cuda").manual_seed(7)
-    return [torch.randn(ROWS, WIDTH, device="cuda", generator=generator) for _ in range(count)]
+    return [torch.randn(rows, WIDTH, device="cuda", generator=generator) for _ in range(count)]
 
 
 def model_of(layers: int = 1) -> nn.Sequential:
@@ -68,18 +68,21 @@ def named_by(model: nn.Module) -> Named:
 def accumulate(
     *, graphed: bool, clone: bool, microbatches: int, to_none: bool, stress: tuple[str, ...] = ()
 ) -> Found:
-    """Gradients at the end of each step of a training by `make_graphed_callables`."""
+    """Gradients at the end of each step of a training by `make_graphed_callables`.
+
+    As many rows as columns: a gradient may take the place of an activation within the capture.
+    """
     model = model_of()
 
     def program() -> list[Any]:
         function: Any = model
         if graphed:
-            function = torch.cuda.make_graphed_callables(model, (batches(1)[0],))
+            function = torch.cuda.make_graphed_callables(model, (batches(1, WIDTH)[0],))
         if clone:
             for parameter in model.parameters():
                 parameter.register_hook(lambda gradient: gradient.clone())
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for x in batches(STEPS):
+        for x in batches(STEPS, WIDTH):
             optimizer.zero_grad(set_to_none=to_none)
             for part in range(microbatches):
                 function(x + part).square().mean().backward()
@@ -405,6 +408,9 @@ def compiled_optimizer(model: nn.Sequential) -> Any:
     model = nn.Sequential(*list(model)[:1])
     function = torch.compile(model, mode="reduce-overhead")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(batches(1)[0]).square().mean().backward()
+    optimizer.step()  # its state must not be an output of a graph
+    optimizer.zero_grad(set_to_none=True)
     step = torch.compile(optimizer.step, mode="reduce-overhead")
     for x in batches(STEPS + 3):
         torch.compiler.cudagraph_mark_step_begin()
