@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,20 @@ def test_an_uninstalled_watch_leaves_the_class_as_it_was() -> None:
     assert dict(vars(Graph)) == before
     graph.replay()
     assert watched.watch.summary()["graphs"][0]["replays"] == 0
+
+
+def test_a_graph_dies_when_the_program_drops_it() -> None:
+    """No reference leads back to it: the garbage collector need not run."""
+    model = nn.Linear(4, 4).requires_grad_(False)
+    gc.disable()
+    try:
+        with watching(stress=("poison",)):
+            graph, _ = captured(lambda: model(torch.ones(2, 4)))
+            reference = weakref.ref(graph)
+            del graph
+            assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_it_installs_without_a_gpu() -> None:
