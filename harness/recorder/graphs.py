@@ -184,6 +184,10 @@ class GraphWatch:
         if self._hook is not None:
             self._hook.remove()
 
+    def capturing(self) -> GraphInfo | None:
+        """The graph whose capture is under way, None if none is."""
+        return self._open[-1].info if self._open else None
+
     def summary(self) -> dict[str, Any]:
         """All graphs as `{"graphs": [{index, maker, place, captures, replays, ...}]}`."""
         return {"graphs": [dict(vars(info)) for info in self._infos]}
