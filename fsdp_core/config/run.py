@@ -86,6 +86,7 @@ class TrainConfig:
     graph_layers: tuple[int, ...] = ()
     compile: tuple[str, ...] = ()
     compile_backend: str = "inductor"
+    engine: str = "ours"
     backend: str = "torch"
     dtype: str = "bf16"
     fp8: str = "none"
