@@ -173,7 +173,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         if spec.device == "cuda":
             return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    if why := _lacks_device(spec) or _lacks_te(spec) or _lacks_engine(spec) or _lacks_compiler(spec):
+    asked = (_lacks_device, _lacks_te, _lacks_engine, _lacks_compiler)
+    if why := next(filter(None, (lacks(spec) for lacks in asked)), ""):
         return why
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():

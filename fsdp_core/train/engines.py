@@ -1,4 +1,4 @@
-"""Trainers of other engines: the same decoder, data and update, sharded by whom `config.engine` says.
+"""Trainers of other engines: the same decoder, data and update, sharded by `config.engine`.
 
     ours           `Trainer`
     fsdp2          torch's `fully_shard`: each layer a unit, the root with the rest

@@ -192,10 +192,12 @@ def _why_not_planted(plant: PlantSpec, spec: RunSpec) -> str:
     fault, config = CATALOGUE[plant.fault], spec.config
     if fault.scopes and not set(fault.scopes) & set(config["graph"]):
         return f"{plant.fault} is planted in one of the graph scopes {', '.join(fault.scopes)}"
+    lacks = fault.lacks(config["parallel"])
+    where = f"a layout with {lacks}" if lacks else ""
     if config["engine"] != "ours" and not is_of_any_engine(fault):
-        return f"{plant.fault} is planted in engine ours"
-    if lacks := fault.lacks(config["parallel"]):
-        return f"{plant.fault} is planted in a layout with {lacks}"
+        where = "engine ours"
+    if where:
+        return f"{plant.fault} is planted in {where}"
     if "step" in fault.takes and plant.step >= config["steps"]:
         return f"{plant.fault} is planted in step {plant.step} of {config['steps']}"
     if plant.rank >= spec.world_size:

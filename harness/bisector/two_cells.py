@@ -1,7 +1,8 @@
 """Two cells of a scenario against each other: bit for bit on one layout, within bounds on two.
 
 same layout    the candidate of one against that of the other, as a case like any other
-two layouts    or two engines: contents of one step of both, and of runs that round at random     layouts
+two layouts    contents of one step of both, and of runs that round at random     layouts
+two engines    the same
 """
 
 from collections.abc import Callable, Sequence
