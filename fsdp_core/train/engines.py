@@ -25,7 +25,7 @@ with one microbatch, up to the algorithm by which a backend sums more than two r
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ from fsdp_core.model.weights import init_weights
 from fsdp_core.optim import AdamW
 from fsdp_core.parallel.axes import Axes
 from fsdp_core.train.build import TORCH_DTYPES
-from fsdp_core.train.keeping import Place
+from fsdp_core.train.keeping import Keeping, Place
 from fsdp_core.train.outputs import Digests, StepOutputs, groups_of, mean_loss
 from fsdp_core.train.trainer import Trainer
 
@@ -263,11 +263,9 @@ class EngineTrainer(Trainer):
         self._roots = []
         return stages
 
-    def _build_optimizer(self) -> AdamW:
-        return EngineAdamW(self.stages[0], self._sharded.optimizer)
-
-    def _build_digests(self) -> Digests:
-        return EngineDigests(self.optimizer)
+    def _build_state(self) -> tuple[AdamW, Digests]:
+        optimizer = EngineAdamW(self.stages[0], self._sharded.optimizer)
+        return optimizer, EngineDigests(optimizer)
 
     def _all_gradients(self) -> None:
         outputs, number = self.outputs, self.config.microbatches
@@ -304,6 +302,12 @@ class EngineTrainer(Trainer):
     @property
     def _name(self) -> str:
         return self.config.engine
+
+    def keep(self, names: Sequence[str], max_bytes: int) -> Keeping:
+        """See `Trainer`."""
+        with self.device.on(self.stream):
+            places = self._places()
+            return Keeping(names, max_bytes, digests=self._digests, taps=self.taps, places=places)
 
     def _places(self) -> Iterator[tuple[str, tuple[Place, ...]]]:
         for name, parameter in self.stages[0].named_parameters():

@@ -48,7 +48,7 @@ from fsdp_core.train.build import (
 from fsdp_core.train.captures import Captures
 from fsdp_core.train.compiled_parts import compile_parts
 from fsdp_core.train.inputs import make_inputs
-from fsdp_core.train.keeping import Keeping, Place, places_of
+from fsdp_core.train.keeping import Keeping, places_of
 from fsdp_core.train.names import (
     PointerChanges,
     enter_attributes,
@@ -97,9 +97,8 @@ class Trainer:
             self.stages = self._build_stages(backend)
             self.taps = open_taps(config, self.stages, axes.pp, device.torch_device)
             self._compiler = compile_parts(config, self.stages)
-            self.optimizer = self._build_optimizer()
+            self.optimizer, self._digests = self._build_state()
             self._inputs = make_inputs(config, axes, device)
-            self._digests = self._build_digests()
             self.outputs = self._empty_outputs()
             self._pipelines: dict[int, Pipeline] = {}
             self._whole_steps = 0
@@ -273,9 +272,8 @@ class Trainer:
         """Keep copies of tensors as they are digested: see `keeping`. Before the first step."""
         assert not self._whole_steps
         with self.device.on(self.stream):
-            return Keeping(
-                names, max_bytes, digests=self._digests, taps=self.taps, places=self._places()
-            )
+            places = places_of(self.stages, self.groups)
+            return Keeping(names, max_bytes, digests=self._digests, taps=self.taps, places=places)
 
     # ---- parts
 
@@ -284,14 +282,9 @@ class Trainer:
         self._roots = list(roots(stages))
         return stages
 
-    def _build_optimizer(self) -> AdamW:
-        return AdamW(named_states(self.groups), self.config.optim)
-
-    def _build_digests(self) -> Digests:
-        return Digests(self.optimizer, list(self._expert_biases()))
-
-    def _places(self) -> Iterator[tuple[str, tuple[Place, ...]]]:
-        return places_of(self.stages, self.groups)
+    def _build_state(self) -> tuple[AdamW, Digests]:
+        optimizer = AdamW(named_states(self.groups), self.config.optim)
+        return optimizer, Digests(optimizer, list(self._expert_biases()))
 
     def _biased_routers(self) -> Iterator[tuple[str, Router]]:
         for stage in self.stages:
