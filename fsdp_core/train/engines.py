@@ -10,16 +10,7 @@ What is the same: initial weights, microbatches by rank, loss, float32 main weig
 matrices alone. Losses, norms and taps of two engines can be compared bit by bit; the state cannot,
 for a rank digests what it holds: its rows as the engine cuts them, or with ddp whole tensors.
 
-Where the order of additions differs (R ranks, M microbatches, g gradients):
-
-| engine | a gradient |
-| --- | --- |
-| ours, fsdp2 | the sum over m of (sum over r of g[r, m]) / R |
-| ddp | the sum over r of (sum over m of g[r, m]) / R |
-| megatron_fsdp | as fsdp2, each g divided by R before it is sent |
-
-Division by a power of two is exact, so ours and fsdp2 give equal bits where R is one, and ddp does
-with one microbatch, up to the algorithm by which a backend sums more than two ranks.
+Which bits are equal, and where the order of additions differs, is in LAYOUTS.md.
 """
 
 import contextlib
@@ -164,7 +155,7 @@ def _nothing() -> None:
     return None
 
 
-ENGINES: dict[str, Callable[[DecoderStage, TrainConfig, Axes], Sharded]] = {
+_MAKERS: dict[str, Callable[[DecoderStage, TrainConfig, Axes], Sharded]] = {
     "fsdp2": fsdp2, "ddp": ddp, "megatron_fsdp": megatron_fsdp,
 }  # fmt: skip
 
@@ -259,7 +250,7 @@ class EngineTrainer(Trainer):
         init_weights(stages, config.seed, layers=model.layers, init_std=model.init_std)
         (stage,) = stages
         stage.to(self.device.torch_device)
-        self._sharded = ENGINES[config.engine](stage, config, self.axes)
+        self._sharded = _MAKERS[config.engine](stage, config, self.axes)
         self._roots = []
         return stages
 
@@ -284,24 +275,14 @@ class EngineTrainer(Trainer):
     def smaller_step(
         self, index: int, *, microbatches: int | None = None, rows: int | None = None
     ) -> StepOutputs:
-        """None.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(f"Expected engine ours for a smaller step, got {self._name}.")
+        """Of our engine alone (`NotImplementedError`)."""
+        raise NotImplementedError(
+            f"Expected engine ours for a smaller step, got {self.config.engine}."
+        )
 
     def evaluate(self, index: int) -> torch.Tensor:
-        """None.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(f"Expected engine ours to evaluate, got {self._name}.")
-
-    @property
-    def _name(self) -> str:
-        return self.config.engine
+        """Of our engine alone (`NotImplementedError`)."""
+        raise NotImplementedError(f"Expected engine ours to evaluate, got {self.config.engine}.")
 
     def keep(self, names: Sequence[str], max_bytes: int) -> Keeping:
         """See `Trainer`."""
