@@ -130,8 +130,11 @@ def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Shard
         whole = parameter.detach().clone()
         parameter.data = parameter.data.to(TORCH_DTYPES[config.dtype])
         # Main weights are made of these where there are any, else of weights that are rounded.
-        parameter.get_high_precision_init_val = functools.partial(_itself, whole)  # type: ignore[attr-defined]
-        parameter.clear_high_precision_init_val = _nothing  # type: ignore[attr-defined]
+        given: Any = parameter
+        given.get_high_precision_init_val = functools.partial(_itself, whole)
+        given.clear_high_precision_init_val = functools.partial(
+            delattr, parameter, "get_high_precision_init_val"
+        )
     module = api.fully_shard_model(
         stage,
         fsdp_unit_modules=[Layer],
@@ -149,10 +152,6 @@ def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Shard
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _nothing() -> None:
-    return None
 
 
 _MAKERS: dict[str, Callable[[DecoderStage, TrainConfig, Axes], Sharded]] = {
