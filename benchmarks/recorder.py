@@ -173,7 +173,12 @@ def _graphed(step: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay() -> None:
+        assert step  # a graph does not keep alive what it reads
+        graph.replay()
+
+    return replay
 
 
 def _starts(times: int) -> int:

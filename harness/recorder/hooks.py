@@ -38,6 +38,18 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
+    for name in (
+        "made",
+        "begin",
+        "backward",
+        "before",
+        "after",
+        "loss",
+        "norm",
+        "replayed",
+        "skip",
+    ):
+        setattr(observer, name, _guarded(getattr(observer, name), session))
     session.finish = observer.finish
     _hook_optimizers(observer)
     _hook_autograd(observer)
@@ -54,6 +66,19 @@ def install(session: Session) -> Observer:
         keeper = Keeper(observer, session.keep)
         observer.keep, observer.written = keeper.take, keeper.write
     return observer
+
+
+def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
+    """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            session.broken(error)
+
+    return call
 
 
 def recorder_for_script(

@@ -488,9 +488,7 @@ def _environment() -> dict[str, Any]:
     if cuda_is_used():
         found["device"] = torch.cuda.get_device_name()
         found["capability"] = list(torch.cuda.get_device_capability())
-        nccl, cudnn = torch.cuda.nccl.version, torch.backends.cudnn.version
-        found["nccl"] = ".".join(str(part) for part in nccl())
-        found["cudnn"] = cudnn()
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return found
 
 
