@@ -22,6 +22,7 @@ from harness.again import set_killed_aside
 from harness.bisect_command import bisect_command
 from harness.bisect_exit import bisect_exit, for_git
 from harness.check_command import check_command
+from harness.compare_runs_command import compare_runs_command
 from harness.doctor import diagnose
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError, one_line
 from harness.faults_command import faults_command
@@ -266,6 +267,7 @@ def doctor(*, as_json: bool) -> int:
 for _command in (
     report_command, merge_command, show_command, list_command, history_command, compare_command,
     predict_command, check_command, bisect_command, faults_command, wrap_command,
+    compare_runs_command,
 ):  # fmt: skip
     commands.add_command(_command)
 
