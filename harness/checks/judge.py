@@ -27,6 +27,7 @@ from harness.checks import (
 )
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
+from harness.checks.repeats import cause_of
 from harness.checks.soaked import missed_turns
 from harness.records import (
     CaseSpec,
@@ -220,12 +221,15 @@ def _control_answer(
     if not bad:
         return passed("control", "the reference equals its second run bit for bit")
     first = min(bad, key=_step)
+    why = ""
+    if not reference.spec.is_builtin and first.difference is not None:
+        why = f"; {cause_of(reference, control, first.difference)}"
     return CheckResult(
         check="control",
         outcome="incomparable",
         what="nondeterministic_reference",
         message=f"the reference differs from its own second run, so the candidate is not judged: "
-        f"{first.message}",
+        f"{first.message}{why}",
         difference=first.difference,
         figures=first.figures,
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -22,9 +23,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from harness.recorder.collectives import Notes
 from harness.recorder.observer import GROUPS, Observer
 from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, plain
+from harness.recorder.taps import Keeper, Taps, module_of
 
 _active: Observer | None = None
 
@@ -38,6 +41,14 @@ def install(session: Session) -> Observer:
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
+    if dist.is_available() and session.world_size > 1:
+        Notes(observer, session.folder / f"rank{session.rank}.place").install()
+    session.module_at_work = lambda error: module_of(error, observer)
+    if patterns := session.config.get("taps"):
+        Taps(observer, patterns, lambda: _is_quiet(observer)).install()
+    if session.keep is not None:
+        keeper = Keeper(observer, session.keep)
+        observer.keep, observer.written = keeper.take, keeper.write
     return observer
 
 
@@ -150,10 +161,12 @@ def _hook_autograd(observer: Observer) -> None:
             if isinstance(root, Tensor):
                 observer.loss(root)
         depth[0] += 1
+        observer.is_in_backward = True
         try:
             return original(tensors, *args, **kwargs)
         finally:
             depth[0] -= 1
+            observer.is_in_backward = bool(depth[0])
 
     torch.autograd.backward = backward
 

@@ -85,7 +85,10 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = False
+        self.has_begun = self.is_in_backward = False
+        self._step_in_backward: Step | None = None
+        self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
+        self.written: Callable[[int], None] = lambda _: None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._queue: list[Step] = []
@@ -111,6 +114,7 @@ class Observer:
             return
         self.has_begun = True
         self.session.startup_s = time.monotonic() - self.session.started_s
+        self.session.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -121,6 +125,7 @@ class Observer:
         self.begin()
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
+        self._step_in_backward = self._here()
 
     def loss(self, loss: Tensor) -> None:
         """The root of a backward pass, which is a microbatch's loss if it is one number."""
@@ -192,9 +197,22 @@ class Observer:
         self._mark(step)
         self.close()
 
-    def tap(self, name: str, rows: Tensor) -> None:
+    def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
         """A row of a tap: digest of what went through a module, on its device."""
-        self._here().taps.append((name, _to_host(rows)))
+        step = self.step_of_calls()
+        step.taps.append((name, _to_host(row)))
+        self.keep(self._next if step.index < 0 else step.index, name, tensors)
+
+    def step_of_calls(self) -> Step:
+        """The step that calls of modules belong to now."""
+        if self.is_in_backward and self._step_in_backward is not None:
+            return self._step_in_backward
+        return self._here()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are over, with the one under way."""
+        return self._next
 
     def finish(self) -> Mapping[str, Any]:
         """Write what is left; facts for the end record."""
@@ -212,6 +230,7 @@ class Observer:
 
     def _open(self) -> Step:
         if self.current is None:
+            # What came before it, losses and taps, is of this step.
             self.current, self.pending = self.pending, Step(-1)
             self.current.index = self._next
             self._next += 1
@@ -229,7 +248,7 @@ class Observer:
             if (found := gradient(param)) is not None:
                 named += plain(self.names.of(param), found)
         section = f"grads{self._number(optimizer)}"
-        step.put("grads", section, self._digest(section, named))
+        step.put("grads", section, self._digest(step, "grads", section, named))
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         step.live_bytes, step.peak_bytes = memory()
@@ -241,14 +260,16 @@ class Observer:
             weights = [each for p in parameters(optimizer) for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
-            step.put("weights", f"weights{number}", self._digest(f"weights{number}", weights))
-            step.put("optim", f"optim{number}", self._digest(f"optim{number}", tensors))
+            at = f"weights{number}"
+            step.put("weights", at, self._digest(step, "weights", at, weights))
+            at = f"optim{number}"
+            step.put("optim", at, self._digest(step, "optim", at, tensors))
             step.host.setdefault("optim", {}).update(_hashed(numbers))
         trained = [p for each in self.optimizers for p in parameters(each)]
         named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
-            step.put(group, group, self._digest(group, tensors))
+            step.put(group, group, self._digest(step, group, group, tensors))
         step.host["rng"] = {
             name: UNTOUCHED if self._untouched.get(name) == digest else digest
             for name, digest in _hashed(random_states()).items()
@@ -276,10 +297,11 @@ class Observer:
         self._optimizers.append(weakref.ref(optimizer))
         return len(self._optimizers) - 1
 
-    def _digest(self, section: str, named: Named) -> list[Rows]:
+    def _digest(self, step: Step, group: str, section: str, named: Named) -> list[Rows]:
         """Digests of tensors, device by device, on the streams that are current."""
         by_device: dict[torch.device, Named] = {}
         for each in named:
+            self.keep(step.index, f"{group}:{each[0]}", each[1:])
             by_device.setdefault(each[1].device, []).append(each)
         return [self._rows(section, device, here) for device, here in by_device.items()]
 
@@ -348,7 +370,7 @@ class Observer:
             )  # fmt: skip
             self.session.step = step.index
         self._last_mark = step.mark
-        self._keep_is_due(step)
+        self.written(step.index)
 
     def _as_text(
         self, step: Step
@@ -379,9 +401,6 @@ class Observer:
             return 1e-3 * before.elapsed_time(now) if isinstance(before, torch.cuda.Event) else 0.0
         return now - before if isinstance(before, float) else 0.0
 
-    def _keep_is_due(self, step: Step) -> None:
-        """Hook for whoever keeps contents of tensors; none by default."""
-
 
 def _unique(names: Iterable[str]) -> list[str]:
     """Names, those that come again with a number: two optimizers may share a parameter."""
@@ -399,6 +418,18 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _environment() -> dict[str, Any]:
+    """Facts of the device and torch's switches, known only once the program has begun."""
+    found: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    if cuda_is_used():
+        found["device"] = torch.cuda.get_device_name()
+        found["capability"] = list(torch.cuda.get_device_capability())
+        nccl, cudnn = torch.cuda.nccl.version, torch.backends.cudnn.version
+        found["nccl"] = ".".join(str(part) for part in nccl())  # type: ignore[no-untyped-call]
+        found["cudnn"] = cudnn()  # type: ignore[no-untyped-call]
+    return found
 
 
 def memory() -> tuple[int, int]:
@@ -436,4 +467,4 @@ def _mean(losses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def _tap_text(rows: Tensor, place: int) -> str:
-    return digest_hex(rows)[0] + f"{place:08x}"
+    return digest_hex(rows[None])[0] + f"{place:08x}"

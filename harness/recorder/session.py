@@ -86,7 +86,7 @@ class Session:
         self.pid = os.getpid()
         self.step = -1
         self.has_failed = self.has_ended = False
-        self.module_at_work: Callable[[], str] = lambda: ""
+        self.module_at_work: Callable[[BaseException], str] = lambda error: ""
         self.finish: Callable[[], Mapping[str, Any]] = dict
         self.started_s = time.monotonic() - _age_s()
         self.startup_s = 0.0
@@ -136,7 +136,7 @@ class Session:
         self.write(
             "error", step=self.step, what=classify(error), type=type(error).__name__,
             message=str(error)[:MESSAGE_CHARS], traceback=text[-TRACEBACK_CHARS:],
-            module=self.module_at_work(),
+            module=self.module_at_work(error),
         )  # fmt: skip
         self.has_failed = True
 
