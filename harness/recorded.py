@@ -18,7 +18,9 @@ from typing import Literal
 from harness.checksum import with_checksum
 from harness.codec import Json
 from harness.disk import write_atomic, write_once
+from harness.engine.gpu_evidence import last_place
 from harness.engine.outcome import RankEvidence, classify
+from harness.engine.whereabouts import place_path
 from harness.errors import UsageError
 from harness.object_file import read_object, told
 from harness.records import (
@@ -171,6 +173,9 @@ def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -
     if not write_once(folder / OUTCOME_FILE, dumps(with_checksum(outcome)) + "\n"):
         return None
     write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")
+    if not outcome.what:
+        for rank in range(spec.world_size):  # a run that ended well has no need of them
+            place_path(folder, rank).unlink(missing_ok=True)
     return load(folder)
 
 
@@ -180,7 +185,7 @@ def conclude(folder: Path, spec: RunSpec, parts: Sequence[Part]) -> RunOutcome:
     seen = {int(rank): known for part in parts for rank, known in part.exits.items()}
     order = [rank for part in parts for rank in part.order]
     ranks = [
-        _evidence(read_rank(rank_path(folder, rank), rank), seen.get(rank), code)
+        _evidence(folder, read_rank(rank_path(folder, rank), rank), seen.get(rank), code)
         for rank in range(spec.world_size)
     ]
     what, message, culprit = classify(ranks, timed_out=False, timeout_s=0.0, failed_order=order)
@@ -208,9 +213,11 @@ def _ended(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
-def _evidence(records: RankRecords, seen: int | None, command_code: int) -> RankEvidence:
+def _evidence(
+    folder: Path, records: RankRecords, seen: int | None, command_code: int
+) -> RankEvidence:
     code = seen
     if code is None:
         code = 1 if records.error is not None else 0 if records.end is not None else command_code
     exit = RankExit(rank=records.rank, code=code)
-    return RankEvidence(exit=exit, records=records)
+    return RankEvidence(exit=exit, records=records, place=last_place(folder, records.rank))
