@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from harness.checks import (
     environment,
     finite,
+    graphs,
     loss,
     memory,
     repeated,
@@ -29,6 +30,7 @@ from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
 from harness.checks.repeats import cause_of
 from harness.checks.soaked import missed_turns
+from harness.naming import aligned
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -51,6 +53,7 @@ CHECKS: dict[str, Check] = {
     finite.NAME: finite.check,
     memory.NAME: memory.check,
     soak.NAME: soak.check,
+    graphs.NAME: graphs.check,
 }
 """Checks that a scenario may ask for, by name."""
 
@@ -88,7 +91,8 @@ def judge(
         A verdict that is `passed` only if all runs are whole, the reference equals its control, if
         there is one, and every requested check, at least one, ran and said yes.
     """
-    runs = {"reference": reference, "control": control, "candidate": candidate}
+    named = aligned(reference, control, candidate)
+    runs = dict(zip(("reference", "control", "candidate"), named, strict=True))
     if case.skip_reason:
         reason = CheckResult(
             check="case", outcome="skipped", what="unsupported", message=case.skip_reason
@@ -126,11 +130,14 @@ def _answers(
     if case.repeats:
         results.append(repeated.check(case, reference, repeats))
     # Not in the order given: a case read back from its file must be answered in the same words.
-    for name in sorted(case.checks, key=lambda name: (*CHECKS, name).index(name)):
+    checks = dict(case.checks)
+    if checks and not candidate.spec.is_builtin:
+        checks.setdefault(graphs.NAME, {})  # what the recorder found counts, asked for or not
+    for name in sorted(checks, key=lambda name: (*CHECKS, name).index(name)):
         if name == throughput.NAME:
-            answer = throughput.check(repeats[0::2], repeats[1::2], case.checks[name])
+            answer = throughput.check(repeats[0::2], repeats[1::2], checks[name])
         else:
-            answer = _requested(case, name, reference, candidate, flaws)
+            answer = _requested(case, name, checks[name], reference, candidate, flaws)
         # The last of the checks: what it states stands on all the others.
         results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
     return results
@@ -246,6 +253,7 @@ def _no_control(flaws: dict[str, Flaw | None]) -> CheckResult:
 def _requested(
     case: CaseSpec,
     name: str,
+    parameters: Mapping[str, object],
     reference: RunResult,
     candidate: RunResult,
     flaws: dict[str, Flaw | None],
@@ -258,7 +266,7 @@ def _requested(
     if tolerance is not None and name == loss.NAME:
         result = within.check(reference, candidate, tolerance)
     else:
-        result = check(reference, candidate, case.checks[name])
+        result = check(reference, candidate, parameters)
     if tolerance is not None and name in EXACT:
         result = within.informative(result)
     incomplete = [leg for leg in ("reference", "candidate") if flaws[leg] is not None]
@@ -313,7 +321,7 @@ def _explains(result: CheckResult) -> tuple[int, int, int]:
 
     What went through a module was computed before the gradients and weights of its step.
     """
-    if result.what == "nonfinite":
+    if result.what in ("static_buffer", "nonfinite"):
         return (0, _step(result), 0)
     if result.check == taps.NAME:
         return (1, _step(result), 0)

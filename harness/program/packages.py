@@ -21,11 +21,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -34,6 +34,7 @@ from harness.errors import Infrastructure, UsageError, shown
 Say = Callable[[str], None]
 
 SHOWN_VERSIONS = 8
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 BINDINGS = ("nvidia-cudnn-frontend", "nvidia-ml-py")
 """Packages named like torch's libraries that hold none."""
 
@@ -131,8 +132,7 @@ def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say)
         with _locked(request, say):
             return _cached(request) or _made(requirements, base, request, say)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "the disk is full" if full else str(error)
+        reason = "the disk is full" if error.errno in DISK_FULL else str(error)
         raise PackagesUnavailable(
             f"packages: cannot write to the cache {cache}: {reason}"
         ) from None
@@ -150,8 +150,7 @@ def releases(name: str, first: str, last: str, python: Path) -> list[str]:
     _requirement(name, first), _requirement(name, last)
     final = _FINAL.fullmatch(first) and _FINAL.fullmatch(last)
     output = _pip(python, "index", ["versions", name, *([] if final else ["--pre"])])
-    found = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
-    versions = found[1].split(", ")[::-1] if found else []
+    versions = "".join(re.findall(r"^Available versions: (.+)$", output, re.M)).split(", ")[::-1]
     for version in (first, last):
         if version not in versions:
             raise _no_release(name, version, versions)
@@ -192,8 +191,8 @@ def _resolve(requirements: Sequence[str], base: _Base, say: Say) -> tuple[list[A
             f"packages: {', '.join(_askers(name, items)) or 'the request'} would add"
             f" {name} {lock[name]} to the torch of {base.python}; expected packages that do without"
         )
-    for requirement in requirements:  # one that the base has already is part of the evidence
-        name = _canonical(re.split(r"[\[=~!<>]", requirement)[0])
+    for name in (_canonical(re.split(r"[\[=~!<>]", each)[0]) for each in requirements):
+        # One that the base has already is part of the evidence.
         lock.setdefault(name, base.installed.get(name, ""))
     parts = [
         f"{i['metadata']['name']} {i['metadata']['version']} ({_size(i, sizes)})" for i in items
@@ -274,9 +273,8 @@ def _cached(request: Path) -> Environment | None:
 
 def _first_wrong(environment: Environment) -> list[tuple[str, str, str]]:
     """The first of the lock that is hidden by another: wanted, version found, and where."""
-    wrong: list[tuple[str, str, str]]
-    wrong = _ask(environment.python, _FIRST_WRONG, *environment.lock)["wrong"]
-    return wrong
+    found = _ask(environment.python, _FIRST_WRONG, *environment.lock)
+    return [tuple(wrong) for wrong in found["wrong"]]
 
 
 # ---- processes and files
@@ -312,11 +310,10 @@ def _run(command: Sequence[str], watch: Callable[[str], None] = lambda _: None) 
     """Run to the end; output and errors together."""
     # The user's defaults for installations elsewhere would refuse or redirect ours.
     extra = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_BREAK_SYSTEM_PACKAGES": "1"}
-    output, quiet, pipe = [], subprocess.DEVNULL, subprocess.PIPE
-    environ = {**os.environ, **extra}
+    output, environ = [], {**os.environ, **extra}
     try:
-        process = subprocess.Popen(
-            command, stdin=quiet, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environ
+        process = Popen(
+            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", env=environ
         )
     except (FileNotFoundError, PermissionError) as error:
         raise PackagesUnavailable(f"packages: expected a Python interpreter: {error}") from None

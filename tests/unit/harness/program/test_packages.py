@@ -244,16 +244,14 @@ def test_two_at_once_make_one_environment(request_for: Requests) -> None:
 
 
 KILLED_BEFORE_INSTALLING = """
-import os, pathlib, signal, subprocess, sys
+import os, pathlib, signal, sys
 from harness.program.packages import prepare
 
-class Popen(subprocess.Popen):
-    def __init__(self, command, **options):
-        if "--no-deps" in command:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().__init__(command, **options)
+def watch(event, arguments):
+    if event == "subprocess.Popen" and "--no-deps" in arguments[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-subprocess.Popen = Popen
+sys.addaudithook(watch)
 python, cache = pathlib.Path(sys.executable), pathlib.Path(sys.argv[1])
 prepare({"tiny": "1.0"}, python=python, cache=cache, say=print)
 """
@@ -374,13 +372,15 @@ def test_releases_are_in_order_of_version(index: Path) -> None:
         releases("nowhere", "1.0", "1.1", BASE)
 
 
-def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_where_the_user_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The variable of the project, then that of the desktop, then the home folder."""
-    monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DELTAZERO_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_cache() == Path("/home/user/.cache/deltazero/packages")
+    assert default_cache() == tmp_path / ".cache" / "deltazero" / "packages"
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert default_cache() == Path("/cache/deltazero/packages")
     monkeypatch.setenv("DELTAZERO_CACHE", "~/mine")
-    assert default_cache() == Path("/home/user/mine")
+    assert default_cache() == tmp_path / "mine"
