@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
 from harness.recorder.observer import GROUPS, Observer
-from harness.recorder.session import Session
+from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
@@ -85,6 +85,8 @@ def recorder_for_script(
     model: Any, optimizer: Any, taps: tuple[str, ...]
 ) -> "ScriptRecorder | None":
     """The recorder that a script's own lines speak to; None in a process that does not record."""
+    if _active is None:
+        begin(trains=True)
     if _active is None or not _active.session.is_mine:
         return None
     return ScriptRecorder(_active, _each(model), _each(optimizer))
