@@ -210,7 +210,8 @@ FRAGMENTS = (
     "T0/B0/abcdefgh1234567", "-----BEGIN RSA PRIVATE KEY-----", "-----END RSA PRIVATE KEY-----",
     "-----BEGIN ", "password", "PassWd", "passphrase", "pass", "client_secret", "my_pwd", "secret",
     "api_key", "APIKEY", "AccessKey", "access-key", "account_key", "auth_token", "AuthToken",
-    "token", "bearer ", "Basic ", "=", ": ", "=\"", "'", "\"", "\n", " ", "\t", ",", "s3cr3ts3cr3t1",
+    "token", "bearer ", "Basic ",
+    "=", ": ", "=\"", "'", "\"", "\n", " ", "\t", ",", "s3cr3ts3cr3t1",
     "abcdefghijklmnop",
     "none", "https://", "a+b.c-d://", "me:", "me", "@", "/", ":", ".", "-", "_", "x" * 40, "\xe9",
     "y" * 300, "1", "Z",
@@ -222,12 +223,12 @@ def test_what_ranks_print_is_masked_as_other_texts_are() -> None:
     masker = Masker(ENVIRON | {"LOGIN_PASSWORD": "hunter2"})
     drawn = random.Random(1)
     masked = 0
-    for _ in range(20_000):
+    for _ in range(8_000):
         text = "".join(drawn.choices(FRAGMENTS, k=drawn.randrange(1, 12)))
         expected = masker.text(text)
         assert masker.data(text.encode("latin-1")) == expected.encode("latin-1"), text
         masked += expected != text
-    assert masked > 5_000
+    assert masked > 2_000
 
 
 @pytest.mark.parametrize("line", [f"{SECRET}\n", f"a {SECRET};", f"password={TOKENS[0]} "])
