@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_setting import LAST_RANK
+from harness.program.section import OPEN
 from harness.records import PlantSpec
 from harness.schema import Choice
 from harness.settings import Value, leaf_types
@@ -43,7 +44,8 @@ def label(choice: Choice) -> str:
 def token(choice: Choice) -> str:
     """The part of an id that stands for `choice`."""
     order = _order()
-    settings = sorted(choice.settings, key=lambda setting: order[setting.leaf])
+    # A program's own leaves have no order but the file's.
+    settings = sorted(choice.settings, key=lambda setting: order.get(setting.leaf, len(order)))
     return "_".join(_safe(_leaf_token(setting.leaf, setting.value)) for setting in settings)
 
 
@@ -114,7 +116,8 @@ def _plain(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaf_token(leaf: str, value: Value) -> str:
-    name = leaf.rpartition(".")[2]
+    head, _, name = leaf.partition(".")
+    name = name if head in OPEN else leaf.rpartition(".")[2]
     if leaf in _BARE:
         return _text(value)
     if leaf == "plant":

@@ -181,6 +181,7 @@ def _tells_of_the_program(records: RankRecords) -> bool:
     if records.error is not None and records.error.what in _OF_THE_PROGRAM:
         return True
     return any(
-        not step.loss.finite or not step.grad_norm.finite or any(step.nonfinite.values())
+        any(value is not None and not value.finite for value in (step.loss, step.grad_norm))
+        or any(step.nonfinite.values())
         for step in records.steps
     )

@@ -21,11 +21,10 @@ into the legs that it names; the other legs get its counterpart, if the catalogu
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp_core.config import TrainConfig
 from harness.case_id import Words, label, unique_ids
 from harness.check_limits import TIMED_STEPS
 from harness.collector import held_off
@@ -34,11 +33,14 @@ from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
 from harness.plant_setting import check_has_part
 from harness.plant_spec import PlantSpec, each_of, joined
+from harness.program.section import ProgramLeg
 from harness.records import CaseSpec, RunSpec
 from harness.schema import Choice, Rule, Scenario
-from harness.settings import Leg, build_leg, overlay, plain_config
+from harness.settings import Leg as BuiltinLeg
+from harness.settings import overlay
 from harness.soaking import LEAST_STEPS
 
+Leg = BuiltinLeg | ProgramLeg
 MAX_COMBINATIONS = 50_000
 Device = Literal["cpu", "cuda"]
 Assignment = dict[str, Choice]
@@ -208,7 +210,7 @@ class _Maker:
     device: Device
     legs: dict[tuple[tuple[str, int], ...], Leg] = field(default_factory=dict)
     runs: dict[tuple[int, str, PlantSpec | None, bool], RunSpec] = field(default_factory=dict)
-    configs: dict[TrainConfig, int] = field(default_factory=dict)
+    identities: dict[Hashable, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
     seen: dict[tuple[object, ...], str] = field(default_factory=dict)
     words: Words = field(default_factory=Words)
@@ -239,8 +241,9 @@ class _Maker:
         if key not in self.legs:
             layers = (choice.settings for choice in held.values())
             settings = overlay(self.scenario.base, *layers)
-            leg = self.legs[key] = build_leg(settings, self.scenario.compare.origin)
-            self.numbers[id(leg)] = self.configs.setdefault(leg.config, len(self.configs))
+            leg = self.legs[key] = self.scenario.build(settings, self.scenario.compare.origin)
+            number = self.identities.setdefault(leg.identity, len(self.identities))
+            self.numbers[id(leg)] = number
         return self.legs[key]
 
     def _who_soaks(self, candidate: Leg, reference: Leg) -> tuple[bool, bool]:
@@ -251,13 +254,13 @@ class _Maker:
         soak = self.scenario.soak
         if soak is None:
             return False, False
-        if candidate.config.steps < LEAST_STEPS:
+        if candidate.steps < LEAST_STEPS:
             raise soak.origin.error(
                 "soak",
                 expected=f"{LEAST_STEPS} steps at least, as growth of memory shows from there on",
-                got=f"steps {candidate.config.steps}",
+                got=f"steps {candidate.steps}",
             )
-        graphed = bool(candidate.config.graph), bool(reference.config.graph)
+        graphed = bool(candidate.graph), bool(reference.graph)
         if soak.spec.by == "replays" and not graphed[0]:
             raise soak.origin.error(
                 "soak.replays", expected="a graph in every candidate", got="an eager one"
@@ -268,15 +271,16 @@ class _Maker:
         key = (id(leg), role, plant, soaks)
         if key not in self.runs:
             self.runs[key] = RunSpec(
-                config=plain_config(leg.config),
+                config=leg.plain(),
                 device=self.device,
-                world_size=leg.config.parallel.world_size,
+                world_size=leg.world_size,
                 timeout_s=self.scenario.launch.timeout_s,
                 replica=1 if role == "control" else 0,
                 plant=plant,
                 explain="max_unexplained" in self.scenario.checks.get("peak_memory", {}),
                 soak=self.scenario.soak.spec if soaks and self.scenario.soak else None,
                 kernels=self.scenario.launch.kernels,
+                stall_s=self.scenario.launch.stall_s,
             )
         return self.runs[key]
 
@@ -319,26 +323,25 @@ class _Maker:
         plants: Mapping[str, PlantSpec | None],
     ) -> None:
         """A check with nothing to look at, or a fault with no place, would be for nothing."""
-        mine, theirs = candidate.config, reference.config
-        if "taps" in self.scenario.checks and not (mine.taps and theirs.taps):
+        if "taps" in self.scenario.checks and not (candidate.taps and reference.taps):
             raise self.scenario.checks_origin.error(
                 "checks.taps", expected="taps in base, of the modules to compare", got="none"
             )
         self._check_timed(candidate, reference)
         for role, plant in plants.items():
-            config = mine if role == "candidate" else theirs
+            leg = candidate if role == "candidate" else reference
             for planted in each_of(plant):
+                assert isinstance(leg, BuiltinLeg)
                 written = held.get("plant", held[self.scenario.compare.axis]).origin
-                check_has_part(CATALOGUE[planted.fault], config, role, written)
+                check_has_part(CATALOGUE[planted.fault], leg.config, role, written)
 
     def _check_timed(self, candidate: Leg, reference: Leg) -> None:
         """Times of warm-up and capture say nothing of the steps that come after."""
         timed = self.scenario.checks.get("throughput")
         if timed is None:
             return
-        skipped, steps = timed["skip_steps"], candidate.config.steps
-        graphed = [leg.config for leg in (candidate, reference) if leg.config.graph]
-        captured = max((config.graph_warmup_steps + 1 for config in graphed), default=0)
+        skipped, steps = timed["skip_steps"], candidate.steps
+        captured = max(leg.num_steps_before_graphs for leg in (candidate, reference))
         if skipped < captured:
             raise self.scenario.checks_origin.error(
                 "checks.throughput.skip_steps",
@@ -355,18 +358,12 @@ class _Maker:
 
 def _pairing(candidate: Leg, reference: Leg) -> Iterator[tuple[str, int | str, int | str]]:
     """What must be equal for records of the legs to have a partner each, and for their bits to."""
-    mine, theirs = candidate.config, reference.config
-    yield "world size", mine.parallel.world_size, theirs.parallel.world_size
+    mine, theirs = candidate, reference
+    yield "world size", mine.world_size, theirs.world_size
     yield "number of steps", mine.steps, theirs.steps
     yield "number of microbatches", mine.microbatches, theirs.microbatches
     # Compiled code is another program: fused operators round elsewhere.
-    yield "compiled parts", _compiled(mine), _compiled(theirs)
-
-
-def _compiled(config: TrainConfig) -> str:
-    """What is compiled by whom; order means nothing."""
-    parts = "+".join(sorted(config.compile))
-    return f"{parts} by {config.compile_backend}" if parts else "none"
+    yield "compiled parts", mine.compiled, theirs.compiled
 
 
 def _planted(role: str, candidate: Leg, reference: Leg) -> PlantSpec | None:

@@ -36,6 +36,8 @@ from harness.schedule import Job, Seconds, arrange, makespan_s
 Device = Literal["cpu", "cuda"]
 _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
 _STEP_S = {"cpu": 0.05, "cuda": 0.02}
+_FOREIGN_START_S = 8.0
+"""Of a program in a fresh interpreter, most of it the import of torch."""
 _FLOPS = {"cpu": 5e9, "cuda": 1e14}
 
 
@@ -175,6 +177,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
     if why := _lacks_device(spec) or _lacks_te(spec) or _lacks_compiler(spec):
         return why
+    if not spec.is_builtin:
+        return ""
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         return f"data.path {path} is not on this machine"
@@ -224,6 +228,9 @@ def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float
     config, world = spec.config, spec.world_size
     device = device or spec.device
     fixed, each = _START_S[device]
+    if not spec.is_builtin:
+        # Nothing is known of its size; the history knows after its first run.
+        return float(_FOREIGN_START_S + each * world + int(config["steps"]) * _STEP_S[device])
     # Ranks of one replica work on the same tokens.
     replicas = config["parallel"]["dp_outer"] * config["parallel"]["dp"]
     sequences = config["microbatches"] * config["micro_batch_size"] * replicas

@@ -14,7 +14,8 @@ from harness.errors import UsageError, one_line
 from harness.faults.catalogue import CATALOGUE
 from harness.masking import Masker
 from harness.plant_spec import PlantSpec, each_of
-from harness.records import CaseSpec, RunSpec
+from harness.program.spec import program_of
+from harness.records import CaseSpec, RecordError, RunSpec
 from harness.repeats import runs_of
 
 
@@ -35,6 +36,12 @@ def check_whole(place: Path, cases: Iterable[CaseSpec]) -> None:
 
 
 def _flaw(spec: RunSpec) -> str:
+    if not spec.is_builtin:
+        try:
+            program_of(spec.config)
+        except RecordError as error:
+            return f"its program is none: {one_line(str(error))}"
+        return ""
     try:
         whole = TrainConfig.from_dict(spec.config).to_dict()
     except ConfigError as error:
@@ -95,6 +102,10 @@ def refuse_secrets(cases: Iterable[CaseSpec], arguments: Iterable[str] = ()) -> 
 def _texts(cases: Iterable[CaseSpec]) -> Iterator[tuple[str, str]]:
     for case in cases:
         for spec in (case.reference, case.candidate):
+            if (program := program_of(spec.config)) is not None:
+                yield from ((f"args.{k}", str(v)) for k, v in program.args.items())
+                yield from ((f"env.{k}", v) for k, v in program.env.items())
+                continue
             yield "data.path", str(spec.config.get("data", {}).get("path") or "")
             yield from (("taps", str(pattern)) for pattern in spec.config.get("taps", ()))
             yield from (("plant.tensor", fault.tensor) for fault in each_of(spec.plant))

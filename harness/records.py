@@ -8,6 +8,8 @@ numbers: `FloatBits.value` is None there and the bits speak.
 Record lines of one rank, in order:
 
     start  once: rank, world size, device, tensor names of each digest, environment fingerprint
+    names  from a program that the harness did not write: tensor names from one step on
+    initial  at most once: digests of the state before the first step
     step   once a step: loss, microbatch losses, gradient norm, digests, non-finite tensors, memory
     event  any time: a named fact that is not compared (graph captured, fault planted)
     error  at most once: the exception that ended the rank
@@ -16,6 +18,7 @@ Record lines of one rank, in order:
 
 import hashlib
 import json
+import re
 import typing
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
@@ -29,12 +32,12 @@ from harness.plant_spec import PlantSpec
 from harness.soaking import SoakSpec
 
 __all__ = [
-    "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "NEVER_RAN", "OUTCOMES", "RECORD_KINDS", "SCHEMA_VERSION",
-    "TAP_HEX_CHARS", "UNFINISHED", "WHATS",
-    "CaseSpec", "CheckResult", "Difference", "EndRecord", "ErrorRecord", "EventRecord", "ExitCode",
-    "FloatBits", "Json", "Outcome", "PlantSpec", "RankExit", "RankRecords", "Record", "RecordError",
-    "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "Verdict", "What", "dumps",
-    "parse_record", "ulp_distance",
+    "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
+    "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
+    "CheckResult", "Difference", "EndRecord", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits",
+    "InitialRecord", "Json", "NamesRecord", "Outcome", "PlantSpec", "RankExit", "RankRecords",
+    "Record", "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord",
+    "Verdict", "What", "dumps", "parse_record", "ulp_distance",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -55,10 +58,14 @@ WHATS: tuple[What, ...] = typing.get_args(What)
 
 DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
 """The digests of a step, in the order in which a difference is looked for."""
+GROUP_ORDER = ("losses", "buffers", *DIGEST_GROUPS)
+"""The same of a program that has more of them; a program's own groups come last."""
 DIGEST_HEX_CHARS = 32
 """Characters of one tensor's 128-bit digest; a group is their concatenation in tensor order."""
 TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8
 """Characters of one row of taps: a digest, and its place in the step, all ones if it never ran."""
+ABSENT = "f" * DIGEST_HEX_CHARS
+"""In place of a digest: the step did not hold that tensor."""
 NEVER_RAN = "f" * 8
 UNFINISHED = "unfinished step"
 """Name of the event of a rank that fails in a run with taps: their rows so far."""
@@ -92,7 +99,9 @@ class RunSpec(Json):
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
     writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
-    (`fsdp_core.rounding`), for `harness.bisector.layouts`; 0 for all others.
+    (`fsdp_core.rounding`), for `harness.bisector.layouts`; 0 for all others. `stall_s`: seconds
+    without a record after which it counts as hung. Of a program that is not the built-in one,
+    `config` says what to start (`harness.program.spec`).
     """
 
     config: dict[str, Any]
@@ -106,6 +115,7 @@ class RunSpec(Json):
     kernels: bool = False
     keep: KeepSpec | None = None
     rounding: int = 0
+    stall_s: float | None = None
 
     def __post_init__(self) -> None:
         # An int here would give another key than the same specification read back from JSON.
@@ -121,7 +131,7 @@ class RunSpec(Json):
     @cached_property
     def key(self) -> str:
         """File-name-safe identity: equal keys mean equal work."""
-        graph = "+".join(self.config.get("graph", ())) or "eager"
+        graph = self._short_name
         held = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: v.to_json() if isinstance(v, Json) else v for k, v in held.items()}
         if self.soak is None:
@@ -134,9 +144,24 @@ class RunSpec(Json):
             del plain["rounding"]
         if self.keep is None:
             del plain["keep"]  # and this
+        if self.stall_s is None:
+            del plain["stall_s"]
         text = _SORTED.encode(plain)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"w{self.world_size}-{graph}-r{self.replica}-{digest}"
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the built-in trainer runs."""
+        return self.config.get("program") is None
+
+    @property
+    def _short_name(self) -> str:
+        if self.is_builtin:
+            return "+".join(self.config.get("graph", ())) or "eager"
+        target = str(self.config["program"].get("target", ""))
+        name = target.rpartition("/")[2].removesuffix(".py")
+        return re.sub(r"[^A-Za-z0-9_.]", "_", name)[:60] or "program"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +215,10 @@ class StepRecord(Json):
     """One step of one rank.
 
     Attributes:
-        loss: mean over all tokens of the step, of all ranks, float32.
+        loss: mean over all tokens of the step, of all ranks, float32; of another program the mean
+            of the rank's microbatches, None if it has none.
         microbatch_losses: of the rank's own tokens, float32.
-        grad_norm: global gradient norm before clipping.
+        grad_norm: global gradient norm before clipping; None if the program computes none.
         digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
         nonfinite: per group, names of tensors that hold a NaN or an infinity.
         step_s: seconds from the end of the step before to its own, on the device.
@@ -201,13 +227,14 @@ class StepRecord(Json):
         taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
         pointer_changes: long-lived tensors that moved since the step before; None if not counted.
         device_bytes: used on the whole GPU, by the driver; at the last step of a flush, else None.
+        skipped: why the optimizer did not take the step; "" where it did.
     """
 
     step: int
     rank: int
-    loss: FloatBits
+    loss: FloatBits | None
     microbatch_losses: tuple[FloatBits, ...]
-    grad_norm: FloatBits
+    grad_norm: FloatBits | None
     digests: dict[str, str]
     nonfinite: dict[str, tuple[str, ...]]
     step_s: float
@@ -216,7 +243,33 @@ class StepRecord(Json):
     taps: str = ""
     pointer_changes: int | None = None
     device_bytes: int | None = None
+    skipped: str = ""
     kind: Literal["step"] = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesRecord(Json):
+    """Names of tensors from step `step` on, for the groups that change; -1 is the initial state.
+
+    The readers of rank files lay them over the steps, so that every step of a `RankRecords` has the
+    same tensors; what a step did not hold has the digest `ABSENT`.
+    """
+
+    rank: int
+    step: int
+    tensors: dict[str, tuple[str, ...]]
+    taps: tuple[str, ...] = ()
+    kind: Literal["names"] = "names"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialRecord(Json):
+    """Digests of the state before the first step, as in a step's record."""
+
+    rank: int
+    digests: dict[str, str]
+    nonfinite: dict[str, tuple[str, ...]]
+    kind: Literal["initial"] = "initial"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,10 +320,12 @@ class EndRecord(Json):
     kind: Literal["end"] = "end"
 
 
-Record = StartRecord | StepRecord | EventRecord | ErrorRecord | EndRecord
+Record = (
+    StartRecord | NamesRecord | InitialRecord | StepRecord | EventRecord | ErrorRecord | EndRecord
+)
 RECORD_KINDS: dict[str, type[Record]] = {
-    "start": StartRecord, "step": StepRecord, "event": EventRecord,
-    "error": ErrorRecord, "end": EndRecord,
+    "start": StartRecord, "names": NamesRecord, "initial": InitialRecord, "step": StepRecord,
+    "event": EventRecord, "error": ErrorRecord, "end": EndRecord,
 }  # fmt: skip
 
 
@@ -349,6 +404,7 @@ class RankRecords:
     error: ErrorRecord | None
     end: EndRecord | None
     problems: tuple[str, ...]
+    initial: InitialRecord | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

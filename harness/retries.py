@@ -203,7 +203,8 @@ def _difference(
 
 def _bits(record: StepRecord, quantity: str) -> str:
     if quantity == "loss":
-        return " ".join(value.bits for value in (record.loss, *record.microbatch_losses))
+        losses = (record.loss, *record.microbatch_losses)
+        return " ".join(value.bits for value in losses if value is not None)
     if quantity == "grad_norm":
-        return record.grad_norm.bits
+        return "" if record.grad_norm is None else record.grad_norm.bits
     return record.digests.get(quantity, "")

@@ -3,6 +3,7 @@
     name     slug, safe as a file name
     why      one sentence: what is at stake
     base     settings of every run
+    program  in place of base: a training program of the user's own (harness.program.section)
     axes     axis -> list of values; the matrix is their product
     exclude  partial mappings axis -> value: cases that match one are removed
     include  mappings key -> value: extend the cases that they fit, or add a case
@@ -16,7 +17,7 @@
 `harness.matrix` states what exclude and include mean. Every refusal is a `ScenarioError`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from typing import Any, Literal
 from harness.cadence import decode_select, decode_tier
 from harness.decode import dotted, refuse, take_list, take_mapping, take_str
 from harness.legal import is_listed, listed_layouts
+from harness.program.section import ProgramLeg, ProgramVocabulary
 from harness.sections import (
     Launch,
     decode_checks,
@@ -32,14 +34,16 @@ from harness.sections import (
     decode_why,
     split_option,
 )
-from harness.settings import Setting, decode_settings, overlay
+from harness.settings import Leg, Setting, build_leg, decode_settings, overlay
 from harness.soak_section import Soak, decode_soak, joined
 from harness.yaml_source import Node, Origin, parse_bytes, read_bytes
 
 SECTIONS = (
-    "name", "why", "base", "axes", "exclude", "include", "compare", "checks", "soak", "launch",
-    "tier", "select",
+    "name", "why", "base", "program", "axes", "exclude", "include", "compare", "checks", "soak",
+    "launch", "tier", "select",
 )  # fmt: skip
+Decode = Callable[[str, Node, Origin, str], tuple[Setting, ...]]
+"""The settings that a key and its node stand for, in a section."""
 REQUIRED = ("name", "why", "axes", "compare", "checks")
 
 
@@ -111,6 +115,16 @@ class Scenario:
     soak: Soak | None = None
     tier: str = ""
     select: str = "all"
+    program: ProgramVocabulary | None = None
+
+    def build(self, settings: Mapping[str, Setting], fallback: Origin) -> Leg | ProgramLeg:
+        """The run that settings describe, by leaf (`ScenarioError`: a rule is broken)."""
+        if self.program is None:
+            return build_leg(settings, fallback)
+        values = {leaf: setting.value for leaf, setting in settings.items()}
+        return self.program.build(
+            values, {leaf: setting.origin for leaf, setting in settings.items()}
+        )
 
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, if there is one."""
@@ -139,10 +153,12 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     origin = Origin(path, 1)
     root = parse_bytes(source, origin)
     sections = take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
-    base = _decode_base(sections.get("base"), overrides.sets)
-    axes = _decode_axes(sections["axes"], overrides.axes, base)
+    program = _decode_program(sections, path)
+    decode = decode_settings if program is None else _settings_of(program)
+    base = _decode_base(sections.get("base"), overrides.sets, decode, program)
+    axes = _decode_axes(sections["axes"], overrides.axes, base, decode)
     _refuse_set_axes(base, axes)
-    compare = _decode_compare(sections["compare"], axes)
+    compare = _decode_compare(sections["compare"], axes, decode)
     launch = decode_launch(sections.get("launch"), overrides.sets)
     soak = decode_soak(sections.get("soak"), overrides.sets, launch.timeout_s)
     checks = decode_checks(sections["checks"])
@@ -159,8 +175,8 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
         source=source,
         base=joined(base, _owners(axes), soak),
         axes=axes,
-        exclude=_decode_rules("exclude", sections.get("exclude"), axes),
-        include=_decode_rules("include", sections.get("include"), axes),
+        exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode),
+        include=_decode_rules("include", sections.get("include"), axes, decode),
         compare=compare,
         checks=checks,
         checks_origin=sections["checks"].origin,
@@ -169,16 +185,38 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
         soak=soak,
         tier=decode_tier(sections.get("tier")),
         select=decode_select(sections.get("select")),
+        program=program,
     )
 
 
-def _decode_base(node: Node | None, sets: Iterable[str]) -> tuple[Setting, ...]:
-    written: list[Setting] = []
+def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabulary | None:
+    """The program of a scenario that has one; then nothing is said of the built-in trainer."""
+    if "program" not in sections:
+        return None
+    for other in ("base", "soak"):
+        if other in sections:
+            raise sections[other].origin.error(
+                other, expected="nothing beside program, which is another trainer", got="a section"
+            )
+    return ProgramVocabulary(sections["program"], path)
+
+
+def _settings_of(program: ProgramVocabulary) -> Decode:
+    def decode(key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
+        return tuple(Setting(*each) for each in program.decode(key, node, written, where))
+
+    return decode
+
+
+def _decode_base(
+    node: Node | None, sets: Iterable[str], decode: Decode, program: ProgramVocabulary | None
+) -> tuple[Setting, ...]:
+    written = [] if program is None else [Setting(*each) for each in program.base]
     seen: dict[str, Setting] = {}
     entries = take_mapping(node, "base") if node is not None else {}
     for key, value in entries.items():
         assert node is not None
-        for setting in decode_settings(key, value, node.keys[key], "base"):
+        for setting in decode(key, value, node.keys[key], "base"):
             if setting.leaf in seen:
                 raise setting.origin.error(
                     dotted("base", setting.leaf),
@@ -191,7 +229,7 @@ def _decode_base(node: Node | None, sets: Iterable[str]) -> tuple[Setting, ...]:
         key, value, origin = split_option("--set", option)
         if key.partition(".")[0] in ("launch", "soak"):
             continue
-        written += decode_settings(key, value, origin, "")
+        written += decode(key, value, origin, "")
     return tuple(written)
 
 
@@ -215,7 +253,7 @@ def _owners(axes: tuple[Axis, ...]) -> dict[str, str]:
 
 
 def _decode_axes(
-    node: Node, overrides: Iterable[str], base: tuple[Setting, ...]
+    node: Node, overrides: Iterable[str], base: tuple[Setting, ...], decode: Decode
 ) -> tuple[Axis, ...]:
     entries = dict(take_mapping(node, "axes"))
     origins = dict(node.keys)
@@ -224,7 +262,7 @@ def _decode_axes(
         entries[name], origins[name] = value, origin
     if not entries:
         raise refuse(node, "axes", "at least one axis", got="an empty mapping")
-    axes = tuple(_decode_axis(name, entries[name], origins[name], base) for name in entries)
+    axes = tuple(_decode_axis(name, entries[name], origins[name], base, decode) for name in entries)
     owners: dict[str, str] = {}
     for axis in axes:
         for leaf in dict.fromkeys(leaf for choice in axis.choices for leaf in choice.leaves):
@@ -254,7 +292,9 @@ def _refuse_model_beside_listed(
             )
 
 
-def _decode_axis(name: str, node: Node, origin: Origin, base: tuple[Setting, ...]) -> Axis:
+def _decode_axis(
+    name: str, node: Node, origin: Origin, base: tuple[Setting, ...], decode: Decode
+) -> Axis:
     key = dotted("axes", name)
     if is_listed(name, node):
         layouts = listed_layouts(node, key, overlay(base), origin)
@@ -262,7 +302,7 @@ def _decode_axis(name: str, node: Node, origin: Origin, base: tuple[Setting, ...
     choices: list[Choice] = []
     seen: dict[tuple[Any, ...], Origin] = {}
     for value in take_list(node, key, f"values of {name}"):
-        choice = _decode_choice(name, value, origin, "axes")
+        choice = Choice(decode(name, value, origin, "axes"), value.origin)
         identity = tuple(sorted(choice.leaves.items()))
         if identity in seen:
             line = seen[identity].line
@@ -275,11 +315,9 @@ def _decode_axis(name: str, node: Node, origin: Origin, base: tuple[Setting, ...
     return Axis(name, tuple(choices), origin)
 
 
-def _decode_choice(key: str, node: Node, written: Origin, where: str) -> Choice:
-    return Choice(decode_settings(key, node, written, where), node.origin)
-
-
-def _decode_rules(section: str, node: Node | None, axes: tuple[Axis, ...]) -> tuple[Rule, ...]:
+def _decode_rules(
+    section: str, node: Node | None, axes: tuple[Axis, ...], decode: Decode
+) -> tuple[Rule, ...]:
     if node is None or node.value == ():
         return ()
     rules = []
@@ -290,7 +328,7 @@ def _decode_rules(section: str, node: Node | None, axes: tuple[Axis, ...]) -> tu
         if not entries:
             raise refuse(entry, section, "at least one key", got="an empty mapping")
         choices = {
-            key: _decode_choice(key, value, entry.keys[key], section)
+            key: Choice(decode(key, value, entry.keys[key], section), value.origin)
             for key, value in entries.items()
         }
         if section == "exclude":
@@ -330,14 +368,15 @@ def _find_choice(axis: Axis, choice: Choice, node: Node, key: str) -> Choice:
     raise refuse(node, key, f"a value of the axis {axis.name}")
 
 
-def _decode_compare(node: Node, axes: tuple[Axis, ...]) -> Compare:
+def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compare:
     keys = ("axis", "reference", "expect")
     entries = take_mapping(node, "compare", legal=keys, required=keys)
     by_name = {axis.name: axis for axis in axes}
     name = take_str(entries["axis"], "compare.axis", legal=by_name)
     take_str(entries["expect"], "compare.expect", legal=("bitwise",))
     axis = by_name[name]
-    given = _decode_choice(name, entries["reference"], entries["axis"].origin, "compare.reference")
+    wanted = entries["reference"]
+    given = Choice(decode(name, wanted, entries["axis"].origin, "compare.reference"), wanted.origin)
     reference = _find_choice(axis, given, entries["reference"], "compare.reference")
     if len(axis.choices) < 2:
         raise axis.origin.error(

@@ -13,7 +13,7 @@ from harness.yaml_source import Node, Origin, parse_text
 
 CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak")
 EVIDENCE = ("loss", "state", "taps")
-LAUNCH_KEYS = ("device", "timeout_s", "slots", "engine", "retries", "kernels", "slurm")
+LAUNCH_KEYS = ("device", "timeout_s", "stall_s", "slots", "engine", "retries", "kernels", "slurm")
 ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT_S = 300.0
@@ -28,7 +28,8 @@ class Launch:
     """Where and for how long runs may run. `slots` None: what the machine has, or the cluster.
 
     `retries`: how often a run may be made again after a failure of the machine. `kernels`: runs say
-    what they launched.
+    what they launched. `stall_s`: a run in which no rank records anything for so long is a hang;
+    None for as long as it may take.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -38,6 +39,7 @@ class Launch:
     slurm: SlurmOptions = DEFAULT_OPTIONS
     retries: int = 0
     kernels: bool = False
+    stall_s: float | None = None
 
 
 def decode_name(node: Node) -> str:
@@ -124,9 +126,11 @@ def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
     device = "auto"
     if "device" in entries:
         device = take_str(entries["device"], "launch.device", legal=DEVICES)
-    timeout_s = DEFAULT_TIMEOUT_S
-    if "timeout_s" in entries:
-        timeout_s = take_float(entries["timeout_s"], "launch.timeout_s", above=0)
+    seconds = {
+        name: take_float(entries[name], f"launch.{name}", above=0)
+        for name in ("timeout_s", "stall_s")
+        if name in entries
+    }
     slots = None
     if "slots" in entries:
         slots = take_int(entries["slots"], "launch.slots", minimum=1)
@@ -144,7 +148,15 @@ def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
         written = take_mapping(entries["slurm"], "launch.slurm", legal=SLURM_KEYS)
         slurm = {**written, **slurm}
     options = decode_slurm(slurm)
-    return Launch(device, timeout_s, slots, engine, options, retries, kernels)  # type: ignore[arg-type] # take_str
+    return Launch(
+        device=device,  # type: ignore[arg-type] # take_str
+        slots=slots,
+        engine=engine,  # type: ignore[arg-type] # take_str
+        slurm=options,
+        retries=retries,
+        kernels=kernels,
+        **seconds,
+    )
 
 
 def _refuse_launch_key(key: str, origin: Origin) -> NoReturn:

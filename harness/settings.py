@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,51 @@ class Leg:
 
     config: TrainConfig
     plant: PlantSpec | None
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for runs that do the same."""
+        return self.config
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return self.config.steps
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.config.parallel.world_size
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Patterns of tapped modules."""
+        return self.config.taps
+
+    @property
+    def graph(self) -> tuple[str, ...]:
+        """Scopes of graphs."""
+        return self.config.graph
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.config.microbatches
+
+    @property
+    def compiled(self) -> str:
+        """What is compiled by whom; order means nothing."""
+        parts = "+".join(sorted(self.config.compile))
+        return f"{parts} by {self.config.compile_backend}" if parts else "none"
+
+    @property
+    def num_steps_before_graphs(self) -> int:
+        """Steps of warm-up and capture."""
+        return self.config.graph_warmup_steps + 1 if self.config.graph else 0
+
+    def plain(self) -> dict[str, Any]:
+        """`RunSpec.config`."""
+        return plain_config(self.config)
 
 
 def plain_config(config: TrainConfig) -> dict[str, Any]:

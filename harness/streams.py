@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.checksum import LinesChecksum
-from harness.disk import open_plain
+from harness.disk import open_plain, read_tail
+from harness.naming import with_all_names
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
     ErrorRecord,
     EventRecord,
+    InitialRecord,
+    NamesRecord,
     RankRecords,
     Record,
     RecordError,
@@ -25,6 +28,8 @@ from harness.records import (
 )
 
 MAX_LINE_BYTES = 64 << 20
+END_BYTES = 4096
+"""More than an end record has."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
 
@@ -32,6 +37,21 @@ MAX_PROBLEMS = 100
 def rank_path(folder: Path, rank: int) -> Path:
     """Where a rank's records lie."""
     return folder / f"rank{rank}.jsonl"
+
+
+def has_begun(path: Path) -> bool:
+    """Whether a rank's file says anything of its state or of a step."""
+    try:
+        with open_plain(path) as file:
+            return any(b'"kind":"step"' in line or b'"kind":"initial"' in line for line in file)
+    except OSError:
+        return False
+
+
+def has_end_record(path: Path) -> bool:
+    """Whether the last line of a rank's file is its end record."""
+    last = read_tail(path, END_BYTES).rstrip(b"\n").rpartition(b"\n")[2]
+    return b'"kind":"end"' in last
 
 
 def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
@@ -83,6 +103,8 @@ class _Reading:
         self._end: EndRecord | None = None
         self._problems: list[str] = []
         self._num_unlisted = 0
+        self._initial: InitialRecord | None = None
+        self._names: list[NamesRecord] = []
         self._checksum = LinesChecksum()
 
     def problem(self, number: int, why: str) -> None:
@@ -135,6 +157,10 @@ class _Reading:
                 self._steps.append(record)
             case EventRecord():
                 self._events.append(record)
+            case NamesRecord():
+                self._names.append(record)
+            case InitialRecord() if self._initial is None:
+                self._initial = record
             case StartRecord() if self._start is None:
                 self._start = record
             case ErrorRecord() if self._error is None:
@@ -147,7 +173,7 @@ class _Reading:
     def result(self) -> RankRecords:
         """What was collected."""
         unlisted = [f"line 0: {self._num_unlisted} more problems"] if self._num_unlisted else []
-        return RankRecords(
+        records = RankRecords(
             rank=self._rank,
             start=self._start,
             steps=tuple(self._steps),
@@ -155,7 +181,9 @@ class _Reading:
             error=self._error,
             end=self._end,
             problems=(*self._problems, *unlisted),
+            initial=self._initial,
         )
+        return with_all_names(records, self._names) if self._names else records
 
 
 def _short(error: Exception, size: int = 200) -> str:

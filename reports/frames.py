@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.checks.memory import peak_bytes
 from harness.confirm import confirmed
-from harness.records import CaseSpec, RunResult, RunSpec, Verdict
+from harness.records import CaseSpec, FloatBits, RunResult, RunSpec, Verdict
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
 
 
@@ -100,16 +100,19 @@ def _run(folder: RunFolder, case: CaseSpec, leg: str, spec: RunSpec) -> RunResul
     return folder.load_run(spec)
 
 
+def _number(value: FloatBits | None) -> float:
+    return float("nan") if value is None or value.value is None else value.value
+
+
 def _steps(runs: dict[str, RunResult]) -> pd.DataFrame:
-    nan = float("nan")
     rows = [
         (
             key,
             records.rank,
             record.step,
-            record.loss.bits,
-            nan if record.loss.value is None else record.loss.value,
-            nan if record.grad_norm.value is None else record.grad_norm.value,
+            "" if record.loss is None else record.loss.bits,
+            _number(record.loss),
+            _number(record.grad_norm),
         )
         for key, run in runs.items()
         for records in run.ranks

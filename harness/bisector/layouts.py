@@ -124,7 +124,7 @@ class _Comparison:
 
     def _loss(self) -> Apart:
         losses = [
-            np.array([_number(step.loss.value)])
+            np.array([_number(step.loss.value if step.loss is not None else None)])
             for leg in self._legs
             for step in leg.result.ranks[0].steps
             if step.step == self.step

@@ -13,6 +13,7 @@ from harness.checks.soaked import shortfall, steps_due
 from harness.checks.steps import rank_table
 from harness.infrastructure import machine_failure
 from harness.records import (
+    ABSENT,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
@@ -96,8 +97,10 @@ def _ranks_flaw(run: RunResult) -> Flaw | None:
 
 
 def _records_flaw(run: RunResult) -> Flaw | None:
-    steps, microbatches = run.spec.config.get("steps"), run.spec.config.get("microbatches")
-    for name, value in (("steps", steps), ("microbatches", microbatches)):
+    config = run.spec.config
+    steps, microbatches = config.get("steps"), config.get("microbatches")
+    stated = {"steps": steps} | ({"microbatches": microbatches} if run.spec.is_builtin else {})
+    for name, value in stated.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             return Flaw(
                 what="corrupt_record",
@@ -105,12 +108,15 @@ def _records_flaw(run: RunResult) -> Flaw | None:
             )
     steps = steps_due(run)
     assert steps is not None
-    assert isinstance(microbatches, int)
+    assert isinstance(microbatches, int | None)
     key = run.spec.key
     for records in rank_table(run).values():
-        flaw = _rank_flaw(records, key, run.spec.world_size, steps, microbatches) or _replays_flaw(
-            records, run.spec.config, steps
-        )
+        flaw = _rank_flaw(records, key, run.spec.world_size, steps, microbatches)
+        if flaw is None and run.spec.is_builtin:
+            flaw = _replays_flaw(records, config, steps)
+        if flaw is None and not run.spec.is_builtin and records.initial is None:
+            message = f"rank {records.rank} has no record of the state before step 0"
+            flaw = Flaw(what="corrupt_record", message=message, rank=records.rank)
         if flaw is not None:
             return flaw
     if (short := shortfall(run)) is not None:
@@ -146,7 +152,7 @@ def _replays_flaw(records: RankRecords, config: Mapping[str, object], steps: int
 def _proof_flaw(run: RunResult) -> Flaw | None:
     """A rank may own no row of a small model; all of them together must own some."""
     for group in PROVING_GROUPS:
-        if not any(records.start and records.start.tensors[group] for records in run.ranks):
+        if not any(_holds(records, group) for records in run.ranks):
             return Flaw(
                 what="empty_run",
                 message=f"no rank digests a tensor of {group}: empty digests prove nothing",
@@ -154,8 +160,15 @@ def _proof_flaw(run: RunResult) -> Flaw | None:
     return None
 
 
+def _holds(records: RankRecords, group: str) -> bool:
+    """Whether a rank digests a tensor of a group in any step."""
+    if records.start is None or not records.start.tensors[group]:
+        return False
+    return any(record.digests[group].replace(ABSENT, "") for record in records.steps)
+
+
 def _rank_flaw(
-    records: RankRecords, key: str, world_size: int, steps: int, microbatches: int
+    records: RankRecords, key: str, world_size: int, steps: int, microbatches: int | None
 ) -> Flaw | None:
     flaw = _lines_flaw(records) or _start_flaw(records, key, world_size)
     if flaw is not None:
@@ -216,7 +229,7 @@ def _start_flaw(records: RankRecords, key: str, world_size: int) -> Flaw | None:
                 message=f"rank {rank} start record, {name}: expected {expected}, got {got}",
                 rank=rank,
             )
-    if set(start.tensors) != set(DIGEST_GROUPS):
+    if not set(start.tensors) >= set(DIGEST_GROUPS):
         return Flaw(
             what="corrupt_record",
             message=f"rank {rank} names tensors of {sorted(start.tensors)}, "
@@ -283,7 +296,9 @@ def _end_flaw(records: RankRecords, steps: int) -> Flaw | None:
     return None
 
 
-def _step_flaw(record: StepRecord, rank: int, start: StartRecord, microbatches: int) -> Flaw | None:
+def _step_flaw(
+    record: StepRecord, rank: int, start: StartRecord, microbatches: int | None
+) -> Flaw | None:
     def flaw(message: str) -> Flaw:
         return Flaw(
             what="corrupt_record",
@@ -294,7 +309,7 @@ def _step_flaw(record: StepRecord, rank: int, start: StartRecord, microbatches: 
 
     if record.rank != rank:
         return flaw(f"the record says rank {record.rank}")
-    if len(record.microbatch_losses) != microbatches:
+    if microbatches is not None and len(record.microbatch_losses) != microbatches:
         return flaw(
             f"expected {microbatches} microbatch losses, got {len(record.microbatch_losses)}"
         )
@@ -305,10 +320,10 @@ def _step_flaw(record: StepRecord, rank: int, start: StartRecord, microbatches: 
 
 def _digests_wrong(record: StepRecord, start: StartRecord) -> str:
     """What is wrong with the digests of a step, in words; '' if nothing is."""
-    if set(record.digests) != set(DIGEST_GROUPS):
-        return f"digests of {sorted(record.digests)}, expected {sorted(DIGEST_GROUPS)}"
-    for group in DIGEST_GROUPS:
-        text, names = record.digests[group], start.tensors[group]
+    if set(record.digests) != set(start.tensors):
+        return f"digests of {sorted(record.digests)}, expected {sorted(start.tensors)}"
+    for group, names in start.tensors.items():
+        text = record.digests[group]
         if len(text) != DIGEST_HEX_CHARS * len(names):
             return (
                 f"the digest of {group} has {len(text)} characters, "

@@ -20,7 +20,7 @@ def first_steps(ours: StepTable, theirs: StepTable) -> dict[str, int]:
     """First step that differs by each kind of evidence, `NEVER` if none does in shared steps."""
     views: dict[str, Callable[[StepRecord], object]] = {
         "first_step_state": lambda record: record.digests,
-        "first_step_loss_bits": lambda record: record.loss.bits,
+        "first_step_loss_bits": lambda record: None if record.loss is None else record.loss.bits,
         "first_step_loss_5_decimals": five_decimals,
     }
     shared = sorted(set(ours) & set(theirs))
@@ -32,6 +32,8 @@ def first_steps(ours: StepTable, theirs: StepTable) -> dict[str, int]:
 
 def five_decimals(record: StepRecord) -> str:
     """The loss rounded to five decimals, as text; not finite is one word for all its kinds."""
+    if record.loss is None:
+        return "none"
     return "nan" if record.loss.value is None else f"{record.loss.value:.5f}"
 
 

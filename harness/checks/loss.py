@@ -31,6 +31,8 @@ def check(
     pairs = shared_pairs(ours, theirs)
     if not pairs:
         return error(NAME, "not_run", "the runs share no step of any rank: nothing to compare")
+    if not any(_bits(record) for table in (ours, theirs) for record in table.values()):
+        return error(NAME, "not_run", "neither run recorded a loss or a norm: nothing to compare")
     differing = [key for key in pairs if _bits(ours[key]) != _bits(theirs[key])]
     if not differing:
         return passed(
@@ -60,15 +62,17 @@ def check(
 
 def quantities(record: StepRecord) -> Iterator[tuple[str, FloatBits]]:
     """Every compared float of a step, named, in the order in which a difference is looked for."""
-    yield "loss", record.loss
+    if record.loss is not None:
+        yield "loss", record.loss
     for index, loss in enumerate(record.microbatch_losses):
         yield f"microbatch_losses[{index}]", loss
-    yield "grad_norm", record.grad_norm
+    if record.grad_norm is not None:
+        yield "grad_norm", record.grad_norm
 
 
-def _bits(record: StepRecord) -> tuple[str, ...]:
+def _bits(record: StepRecord) -> tuple[tuple[str, str], ...]:
     # The count of microbatches is part of the tuple's length, so a lost one differs too.
-    return tuple(value.bits for _, value in quantities(record))
+    return tuple((name, value.bits) for name, value in quantities(record))
 
 
 def _first(ours: StepTable, theirs: StepTable, differing: list[tuple[int, int]]) -> Difference:

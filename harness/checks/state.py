@@ -1,7 +1,8 @@
 """Digests of gradients, main weights, optimizer state and RNG, tensor by tensor, on every rank.
 
-The first difference is the lowest step, then the group in `DIGEST_GROUPS` order (gradients are made
-before the weights that they change), then the tensor's place, then the rank.
+The first difference is the lowest step, the state before step 0 first, then the group in
+`GROUP_ORDER` (gradients are made before the weights that they change), then the tensor's place,
+then the rank.
 """
 
 from collections.abc import Mapping
@@ -9,12 +10,22 @@ from dataclasses import dataclass
 
 from harness.checks.answer import error, failed, passed, refuse_parameters
 from harness.checks.evidence import first_steps, sentence
-from harness.checks.steps import count, rank_table, shared_pairs, show_ranks, step_table
+from harness.checks.steps import (
+    count,
+    groups_of,
+    rank_table,
+    shared_pairs,
+    show_ranks,
+    state_table,
+    step_table,
+    when,
+)
 from harness.records import (
-    DIGEST_GROUPS,
+    ABSENT,
     DIGEST_HEX_CHARS,
     CheckResult,
     Difference,
+    InitialRecord,
     RunResult,
     StartRecord,
     StepRecord,
@@ -48,11 +59,9 @@ def check(
         for rank, records in rank_table(reference).items()
         if records.start is not None
     }
-    ours, theirs = step_table(reference), step_table(candidate)
+    ours, theirs = state_table(reference), state_table(candidate)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
-    num_tensors = sum(
-        len(starts[rank].tensors.get(group, ())) for _, rank in pairs for group in DIGEST_GROUPS
-    )
+    num_tensors = sum(map(_num_digests, (ours[key] for key in pairs)))
     if not num_tensors:
         return error(NAME, "not_run", "the runs share no digest of any tensor: nothing to compare")
     differing = [key for key in pairs if ours[key].digests != theirs[key].digests]
@@ -72,7 +81,16 @@ def check(
         if key[0] == step
         for place in _places(ours[key], theirs[key], starts[key[1]], order)
     ]
-    return _failure(step, places, (len(differing), len(pairs)), first_steps(ours, theirs))
+    evidence = first_steps(step_table(reference), step_table(candidate))
+    return _failure(step, places, (len(differing), len(pairs)), evidence)
+
+
+def _num_digests(record: StepRecord | InitialRecord) -> int:
+    """How many tensors a record holds digests of."""
+    return sum(
+        len(text) // DIGEST_HEX_CHARS - (text.count(ABSENT) if ABSENT in text else 0)
+        for text in record.digests.values()
+    )
 
 
 def _failure(
@@ -85,7 +103,7 @@ def _failure(
     return failed(
         NAME,
         "diverged",
-        f"{first.tensor} ({first.group}) differs first at step {step} on rank {first.rank}: "
+        f"{first.tensor} ({first.group}) differs first {when(step)} on rank {first.rank}: "
         f"digest {first.reference} became {first.candidate}; in that step "
         f"{count(len(tensors), 'tensor')} on {show_ranks(ranks)} "
         f"{'differs' if len(tensors) == 1 else 'differ'}, in all "
@@ -112,7 +130,7 @@ def _names_differ(reference: RunResult, candidate: RunResult) -> CheckResult | N
         other = theirs.get(rank)
         if records.start is None or other is None or other.start is None:
             continue
-        for group in dict.fromkeys((*DIGEST_GROUPS, *records.start.tensors, *other.start.tensors)):
+        for group in groups_of(records.start.tensors, other.start.tensors):
             left, right = records.start.tensors.get(group), other.start.tensors.get(group)
             if left == right:
                 continue
@@ -145,21 +163,20 @@ def _tensor_order(starts: dict[int, StartRecord]) -> dict[tuple[str, str], int]:
     names = dict.fromkeys(
         (group, name)
         for _, start in sorted(starts.items())
-        for group in DIGEST_GROUPS
-        for name in start.tensors.get(group, ())
+        for group in groups_of(start.tensors)
+        for name in start.tensors[group]
     )
     return {name: place for place, name in enumerate(names)}
 
 
 def _places(
-    ours: StepRecord,
-    theirs: StepRecord,
+    ours: StepRecord | InitialRecord,
+    theirs: StepRecord | InitialRecord,
     start: StartRecord,
     order: dict[tuple[str, str], int],
 ) -> list[_Place]:
     places = []
-    known = (group for group in DIGEST_GROUPS)
-    for index, group in enumerate(dict.fromkeys((*known, *ours.digests, *theirs.digests))):
+    for index, group in enumerate(groups_of(ours.digests, theirs.digests)):
         left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
         if left == right:
             continue
@@ -174,7 +191,11 @@ def _places(
                 _Place(
                     order=(index, order.get((group, name), 1 << 30), ours.rank),
                     group=group, tensor=name, rank=ours.rank,
-                    reference=left[window] or "missing", candidate=right[window] or "missing",
+                    reference=_shown(left[window]), candidate=_shown(right[window]),
                 )
             )  # fmt: skip
     return places
+
+
+def _shown(digest: str) -> str:
+    return "missing" if digest in ("", ABSENT) else digest

@@ -1,7 +1,19 @@
 """Step records of a run by (step, rank), and how compared values are written for people."""
 
-from harness.records import FloatBits, RankRecords, RunResult, StepRecord
+from collections.abc import Iterable, Mapping
 
+from harness.records import (
+    GROUP_ORDER,
+    FloatBits,
+    InitialRecord,
+    RankRecords,
+    RunResult,
+    StepRecord,
+)
+
+BEFORE = -1
+"""In place of a step's number: the state before the first one."""
+StateTable = dict[tuple[int, int], StepRecord | InitialRecord]
 StepTable = dict[tuple[int, int], StepRecord]
 """Step records by (step, rank), in the order of steps, then ranks."""
 
@@ -15,6 +27,28 @@ def step_table(run: RunResult) -> StepTable:
     return dict(sorted(table.items()))
 
 
+def groups_of(*holders: Iterable[str]) -> list[str]:
+    """Digest groups in the order in which a difference is looked for."""
+    found = dict.fromkeys(group for names in holders for group in names)
+    first = [group for group in GROUP_ORDER if group in found]
+    return [*first, *(group for group in found if group not in first)]
+
+
+def state_table(run: RunResult) -> StateTable:
+    """Digests by (step, rank), with the state before the first step as step -1."""
+    table: StateTable = {
+        (BEFORE, rank): records.initial
+        for rank, records in rank_table(run).items()
+        if records.initial is not None
+    }
+    return dict(sorted((table | step_table(run)).items()))
+
+
+def when(step: int) -> str:
+    """`at step 3`, `before step 0`."""
+    return "before step 0" if step == BEFORE else f"at step {step}"
+
+
 def rank_table(run: RunResult) -> dict[int, RankRecords]:
     """The first records of every rank, in rank order."""
     table: dict[int, RankRecords] = {}
@@ -23,7 +57,9 @@ def rank_table(run: RunResult) -> dict[int, RankRecords]:
     return dict(sorted(table.items()))
 
 
-def shared_pairs(a: StepTable, b: StepTable) -> list[tuple[int, int]]:
+def shared_pairs(
+    a: Mapping[tuple[int, int], object], b: Mapping[tuple[int, int], object]
+) -> list[tuple[int, int]]:
     """The (step, rank) keys that both tables hold, in order."""
     return [key for key in a if key in b]
 

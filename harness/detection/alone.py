@@ -66,7 +66,7 @@ def loss_bits(reference: RunResult, candidate: RunResult) -> Sight:
     """Bits of the loss on every rank."""
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = shared_pairs(ours, theirs)
-    differ = (key[0] for key in pairs if ours[key].loss.bits != theirs[key].loss.bits)
+    differ = (key[0] for key in pairs if ours[key].loss != theirs[key].loss)
     return _first(differ, candidate)
 
 
@@ -127,6 +127,8 @@ def _weights(table: StepTable, key: tuple[int, int]) -> str | None:
     return table[key].digests.get("weights")
 
 
-def _rounded(value: FloatBits) -> str:
+def _rounded(value: FloatBits | None) -> str:
     """As a log prints it, in which one NaN is like another."""
+    if value is None:
+        return "none"
     return show_value(value) if value.value is None else f"{value.value:.{DECIMALS}f}"

@@ -224,7 +224,8 @@ def _bits(result: RunResult, text: Callable[[StepRecord], str]) -> str:
 
 def _loss_text(record: StepRecord) -> str:
     micro = " ".join(loss.bits for loss in record.microbatch_losses)
-    return f"{record.loss.bits} {record.grad_norm.bits} {micro}"
+    loss, norm = (v.bits if v is not None else "-" for v in (record.loss, record.grad_norm))
+    return f"{loss} {norm} {micro}"
 
 
 def _state_text(record: StepRecord) -> str:

@@ -37,6 +37,8 @@ from harness.engine.first_failure import FirstFailure, claim, find
 from harness.engine.outcome import PEER_LOST, mentions
 from harness.engine.whereabouts import place_path
 from harness.masking import Masker
+from harness.program.launch import run_program
+from harness.program.spec import program_of
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -78,6 +80,8 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
         rank: of this process; its GPU is the one of that number among the visible ones.
         store_port: of the run's TCPStore, on MASTER_ADDR.
     """
+    if (program := program_of(spec.config)) is not None:
+        return run_program(program, folder, spec.key)
     session = _Session(spec, folder, rank)
     try:
         session.run(store_port)

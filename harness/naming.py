@@ -1,0 +1,109 @@
+"""Lays names that change from step to step over all steps of a rank's records.
+
+A program that the harness did not write makes optimizer state in its first step, leaves gradients
+out, adds parameters. Its rank says from which step on a group has which tensors (`NamesRecord`).
+Here every step gets the tensors of all steps, in the order in which they first appear, with the
+digest `ABSENT` for what it did not hold: so a tensor that one run has and another has not differs
+like any other, at its step and under its name.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from harness.records import (
+    ABSENT,
+    DIGEST_GROUPS,
+    DIGEST_HEX_CHARS,
+    TAP_HEX_CHARS,
+    InitialRecord,
+    NamesRecord,
+    RankRecords,
+    StepRecord,
+)
+
+Tensors = Mapping[str, Sequence[str]]
+
+
+def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRecords:
+    """The records with one list of names for all steps, in the start record.
+
+    Lengths that do not fit the names become problems.
+    """
+    if records.start is None:
+        return records
+    ordered = sorted(names, key=lambda record: record.step)
+    union: dict[str, dict[str, None]] = {group: {} for group in DIGEST_GROUPS}
+    taps: dict[str, None] = {}
+    for record in ordered:
+        for group, held in record.tensors.items():
+            union.setdefault(group, {}).update(dict.fromkeys(held))
+        taps.update(dict.fromkeys(record.taps))
+    whole = {group: tuple(held) for group, held in union.items()}
+    problems: list[str] = []
+    at = _NamesAt(ordered)
+    initial = records.initial
+    if initial is not None:
+        now, _ = at(-1)
+        digests = dict(_expanded(initial.digests, now, whole, problems, "the initial state"))
+        initial = InitialRecord(rank=initial.rank, digests=digests, nonfinite=initial.nonfinite)
+    steps = []
+    for step in records.steps:
+        now, now_taps = at(step.step)
+        digests = dict(_expanded(step.digests, now, whole, problems, f"step {step.step}"))
+        steps.append(
+            dataclasses.replace(step, digests=digests, taps=_taps(step, now_taps, tuple(taps)))
+        )
+    start = dataclasses.replace(
+        records.start, tensors=whole, taps=tuple(taps), tap_stages=(0,) * len(taps)
+    )
+    return dataclasses.replace(
+        records, start=start, steps=tuple(steps), initial=initial,
+        problems=(*records.problems, *problems[:8]),
+    )  # fmt: skip
+
+
+class _NamesAt:
+    """Names at a step; asked in the order of steps."""
+
+    def __init__(self, ordered: Sequence[NamesRecord]) -> None:
+        self._left = list(ordered)
+        self._now: dict[str, Sequence[str]] = {}
+        self._taps: Sequence[str] = ()
+
+    def __call__(self, step: int) -> tuple[Tensors, Sequence[str]]:
+        while self._left and self._left[0].step <= step:
+            record = self._left.pop(0)
+            self._now |= record.tensors
+            self._taps = record.taps
+        return self._now, self._taps
+
+
+def _expanded(
+    digests: Mapping[str, str], now: Tensors, whole: Tensors, problems: list[str], where: str
+) -> Iterator[tuple[str, str]]:
+    for group, names in whole.items():
+        text, held = digests.get(group), now.get(group, ())
+        if text is None:
+            yield group, ABSENT * len(names)
+        elif held == names and len(text) == DIGEST_HEX_CHARS * len(held):
+            yield group, text
+        else:
+            if len(text) != DIGEST_HEX_CHARS * len(held):
+                problems.append(
+                    f"line 0: {where}: the digest of {group} has {len(text)} characters, expected "
+                    f"{DIGEST_HEX_CHARS * len(held)} for {len(held)} tensors"
+                )
+            chunks = {
+                name: text[i * DIGEST_HEX_CHARS : (i + 1) * DIGEST_HEX_CHARS]
+                for i, name in enumerate(held)
+            }
+            yield group, "".join(chunks.get(name, ABSENT) for name in names)
+
+
+def _taps(step: StepRecord, held: Sequence[str], whole: Sequence[str]) -> str:
+    if tuple(held) == tuple(whole):
+        return step.taps
+    rows = {
+        name: step.taps[i * TAP_HEX_CHARS : (i + 1) * TAP_HEX_CHARS] for i, name in enumerate(held)
+    }
+    return "".join(rows.get(name, "f" * TAP_HEX_CHARS) for name in whole)

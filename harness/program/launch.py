@@ -1,0 +1,88 @@
+"""One rank of somebody's program, with the recorder in it.
+
+    script, module   the rank's process becomes a fresh interpreter that runs the program, in the
+                     environment that torchrun would give it
+    entry            the function is called in this process, a fork of the warm server
+
+The rendezvous store is hosted by the run's leader, as torchrun's agent does.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import harness
+from harness.program.spec import ProgramSpec, command_line
+from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
+
+SITE = Path(harness.__file__).resolve().parent / "recorder" / "site"
+PYTHON_VARIABLE = "DELTAZERO_PYTHON"
+
+
+def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
+    """Run one rank to its end; RANK and its companions are set. Does not return for a script.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+    os.environ.update(environment(program, folder, os.environ) | {RUN_VARIABLE: key})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if program.kind != "entry":
+        words = command(program)
+        os.execve(words[0], words, os.environ)
+    return _call(program)
+
+
+def command(program: ProgramSpec) -> list[str]:
+    """The command of a script or a module."""
+    python = program.env.get(PYTHON_VARIABLE) or sys.executable
+    what = ["-m", program.target] if program.kind == "module" else [program.target]
+    return [python, *what, *command_line(program.args)]
+
+
+def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of one rank over those that the harness gives all ranks."""
+    root = SITE.parents[2]
+    paths = [str(SITE), str(root), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if program.kind == "module":
+        paths.insert(2, program.folder)
+    world_size = environ.get("WORLD_SIZE", "1")
+    variables = {
+        FOLDER_VARIABLE: str(folder.absolute()),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        # What torchrun says to the processes that it starts.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "deltazero",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": environ.get("RANK", "0"),
+        "ROLE_WORLD_SIZE": world_size,
+    }
+    if program.determinism == "enforce":
+        variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+    return variables | program.env
+
+
+def _call(program: ProgramSpec) -> int:
+    """Call `module:function` with the arguments by name; it returns an exit code or None."""
+    from harness.recorder import session as recording
+
+    sys.path.insert(0, program.folder)
+    session = recording.begin()
+    if session is None:
+        raise RuntimeError(f"the folder of this run holds records already: {json.dumps(sys.argv)}")
+    module, _, function = program.target.partition(":")
+    try:
+        code = getattr(importlib.import_module(module), function)(**program.args)
+    except BaseException as error:
+        session.fail(error)
+        raise
+    session.end()
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,110 @@
+"""A program that the harness did not write, as a run's specification holds it.
+
+`RunSpec.config` of such a run is {"program": ProgramSpec, "steps": ..., "taps": [...], ...}: the
+keys that checks and the bisector read of the built-in trainer's configuration have one meaning for
+every program.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from harness.codec import Json, RecordError
+
+Kind = Literal["script", "module", "entry"]
+POSITIONAL = "_"
+"""Name in `args` of arguments that stand alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSpec(Json):
+    """How to start a program, and how to record it.
+
+    Attributes:
+        kind: `script`, a file for Python; `module`, for `python -m`; `entry`, `module:function`.
+        target: the absolute path, the module, or module and function.
+        folder: of the scenario, absolute: modules are looked for there first.
+        args: options by name; `command_line` says what becomes of them.
+        env: variables over those of the harness.
+        packages: versions by package name; an environment is made for them.
+        record: `auto`, or `lines` where only what the script itself records counts.
+        determinism: `enforce`: deterministic kernels and seeded generators from the start.
+        every: state is digested in each step whose number this divides.
+        smaller: what the bisector may make smaller: `layers` to `args.n_layers`.
+    """
+
+    kind: Kind
+    target: str
+    folder: str
+    args: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
+    record: Literal["auto", "lines"] = "auto"
+    determinism: Literal["", "enforce"] = ""
+    every: int = 1
+    smaller: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise RecordError(f"program.every: expected an integer >= 1, got {self.every}")
+        if self.kind == "entry" and not all(self.target.partition(":")):
+            raise RecordError(f"program.entry: expected module:function, got {self.target!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What can be asked of a program beyond its records; of the built-in trainer, all of it."""
+
+    layouts: bool
+    faults: bool
+    soak: bool
+    memory_prediction: bool
+
+
+BUILTIN = Capabilities(layouts=True, faults=True, soak=True, memory_prediction=True)
+FOREIGN = Capabilities(layouts=False, faults=False, soak=False, memory_prediction=False)
+
+
+def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:
+    """The program of a run's configuration; None for the built-in trainer.
+
+    Raises:
+        RecordError: it does not decode.
+    """
+    plain = config.get("program")
+    return None if plain is None else ProgramSpec.from_json(plain)
+
+
+def capabilities_of(config: Mapping[str, Any]) -> Capabilities:
+    """What can be asked of the program of a run's configuration."""
+    return BUILTIN if config.get("program") is None else FOREIGN
+
+
+def command_line(args: Mapping[str, Any]) -> list[str]:
+    """Options as a command line: {lr: 0.1, amp: true, sizes: [1, 2], out=: x} as
+
+        --lr 0.1 --amp --sizes 1 --sizes 2 out=x
+
+    true is the option alone, false and null leave it out, a list repeats it. A name that begins
+    with a dash is taken as it is; one that ends in `=` is written as `name=value`; `_` is for
+    arguments without a name, which come last.
+    """
+    words: list[str] = []
+    for name, value in args.items():
+        if name == POSITIONAL or value is None or value is False:
+            continue
+        for each in value if isinstance(value, list | tuple) else (value,):
+            words += _option(name, each)
+    last = args.get(POSITIONAL) or ()
+    return words + [_text(each) for each in (last if isinstance(last, list | tuple) else (last,))]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    if name.endswith("="):
+        return [f"{name}{_text(value)}"]
+    option = name if name.startswith("-") else f"--{name}"
+    return [option] if value is True else [option, _text(value)]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

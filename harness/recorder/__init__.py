@@ -1,0 +1,110 @@
+"""Records what a training program does, step by step, so that two runs can be compared bit for bit.
+
+In a training script, two lines are enough; outside of the harness both do nothing:
+
+    from harness.recorder import record
+
+    recorder = record(model, optimizer)
+    for batch in data:
+        with recorder.step():
+            loss = ...; loss.backward(); recorder.microbatch(loss)
+            recorder.grad_norm(norm); optimizer.step()
+        recorder.state("ema", ema)
+
+Without them a run under the harness is recorded all the same (`harness.recorder.hooks`): global
+hooks of torch's optimizers and of autograd see steps, losses, gradients and state.
+
+    __init__   this file: the interface for scripts, which imports nothing heavy
+    site       a folder for PYTHONPATH, whose sitecustomize starts the recorder in a new interpreter
+    session    the run's folder, one rank's file of records, how the process ends
+    hooks      what is hooked in torch, and when a step begins and ends
+    observer   digests of a step's tensors, on their device, written without waiting for it
+    state      which tensors there are, by name
+    graphs     CUDA graphs that the program captures: replays, stale addresses
+    collectives  which collective the rank is in, for whoever has to explain a hang
+
+These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+FOLDER_VARIABLE = "DELTAZERO_RECORD"
+"""Names the run's folder; where it is not set nothing is recorded."""
+RUN_VARIABLE = "DELTAZERO_RUN"
+"""The key of the run, for the start record."""
+
+
+class Recorder(Protocol):
+    """What a script may tell the recorder. None of it waits for the device."""
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Everything inside is one step; its state is recorded as it ends."""
+        ...
+
+    def microbatch(self, loss: Any) -> None:
+        """The loss of one microbatch, a tensor of one element, in the order of the step."""
+        ...
+
+    def grad_norm(self, norm: Any) -> None:
+        """The norm of the step's gradients, a tensor of one element or a number."""
+        ...
+
+    def state(self, group: str, tensors: Mapping[str, Any]) -> None:
+        """Further named tensors to digest at the end of each step, as a group of that name.
+
+        Raises:
+            ValueError: a group that the recorder fills itself.
+        """
+        ...
+
+    def skipped(self, why: str) -> None:
+        """The optimizer does not take this step."""
+        ...
+
+
+class _Off:
+    """Stands in outside of the harness."""
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        yield
+
+    def microbatch(self, loss: Any) -> None: ...
+
+    def grad_norm(self, norm: Any) -> None: ...
+
+    def state(self, group: str, tensors: Mapping[str, Any]) -> None: ...
+
+    def skipped(self, why: str) -> None: ...
+
+
+def record(
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    taps: str | Iterable[str] = (),
+    deterministic: bool = False,
+) -> Recorder:
+    """The recorder of this process; one that does nothing outside of the harness.
+
+    Args:
+        model: a module, or several in a list or a mapping; None for those that optimizers train.
+        optimizer: one or several; None for all that step.
+        taps: patterns of modules whose inputs and outputs are digested, as in a scenario.
+        deterministic: ask torch for deterministic kernels now, under the harness or not.
+    """
+    if deterministic:
+        from harness.recorder.session import enforce_determinism
+
+        enforce_determinism()
+    if FOLDER_VARIABLE not in os.environ:
+        return _Off()
+    from harness.recorder.hooks import recorder_for_script
+
+    return (
+        recorder_for_script(model, optimizer, (taps,) if isinstance(taps, str) else tuple(taps))
+        or _Off()
+    )

@@ -1,0 +1,208 @@
+"""What is hooked in torch so that a program is recorded without a line changed.
+
+    Optimizer.__init__             names of parameters, before an engine replaces them
+    torch.autograd.backward        losses of microbatches; the first call records the initial state
+    Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
+    clip_grad_norm_                the gradient norm
+    GradScaler.step                steps that it skips
+
+Inside of a capture nothing is observed: what the capture holds is observed after each replay.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from harness.recorder.collectives import Notes
+from harness.recorder.observer import GROUPS, Observer
+from harness.recorder.session import Session
+from harness.recorder.state import Named, plain
+from harness.recorder.taps import Keeper, Taps, module_of
+
+_active: Observer | None = None
+
+
+def install(session: Session) -> Observer:
+    """Hook torch in this process; what happens from now on is recorded."""
+    global _active
+    observer = _active = Observer(session)
+    session.finish = observer.finish
+    _hook_optimizers(observer)
+    _hook_autograd(observer)
+    _hook_norms(observer)
+    _hook_scaler(observer)
+    if dist.is_available() and session.world_size > 1:
+        notes = Notes(observer, session.folder / f"rank{session.rank}.place")
+        notes.install()
+        session.ended_well = notes.remove
+    session.module_at_work = lambda error: module_of(error, observer)
+    if patterns := session.config.get("taps"):
+        Taps(observer, patterns, lambda: _is_quiet(observer)).install()
+    if session.keep is not None:
+        keeper = Keeper(observer, session.keep)
+        observer.keep, observer.written = keeper.take, keeper.write
+    return observer
+
+
+def recorder_for_script(
+    model: Any, optimizer: Any, taps: tuple[str, ...]
+) -> "ScriptRecorder | None":
+    """The recorder that a script's own lines speak to; None in a process that does not record."""
+    if _active is None or not _active.session.is_mine:
+        return None
+    return ScriptRecorder(_active, _each(model), _each(optimizer))
+
+
+def _each(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+class ScriptRecorder:
+    """See `harness.recorder.Recorder`."""
+
+    def __init__(self, observer: Observer, models: list[nn.Module], optimizers: list[Any]) -> None:
+        self._observer, self._own = observer, dict[str, Mapping[str, Any]]()
+        observer.names.scan([p for each in models for p in each.parameters()], roots=models)
+        for each in optimizers:
+            observer.add(each)
+        self._has_told_losses = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """See `Recorder.step`."""
+        self._observer.enter()
+        self._has_told_losses = False
+        yield
+        self._observer.leave()
+
+    def microbatch(self, loss: Tensor) -> None:
+        """See `Recorder.microbatch`."""
+        step = self._observer.current
+        if step is not None and not self._has_told_losses:
+            step.losses.clear()  # those that autograd's roots gave
+        self._has_told_losses = True
+        self._observer.loss(loss)
+
+    def grad_norm(self, norm: Any) -> None:
+        """See `Recorder.grad_norm`."""
+        self._observer.norm(norm)
+
+    def state(self, group: str, tensors: Mapping[str, Any]) -> None:
+        """See `Recorder.state`."""
+        if group in GROUPS:
+            raise ValueError(f"Expected a group of the script's own, got {group!r}.")
+        self._own[group] = tensors
+
+        def gather() -> Named:
+            held = self._own[group].items()
+            return [each for name, tensor in held for each in plain(name, tensor)]
+
+        self._observer.own[group] = gather
+
+    def skipped(self, why: str) -> None:
+        """See `Recorder.skipped`."""
+        self._observer.skip(why)
+
+
+def _is_quiet(observer: Observer) -> bool:
+    """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
+    if not observer.session.is_mine or torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _hook_optimizers(observer: Observer) -> None:
+    original = Optimizer.__init__
+
+    @functools.wraps(original)
+    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if observer.session.is_mine:
+            observer.made(self)
+
+    Optimizer.__init__ = made  # type: ignore[method-assign]
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not _is_quiet(observer):
+            observer.before(optimizer)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not _is_quiet(observer):
+            observer.after(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _hook_autograd(observer: Observer) -> None:
+    original = torch.autograd.backward
+    depth = [0]  # checkpointing calls it again from inside
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if depth[0] or _is_quiet(observer):
+            return original(tensors, *args, **kwargs)
+        observer.backward()
+        for root in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
+            if isinstance(root, Tensor):
+                observer.loss(root)
+        depth[0] += 1
+        observer.is_in_backward = True
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            depth[0] -= 1
+            observer.is_in_backward = bool(depth[0])
+
+    torch.autograd.backward = backward
+
+
+def _hook_norms(observer: Observer) -> None:
+    original = nn.utils.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(parameters, Tensor | list | tuple):
+            parameters = list(parameters)
+        norm = original(parameters, *args, **kwargs)
+        if not _is_quiet(observer):
+            observer.norm(norm)
+        return norm
+
+    _replace(original, clip_grad_norm_, (nn.utils, nn.utils.clip_grad))
+
+
+def _hook_scaler(observer: Observer) -> None:
+    original = torch.amp.GradScaler.step
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        current = observer.current
+        result = original(self, optimizer, *args, **kwargs)
+        # The optimizer's own hooks have opened a step if it was taken.
+        if observer.current is current and not _is_quiet(observer):
+            observer.skip("GradScaler found a gradient that is not finite")
+        return result
+
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+
+
+def _replace(original: Callable[..., Any], ours: Callable[..., Any], places: Iterable[Any]) -> None:
+    for place in places:
+        for name, value in list(vars(place).items()):
+            if value is original:
+                setattr(place, name, ours)

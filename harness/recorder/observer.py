@@ -1,0 +1,457 @@
+"""Digests of each step of somebody else's program, written without waiting for the device.
+
+    optimizer about to step   gradients
+    optimizer has stepped     weights, its state, buffers, random states, the program's own groups
+    step over                 rows of digests lie in pinned memory; written once the device is there
+
+A step ends where the next one begins: at a backward pass after an optimizer has stepped, or as an
+optimizer steps that has stepped already. What is digested is read when it is valid, at the hooks,
+on the stream that is current there.
+"""
+
+import contextlib
+import hashlib
+import resource
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
+from harness.recorder.session import Session
+from harness.recorder.state import (
+    Named,
+    Names,
+    cuda_is_used,
+    gradient,
+    optimizer_state,
+    parameters,
+    plain,
+    random_states,
+)
+
+GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
+"""Groups that the recorder fills; a script's own have other names."""
+PAGE_BYTES = 4096
+UNTOUCHED = "0" * 32
+"""In place of the digest of a random generator that is as it was at the start."""
+
+
+@dataclass
+class Rows:
+    """Digests of named tensors of one group: int32 [n, 5] on the host, perhaps still on its way."""
+
+    names: Sequence[str]
+    rows: Tensor
+    section: str = ""
+
+
+@dataclass
+class Step:
+    """What has been observed of one step so far."""
+
+    index: int
+    is_explicit: bool = False
+    groups: dict[str, list[Rows]] = field(default_factory=dict)
+    host: dict[str, dict[str, str]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Tensor | None = None
+    taps: list[tuple[str, Tensor]] = field(default_factory=list)
+    stepped: set[int] = field(default_factory=set)
+    skipped: str = ""
+    mark: Any = None
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    def put(self, group: str, section: str, parts: Iterable[Rows]) -> None:
+        """Add digests to a group; those of the same section replace what it had."""
+        others = [each for each in self.groups.get(group, ()) if each.section != section]
+        self.groups[group] = [*others, *parts]
+
+
+class Observer:
+    """Collects one rank's steps and writes their records."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.names = session, Names()
+        self.every = int(session.program.get("every", 1))
+        self._optimizers: list[weakref.ref[Any]] = []
+        self.own: dict[str, Callable[[], Named]] = {}
+        self.current: Step | None = None
+        self.pending = Step(-1)
+        self.has_begun = self.is_in_backward = False
+        self._step_in_backward: Step | None = None
+        self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
+        self.written: Callable[[int], None] = lambda _: None
+        self._next = 0
+        self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
+        self._queue: list[Step] = []
+        self._written: dict[str, tuple[str, ...]] = {}
+        self._written_taps: tuple[str, ...] = ()
+        self._last_mark: Any = None
+        # Python and NumPy seed from the clock; one that nobody seeds or draws from decides nothing.
+        with contextlib.suppress(ImportError):
+            import numpy.random  # noqa: F401 - so that its state is seen before the program's seeds
+        self._untouched = _hashed(random_states())
+        self.replays: Callable[[], int] = lambda: 0
+
+    # --- what happens in the program --------------------------------------------------------
+
+    def made(self, optimizer: Any) -> None:
+        """An optimizer was made: this is when its parameters are found under their names."""
+        self.names.scan(parameters(optimizer))
+        self.add(optimizer)
+
+    def begin(self) -> None:
+        """Record the state before the first step, once."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        self.session.startup_s = time.monotonic() - self.session.started_s
+        first = Step(-1)
+        self._observe_state(first, self.optimizers)
+        self._mark(first)
+        self._queue.append(first)
+
+    def backward(self) -> None:
+        """A backward pass is about to start; one after an optimizer's step begins the next step."""
+        self.begin()
+        if self.current is not None and self.current.stepped and not self.current.is_explicit:
+            self.close()
+        self._step_in_backward = self._here()
+
+    def loss(self, loss: Tensor) -> None:
+        """The root of a backward pass, which is a microbatch's loss if it is one number."""
+        loss = getattr(loss, "_local_tensor", loss)
+        if loss.numel() == 1 and loss.is_floating_point():
+            self._here().losses.append(_to_host(loss.detach().reshape(())))
+
+    def norm(self, norm: Any) -> None:
+        """The norm of the gradients."""
+        norm = getattr(norm, "_local_tensor", norm)
+        if not isinstance(norm, Tensor):
+            norm = torch.tensor(float(norm))
+        self._here().norm = _to_host(norm.detach().reshape(-1)[:1].reshape(()))
+
+    def before(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+        self.begin()
+        step = self.current
+        if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
+            self.close()
+        step = self._open()
+        if self._is_due(step):
+            self._observe_gradients(step, optimizer)
+
+    def after(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+        step = self._open()
+        step.stepped.add(id(optimizer))
+        if not step.is_explicit:
+            self._observe_state(step, [optimizer])
+            self._mark(step)
+
+    def replayed(self) -> None:
+        """A graph that holds an optimizer's step was replayed: that is a step of its own."""
+        self.begin()
+        if self.current is not None and self.current.stepped and not self.current.is_explicit:
+            self.close()
+        step = self._open()
+        step.stepped.add(-1)
+        for optimizer in self.optimizers:
+            self._observe_gradients(step, optimizer)
+        if not step.is_explicit:
+            self._observe_state(step, self.optimizers)
+            self._mark(step)
+
+    def skip(self, why: str) -> None:
+        """The optimizer does not take this step."""
+        step = self._open()
+        step.skipped = why or "skipped"
+        if not step.is_explicit:
+            step.stepped.add(-1)
+            self._observe_state(step, self.optimizers)
+            self._mark(step)
+
+    def enter(self) -> None:
+        """The script says that a step begins."""
+        self.begin()
+        if self.current is not None:
+            self.close()
+        self._open().is_explicit = True
+
+    def leave(self) -> None:
+        """The script says that it is over."""
+        step = self._open()
+        if self._is_due(step) and "grads" not in step.groups:
+            for optimizer in self.optimizers:
+                self._observe_gradients(step, optimizer)
+        self._observe_state(step, self.optimizers)
+        self._mark(step)
+        self.close()
+
+    def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
+        """A row of a tap: digest of what went through a module, on its device."""
+        step = self.step_of_calls()
+        step.taps.append((name, _to_host(row)))
+        self.keep(self._next if step.index < 0 else step.index, name, tensors)
+
+    def step_of_calls(self) -> Step:
+        """The step that calls of modules belong to now."""
+        if self.is_in_backward and self._step_in_backward is not None:
+            return self._step_in_backward
+        return self._here()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are over, with the one under way."""
+        return self._next
+
+    def finish(self) -> Mapping[str, Any]:
+        """Write what is left; facts for the end record."""
+        if self.current is not None:
+            self.close()
+        self._drain(wait=True)
+        return {"peak_bytes": memory()[1], "replays": self.replays()}
+
+    # --- observing ---------------------------------------------------------------------------
+
+    def _here(self) -> Step:
+        """Where losses and taps go: to the open step, or to the one that is to come."""
+        step = self.current
+        return step if step is not None and (step.is_explicit or not step.stepped) else self.pending
+
+    def _open(self) -> Step:
+        if self.current is None:
+            # What came before it, losses and taps, is of this step.
+            self.current, self.pending = self.pending, Step(-1)
+            self.current.index = self._next
+            self._next += 1
+        return self.current
+
+    def _is_due(self, step: Step) -> bool:
+        return step.index < 0 or step.index % self.every == 0
+
+    def _observe_gradients(self, step: Step, optimizer: Any) -> None:
+        if not self._is_due(step):
+            return
+        named: Named = []
+        self._know(optimizer)
+        for param in parameters(optimizer):
+            if (found := gradient(param)) is not None:
+                named += plain(self.names.of(param), found)
+        section = f"grads{self._number(optimizer)}"
+        step.put("grads", section, self._digest(step, "grads", section, named))
+
+    def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
+        step.live_bytes, step.peak_bytes = memory()
+        if not self._is_due(step):
+            return
+        for optimizer in optimizers:
+            self._know(optimizer)
+            number = self._number(optimizer)
+            weights = [each for p in parameters(optimizer) for each in plain(self.names.of(p), p)]
+            prefix = f"optimizer{number}." if number else ""
+            tensors, numbers = optimizer_state(optimizer, self.names, prefix)
+            at = f"weights{number}"
+            step.put("weights", at, self._digest(step, "weights", at, weights))
+            at = f"optim{number}"
+            step.put("optim", at, self._digest(step, "optim", at, tensors))
+            step.host.setdefault("optim", {}).update(_hashed(numbers))
+        trained = [p for each in self.optimizers for p in parameters(each)]
+        named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
+        named |= {group: gather() for group, gather in self.own.items()}
+        for group, tensors in named.items():
+            step.put(group, group, self._digest(step, group, group, tensors))
+        step.host["rng"] = {
+            name: UNTOUCHED if self._untouched.get(name) == digest else digest
+            for name, digest in _hashed(random_states()).items()
+        }
+
+    def _know(self, optimizer: Any) -> None:
+        self._number(optimizer)
+        trained = parameters(optimizer)
+        if not all(map(self.names.knows, trained)):
+            self.names.scan(trained)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that have been seen and are still there: none is kept alive."""
+        return [each for ref in self._optimizers if (each := ref()) is not None]
+
+    def add(self, optimizer: Any) -> None:
+        """Observe an optimizer's parameters from the first step on."""
+        self._number(optimizer)
+
+    def _number(self, optimizer: Any) -> int:
+        for number, ref in enumerate(self._optimizers):
+            if ref() is optimizer:
+                return number
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def _digest(self, step: Step, group: str, section: str, named: Named) -> list[Rows]:
+        """Digests of tensors, device by device, on the streams that are current."""
+        by_device: dict[torch.device, Named] = {}
+        for each in named:
+            self.keep(step.index, f"{group}:{each[0]}", each[1:])
+            by_device.setdefault(each[1].device, []).append(each)
+        return [self._rows(section, device, here) for device, here in by_device.items()]
+
+    def _rows(self, section: str, device: torch.device, named: Named) -> Rows:
+        names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+        out = torch.empty(len(named), NUM_COLUMNS, dtype=torch.int32, device=device)
+        known = self._plans.get((section, device))
+        try:
+            if known is None or known[0] != names:
+                raise ValueError
+            known[1](tensors, out)
+        except ValueError:
+            digester = Digester(tensors, names)
+            self._plans[section, device] = (names, digester)
+            digester(tensors, out)
+        return Rows(names, _to_host(out), section)
+
+    def _mark(self, step: Step) -> None:
+        """Where the step ends, for its time and for whoever waits until it is on the host."""
+        if cuda_is_used():
+            step.mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            step.mark.record()
+        else:
+            step.mark = time.perf_counter()
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The open step is over."""
+        step, self.current = self.current, None
+        if step is None:
+            return
+        if step.mark is None:
+            self._mark(step)
+        self._queue.append(step)
+        self._drain(wait=False)
+
+    def _drain(self, *, wait: bool) -> None:
+        while self._queue:
+            step = self._queue[0]
+            if isinstance(step.mark, torch.cuda.Event):
+                if wait:
+                    step.mark.synchronize()
+                elif not step.mark.query():  # type: ignore[no-untyped-call]
+                    return
+            self._write(self._queue.pop(0))
+
+    def _write(self, step: Step) -> None:
+        names, digests, nonfinite = self._as_text(step)
+        taps = tuple(name for name, _ in step.taps)
+        changed = {g: list(n) for g, n in names.items() if self._written.get(g) != tuple(n)}
+        if changed or taps != self._written_taps:
+            self.session.write("names", step=step.index, tensors=changed, taps=list(taps))
+            self._written |= {group: tuple(held) for group, held in changed.items()}
+            self._written_taps = taps
+        if step.index < 0:
+            self.session.write("initial", digests=digests, nonfinite=nonfinite)
+        else:
+            losses = [_float_bits(loss) for loss in step.losses]
+            self.session.write(
+                "step", step=step.index, loss=_mean(losses), microbatch_losses=losses,
+                grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
+                nonfinite=nonfinite, step_s=self._seconds(step), live_bytes=step.live_bytes,
+                peak_bytes=step.peak_bytes, skipped=step.skipped,
+                taps="".join(_tap_text(rows, place) for place, (_, rows) in enumerate(step.taps)),
+            )  # fmt: skip
+            self.session.step = step.index
+        self._last_mark = step.mark
+        self.written(step.index)
+
+    def _as_text(
+        self, step: Step
+    ) -> tuple[dict[str, list[str]], dict[str, str], dict[str, list[str]]]:
+        """Per group: names, digests in hex, names of tensors that are not finite."""
+        names: dict[str, list[str]] = {}
+        digests: dict[str, str] = {}
+        nonfinite: dict[str, list[str]] = {}
+        for group, parts in step.groups.items():
+            texts = [digest_hex(part.rows) for part in parts]
+            names[group] = _unique(name for part in parts for name in part.names)
+            digests[group] = "".join(text for text, _ in texts)
+            flags = [flag for _, flagged in texts for flag in flagged]
+            bad = [name for name, flag in zip(names[group], flags, strict=True) if flag]
+            if bad:
+                nonfinite[group] = bad
+        wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in enumerate(step.losses)
+                if loss.dtype == torch.float64}  # fmt: skip
+        host = step.host | ({"losses": _hashed(wide)} if wide else {})
+        for group, held in host.items():
+            names.setdefault(group, []).extend(held)
+            digests[group] = digests.get(group, "") + "".join(held.values())
+        return names, digests, nonfinite
+
+    def _seconds(self, step: Step) -> float:
+        before, now = self._last_mark, step.mark
+        if isinstance(now, torch.cuda.Event):
+            return 1e-3 * before.elapsed_time(now) if isinstance(before, torch.cuda.Event) else 0.0
+        return now - before if isinstance(before, float) else 0.0
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """Names, those that come again with a number: two optimizers may share a parameter."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host; of a tensor on a device, one that is under way."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def memory() -> tuple[int, int]:
+    """Bytes in use and the most so far: of torch on the GPU, else of the process."""
+    if cuda_is_used():
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+    return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _hashed(values: Mapping[str, bytes]) -> dict[str, str]:
+    """128 bits of BLAKE2b as hex: what lies on the host and is no tensor."""
+    return {
+        name: hashlib.blake2b(data, digest_size=16).hexdigest() for name, data in values.items()
+    }
+
+
+def _float_bits(value: Tensor) -> dict[str, Any]:
+    number = float(value.float())
+    bits = struct.pack(">f", number).hex() if number == number else _nan_bits(value)
+    return {"bits": bits, "value": number if number - number == 0 else None}
+
+
+def _nan_bits(value: Tensor) -> str:
+    """The pattern of a NaN, which a Python float may not keep."""
+    return f"{int(value.float().view(torch.int32)) & 0xFFFFFFFF:08x}"
+
+
+def _mean(losses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """What curves show of a step: its only loss, or the mean of its microbatches on this rank."""
+    if len(losses) < 2:
+        return losses[0] if losses else None
+    bits = torch.tensor([int(loss["bits"], 16) for loss in losses], dtype=torch.int64)
+    return _float_bits(bits.to(torch.int32).view(torch.float32).double().mean())
+
+
+def _tap_text(rows: Tensor, place: int) -> str:
+    return digest_hex(rows[None])[0] + f"{place:08x}"

@@ -1,0 +1,289 @@
+"""One process of a recorded run: its file of records, when recording starts, how the process ends.
+
+    interpreter starts -> torch is imported -> hooks, start record -> steps -> end or error record
+
+Only the first process that a rank starts records: its children inherit the variables, but not the
+file. What is written here is read by `harness.streams`; the kinds of records are described in
+`harness.records`, which is not imported, so that a script's environment needs none of the harness.
+"""
+
+import atexit
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
+
+SCHEMA = 1
+ENVIRONMENT_KEYS = (
+    "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_ALGO", "NCCL_PROTO",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTORCH_CUDA_ALLOC_CONF", "TORCHDYNAMO_DISABLE",
+    "OMP_NUM_THREADS",
+)  # fmt: skip
+"""Variables that decide bits, for the fingerprint of the environment."""
+RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
+
+
+class RecordFile:
+    """Appends JSON lines; each is one write, and the end record has the checksum of the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file.
+
+        Raises:
+            FileExistsError: another process of this rank records.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644)
+        self._checksum = hashlib.sha256()
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Write one record.
+
+        Raises:
+            OSError: not the whole line could be written, as on a full disk.
+        """
+        plain = dict(record) | {"kind": kind}
+        if kind == "end":
+            digest = self._checksum.copy()
+            digest.update(_line(plain | {"sha256": ""}).encode())
+            plain["sha256"] = digest.hexdigest()
+        data = (_line(plain) + "\n").encode()
+        self._checksum.update(data)
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+def _line(plain: Mapping[str, Any]) -> str:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+class Session:
+    """One rank's recording. `program` is what the run's specification says of the program."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        spec = json.loads((folder / "spec.json").read_text())
+        self.folder, self.rank, self.world_size = folder, rank, world_size
+        self.key = os.environ.get(RUN_VARIABLE, "")
+        self.config: Mapping[str, Any] = spec["config"]
+        self.program: Mapping[str, Any] = self.config["program"]
+        self.keep: Mapping[str, Any] | None = spec.get("keep")
+        self.file = RecordFile(folder / f"rank{rank}.jsonl")
+        self.pid = os.getpid()
+        self.step = -1
+        self.has_failed = self.has_ended = False
+        self.module_at_work: Callable[[BaseException], str] = lambda error: ""
+        self.ended_well: Callable[[], None] = lambda: None
+        self.finish: Callable[[], Mapping[str, Any]] = dict
+        self.started_s = time.monotonic() - _age_s()
+        self.startup_s = 0.0
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the process that records, and not one that it forked."""
+        return os.getpid() == self.pid and not (self.has_failed or self.has_ended)
+
+    def write(self, kind: str, **record: Any) -> None:
+        """Write a record of this rank; a process that this one forked writes nothing."""
+        if self.is_mine:
+            self.file.write(kind, {"rank": self.rank, **record})
+
+    def event(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Write a named fact that is not compared."""
+        self.write("event", name=name, step=self.step, detail=dict(detail))
+
+    def start(self, torch: Any) -> None:
+        """Write the start record, and see to it that the end of the process is recorded."""
+        cuda = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+        self.write(
+            "start", schema=SCHEMA, run=self.key, world_size=self.world_size, pid=os.getpid(),
+            device="cuda" if cuda else "cpu", tensors={}, taps=[], tap_stages=[],
+            environment={"fingerprint": fingerprint(torch, self.program)},
+        )  # fmt: skip
+        before = sys.excepthook
+
+        def excepthook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            self.fail(error)
+            before(kind, error, trace)
+
+        sys.excepthook = excepthook
+        atexit.register(self.end)
+
+    def fail(self, error: BaseException) -> None:
+        """Write what ended the program."""
+        if not self.is_mine or isinstance(error, SystemExit):
+            return
+        try:
+            self.finish()
+        except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
+            sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
+        text = "".join(traceback.format_exception(error))
+        self.write(
+            "error", step=self.step, what=classify(error), type=type(error).__name__,
+            message=str(error)[:MESSAGE_CHARS], traceback=text[-TRACEBACK_CHARS:],
+            module=self.module_at_work(error),
+        )  # fmt: skip
+        self.has_failed = True
+
+    def end(self) -> None:
+        """Write the end record; a program that recorded no step has none."""
+        if not self.is_mine:
+            return
+        facts = self.finish()
+        if self.step >= 0:
+            self.write(
+                "end", steps=self.step + 1, startup_s=self.startup_s,
+                wall_s=time.monotonic() - self.started_s, **facts,
+            )  # fmt: skip
+            self.ended_well()
+        self.has_ended = True
+
+
+def _age_s() -> float:
+    """Seconds since this process started, by the kernel's clock."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+        return max(up_s - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def classify(error: BaseException) -> str:
+    """What an exception means, by its type; by CUDA's own words where the type says nothing."""
+    if what := getattr(error, "deltazero_what", ""):
+        return str(what)
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return "oom"
+    return "illegal_access" if "illegal memory access" in str(error) else "crashed"
+
+
+def fingerprint(torch: Any, program: Mapping[str, Any]) -> dict[str, Any]:
+    """What must agree between two runs before their bits may be compared."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "environment": {k: os.environ[k] for k in ENVIRONMENT_KEYS if k in os.environ},
+        "packages": {name: package_version(name) for name in program.get("packages", {})},
+    }
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def package_version(name: str) -> str:
+    """Version of an installed package, "" without it."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def enforce_determinism(seed: int | None = None) -> None:
+    """Ask for deterministic kernels, and seed every default generator if a seed is given."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    # Filling new memory costs a kernel an allocation and decides no bit of a right program.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    if seed is None:
+        return
+    import random
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """This process's rank and their number, as torchrun or srun say; None if neither does."""
+    for rank, size in RANK_VARIABLES:
+        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
+            return int(environ[rank]), int(environ[size])
+    return None
+
+
+def begin() -> Session | None:
+    """Start recording in this process, in which torch can be imported; None if it is not to."""
+    found = rank_and_size()
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if found is None or folder is None:
+        return None
+    import torch
+
+    from harness.recorder import hooks
+
+    try:
+        session = Session(Path(folder), *found)
+    except FileExistsError:
+        return None  # the process that started this one records
+    if session.program.get("determinism") == "enforce":
+        enforce_determinism(seed=0)
+    session.start(torch)
+    hooks.install(session)
+    return session
+
+
+def begin_when_torch_is_imported() -> None:
+    """Start recording right after the program's first import of torch.
+
+    Earlier would import torch before the program has set the variables that torch reads.
+    """
+    sys.meta_path.insert(0, _TorchFinder())
+
+
+class _TorchFinder(importlib.abc.MetaPathFinder):
+    """Finds torch as the others do, and starts the session once it is imported."""
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchLoader(spec.loader)
+        return spec
+
+
+class _TorchLoader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._inner
+        begin()
