@@ -1,6 +1,6 @@
 """`python -m tests.misbehaving`: what the harness answers about programs that misbehave.
 
-    a row of `support/programs/misbehaving/EXPECTED.py` -> a scenario -> `harness run` -> its verdict
+    row of `support/programs/misbehaving/EXPECTED.py` -> scenario -> `harness run` -> verdict
 
 Prints a table of the rows with what was expected and what came, and what is left running; ends
 with 1 if an answer is wrong, missing, or does not name what it should (minutes).
@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from harness.records import Verdict
-from harness.store import RunStore
+from harness.store import RunFolder
 from tests.support.programs.misbehaving.EXPECTED import ROWS, Row
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ).returncode  # fmt: skip
     verdicts: dict[str, Verdict] = {}
     if (root / "runs").is_dir():
-        store = RunStore.open(root / "runs")
+        store = RunFolder.open(root / "runs")
         scenario_of = {case.id: case.scenario for case in store.cases}
         verdicts = {scenario_of[verdict.case_id]: verdict for verdict in store.verdicts()}
     lines, wrong = table(rows, verdicts)
