@@ -49,7 +49,7 @@ What = Literal[
     "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "noisy",
     "missing_step", "missing_rank",
     "record_after_end", "corrupt_record", "empty_run", "not_replayed", "illegal_access", "oom",
-    "hang", "crashed", "killed", "stale_address", "stale_guards", "race",
+    "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
     "capture_refused",
     "nondeterministic_reference", "different_environment", "unsupported", "not_run", "interrupted",
     "shared_gpu",

@@ -11,7 +11,7 @@ from harness.slurm_options import DEFAULT_OPTIONS, SlurmOptions, decode_slurm
 from harness.slurm_options import KEYS as SLURM_KEYS
 from harness.yaml_source import Node, Origin, parse_text
 
-CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak")
+CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak", "graphs")
 EVIDENCE = ("loss", "state", "taps")
 LAUNCH_KEYS = ("device", "timeout_s", "stall_s", "slots", "engine", "retries", "kernels", "slurm")
 ENGINES = ("local", "slurm")
@@ -98,6 +98,10 @@ def _decode_check(name: str, node: Node) -> dict[str, Any]:
         return {
             limit: take_int(value, f"{key}.{limit}", minimum=0) for limit, value in given.items()
         }
+    if name == "graphs":
+        given = take_mapping(node, key, legal=("min_replays",))
+        least = given.get("min_replays")
+        return {"min_replays": 1 if least is None else take_int(least, f"{key}.min_replays")}
     if name == "peak_memory":
         return decode_peak_memory(node, key)
     if name == "throughput":

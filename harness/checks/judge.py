@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from harness.checks import (
     environment,
     finite,
+    graphs,
     loss,
     memory,
     repeated,
@@ -24,7 +25,9 @@ from harness.checks import (
 )
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
+from harness.checks.repeats import cause_of
 from harness.checks.soaked import missed_turns
+from harness.naming import aligned
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -46,6 +49,7 @@ CHECKS: dict[str, Check] = {
     finite.NAME: finite.check,
     memory.NAME: memory.check,
     soak.NAME: soak.check,
+    graphs.NAME: graphs.check,
 }
 """Checks that a scenario may ask for, by name."""
 
@@ -79,7 +83,8 @@ def judge(
         A verdict that is `passed` only if all runs are whole, the reference equals its control and
         every requested check, at least one, ran and said yes.
     """
-    runs = {"reference": reference, "control": control, "candidate": candidate}
+    named = aligned(reference, control, candidate)
+    runs = dict(zip(("reference", "control", "candidate"), named, strict=True))
     if case.skip_reason:
         reason = CheckResult(
             check="case", outcome="skipped", what="unsupported", message=case.skip_reason
@@ -115,11 +120,14 @@ def _answers(
     if case.repeats:
         results.append(repeated.check(case, reference, repeats))
     # Not in the order given: a case read back from its file must be answered in the same words.
-    for name in sorted(case.checks, key=lambda name: (*CHECKS, name).index(name)):
+    checks = dict(case.checks)
+    if checks and not candidate.spec.is_builtin:
+        checks.setdefault(graphs.NAME, {})  # what the recorder found counts, asked for or not
+    for name in sorted(checks, key=lambda name: (*CHECKS, name).index(name)):
         if name == throughput.NAME:
-            answer = throughput.check(repeats[0::2], repeats[1::2], case.checks[name])
+            answer = throughput.check(repeats[0::2], repeats[1::2], checks[name])
         else:
-            answer = _requested(name, case.checks[name], reference, candidate, flaws)
+            answer = _requested(name, checks[name], reference, candidate, flaws)
         # The last of the checks: what it states stands on all the others.
         results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
     return results
@@ -197,12 +205,15 @@ def _control_answer(
     if not bad:
         return passed("control", "the reference equals its second run bit for bit")
     first = min(bad, key=_step)
+    why = ""
+    if not reference.spec.is_builtin and first.difference is not None:
+        why = f"; {cause_of(reference, control, first.difference)}"
     return CheckResult(
         check="control",
         outcome="incomparable",
         what="nondeterministic_reference",
         message=f"the reference differs from its own second run, so the candidate is not judged: "
-        f"{first.message}",
+        f"{first.message}{why}",
         difference=first.difference,
         figures=first.figures,
     )
@@ -257,7 +268,7 @@ def _explains(result: CheckResult) -> tuple[int, int, int]:
 
     What went through a module was computed before the gradients and weights of its step.
     """
-    if result.what == "nonfinite":
+    if result.what in ("static_buffer", "nonfinite"):
         return (0, _step(result), 0)
     if result.check == taps.NAME:
         return (1, _step(result), 0)

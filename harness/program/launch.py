@@ -11,15 +11,15 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import harness
+from harness.program.packages import Say, default_cache, prepare
 from harness.program.spec import ProgramSpec, command_line
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 
 SITE = Path(harness.__file__).resolve().parent / "recorder" / "site"
-PYTHON_VARIABLE = "DELTAZERO_PYTHON"
 
 
 def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
@@ -37,9 +37,26 @@ def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
     return _call(program)
 
 
+def make_environments(programs: Iterable[ProgramSpec], say: Say) -> None:
+    """Make the environments that programs ask for, before any of their ranks looks for one.
+
+    Raises:
+        UsageError, Infrastructure: as `harness.program.packages.prepare`.
+    """
+    for packages in {tuple(sorted(each.packages.items())) for each in programs if each.packages}:
+        _python(dict(packages), say)
+
+
+def _python(packages: Mapping[str, str], say: Say = lambda text: None) -> str:
+    if not packages:
+        return sys.executable
+    base, cache = Path(sys.executable), default_cache()
+    return str(prepare(packages, python=base, cache=cache, say=say).python)
+
+
 def command(program: ProgramSpec) -> list[str]:
-    """The command of a script or a module."""
-    python = program.env.get(PYTHON_VARIABLE) or sys.executable
+    """The command of a script or a module, in the environment of its packages."""
+    python = _python(program.packages)
     what = ["-m", program.target] if program.kind == "module" else [program.target]
     return [python, *what, *command_line(program.args)]
 

@@ -39,7 +39,7 @@ class Notes:
     """Keeps one rank's place."""
 
     def __init__(self, observer: Observer, path: Path) -> None:
-        self._observer, self._path = observer, path
+        self._observer = observer
         self._entered: dict[str, int] = {}
         self._last: dict[str, Any] = {"operator": "", "label": "", "group": []}
         path.write_bytes(bytes(SIZE_BYTES))
@@ -54,10 +54,6 @@ class Notes:
                 setattr(dist.ProcessGroup, method, self._noting(original, name))
         for name in WAITS:
             setattr(dist.Work, name, self._waiting(getattr(dist.Work, name)))
-
-    def remove(self) -> None:
-        """Take the file away: a run that ended well has no need of it."""
-        self._path.unlink(missing_ok=True)
 
     def _noting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -79,10 +75,10 @@ class Notes:
 
     def _inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._write(is_inside=True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._write(is_inside=False)
+        result = original(*args, **kwargs)
+        # Not after an exception: who waited in vain has not come back from it.
+        self._write(is_inside=False)
+        return result
 
     def _module(self) -> str:
         """The innermost module at work, by the stack: a hook a call would cost every program."""

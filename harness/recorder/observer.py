@@ -15,7 +15,7 @@ import resource
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
+from harness.recorder.graphs import GraphInfo
 from harness.recorder.session import Session
 from harness.recorder.state import (
     Named,
@@ -50,6 +51,15 @@ class Rows:
     names: Sequence[str]
     rows: Tensor
     section: str = ""
+
+
+@dataclass
+class Static:
+    """Where the replays of a graph write a step's losses and norm."""
+
+    capture: int
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Tensor | None = None
 
 
 @dataclass
@@ -85,7 +95,7 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.is_in_backward = False
+        self.has_begun = self.is_in_backward = self.is_paused = False
         self._step_in_backward: Step | None = None
         self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
         self.written: Callable[[int], None] = lambda _: None
@@ -99,7 +109,8 @@ class Observer:
         with contextlib.suppress(ImportError):
             import numpy.random  # noqa: F401 - so that its state is seen before the program's seeds
         self._untouched = _hashed(random_states())
-        self.replays: Callable[[], int] = lambda: 0
+        self.capturing: Callable[[], GraphInfo | None] = lambda: None
+        self._static: dict[int, Static] = {}
 
     # --- what happens in the program --------------------------------------------------------
 
@@ -114,6 +125,7 @@ class Observer:
             return
         self.has_begun = True
         self.session.startup_s = time.monotonic() - self.session.started_s
+        self.session.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -126,22 +138,53 @@ class Observer:
             self.close()
         self._step_in_backward = self._here()
 
-    def loss(self, loss: Tensor) -> None:
-        """The root of a backward pass, which is a microbatch's loss if it is one number."""
+    def loss(self, loss: Tensor, graph: GraphInfo | None = None) -> None:
+        """The root of a backward pass, which is a microbatch's loss if it is one number.
+
+        In the capture of a graph it is where each replay will write the loss.
+        """
         loss = getattr(loss, "_local_tensor", loss)
         if loss.numel() == 1 and loss.is_floating_point():
-            self._here().losses.append(_to_host(loss.detach().reshape(())))
+            loss = loss.detach().reshape(())
+            if graph is None:
+                self._here().losses.append(_to_host(loss))
+            else:
+                self._static_of(graph).losses.append(loss)
 
-    def norm(self, norm: Any) -> None:
-        """The norm of the gradients."""
+    def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
+        """The norm of the gradients; as `loss`."""
         norm = getattr(norm, "_local_tensor", norm)
         if not isinstance(norm, Tensor):
             norm = torch.tensor(float(norm))
-        self._here().norm = _to_host(norm.detach().reshape(-1)[:1].reshape(()))
+        norm = norm.detach().reshape(-1)[:1].reshape(())
+        if graph is None:
+            self._here().norm = _to_host(norm)
+        else:
+            self._static_of(graph).norm = norm
+
+    def _static_of(self, graph: GraphInfo) -> Static:
+        held = self._static.get(graph.index)
+        if held is None or held.capture != graph.captures:
+            held = self._static[graph.index] = Static(graph.captures)
+        return held
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Live tensors by name, for whoever has to say what lies at an address."""
+        for optimizer in self.optimizers:
+            self._know(optimizer)
+            for param in parameters(optimizer):
+                yield self.names.of(param), param
+            yield from optimizer_state(optimizer, self.names, "")[0]
+        yield from self.names.buffers()
 
     def before(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
-        self.begin()
+        """An optimizer is about to step.
+
+        Before the first backward pass that makes state, of an optimizer or a checkpoint, and is no
+        step of training: what it does to weights is in the state before step 0.
+        """
+        if not self.has_begun:
+            return
         step = self.current
         if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
             self.close()
@@ -151,19 +194,24 @@ class Observer:
 
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
+        if not self.has_begun:
+            return
         step = self._open()
         step.stepped.add(id(optimizer))
         if not step.is_explicit:
             self._observe_state(step, [optimizer])
             self._mark(step)
 
-    def replayed(self) -> None:
+    def replayed(self, graph: int) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
         self.begin()
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         step = self._open()
         step.stepped.add(-1)
+        if (static := self._static.get(graph)) is not None:
+            step.losses += map(_to_host, static.losses)
+            step.norm = None if static.norm is None else _to_host(static.norm)
         for optimizer in self.optimizers:
             self._observe_gradients(step, optimizer)
         if not step.is_explicit:
@@ -208,6 +256,10 @@ class Observer:
             return self._step_in_backward
         return self._here()
 
+    def event(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Write a named fact, with the step that is under way or to come."""
+        self.session.write("event", name=name, step=self._next, detail=dict(detail))
+
     @property
     def num_steps(self) -> int:
         """Steps that are over, with the one under way."""
@@ -218,7 +270,7 @@ class Observer:
         if self.current is not None:
             self.close()
         self._drain(wait=True)
-        return {"peak_bytes": memory()[1], "replays": self.replays()}
+        return {"peak_bytes": memory()[1]}
 
     # --- observing ---------------------------------------------------------------------------
 
@@ -242,8 +294,7 @@ class Observer:
         if not self._is_due(step):
             return
         named: Named = []
-        self._know(optimizer)
-        for param in parameters(optimizer):
+        for param in self._owned(optimizer):
             if (found := gradient(param)) is not None:
                 named += plain(self.names.of(param), found)
         section = f"grads{self._number(optimizer)}"
@@ -254,9 +305,9 @@ class Observer:
         if not self._is_due(step):
             return
         for optimizer in optimizers:
-            self._know(optimizer)
             number = self._number(optimizer)
-            weights = [each for p in parameters(optimizer) for each in plain(self.names.of(p), p)]
+            owned = self._owned(optimizer)
+            weights = [each for p in owned for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             at = f"weights{number}"
@@ -273,6 +324,18 @@ class Observer:
             name: UNTOUCHED if self._untouched.get(name) == digest else digest
             for name, digest in _hashed(random_states()).items()
         }
+
+    def _owned(self, optimizer: Any) -> list[Tensor]:
+        """Parameters of an optimizer that no earlier one has: some only hold others."""
+        self._know(optimizer)
+        number = self._number(optimizer)
+        earlier = {
+            id(param)
+            for ref in self._optimizers[:number]
+            if (other := ref()) is not None
+            for param in parameters(other)
+        }
+        return [param for param in parameters(optimizer) if id(param) not in earlier]
 
     def _know(self, optimizer: Any) -> None:
         self._number(optimizer)
@@ -321,7 +384,7 @@ class Observer:
     def _mark(self, step: Step) -> None:
         """Where the step ends, for its time and for whoever waits until it is on the host."""
         if cuda_is_used():
-            step.mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            step.mark = torch.cuda.Event(enable_timing=True)
             step.mark.record()
         else:
             step.mark = time.perf_counter()
@@ -344,7 +407,7 @@ class Observer:
             if isinstance(step.mark, torch.cuda.Event):
                 if wait:
                     step.mark.synchronize()
-                elif not step.mark.query():  # type: ignore[no-untyped-call]
+                elif not step.mark.query():
                     return
             self._write(self._queue.pop(0))
 
@@ -417,6 +480,18 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _environment() -> dict[str, Any]:
+    """Facts of the device and torch's switches, known only once the program has begun."""
+    found: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    if cuda_is_used():
+        found["device"] = torch.cuda.get_device_name()
+        found["capability"] = list(torch.cuda.get_device_capability())
+        nccl, cudnn = torch.cuda.nccl.version, torch.backends.cudnn.version
+        found["nccl"] = ".".join(str(part) for part in nccl())
+        found["cudnn"] = cudnn()
+    return found
 
 
 def memory() -> tuple[int, int]:

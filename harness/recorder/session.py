@@ -85,7 +85,6 @@ class Session:
         self.step = -1
         self.has_failed = self.has_ended = False
         self.module_at_work: Callable[[BaseException], str] = lambda error: ""
-        self.ended_well: Callable[[], None] = lambda: None
         self.finish: Callable[[], Mapping[str, Any]] = dict
         self.started_s = time.monotonic() - _age_s()
         self.startup_s = 0.0
@@ -149,7 +148,6 @@ class Session:
                 "end", steps=self.step + 1, startup_s=self.startup_s,
                 wall_s=time.monotonic() - self.started_s, **facts,
             )  # fmt: skip
-            self.ended_well()
         self.has_ended = True
 
 
