@@ -270,7 +270,7 @@ class Observer:
         if self.current is not None:
             self.close()
         self._drain(wait=True)
-        return {"peak_bytes": memory()[1]}
+        return {"peak_bytes": memory()[1], "replays": 0}
 
     # --- observing ---------------------------------------------------------------------------
 
