@@ -1,7 +1,8 @@
 """What is hooked in torch so that a program is recorded without a line changed.
 
     Optimizer.__init__             names of parameters, before an engine replaces them
-    torch.autograd.backward        losses of microbatches; the first call records the initial state
+    Module.__call__                the first one in training, which records the initial state
+    torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
     clip_grad_norm_                the gradient norm
     GradScaler.step                steps that it skips
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -38,6 +40,7 @@ def install(session: Session) -> Observer:
     observer = _active = Observer(session)
     session.finish = observer.finish
     _hook_optimizers(observer)
+    _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
@@ -161,6 +164,20 @@ def _hook_optimizers(observer: Observer) -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _hook_first_forward(observer: Observer) -> None:
+    """Buffers and random states are those before step 0 only until its forward pass."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        if observer.has_begun:
+            handle.remove()
+        elif not module.training or not torch.is_grad_enabled() or _is_quiet(observer):
+            return
+        elif observer.optimizers and observer.names.of_module(module) is not None:
+            observer.begin()
+
+    handle = register_module_forward_pre_hook(before)
 
 
 def _hook_autograd(observer: Observer) -> None:

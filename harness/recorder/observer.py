@@ -86,7 +86,7 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.is_in_backward = self.is_paused = False
+        self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
         self.num_taken = 0
         self._only_lines = session.program.get("record") == "lines"
         self._step_in_backward: Step | None = None
@@ -115,9 +115,11 @@ class Observer:
         """Record the state before the first step, once."""
         if self.has_begun:
             return
-        self.has_begun = self.names.is_settled = True
-        self.session.startup_s = time.monotonic() - self.session.started_s
-        self.session.event("environment", _environment())
+        self.has_begun = True
+        if not self.names.is_settled:
+            self.names.is_settled = True
+            self.session.startup_s = time.monotonic() - self.session.started_s
+            self.session.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -126,6 +128,7 @@ class Observer:
     def backward(self) -> None:
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
         self.begin()
+        self.has_trained = True
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         self._step_in_backward = self._here()
@@ -153,7 +156,7 @@ class Observer:
         Before the first backward pass that makes state, of an optimizer or a checkpoint, and is no
         step of training: what it does to weights is in the state before step 0.
         """
-        if not self.has_begun:
+        if not self.has_trained:
             return
         step = self.current
         if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
@@ -164,7 +167,10 @@ class Observer:
 
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        if not self.has_begun:
+        if not self.has_trained:
+            if self.has_begun:  # by a forward pass: what it saw was not the state before step 0
+                self.has_begun = False
+                self._queue.clear()
             return
         self.num_taken += 1
         step = self._open()
@@ -176,6 +182,7 @@ class Observer:
     def replayed(self) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
         self.begin()
+        self.has_trained = True
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         step = self._open()
@@ -198,6 +205,7 @@ class Observer:
     def enter(self) -> None:
         """The script says that a step begins."""
         self.begin()
+        self.has_trained = True
         if self.current is not None:
             self.close()
         self._open().is_explicit = True

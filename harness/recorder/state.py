@@ -10,7 +10,7 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,10 @@ class Names:
             held = _holding(place)
         found = [module for root in self._roots if (module := root.module()) is not None]
         known = {id(module) for module in found}
-        for module in map(_unwrapped, (*roots, *held)):
+        compiled: list[tuple[nn.Module, nn.Module]] = []
+        for outer in (*roots, *held):
+            module = _unwrapped(outer)
+            compiled += [(part, module) for part in _around(outer) if WRAPPED[0] in part._modules]
             if id(module) not in known:
                 known.add(id(module))
                 found.append(module)
@@ -71,6 +74,10 @@ class Names:
         for module in found:
             if id(module) not in inside:
                 self._learn(self._root(module), module, learned)
+        for outer, module in compiled:
+            if id(module) in self._modules:
+                _, *place = self._modules[id(module)]
+                self._modules[id(outer)] = (weakref.ref(outer), *place)
         self._settle(inside)
 
     def _root(self, module: nn.Module) -> Root:
@@ -172,12 +179,18 @@ def _outermost() -> list[nn.Module]:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper such as DDP wraps: its only child, called `module`, where it has no more."""
+    return list(_around(module))[-1]
+
+
+def _around(module: nn.Module) -> Iterator[nn.Module]:
+    """A module's wrappers, from the outermost on, and what they wrap."""
+    yield module
     while len(module._modules) == 1 and not module._parameters:
         ((name, inner),) = module._modules.items()
         if inner is None or name not in ("module", *WRAPPED):
-            break
+            return
         module = inner
-    return module
+        yield module
 
 
 def _kind(module: nn.Module) -> str:
