@@ -95,7 +95,8 @@ def command_line(args: Mapping[str, Any]) -> list[str]:
             continue
         for each in value if isinstance(value, list | tuple) else (value,):
             words += _option(name, each)
-    last = args.get(POSITIONAL) or ()
+    last = args.get(POSITIONAL)
+    last = () if last is None or last is False else last
     return words + [_text(each) for each in (last if isinstance(last, list | tuple) else (last,))]
 
 

@@ -12,6 +12,7 @@ Inside of a capture nothing is observed: what the capture holds is observed afte
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -127,7 +128,10 @@ def paused() -> Iterator[None]:
 
 def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
-    if observer.is_paused or observer.is_outside or not observer.session.is_mine or torch.compiler.is_compiling():
+    # First: a compiler's trace of a module's hooks ends here, and its graph has no break.
+    if torch.compiler.is_compiling() or not observer.session.is_mine:
+        return True
+    if observer.is_paused or observer.is_outside:
         return True
     return cuda_is_used() and torch.cuda.is_current_stream_capturing()
 
@@ -170,13 +174,15 @@ def _hook_first_forward(observer: Observer) -> None:
     """Buffers and random states are those before step 0 only until its forward pass."""
 
     def before(module: nn.Module, args: Any) -> None:
+        if _is_quiet(observer) or not module.training or not torch.is_grad_enabled():
+            return
+        if observer.optimizers and observer.names.of_module(module) is not None:
+            observer.begin()
         if observer.has_begun:
             handle.remove()
-        elif not module.training or not torch.is_grad_enabled() or _is_quiet(observer):
-            return
-        elif observer.optimizers and observer.names.of_module(module) is not None:
-            observer.begin()
 
+    # A compiled module's wrapper is seen as well, which is what is wanted.
+    warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are glo")
     handle = register_module_forward_pre_hook(before)
 
 

@@ -107,7 +107,7 @@ def test_a_compiled_modules_calls_are_seen_at_its_wrapper(tmp_path: Path) -> Non
     def run() -> None:
         model = nn.Sequential(nn.Linear(3, 1))
         optimizer = SGD(model.parameters(), 0.1)
-        whole = torch.compile(model, backend="eager")
+        whole = torch.compile(model, backend="eager", fullgraph=True)
         optimizer = SGD(whole.parameters(), 0.1)
         for _ in range(2):
             whole(torch.ones(2, 3)).sum().backward()
@@ -119,12 +119,14 @@ def test_a_compiled_modules_calls_are_seen_at_its_wrapper(tmp_path: Path) -> Non
 
 def test_kept_contents_are_the_tensors_themselves(tmp_path: Path) -> None:
     """Tensors of a step that a run keeps can be read by the harness, under their names."""
-    spec = RunSpec(config={"program": {}, "steps": 2}, device="cpu", world_size=1, timeout_s=1.0)
-    keep = {"step": 1, "names": ["first:input*", "grads:second.*"], "max_bytes": 1 << 20}
-    recorded(program(2.0), tmp_path, taps=("first:input",), keep=keep)
-    asked = KeepSpec(step=1, names=("first:input*", "grads:second.*"), max_bytes=1 << 20)
-    found = read_contents(tmp_path, spec, asked)
-    held = {(each.about.name, each.about.part): each for each in found.tensors}
+    keep = KeepSpec(step=1, names=("first:input*", "grads:second.*"))
+    spec = RunSpec(
+        config={"program": {}, "steps": 2}, device="cpu", world_size=1, timeout_s=1.0, keep=keep
+    )
+    recorded(program(2.0), tmp_path, taps=("first:input",), keep=keep.to_json(), run=spec.key)
+    found = read_contents(tmp_path, spec)
+    assert found.problems == ()
+    held = {(each.about.name, each.about.part): each for each in found.ranks[0]}
     assert held.keys() == {
         ("first:input[0]", 0), ("first:input[0]", 1), ("grads:second.weight", 0),
         ("grads:second.bias", 0),
