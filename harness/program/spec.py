@@ -14,6 +14,8 @@ from harness.codec import Json, RecordError
 Kind = Literal["script", "module", "entry"]
 POSITIONAL = "_"
 """Name in `args` of arguments that stand alone."""
+ENFORCED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+"""Variables that `determinism: enforce` sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
