@@ -274,6 +274,8 @@ def _hang(
 def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
     """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
+    if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
+        return None  # all came to their end: nobody waits
     missing = find_missing({r.rank: r.place for r in ranks if r.place is not None})
     if missing is None or not set(missing.ranks) <= set(gone):
         return None

@@ -19,6 +19,7 @@ from harness.decode import dotted, refuse, take_float, take_int, take_list, take
 from harness.errors import ScenarioError, shown
 from harness.plant_spec import PlantSpec
 from harness.program.spec import ProgramSpec, command_line
+from harness.records import MAX_WORLD_SIZE
 from harness.yaml_source import Node, Origin
 
 KINDS = ("script", "module", "entry")
@@ -197,7 +198,10 @@ def _scalar(node: Node, full: str) -> Any:
 
 def _plain(key: str, node: Node, full: str) -> Any:
     if key in ("ranks", "steps", "every"):
-        return take_int(node, full, minimum=1)
+        number = take_int(node, full, minimum=1)
+        if key == "ranks" and number > MAX_WORLD_SIZE:
+            raise refuse(node, full, f"at most {MAX_WORLD_SIZE} ranks")
+        return number
     if key == "taps":
         entries = take_list(node, full, "patterns") if node.value != () else ()
         return tuple(take_str(each, full) for each in entries)

@@ -1,7 +1,8 @@
 """What is hooked in torch so that a program is recorded without a line changed.
 
     Optimizer.__init__             names of parameters, before an engine replaces them
-    torch.autograd.backward        losses of microbatches; the first call records the initial state
+    Module.__call__                the first one in training, which records the initial state
+    torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
     clip_grad_norm_                the gradient norm
     GradScaler.step                steps that it skips
@@ -11,12 +12,15 @@ Inside of a capture nothing is observed: what the capture holds is observed afte
 
 import contextlib
 import functools
+import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -38,20 +42,13 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    for name in (
-        "made",
-        "begin",
-        "backward",
-        "before",
-        "after",
-        "loss",
-        "norm",
-        "replayed",
-        "skip",
-    ):
+    hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
+    for name in hooked:
         setattr(observer, name, _guarded(getattr(observer, name), session))
     session.finish = observer.finish
+    _hook_seeds(observer)
     _hook_optimizers(observer)
+    _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
@@ -155,10 +152,33 @@ def paused() -> Iterator[None]:
 
 def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
-    off = observer.is_paused or observer.is_outside or not observer.session.is_mine
-    if off or torch.compiler.is_compiling():
+    # First: a compiler's trace of a module's hooks ends here, and its graph has no break.
+    if torch.compiler.is_compiling() or not observer.session.is_mine:
+        return True
+    if observer.is_paused or observer.is_outside:
         return True
     return cuda_is_used() and torch.cuda.is_current_stream_capturing()
+
+
+def _hook_seeds(observer: Observer) -> None:
+    """Python and NumPy seed from the clock: their states count once the program has seeded them."""
+
+    def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            observer.seeded.add(name)
+            return original(*args, **kwargs)
+
+        return seed
+
+    owners: list[tuple[str, Any, tuple[str, ...]]] = [("python", random, ("seed", "setstate"))]
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        owners.append(("numpy", numpy.random, ("seed", "set_state")))
+    for name, owner, functions in owners:
+        for function in functions:
+            setattr(owner, function, seeding(getattr(owner, function), name))
 
 
 def _hook_optimizers(observer: Observer) -> None:
@@ -193,6 +213,22 @@ def _hook_optimizers(observer: Observer) -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _hook_first_forward(observer: Observer) -> None:
+    """Buffers and random states are those before step 0 only until its forward pass."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        if _is_quiet(observer) or not module.training or not torch.is_grad_enabled():
+            return
+        if observer.optimizers and observer.names.of_module(module) is not None:
+            observer.begin()
+        if observer.has_begun:
+            handle.remove()
+
+    # A compiled module's wrapper is seen as well, which is what is wanted.
+    warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are glo")
+    handle = register_module_forward_pre_hook(before)
 
 
 def _hook_autograd(observer: Observer) -> None:

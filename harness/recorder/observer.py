@@ -9,7 +9,6 @@ optimizer steps that has stepped already. What is digested is read when it is va
 on the stream that is current there.
 """
 
-import contextlib
 import hashlib
 import resource
 import struct
@@ -40,8 +39,8 @@ from harness.recorder.state import (
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills; a script's own have other names."""
 PAGE_BYTES = 4096
-UNTOUCHED = "0" * 32
-"""In place of the digest of a random generator that is as it was at the start."""
+UNSEEDED = "0" * 32
+"""In place of the digest of a random generator that no two runs could have alike."""
 
 
 @dataclass
@@ -96,11 +95,11 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.is_in_backward = self.is_paused = False
+        self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
         self.num_taken = 0
         self._only_lines = session.program.get("record") == "lines"
         self._step_in_backward: Step | None = None
-        self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
+        self.keep: Callable[[int, str, Sequence[Tensor]], None] | None = None
         self.written: Callable[[int], None] = lambda _: None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
@@ -108,10 +107,9 @@ class Observer:
         self._written: dict[str, tuple[str, ...]] = {}
         self._written_taps: tuple[str, ...] = ()
         self._last_mark: Any = None
-        # Python and NumPy seed from the clock; one that nobody seeds or draws from decides nothing.
-        with contextlib.suppress(ImportError):
-            import numpy.random  # noqa: F401 - so that its state is seen before the program's seeds
-        self._untouched = _hashed(random_states())
+        self.seeded = {"cpu", "cuda"}
+        if session.program.get("determinism") == "enforce":
+            self.seeded |= {"python", "numpy"}
         self.capturing: Callable[[], GraphInfo | None] = lambda: None
         self._static: dict[int, Static] = {}
 
@@ -126,9 +124,11 @@ class Observer:
         """Record the state before the first step, once."""
         if self.has_begun:
             return
-        self.has_begun = self.names.is_settled = True
-        self.session.startup_s = time.monotonic() - self.session.started_s
-        self.session.event("environment", _environment())
+        self.has_begun = True
+        if not self.names.is_settled:
+            self.names.is_settled = True
+            self.session.startup_s = time.monotonic() - self.session.started_s
+            self.session.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -137,6 +137,7 @@ class Observer:
     def backward(self) -> None:
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
         self.begin()
+        self.has_trained = True
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         self._step_in_backward = self._here()
@@ -188,7 +189,7 @@ class Observer:
         Before the first backward pass that makes state, of an optimizer or a checkpoint, and is no
         step of training: what it does to weights is in the state before step 0.
         """
-        if not self.has_begun:
+        if not self.has_trained:
             return
         step = self.current
         if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
@@ -199,7 +200,10 @@ class Observer:
 
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        if not self.has_begun:
+        if not self.has_trained:
+            if self.has_begun:  # by a forward pass: what it saw was not the state before step 0
+                self.has_begun = False
+                self._queue.clear()
             return
         self.num_taken += 1
         step = self._open()
@@ -211,6 +215,7 @@ class Observer:
     def replayed(self, graph: int) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
         self.begin()
+        self.has_trained = True
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         step = self._open()
@@ -236,6 +241,7 @@ class Observer:
     def enter(self) -> None:
         """The script says that a step begins."""
         self.begin()
+        self.has_trained = True
         if self.current is not None:
             self.close()
         self._open().is_explicit = True
@@ -254,7 +260,8 @@ class Observer:
         """A row of a tap: digest of what went through a module, on its device."""
         step = self.step_of_calls()
         step.taps.append((name, _to_host(row)))
-        self.keep(self._next if step.index < 0 else step.index, name, tensors)
+        if self.keep is not None:
+            self.keep(self._next if step.index < 0 else step.index, name, tensors)
 
     @property
     def is_outside(self) -> bool:
@@ -332,14 +339,16 @@ class Observer:
         for group, tensors in named.items():
             step.put(group, group, self._digest(step, group, group, tensors))
         step.host["rng"] = {
-            name: UNTOUCHED if self._untouched.get(name) == digest else digest
-            for name, digest in _hashed(random_states()).items()
+            name: UNSEEDED if name not in self.seeded else digest
+            for name, digest in _hashed(random_states(self.seeded)).items()
         }
 
     def _owned(self, optimizer: Any) -> list[Tensor]:
         """Parameters of an optimizer that no earlier one has: some only hold others."""
         self._know(optimizer)
         number = self._number(optimizer)
+        if not number:
+            return parameters(optimizer)
         earlier = {
             id(param)
             for ref in self._optimizers[:number]
@@ -374,8 +383,10 @@ class Observer:
         """Digests of tensors, device by device, on the streams that are current."""
         by_device: dict[torch.device, Named] = {}
         for each in named:
-            self.keep(step.index, f"{group}:{each[0]}", each[1:])
             by_device.setdefault(each[1].device, []).append(each)
+        if self.keep is not None:
+            for name, *tensor in named:
+                self.keep(step.index, f"{group}:{name}", tensor)
         return [self._rows(section, device, here) for device, here in by_device.items()]
 
     def _rows(self, section: str, device: torch.device, named: Named) -> Rows:

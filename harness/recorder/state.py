@@ -10,7 +10,7 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own."""
 TRANSPARENT = WRAPPED[1:]
 """Wrappers that call what they wrap as a module: its calls are not to be seen twice."""
-HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
-"""Attributes of a parameter in which engines keep its gradient, in the order of preference."""
+HOLDERS_OF_GRADIENTS = ("main_grad", "decoupled_grad")
+"""Attributes of a parameter in which engines keep its gradient where `grad` is empty."""
 
 
 @dataclass
@@ -62,7 +62,10 @@ class Names:
             held = _holding(place)
         found = [module for root in self._roots if (module := root.module()) is not None]
         known = {id(module) for module in found}
-        for module in map(_unwrapped, (*roots, *held)):
+        compiled: list[tuple[nn.Module, nn.Module]] = []
+        for outer in (*roots, *held):
+            module = _unwrapped(outer)
+            compiled += [(part, module) for part in _around(outer) if WRAPPED[0] in part._modules]
             if id(module) not in known:
                 known.add(id(module))
                 found.append(module)
@@ -71,6 +74,10 @@ class Names:
         for module in found:
             if id(module) not in inside:
                 self._learn(self._root(module), module, learned)
+        for outer, module in compiled:
+            if id(module) in self._modules:
+                _, *place = self._modules[id(module)]
+                self._modules[id(outer)] = (weakref.ref(outer), *place)
         self._settle(inside)
 
     def _root(self, module: nn.Module) -> Root:
@@ -175,12 +182,18 @@ def _outermost() -> list[nn.Module]:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper such as DDP wraps: its only child, called `module`, where it has no more."""
+    return list(_around(module))[-1]
+
+
+def _around(module: nn.Module) -> Iterator[nn.Module]:
+    """A module's wrappers, from the outermost on, and what they wrap."""
+    yield module
     while len(module._modules) == 1 and not module._parameters:
         ((name, inner),) = module._modules.items()
         if inner is None or name not in ("module", *WRAPPED):
-            break
+            return
         module = inner
-    return module
+        yield module
 
 
 def _kind(module: nn.Module) -> str:
@@ -200,7 +213,11 @@ def _join(prefix: str, name: str) -> str:
 
 def plain(name: str, value: Any) -> Named:
     """The plain tensors of a value, by name: a DTensor's shard, the parts of a quantized tensor."""
-    if not isinstance(value, Tensor):
+    kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
+        if not value.is_complex():
+            return [] if value.is_meta else [(name, value)]
+    elif not isinstance(value, Tensor):
         return []
     local = getattr(value, "_local_tensor", None)
     if isinstance(local, Tensor):
@@ -223,6 +240,8 @@ def plain(name: str, value: Any) -> Named:
 
 def gradient(param: Tensor) -> Any:
     """A parameter's gradient, wherever its engine keeps it; None if it has none."""
+    if (found := param.grad) is not None:
+        return found
     for holder in HOLDERS_OF_GRADIENTS:
         if (found := getattr(param, holder, None)) is not None:
             return found
@@ -280,14 +299,14 @@ def cuda_is_used() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def random_states() -> dict[str, bytes]:
-    """State of every default random generator, as bytes of the host."""
+def random_states(wanted: Container[str]) -> dict[str, bytes]:
+    """State of every default random generator as bytes; empty of those not wanted."""
     states = {"cpu": torch.get_rng_state().numpy().tobytes()}
     if cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    states["python"] = repr(random.getstate()).encode()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        kind, keys, place, *rest = numpy.random.get_state()
-        states["numpy"] = kind.encode() + keys.tobytes() + repr((place, rest)).encode()
+    states["python"] = repr(random.getstate()).encode() if "python" in wanted else b""
+    states["numpy"] = b""
+    if "numpy" in wanted:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = kind.encode() + keys.tobytes() + repr(rest).encode()
     return states

@@ -31,30 +31,31 @@ def record_folder(folder: Path, *, keep: dict[str, Any] | None = None, taps: tup
 
 
 def recorded(program: Program, folder: Path, *, code: int = 0, seed: int | None = 0,
-             **about: Any) -> RankRecords:  # fmt: skip
+             run: str = "run", **about: Any) -> RankRecords:  # fmt: skip
     """Records of `program`, the only rank of a run, whose process must end with `code`.
 
     Args:
+        run: key of the run.
         seed: of torch's generator, before the recorder starts; None leaves it as it is.
         about: `keep`, `taps` and keys of the program's specification.
     """
     record_folder(folder, **about)
     pid = os.fork()
     if pid == 0:
-        _child(program, folder, seed)
+        _child(program, folder, seed, run)
     _, status = os.waitpid(pid, 0)
     ended = os.waitstatus_to_exitcode(status)
     assert ended == code, (folder / "stderr").read_text()
     return read_rank(rank_path(folder, 0), 0)
 
 
-def _child(program: Program, folder: Path, seed: int | None) -> None:
+def _child(program: Program, folder: Path, seed: int | None, run: str) -> None:
     code = 1
     with contextlib.suppress(BaseException):
         sys.stderr = (folder / "stderr").open("w", buffering=1)
         torch.set_num_threads(1)  # the threads of the parent's pool are not in this process
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "DELTAZERO_RECORD": str(folder),
-                       "DELTAZERO_RUN": "a" * 8}  # fmt: skip
+                       "DELTAZERO_RUN": run}  # fmt: skip
         if seed is not None:
             torch.manual_seed(seed)
         code = _run(program)

@@ -411,29 +411,30 @@ def uses_numpy() -> None:
     np.random.rand()
 
 
-@pytest.mark.parametrize("draw", [None, uses_python, uses_numpy])
-def test_only_a_generator_that_is_used_must_be_seeded(
-    draw: Callable[[], None] | None, tmp_path: Path
+@pytest.mark.parametrize("draw", [uses_python, uses_numpy])
+@pytest.mark.parametrize("seeds", [False, True])
+def test_a_generator_counts_once_the_program_seeds_it(
+    draw: Callable[[], None], tmp_path: Path, *, seeds: bool
 ) -> None:
-    """Generators that nobody draws from make no two runs differ; those that are drawn from do."""
+    """Generators that a program leaves to the clock make no two runs differ; its own seeds do."""
 
     def program(seed: int) -> Callable[[], None]:
         def run() -> None:
+            if seeds:
+                random.seed(seed)
+                np.random.seed(seed)
             model = model_of()
             optimizer = SGD(model.parameters(), 0.1)
             for _ in range(2):
-                if draw is not None:
-                    draw()
+                draw()
                 model(torch.ones(3)).sum().backward()
                 optimizer.step()
 
-        random.seed(seed)
-        np.random.seed(seed)
         return run
 
     first = recorded(program(1), tmp_path / "a")
     second = recorded(program(2), tmp_path / "b")
-    assert (all_digests(first) == all_digests(second)) == (draw is None)
+    assert (all_digests(first) == all_digests(second)) == (not seeds)
 
 
 def test_a_seed_is_seen_before_step_0(tmp_path: Path) -> None:
@@ -631,3 +632,39 @@ def test_a_rank_without_its_number_records_nothing(
         monkeypatch.delenv(name, raising=False)
     assert recording.begin() is None
     assert not list(tmp_path.glob("rank*"))
+
+
+def test_the_initial_state_is_that_before_the_first_forward_pass(tmp_path: Path) -> None:
+    """Data of step 0 in running means, and its random draws, are no difference before step 0."""
+
+    def program(value: float) -> Callable[[], None]:
+        def run() -> None:
+            model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
+            optimizer = SGD(model.parameters(), 0.1)
+            model(value * torch.arange(9.0).view(3, 3)).sum().backward()
+            optimizer.step()
+
+        return run
+
+    first, second = (recorded(program(value), tmp_path / f"{value}") for value in (1.0, 2.0))
+    assert first.initial == second.initial
+    assert digests(first, "buffers", 0) != digests(second, "buffers", 0)
+    assert digests(first, "rng", -1) != digests(first, "rng", 0)
+
+
+def test_a_step_between_forward_and_backward_is_initial_state(tmp_path: Path) -> None:
+    """A forward pass and a step that make state before training do not count as training."""
+
+    def program() -> None:
+        model = model_of()
+        optimizer = Adam(model.parameters())
+        model(torch.ones(3))
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        train(model, [optimizer])
+
+    records = recorded(program, tmp_path)
+    assert len(records.steps) == 2
+    assert not records.problems
+    assert "0.weight.exp_avg" in digests(records, "optim", -1)
