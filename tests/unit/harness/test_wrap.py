@@ -36,6 +36,7 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 if dist.is_initialized():
+    dist.barrier()  # gloo's threads may abort a rank whose peer has left
     dist.destroy_process_group()
 sys.exit(7 if "--exit" in sys.argv else 0)
 """
