@@ -105,6 +105,9 @@ def _call(program: ProgramSpec) -> int:
     module, _, function = program.target.partition(":")
     try:
         code = getattr(importlib.import_module(module), function)(**program.args)
+    except SystemExit:
+        session.end()
+        raise
     except BaseException as error:
         session.fail(error)
         raise

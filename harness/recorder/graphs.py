@@ -51,7 +51,10 @@ class StaleGraphAddress(RuntimeError):
 
     Attributes:
         names: tensors at fault; what has no name is described by size and first use.
+        deltazero_what: how the recorder's error record calls it.
     """
+
+    deltazero_what = "stale_address"
 
     def __init__(self, names: list[str], detail: str) -> None:
         self.names = names

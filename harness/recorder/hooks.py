@@ -38,6 +38,18 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
+    for name in (
+        "made",
+        "begin",
+        "backward",
+        "before",
+        "after",
+        "loss",
+        "norm",
+        "replayed",
+        "skip",
+    ):
+        setattr(observer, name, _guarded(getattr(observer, name), session))
     session.finish = observer.finish
     _hook_optimizers(observer)
     _hook_autograd(observer)
@@ -54,6 +66,19 @@ def install(session: Session) -> Observer:
         keeper = Keeper(observer, session.keep)
         observer.keep, observer.written = keeper.take, keeper.write
     return observer
+
+
+def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
+    """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            session.broken(error)
+
+    return call
 
 
 def recorder_for_script(
@@ -83,23 +108,17 @@ class ScriptRecorder:
         observer.names.scan([p for each in models for p in each.parameters()], roots=models)
         for each in optimizers:
             observer.add(each)
-        self._has_told_losses = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """See `Recorder.step`."""
         self._observer.enter()
-        self._has_told_losses = False
         yield
         self._observer.leave()
 
     def microbatch(self, loss: Tensor) -> None:
         """See `Recorder.microbatch`."""
-        step = self._observer.current
-        if step is not None and not self._has_told_losses:
-            step.losses.clear()  # those that autograd's roots gave
-        self._has_told_losses = True
-        self._observer.loss(loss)
+        self._observer.loss(loss, is_told=True)
 
     def grad_norm(self, norm: Any) -> None:
         """See `Recorder.grad_norm`."""
@@ -136,7 +155,8 @@ def paused() -> Iterator[None]:
 
 def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
-    if observer.is_paused or not observer.session.is_mine or torch.compiler.is_compiling():
+    off = observer.is_paused or observer.is_outside or not observer.session.is_mine
+    if off or torch.compiler.is_compiling():
         return True
     return cuda_is_used() and torch.cuda.is_current_stream_capturing()
 
@@ -152,9 +172,20 @@ def _hook_optimizers(observer: Observer) -> None:
 
     Optimizer.__init__ = made  # type: ignore[method-assign]
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not _is_quiet(observer):
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if _is_quiet(observer):
+            return None
+        closures = [each for each in (*args[1:2], kwargs.get("closure")) if callable(each)]
+        if not closures:
+            return observer.before(optimizer)
+
+        def closure() -> Any:
+            # Its backward passes are inside of the step that uses their gradients.
+            result = closures[0]()
             observer.before(optimizer)
+            return result
+
+        return args[:1], kwargs | {"closure": closure}
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_quiet(observer):
@@ -229,6 +260,18 @@ def _hook_norms(observer: Observer) -> None:
     for name in ("clip_grad_norm_", "get_total_norm"):
         original = getattr(nn.utils, name)
         _replace(original, observed(original), (nn.utils, nn.utils.clip_grad))
+    clip_with = nn.utils.clip_grads_with_norm_
+
+    @functools.wraps(clip_with)
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if not _is_quiet(observer):
+            observer.norm(total_norm)
+        clip_with(parameters, max_norm, total_norm, *args, **kwargs)
+
+    # For programs that call it: clip_grad_norm_ has its own name for it.
+    _replace(clip_with, clip_grads_with_norm_, (nn.utils,))
 
 
 def _hook_scaler(observer: Observer) -> None:
@@ -236,10 +279,10 @@ def _hook_scaler(observer: Observer) -> None:
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        current = observer.current
+        taken = observer.num_taken
         result = original(self, optimizer, *args, **kwargs)
-        # The optimizer's own hooks have opened a step if it was taken.
-        if observer.current is current and not _is_quiet(observer):
+        # The optimizer's own hooks have counted the step if it was taken.
+        if observer.num_taken == taken and not _is_quiet(observer):
             observer.skip("GradScaler found a gradient that is not finite")
         return result
 

@@ -71,6 +71,7 @@ class Step:
     groups: dict[str, list[Rows]] = field(default_factory=dict)
     host: dict[str, dict[str, str]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
+    told: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
     taps: list[tuple[str, Tensor]] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
@@ -96,6 +97,8 @@ class Observer:
         self.current: Step | None = None
         self.pending = Step(-1)
         self.has_begun = self.is_in_backward = self.is_paused = False
+        self.num_taken = 0
+        self._only_lines = session.program.get("record") == "lines"
         self._step_in_backward: Step | None = None
         self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
         self.written: Callable[[int], None] = lambda _: None
@@ -123,7 +126,7 @@ class Observer:
         """Record the state before the first step, once."""
         if self.has_begun:
             return
-        self.has_begun = True
+        self.has_begun = self.names.is_settled = True
         self.session.startup_s = time.monotonic() - self.session.started_s
         self.session.event("environment", _environment())
         first = Step(-1)
@@ -138,18 +141,20 @@ class Observer:
             self.close()
         self._step_in_backward = self._here()
 
-    def loss(self, loss: Tensor, graph: GraphInfo | None = None) -> None:
+    def loss(self, loss: Tensor, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
         """The root of a backward pass, which is a microbatch's loss if it is one number.
 
-        In the capture of a graph it is where each replay will write the loss.
+        In the capture of a graph it is where each replay will write the loss. Of a step whose
+        losses the script has told, those are recorded in place of the roots.
         """
-        loss = getattr(loss, "_local_tensor", loss)
-        if loss.numel() == 1 and loss.is_floating_point():
-            loss = loss.detach().reshape(())
-            if graph is None:
-                self._here().losses.append(_to_host(loss))
-            else:
-                self._static_of(graph).losses.append(loss)
+        loss, step = getattr(loss, "_local_tensor", loss), self._here()
+        if loss.numel() != 1 or not loss.is_floating_point():
+            return
+        loss = loss.detach().reshape(())
+        if graph is not None:
+            self._static_of(graph).losses.append(loss)
+        else:
+            (step.told if is_told else step.losses).append(_to_host(loss))
 
     def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         """The norm of the gradients; as `loss`."""
@@ -196,6 +201,7 @@ class Observer:
         """An optimizer has stepped."""
         if not self.has_begun:
             return
+        self.num_taken += 1
         step = self._open()
         step.stepped.add(id(optimizer))
         if not step.is_explicit:
@@ -249,6 +255,11 @@ class Observer:
         step = self.step_of_calls()
         step.taps.append((name, _to_host(row)))
         self.keep(self._next if step.index < 0 else step.index, name, tensors)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether what happens now is no step, as only those in the script's lines are."""
+        return self._only_lines and not (self.current is not None and self.current.is_explicit)
 
     def step_of_calls(self) -> Step:
         """The step that calls of modules belong to now."""
@@ -422,7 +433,7 @@ class Observer:
         if step.index < 0:
             self.session.write("initial", digests=digests, nonfinite=nonfinite)
         else:
-            losses = [_float_bits(loss) for loss in step.losses]
+            losses = [_float_bits(loss) for loss in step.told or step.losses]
             self.session.write(
                 "step", step=step.index, loss=_mean(losses), microbatch_losses=losses,
                 grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
@@ -449,8 +460,11 @@ class Observer:
             bad = [name for name, flag in zip(names[group], flags, strict=True) if flag]
             if bad:
                 nonfinite[group] = bad
-        wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in enumerate(step.losses)
-                if loss.dtype == torch.float64}  # fmt: skip
+        wide = {
+            f"microbatch[{number}]": loss.numpy().tobytes()
+            for number, loss in enumerate(step.told or step.losses)
+            if loss.dtype == torch.float64
+        }
         host = step.host | ({"losses": _hashed(wide)} if wide else {})
         for group, held in host.items():
             names.setdefault(group, []).extend(held)
@@ -488,9 +502,7 @@ def _environment() -> dict[str, Any]:
     if cuda_is_used():
         found["device"] = torch.cuda.get_device_name()
         found["capability"] = list(torch.cuda.get_device_capability())
-        nccl, cudnn = torch.cuda.nccl.version, torch.backends.cudnn.version
-        found["nccl"] = ".".join(str(part) for part in nccl())
-        found["cudnn"] = cudnn()
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return found
 
 

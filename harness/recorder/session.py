@@ -140,11 +140,27 @@ class Session:
         )  # fmt: skip
         self.has_failed = True
 
+    def broken(self, error: Exception) -> None:
+        """The recorder itself failed: the program goes on, and its run is not judged."""
+        if self.is_mine:
+            text = "".join(traceback.format_exception(error))
+            sys.stderr.write(text)
+            self.write(
+                "error", step=self.step, what="unsupported", type=type(error).__name__,
+                message=f"the recorder could not observe the program: {error}"[:MESSAGE_CHARS],
+                traceback=text[-TRACEBACK_CHARS:], module="",
+            )  # fmt: skip
+            self.has_failed = True
+
     def end(self) -> None:
         """Write the end record; a program that recorded no step has none."""
         if not self.is_mine:
             return
-        facts = self.finish()
+        try:
+            facts = self.finish()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.broken(error)
+            return
         if self.step >= 0:
             self.write(
                 "end", steps=self.step + 1, startup_s=self.startup_s,
