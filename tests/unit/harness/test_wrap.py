@@ -118,9 +118,11 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
     place = json.loads(capsys.readouterr().out)["place"]
     assert (place["step"], place["rank"]) == (1, 1)
     assert main(["rerun", case]) == ExitCode.USAGE
-    within = ("--expect", "{rtol: 1e-2}")
-    code, verdict = compared(lab, a, planted, "--control", str(lab / "b"), *within)
-    assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
+    for rtol, expected in (("1e-2", ExitCode.PASSED), ("1e-12", ExitCode.FAILED)):
+        within = ("--control", str(lab / "b"), "--expect", f"{{rtol: {rtol}}}")
+        code, verdict = compared(lab, a, planted, *within)
+        assert code == expected
+    assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
 
 
 def test_a_rank_that_is_killed_is_named(lab: Path) -> None:
