@@ -71,8 +71,10 @@ def test_how_a_function_may_end(how: str, code: int, tmp_path: Path) -> None:
 
 def test_the_environment_is_that_of_torchrun(tmp_path: Path) -> None:
     """The recorder comes first on the path; the program's own variables come last."""
-    program = ProgramSpec(kind="script", target="/x/train.py", folder="/x",
-                          env={"NCCL_NVLS_ENABLE": "1", "MINE": "2"}, determinism="enforce")  # fmt: skip
+    mine = {"NCCL_NVLS_ENABLE": "1", "MINE": "2"}
+    program = ProgramSpec(
+        kind="script", target="/x/train.py", folder="/x", env=mine, determinism="enforce"
+    )
     found = environment(program, tmp_path, {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": "/mine"})
     assert found["PYTHONPATH"].split(os.pathsep) == [str(SITE), str(SITE.parents[2]), "/mine"]
     assert found["DELTAZERO_RECORD"] == str(tmp_path)

@@ -21,7 +21,9 @@ from harness.streams import rank_path, read_rank
 Program = Callable[[], object]
 
 
-def record_folder(folder: Path, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
+def record_folder(
+    folder: Path,
+    /, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
                   **program: Any) -> Path:  # fmt: skip
     """A run's folder with its specification, as far as the recorder reads it."""
     folder.mkdir(parents=True, exist_ok=True)
