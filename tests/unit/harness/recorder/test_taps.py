@@ -84,7 +84,7 @@ def test_a_row_is_of_all_tensors(tmp_path: Path) -> None:
 
 def test_recomputation_is_not_counted(tmp_path: Path) -> None:
     """A checkpointed module has the rows of one that is not."""
-    patterns = ("**:output", "**:gradient")
+    patterns = ("**:input", "**:output", "**:gradient")
     plain = recorded(program(), tmp_path / "a", taps=patterns)
     again = recorded(program(is_checkpointed=True), tmp_path / "b", taps=patterns)
     for step in range(2):
