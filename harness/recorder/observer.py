@@ -79,6 +79,11 @@ class Step:
     live_bytes: int = 0
     peak_bytes: int = 0
 
+    @property
+    def microbatches(self) -> list[Tensor]:
+        """Losses that the script has told, or else those of backward passes."""
+        return self.told or self.losses
+
     def put(self, group: str, section: str, parts: Iterable[Rows]) -> None:
         """Add digests to a group; those of the same section replace what it had."""
         others = [each for each in self.groups.get(group, ()) if each.section != section]
@@ -444,7 +449,7 @@ class Observer:
         if step.index < 0:
             self.session.write("initial", digests=digests, nonfinite=nonfinite)
         else:
-            losses = [_float_bits(loss) for loss in step.told or step.losses]
+            losses = [_float_bits(loss) for loss in step.microbatches]
             self.session.write(
                 "step", step=step.index, loss=_mean(losses), microbatch_losses=losses,
                 grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
@@ -471,11 +476,9 @@ class Observer:
             bad = [name for name, flag in zip(names[group], flags, strict=True) if flag]
             if bad:
                 nonfinite[group] = bad
-        wide = {
-            f"microbatch[{number}]": loss.numpy().tobytes()
-            for number, loss in enumerate(step.told or step.losses)
-            if loss.dtype == torch.float64
-        }
+        losses = enumerate(step.microbatches)
+        wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in losses
+                if loss.dtype == torch.float64}  # fmt: skip
         host = step.host | ({"losses": _hashed(wide)} if wide else {})
         for group, held in host.items():
             names.setdefault(group, []).extend(held)

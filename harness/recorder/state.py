@@ -55,11 +55,11 @@ class Names:
             params: those that optimizers train.
             roots: modules to name in any case.
         """
-        place = {id(param): number for number, param in enumerate(params)}
-        held = _holding(place)
+        places = {id(param): number for number, param in enumerate(params)}
+        held = _holding(places)
         if len(held) > 1:
             gc.collect()  # a wrapper that nobody has any more must not count as a root
-            held = _holding(place)
+            held = _holding(places)
         found = [module for root in self._roots if (module := root.module()) is not None]
         known = {id(module) for module in found}
         compiled: list[tuple[nn.Module, nn.Module]] = []
@@ -76,8 +76,8 @@ class Names:
                 self._learn(self._root(module), module, learned)
         for outer, module in compiled:
             if id(module) in self._modules:
-                _, *place = self._modules[id(module)]
-                self._modules[id(outer)] = (weakref.ref(outer), *place)
+                _, root, path = self._modules[id(module)]
+                self._modules[id(outer)] = (weakref.ref(outer), root, path)
         self._settle(inside)
 
     def _root(self, module: nn.Module) -> Root:

@@ -121,7 +121,7 @@ def verdict_of(reference: RunResult, candidate: RunResult, control: RunResult | 
 
 
 STEPS = [after(0), after(1)]
-OTHER = {"args": {"x": 1}}
+OTHER: dict[str, Any] = {"args": {"x": 1}}
 
 
 def test_names_are_laid_over_all_steps() -> None:
@@ -230,7 +230,7 @@ def test_what_excuses_a_value_that_is_not_finite(
 ) -> None:
     """A mask that both runs have, and gradients of a skipped step; nothing that is trained."""
     name = {"buffers": "mean"}.get(group, "w")
-    bad = {1: {group: (name,)}}
+    bad: dict[int, dict[str, tuple[str, ...]]] = {1: {group: (name,)}}
     steps = (1,) if skipped else ()
     reference = run_of(STEPS, nonfinite=bad if in_reference else {}, skipped=steps)
     answer = finite.check(reference, run_of(STEPS, nonfinite=bad, skipped=steps, **OTHER), {})
@@ -267,14 +267,15 @@ def test_why_a_program_does_not_repeat_itself(name: str) -> None:
     verdict = verdict_of(reference, run_of(STEPS, **OTHER), control)
     assert (verdict.outcome, verdict.what) == ("incomparable", "nondeterministic_reference")
     assert "determinism: enforce" in verdict.message
-    cause = cause_of(*aligned(reference, control), verdict.difference)
+    ours, theirs = aligned(reference, control)
+    cause = cause_of(ours, theirs, verdict.difference)
     assert cause.kind == kind
     assert str(cause) in verdict.message
 
 
 def test_enforced_determinism_is_not_advised_again() -> None:
     """What is set already is no remedy."""
-    about = {"determinism": "enforce"}
+    about: dict[str, Any] = {"determinism": "enforce"}
     reference, control = run_of(STEPS, **about), run_of(changed(1, "grads", "w"), **about)
     verdict = verdict_of(reference, run_of(STEPS, **about, **OTHER), control)
     assert "enforced already" in verdict.message
@@ -297,7 +298,7 @@ def test_only_what_a_scenario_states_may_differ(
     leaf: dict[str, Any], about: dict[str, Any], outcome: str
 ) -> None:
     """Variables, versions and determinism of the scenario differ by intent; nothing else may."""
-    base = {"torch": "2", "environment": {}, "packages": {}, "cuda": "12"}
+    base: dict[str, Any] = {"torch": "2", "environment": {}, "packages": {}, "cuda": "12"}
     reference = run_of(STEPS, fingerprint=base)
     candidate = run_of(STEPS, fingerprint=base | leaf, **about)
     assert environment.check(reference, candidate, "candidate").outcome == outcome

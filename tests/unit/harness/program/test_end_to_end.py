@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.records import Verdict
+from harness.store import read_verdict
 from harness.streams import read_rank
 
 PROGRAM = """
@@ -69,7 +70,8 @@ def run(folder: Path, **keys: Any) -> tuple[int, dict[str, Verdict], Path]:
     )  # fmt: skip
     verdicts = {}
     for path in out.glob("**/verdict.json"):
-        verdict = Verdict.from_json(json.loads(path.read_text()))
+        verdict = read_verdict(path.parent, json.loads(path.read_text())["case_id"])
+        assert verdict is not None
         verdicts[verdict.case_id] = verdict
     assert verdicts, done.stdout + done.stderr
     return done.returncode, verdicts, out
@@ -115,7 +117,7 @@ def test_a_function_in_the_warm_server_passes(tmp_path: Path) -> None:
     code, verdicts, out = run(tmp_path, name="of_entry", kind='entry: "train:main"', ranks=1,
                               modes="[plain, loop]")  # fmt: skip
     assert code == 0, [verdict.message for verdict in verdicts.values()]
-    files = list(out.glob("**/rank0.jsonl"))
+    files = list(out.glob("runs/*/rank0.jsonl"))
     assert len(files) == 3
     for path in files:
         end = read_rank(path, 0).end

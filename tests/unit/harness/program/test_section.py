@@ -17,7 +17,7 @@ PROGRAM: dict[str, Any] = {"script": "train.py", "steps": 4, "args": {"lr": 0.1}
 
 def written(folder: Path, program: Any = None, **sections: Any) -> Path:
     """A scenario of one axis of a program; a section of None is left out."""
-    plain = {
+    plain: dict[str, Any] = {
         "name": "case", "why": "A sentence.", "program": program or PROGRAM,
         "axes": {"args.amp": [False, True]},
         "compare": {"axis": "args.amp", "reference": False, "expect": "bitwise"},
@@ -187,7 +187,7 @@ def test_options_replace_settings_and_axes(tmp_path: Path) -> None:
 def test_axes_of_variables_packages_and_more(tmp_path: Path) -> None:
     """Variables, versions, ranks and determinism may be axes; include and exclude choose cases."""
     axes = {"args.amp": [False, True], "env.ALGO": ["Ring", "Tree"], "ranks": [1, 2]}
-    sections = {
+    sections: dict[str, Any] = {
         "axes": axes,
         "exclude": [{"env.ALGO": "Tree", "ranks": 2}],
         "include": [{"args.amp": True, "env.ALGO": "Ring", "ranks": 1, "args.seed": 3}],

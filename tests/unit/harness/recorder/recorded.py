@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
+import torch._dynamo  # optimizers import it: once here, not in each child
 
 from harness.records import ABSENT, DIGEST_HEX_CHARS, RankRecords, StepRecord
 from harness.streams import rank_path, read_rank
@@ -21,7 +21,9 @@ from harness.streams import rank_path, read_rank
 Program = Callable[[], object]
 
 
-def record_folder(folder: Path, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
+def record_folder(
+    folder: Path,
+    /, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
                   **program: Any) -> Path:  # fmt: skip
     """A run's folder with its specification, as far as the recorder reads it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def digests(records: RankRecords, group: str, step: int) -> dict[str, str]:
 def all_digests(records: RankRecords) -> list[dict[str, str]]:
     """Everything that is compared bit for bit, step by step, the initial state first."""
     assert records.initial is not None
-    return [dict(each.digests) for each in (records.initial, *records.steps)]
+    return [dict(records.initial.digests), *(dict(step.digests) for step in records.steps)]
 
 
 def losses(step: StepRecord) -> list[float | None]:

@@ -165,7 +165,7 @@ def test_a_closure_makes_one_step_with_the_gradients_that_it_left(tmp_path: Path
 
         for _ in range(3):
             if with_closure:
-                optimizer.step(closure)  # type: ignore[arg-type]
+                optimizer.step(closure)
             else:
                 closure()
                 optimizer.step()
@@ -184,7 +184,7 @@ def test_lbfgs_makes_one_step_of_many_evaluations(tmp_path: Path) -> None:
         model = nn.Linear(3, 1)
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
-        def closure() -> float:
+        def closure() -> Any:
             optimizer.zero_grad()
             loss = model(torch.ones(2, 3)).square().mean()
             loss.backward()
@@ -282,7 +282,7 @@ def test_the_norm_of_a_name_imported_after_the_start(tmp_path: Path) -> None:
 def scaled(explicit: bool, num_optimizers: int) -> None:
     """Three steps under a scaler; the gradient of the second overflows."""
     model = model_of()
-    optimizers: list[Optimizer] = [SGD(part.parameters(), 0.1) for part in model][:num_optimizers]
+    optimizers = [SGD(part.parameters(), 0.1) for part in model][:num_optimizers]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     recorder = record(model, optimizers)
     for factor in (1.0, float("inf"), 1.0):
@@ -538,13 +538,16 @@ class Foreign:
     """Trains without torch.optim."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.params = list(model.parameters())
+        self.model = model
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
 
     @torch.no_grad()
     def step(self) -> None:
-        for param in self.params:
+        for param in self.model.parameters():
             assert param.grad is not None
-            param -= param.grad
+            param.sub_(param.grad)
 
 
 def test_an_optimizer_that_is_not_torchs_records_no_step(tmp_path: Path) -> None:
@@ -554,8 +557,10 @@ def test_an_optimizer_that_is_not_torchs_records_no_step(tmp_path: Path) -> None
         model = model_of()
         train(model, [Foreign(model)])  # type: ignore[list-item]
 
-    with pytest.raises(AssertionError, match="zero_grad"):
-        recorded(program, tmp_path)
+    records = recorded(program, tmp_path)
+    assert records.start is not None
+    assert records.initial is None or digests(records, "weights", -1) == {}
+    assert (records.steps, records.end, records.error) == ((), None, None)
 
 
 def test_a_rank_file_is_as_the_readers_want_it(tmp_path: Path) -> None:
@@ -617,7 +622,7 @@ def test_outside_of_the_harness_the_lines_do_nothing(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("DELTAZERO")}
     subprocess.run(
         [sys.executable, "-c", OUTSIDE],
-        env=environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": os.getcwd()},
+        env=environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path.cwd())},
         cwd=tmp_path, check=True, timeout=60,
     )  # fmt: skip
     assert not list(tmp_path.iterdir())

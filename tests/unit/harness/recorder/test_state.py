@@ -404,12 +404,10 @@ def test_memory_layout_is_no_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
-def test_implementations_of_adam_have_the_same_names(
-    flags: dict[str, bool], tmp_path: Path
-) -> None:
+def test_implementations_of_adam_have_the_same_names(flags: dict[str, Any], tmp_path: Path) -> None:
     """How Adam is computed is not state; what it starts from and its gradients are the same."""
 
-    def program(**chosen: bool) -> Callable[[], None]:
+    def program(**chosen: Any) -> Callable[[], None]:
         def run() -> None:
             model = model_of()
             step_of(model, torch.ones(3), Adam(model.parameters(), **chosen))

@@ -84,7 +84,7 @@ def test_a_row_is_of_all_tensors(tmp_path: Path) -> None:
 
 def test_recomputation_is_not_counted(tmp_path: Path) -> None:
     """A checkpointed module has the rows of one that is not."""
-    patterns = ("**:output", "**:gradient")
+    patterns = ("**:input", "**:output", "**:gradient")
     plain = recorded(program(), tmp_path / "a", taps=patterns)
     again = recorded(program(is_checkpointed=True), tmp_path / "b", taps=patterns)
     for step in range(2):
@@ -106,8 +106,7 @@ def test_a_compiled_modules_calls_are_seen_at_its_wrapper(tmp_path: Path) -> Non
 
     def run() -> None:
         model = nn.Sequential(nn.Linear(3, 1))
-        optimizer = SGD(model.parameters(), 0.1)
-        whole = torch.compile(model, backend="eager", fullgraph=True)
+        whole: Any = torch.compile(model, backend="eager", fullgraph=True)
         optimizer = SGD(whole.parameters(), 0.1)
         for _ in range(2):
             whole(torch.ones(2, 3)).sum().backward()
