@@ -185,7 +185,7 @@ def _across(found: Location, num_same: int, legs: Legs) -> Location:
     """On which side of what ranks share the origin lies."""
     weights = _weights_of(found.module, legs)
     world = legs.reference.spec.world_size
-    if world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
+    if not legs.has_layouts or world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
         return found
     if FROM_LOSS in found.evidence:
         return found  # no weight is read on the way
