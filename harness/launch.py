@@ -34,6 +34,8 @@ from harness.occupancy import keep, metered
 from harness.on_slurm import MANIFEST_KEY, device_on_slurm, slots_on_slurm, stored_options
 from harness.plan import make_plan, resume_plan
 from harness.planned import check_whole, refuse_secrets
+from harness.program.launch import make_environments
+from harness.program.spec import program_of
 from harness.progress import View
 from harness.records import CaseSpec
 from harness.request import Carried, CutShort, Prepared, Request
@@ -219,6 +221,11 @@ def prepare_rerun(
         HarnessError: not a case folder, or the case cannot run here.
     """
     case = load_case(case_folder).case
+    if case.reference.recorded:
+        raise UsageError(
+            f"{case_folder}: expected a case that can be run, its runs were recorded by hand: "
+            "record them again and compare them with harness compare-runs"
+        )
     fresh = dataclasses.replace(case, skip_reason="")
     check_whole(case_folder, [fresh])
     why = f"Case {case.id} of {case.scenario}, run again."
@@ -310,6 +317,8 @@ def carry_out(
         if prepared.resumed is not None:
             clear_leftovers(folder)
         view.planned(prepared.plan)
+        specs = [program_of(run.spec.config) for run in prepared.plan.runs]
+        make_environments(filter(None, specs), lambda text: print(text, file=sys.stderr))
         engine = engine or make_engine(prepared)
         meter = metered(view, prepared.plan)
         known = {run.key: run.estimate_s for run in prepared.plan.runs}

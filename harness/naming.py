@@ -18,6 +18,7 @@ from harness.records import (
     InitialRecord,
     NamesRecord,
     RankRecords,
+    RunResult,
     StepRecord,
 )
 
@@ -60,6 +61,62 @@ def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRe
         records, start=start, steps=tuple(steps), initial=initial,
         problems=(*records.problems, *problems[:8]),
     )  # fmt: skip
+
+
+def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
+    """Runs of a program with the same names on each rank, in the order of the first run.
+
+    Of two runs one may have from the start what the other makes in its first step.
+    """
+    if all(run.spec.is_builtin for run in runs):
+        return runs
+    union: dict[int, tuple[dict[str, dict[str, None]], dict[str, None]]] = {}
+    for run in runs:
+        for records in run.ranks:
+            if records.start is not None:
+                tensors, taps = union.setdefault(records.rank, ({}, {}))
+                for group, names in records.start.tensors.items():
+                    tensors.setdefault(group, {}).update(dict.fromkeys(names))
+                taps.update(dict.fromkeys(records.start.taps))
+    wholes = {
+        rank: ({group: tuple(names) for group, names in tensors.items()}, tuple(taps))
+        for rank, (tensors, taps) in union.items()
+    }
+    nothing: tuple[dict[str, tuple[str, ...]], tuple[str, ...]] = ({}, ())
+    laid = [
+        tuple(_laid_over(each, *wholes.get(each.rank, nothing)) for each in run.ranks)
+        for run in runs
+    ]
+    return tuple(
+        dataclasses.replace(run, ranks=ranks) for run, ranks in zip(runs, laid, strict=True)
+    )
+
+
+def _laid_over(
+    records: RankRecords, whole: dict[str, tuple[str, ...]], taps: tuple[str, ...]
+) -> RankRecords:
+    start = records.start
+    if start is None or (start.tensors, start.taps) == (whole, taps):
+        return records
+    problems: list[str] = []
+
+    def laid(digests: Mapping[str, str]) -> dict[str, str]:
+        return dict(_expanded(digests, start.tensors, whole, problems, ""))
+
+    initial = records.initial
+    return dataclasses.replace(
+        records,
+        start=dataclasses.replace(start, tensors=whole, taps=taps, tap_stages=(0,) * len(taps)),
+        initial=None
+        if initial is None
+        else dataclasses.replace(initial, digests=laid(initial.digests)),
+        steps=tuple(
+            dataclasses.replace(
+                step, digests=laid(step.digests), taps=_taps(step, start.taps, taps)
+            )
+            for step in records.steps
+        ),
+    )
 
 
 class _NamesAt:

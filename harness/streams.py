@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.checksum import LinesChecksum
-from harness.disk import open_plain
+from harness.disk import open_plain, read_tail
 from harness.naming import with_all_names
 from harness.records import (
     SCHEMA_VERSION,
@@ -28,6 +28,8 @@ from harness.records import (
 )
 
 MAX_LINE_BYTES = 64 << 20
+END_BYTES = 4096
+"""More than an end record has."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
 
@@ -35,6 +37,21 @@ MAX_PROBLEMS = 100
 def rank_path(folder: Path, rank: int) -> Path:
     """Where a rank's records lie."""
     return folder / f"rank{rank}.jsonl"
+
+
+def has_begun(path: Path) -> bool:
+    """Whether a rank's file says anything of its state or of a step."""
+    try:
+        with open_plain(path) as file:
+            return any(b'"kind":"step"' in line or b'"kind":"initial"' in line for line in file)
+    except OSError:
+        return False
+
+
+def has_end_record(path: Path) -> bool:
+    """Whether the last line of a rank's file is its end record."""
+    last = read_tail(path, END_BYTES).rstrip(b"\n").rpartition(b"\n")[2]
+    return b'"kind":"end"' in last
 
 
 def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
@@ -72,6 +89,16 @@ def read_rank(path: Path, rank: int) -> RankRecords:
     except OSError as error:
         reading.problem(0, f"cannot be read: {error.strerror or error}")
     return reading.result()
+
+
+def read_start(path: Path) -> StartRecord | None:
+    """The start record of a rank's file alone; None while it is not there whole."""
+    try:
+        with open_plain(path) as file:
+            record = parse_record(file.readline(MAX_LINE_BYTES).decode())
+    except (OSError, RecordError, UnicodeDecodeError, RecursionError):
+        return None
+    return record if isinstance(record, StartRecord) else None
 
 
 class _Reading:

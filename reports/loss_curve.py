@@ -41,7 +41,10 @@ def loss_curve(reference: pd.DataFrame, candidate: pd.DataFrame, rank: int) -> L
         rank: whose loss to draw; the lowest shared rank if it has none.
     """
     index = ["rank", "step"]
-    left, right = reference.drop_duplicates(index), candidate.drop_duplicates(index)
+    # A rank of a pipeline may have no loss.
+    left, right = (
+        run[run["loss_bits"] != ""].drop_duplicates(index) for run in (reference, candidate)
+    )
     both = left.merge(right, on=index, suffixes=("_r", "_c")).sort_values(index)
     if both.empty:
         return None

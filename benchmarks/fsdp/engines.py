@@ -179,7 +179,8 @@ def megatron(setting: Setting) -> Step:
         zero_dp_strategy="optim_grads_params",
         mixed_precision_policy=policy,
     )
-    # It has taken a step with zero gradients to make the optimizer's state: forget that one.
+    # It has taken a step with zero gradients to make the state of the optimizer: forget that one.
+    # https://github.com/NVIDIA/Megatron-LM/issues/5974, see scenarios/public_bugs.
     for state in optimizer.state.values():
         state["step"].zero_()
     return training_step(wrapped, optimizer, setting.batch())

@@ -21,7 +21,7 @@ from harness.bisector.flow import module_of
 from harness.bisector.found import Location
 from harness.bisector.givers import with_givers
 from harness.bisector.gradients import gradients_part
-from harness.bisector.legs import OUTPUT, Legs, Tensor
+from harness.bisector.legs import OUTPUT, RNG, Legs, Tensor
 from harness.bisector.misrecorded import record_of_the_step_before
 from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
@@ -29,7 +29,7 @@ from harness.checks.steps import BEFORE, groups_of, show_float, show_ranks
 from harness.faults.fault import Phase
 from harness.records import ABSENT, DIGEST_GROUPS
 
-LOSS, RNG = "loss", "rng"
+LOSS = "loss"
 
 
 def where_they_part(legs: Legs) -> Location | None:
@@ -92,7 +92,8 @@ def _step_evidence(legs: Legs, step: int) -> str:
     equal = f"{before} are equal on every rank" if step > 1 else f"{before} is equal on every rank"
     if step == 0:
         equal = "the very first step differs: nothing before it was recorded"
-    return f"{equal}: losses, gradients, weights, moments, random states" if step else equal
+    state = "gradients, weights, moments, " if legs.shares_state else ""
+    return f"{equal}: losses, {state}random states" if step else equal
 
 
 def _losses_part(legs: Legs, at_step: Location) -> Location | None:

@@ -27,10 +27,13 @@ from harness.records import (
     FloatBits,
     InitialRecord,
     NamesRecord,
+    RankRecords,
     RunResult,
     StartRecord,
     StepRecord,
 )
+
+RNG = "rng"
 
 __all__ = ["GRADIENT", "INPUT", "OUTPUT", "Legs", "Row", "Tensor"]
 
@@ -108,6 +111,8 @@ class Legs:
         starts: start records of the reference by rank, of ranks on which the legs name the same
             tensors and taps.
         has_layouts: whether it is known how a program distributes its work over ranks.
+        shares_state: whether ranks hold the same parts of tensors. Those of two engines do not:
+            of their digests these tables have the random states alone.
     """
 
     def __init__(self, reference: RunResult, candidate: RunResult) -> None:
@@ -115,6 +120,10 @@ class Legs:
         if not self.has_layouts:
             reference, candidate = _with_names_of_both(reference, candidate)
         self.reference, self.candidate = reference, candidate
+        engines = [run.spec.config.get("engine") for run in (reference, candidate)]
+        self.shares_state = engines[0] == engines[1]
+        if not self.shares_state:
+            reference, candidate = _without_state(reference), _without_state(candidate)
         self._states = state_table(reference), state_table(candidate)
         self.ours: StepTable = step_table(reference)
         self.theirs: StepTable = step_table(candidate)
@@ -207,6 +216,17 @@ def _with_names_of_both(*runs: RunResult) -> list[RunResult]:
             ranks.append(records)
         made.append(replace(run, ranks=tuple(ranks)))
     return made
+
+
+def _without_state(run: RunResult) -> RunResult:
+    def of_record(record: RankRecords) -> RankRecords:
+        start = record.start
+        if start is not None:
+            start = replace(start, tensors={RNG: start.tensors.get(RNG, ())})
+        steps = tuple(replace(s, digests={RNG: s.digests.get(RNG, "")}) for s in record.steps)
+        return replace(record, start=start, steps=steps, initial=None)
+
+    return replace(run, ranks=tuple(map(of_record, run.ranks)))
 
 
 def _same_starts(reference: RunResult, candidate: RunResult) -> dict[int, StartRecord]:

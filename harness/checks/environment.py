@@ -10,12 +10,15 @@ from typing import Any
 
 from harness.checks.answer import passed
 from harness.checks.steps import rank_table
-from harness.records import CheckResult, Difference, RunResult
+from harness.program.spec import program_of
+from harness.records import CheckResult, Difference, RankRecords, RunResult
 
 NAME = "environment"
 FINGERPRINT = "fingerprint"
 MAX_VALUE_CHARS = 80
 MAX_NAMES = 4
+NOT_OF_IT = ("deterministic",)
+"""Facts of the event that are no part of the environment: a program may compare them."""
 
 
 def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
@@ -26,11 +29,9 @@ def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
         counterpart = theirs.get(rank)
         if records.start is None or counterpart is None or counterpart.start is None:
             continue
-        left, right = (
-            fingerprint(records.start.environment),
-            fingerprint(counterpart.start.environment),
-        )
-        leaves = different_leaves(left, right)
+        left, right = _known_of(records), _known_of(counterpart)
+        stated = stated_leaves(reference, other)
+        leaves = [each for each in different_leaves(left, right) if each[0] not in stated]
         if not leaves:
             continue
         leaf, before, after = leaves[0]
@@ -46,6 +47,32 @@ def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
             ),
         )  # fmt: skip
     return passed(name, f"the {leg} ran in the environment of the reference")
+
+
+def _known_of(records: RankRecords) -> Mapping[str, Any]:
+    """The fingerprint, with what a program's rank could only say once it had begun."""
+    assert records.start is not None
+    known = dict(fingerprint(records.start.environment))
+    for event in records.events:
+        if event.name == NAME:
+            known |= {k: v for k, v in event.detail.items() if k not in NOT_OF_IT}
+    return known
+
+
+def stated_leaves(reference: RunResult, other: RunResult) -> set[str]:
+    """Leaves in which a scenario itself makes the two runs of a program differ."""
+    programs = [program_of(run.spec.config) for run in (reference, other)]
+    if None in programs:
+        return set()
+    found: set[str] = set()
+    ours, theirs = (each for each in programs if each is not None)
+    for name in {*ours.env, *theirs.env}:
+        if ours.env.get(name) != theirs.env.get(name):
+            found.add(f"environment.{name}")
+    for name in {*ours.packages, *theirs.packages}:
+        if ours.packages.get(name) != theirs.packages.get(name):
+            found |= {f"packages.{name}", name}
+    return found
 
 
 def fingerprint(environment: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
 from harness.engine.watch import Limits, Watch
 from harness.masking import Masker
 from harness.records import RunSpec
+from harness.streams import has_begun, has_end_record, rank_path
 
 RankMain = Callable[[RunSpec, Path, int, int], int]
 """Runs one rank: specification, folder, rank, port of the store; gives the exit code."""
@@ -97,7 +98,7 @@ class Crew:
         )
         self.told_to_stop = self.was_suspended = False
         self._pids: dict[int, int] = {}
-        self._recorded_bytes = 0
+        self._recorded_bytes, self._has_begun = 0, job.spec.soak is not None
         self._outputs: list[CappedOutput] = []
         self._selector = selectors.DefaultSelector()
         self._wakeup = ChildWakeup()
@@ -191,7 +192,11 @@ class Crew:
 
     def _has_recorded(self) -> bool:
         """Whether any rank here has recorded anything since this was asked last."""
-        files = [Path(f"rank{rank}.jsonl") for rank in self.watch.ranks]
+        files = [rank_path(Path(), rank) for rank in self.watch.ranks]
+        if not self._has_begun:
+            # A program may take its time to start; `timeout_s` is the limit of that.
+            self._has_begun = any(map(has_begun, files))
+            return True
         before = self._recorded_bytes
         self._recorded_bytes = sum(file.stat().st_size for file in files if file.exists())
         return self._recorded_bytes > before
@@ -202,7 +207,8 @@ class Crew:
             if ended:
                 del self._pids[pid]
                 code = os.waitstatus_to_exitcode(status)
-                self.watch.ended(rank, code, time.monotonic())
+                left_early = code == 0 and not has_end_record(rank_path(Path(), rank))
+                self.watch.ended(rank, code, time.monotonic(), left_early=left_early)
                 # Whoever exits with 1 has told the others itself, or is one of them.
                 if code not in (0, 1) and rank in self.watch.failed_order:
                     how = f"died by {signal_name(-code)}" if code < 0 else f"exited with {code}"

@@ -23,6 +23,7 @@ from harness.engine.neighbours import LOST
 from harness.engine.outcome import RankEvidence, classify
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.watch import Limits
+from harness.engine.whereabouts import place_path
 from harness.errors import HarnessError
 from harness.records import ExitCode, RunOutcome
 from harness.store import save_outcome
@@ -86,6 +87,9 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         timeout_s=job.spec.timeout_s,
         failed_order=crew.watch.failed_order,
     )
+    if not what:
+        for rank in ranks:  # a run that ended well has no need of them
+            place_path(here, rank.rank).unlink(missing_ok=True)
     if what == "illegal_access" and culprit is not None:
         words = kernel_words(tail_of(here / f"rank{culprit}.stderr"), here, culprit)
         message += f"; {words}" if words else ""

@@ -132,6 +132,8 @@ def classify(
     if culprit is not None:
         return _blame(culprit, ordered)
     victims = [r for r in ordered if r.records.error is not None]
+    if (left := _left_behind(ordered)) is not None:
+        return left
     if running and (timed_out or stalled_s is not None or victims):
         waited = f"time was up after {timeout_s:g} s" if timed_out else ""
         if stalled_s is not None:
@@ -267,6 +269,18 @@ def _hang(
         (rank,) = (r for r in running if r.rank == hung)
         message = f"the others waited for rank {hung}, {_where(rank)}{_inside(rank)}; {message}"
     return "hang", message, hung
+
+
+def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
+    """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
+    gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
+    missing = find_missing({r.rank: r.place for r in ranks if r.place is not None})
+    if missing is None or not set(missing.ranks) <= set(gone):
+        return None
+    first = gone[missing.ranks[0]]
+    end = "" if first.records.end is not None else " before its end record"
+    message = f"{missing}; rank {first.rank} exited with code 0{end} {_where(first)}"
+    return "hang", message, first.rank
 
 
 def _hung(running: Sequence[RankEvidence]) -> int | None:

@@ -77,15 +77,19 @@ class Watch:
         """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank not in self.exits]
 
-    def ended(self, rank: int, code: int | None, now_s: float) -> None:
-        """Take note that a rank ended; the first failure starts the grace of the others."""
+    def ended(self, rank: int, code: int | None, now_s: float, *, left_early: bool = False) -> None:
+        """Take note that a rank ended; the first failure starts the grace of the others.
+
+        So does one that left with 0 and without an end record: the others may wait for it.
+        """
         ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
             self.phase in (Phase.STACKS, Phase.KILLED) and code == -signal.SIGUSR1
         )
         self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours)
-        if code == 0 or ours:
+        if ours or (code == 0 and not left_early):
             return
-        self.failed_s[rank] = now_s
+        if code != 0:
+            self.failed_s[rank] = now_s
         if self.phase is Phase.RUNNING:
             self.phase = Phase.GRACE
             self.deadline_s = min(self.deadline_s, now_s + self.limits.grace_s)

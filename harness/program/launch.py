@@ -11,15 +11,15 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import harness
+from harness.program.packages import Say, default_cache, prepare
 from harness.program.spec import ProgramSpec, command_line
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 
 SITE = Path(harness.__file__).resolve().parent / "recorder" / "site"
-PYTHON_VARIABLE = "DELTAZERO_PYTHON"
 
 
 def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
@@ -37,23 +37,34 @@ def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
     return _call(program)
 
 
+def make_environments(programs: Iterable[ProgramSpec], say: Say) -> None:
+    """Make the environments that programs ask for, before any of their ranks looks for one.
+
+    Raises:
+        UsageError, Infrastructure: as `harness.program.packages.prepare`.
+    """
+    for packages in {tuple(sorted(each.packages.items())) for each in programs if each.packages}:
+        _python(dict(packages), say)
+
+
+def _python(packages: Mapping[str, str], say: Say = lambda text: None) -> str:
+    if not packages:
+        return sys.executable
+    base, cache = Path(sys.executable), default_cache()
+    return str(prepare(packages, python=base, cache=cache, say=say).python)
+
+
 def command(program: ProgramSpec) -> list[str]:
-    """The command of a script or a module."""
-    python = program.env.get(PYTHON_VARIABLE) or sys.executable
+    """The command of a script or a module, in the environment of its packages."""
+    python = _python(program.packages)
     what = ["-m", program.target] if program.kind == "module" else [program.target]
     return [python, *what, *command_line(program.args)]
 
 
 def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of one rank over those that the harness gives all ranks."""
-    root = SITE.parents[2]
-    paths = [str(SITE), str(root), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if program.kind == "module":
-        paths.insert(2, program.folder)
     world_size = environ.get("WORLD_SIZE", "1")
-    variables = {
-        FOLDER_VARIABLE: str(folder.absolute()),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    variables = recording(program, folder, environ) | {
         # What torchrun says to the processes that it starts.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -65,9 +76,22 @@ def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) 
         "ROLE_RANK": environ.get("RANK", "0"),
         "ROLE_WORLD_SIZE": world_size,
     }
+    return variables | program.env
+
+
+def recording(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make every rank which inherits them record into a run's folder."""
+    root = SITE.parents[2]
+    paths = [str(SITE), str(root), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if program.kind == "module":
+        paths.insert(2, program.folder)
+    variables = {
+        FOLDER_VARIABLE: str(folder.absolute()),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    }
     if program.determinism == "enforce":
         variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
-    return variables | program.env
+    return variables
 
 
 def _call(program: ProgramSpec) -> int:

@@ -15,7 +15,7 @@ import resource
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
+from harness.recorder.graphs import GraphInfo
 from harness.recorder.session import Session
 from harness.recorder.state import (
     Named,
@@ -50,6 +51,15 @@ class Rows:
     names: Sequence[str]
     rows: Tensor
     section: str = ""
+
+
+@dataclass
+class Static:
+    """Where the replays of a graph write a step's losses and norm."""
+
+    capture: int
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Tensor | None = None
 
 
 @dataclass
@@ -85,7 +95,10 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = False
+        self.has_begun = self.is_in_backward = self.is_paused = False
+        self._step_in_backward: Step | None = None
+        self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
+        self.written: Callable[[int], None] = lambda _: None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._queue: list[Step] = []
@@ -96,7 +109,8 @@ class Observer:
         with contextlib.suppress(ImportError):
             import numpy.random  # noqa: F401 - so that its state is seen before the program's seeds
         self._untouched = _hashed(random_states())
-        self.replays: Callable[[], int] = lambda: 0
+        self.capturing: Callable[[], GraphInfo | None] = lambda: None
+        self._static: dict[int, Static] = {}
 
     # --- what happens in the program --------------------------------------------------------
 
@@ -111,6 +125,7 @@ class Observer:
             return
         self.has_begun = True
         self.session.startup_s = time.monotonic() - self.session.started_s
+        self.session.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -121,23 +136,55 @@ class Observer:
         self.begin()
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
+        self._step_in_backward = self._here()
 
-    def loss(self, loss: Tensor) -> None:
-        """The root of a backward pass, which is a microbatch's loss if it is one number."""
+    def loss(self, loss: Tensor, graph: GraphInfo | None = None) -> None:
+        """The root of a backward pass, which is a microbatch's loss if it is one number.
+
+        In the capture of a graph it is where each replay will write the loss.
+        """
         loss = getattr(loss, "_local_tensor", loss)
         if loss.numel() == 1 and loss.is_floating_point():
-            self._here().losses.append(_to_host(loss.detach().reshape(())))
+            loss = loss.detach().reshape(())
+            if graph is None:
+                self._here().losses.append(_to_host(loss))
+            else:
+                self._static_of(graph).losses.append(loss)
 
-    def norm(self, norm: Any) -> None:
-        """The norm of the gradients."""
+    def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
+        """The norm of the gradients; as `loss`."""
         norm = getattr(norm, "_local_tensor", norm)
         if not isinstance(norm, Tensor):
             norm = torch.tensor(float(norm))
-        self._here().norm = _to_host(norm.detach().reshape(-1)[:1].reshape(()))
+        norm = norm.detach().reshape(-1)[:1].reshape(())
+        if graph is None:
+            self._here().norm = _to_host(norm)
+        else:
+            self._static_of(graph).norm = norm
+
+    def _static_of(self, graph: GraphInfo) -> Static:
+        held = self._static.get(graph.index)
+        if held is None or held.capture != graph.captures:
+            held = self._static[graph.index] = Static(graph.captures)
+        return held
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Live tensors by name, for whoever has to say what lies at an address."""
+        for optimizer in self.optimizers:
+            self._know(optimizer)
+            for param in parameters(optimizer):
+                yield self.names.of(param), param
+            yield from optimizer_state(optimizer, self.names, "")[0]
+        yield from self.names.buffers()
 
     def before(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
-        self.begin()
+        """An optimizer is about to step.
+
+        Before the first backward pass that makes state, of an optimizer or a checkpoint, and is no
+        step of training: what it does to weights is in the state before step 0.
+        """
+        if not self.has_begun:
+            return
         step = self.current
         if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
             self.close()
@@ -147,19 +194,24 @@ class Observer:
 
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
+        if not self.has_begun:
+            return
         step = self._open()
         step.stepped.add(id(optimizer))
         if not step.is_explicit:
             self._observe_state(step, [optimizer])
             self._mark(step)
 
-    def replayed(self) -> None:
+    def replayed(self, graph: int) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
         self.begin()
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         step = self._open()
         step.stepped.add(-1)
+        if (static := self._static.get(graph)) is not None:
+            step.losses += map(_to_host, static.losses)
+            step.norm = None if static.norm is None else _to_host(static.norm)
         for optimizer in self.optimizers:
             self._observe_gradients(step, optimizer)
         if not step.is_explicit:
@@ -192,16 +244,33 @@ class Observer:
         self._mark(step)
         self.close()
 
-    def tap(self, name: str, rows: Tensor) -> None:
+    def tap(self, name: str, row: Tensor, tensors: Sequence[Tensor]) -> None:
         """A row of a tap: digest of what went through a module, on its device."""
-        self._here().taps.append((name, _to_host(rows)))
+        step = self.step_of_calls()
+        step.taps.append((name, _to_host(row)))
+        self.keep(self._next if step.index < 0 else step.index, name, tensors)
+
+    def step_of_calls(self) -> Step:
+        """The step that calls of modules belong to now."""
+        if self.is_in_backward and self._step_in_backward is not None:
+            return self._step_in_backward
+        return self._here()
+
+    def event(self, name: str, detail: Mapping[str, Any]) -> None:
+        """Write a named fact, with the step that is under way or to come."""
+        self.session.write("event", name=name, step=self._next, detail=dict(detail))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are over, with the one under way."""
+        return self._next
 
     def finish(self) -> Mapping[str, Any]:
         """Write what is left; facts for the end record."""
         if self.current is not None:
             self.close()
         self._drain(wait=True)
-        return {"peak_bytes": memory()[1], "replays": self.replays()}
+        return {"peak_bytes": memory()[1], "replays": 0}
 
     # --- observing ---------------------------------------------------------------------------
 
@@ -212,6 +281,7 @@ class Observer:
 
     def _open(self) -> Step:
         if self.current is None:
+            # What came before it, losses and taps, is of this step.
             self.current, self.pending = self.pending, Step(-1)
             self.current.index = self._next
             self._next += 1
@@ -224,35 +294,48 @@ class Observer:
         if not self._is_due(step):
             return
         named: Named = []
-        self._know(optimizer)
-        for param in parameters(optimizer):
+        for param in self._owned(optimizer):
             if (found := gradient(param)) is not None:
                 named += plain(self.names.of(param), found)
         section = f"grads{self._number(optimizer)}"
-        step.put("grads", section, self._digest(section, named))
+        step.put("grads", section, self._digest(step, "grads", section, named))
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         step.live_bytes, step.peak_bytes = memory()
         if not self._is_due(step):
             return
         for optimizer in optimizers:
-            self._know(optimizer)
             number = self._number(optimizer)
-            weights = [each for p in parameters(optimizer) for each in plain(self.names.of(p), p)]
+            owned = self._owned(optimizer)
+            weights = [each for p in owned for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
-            step.put("weights", f"weights{number}", self._digest(f"weights{number}", weights))
-            step.put("optim", f"optim{number}", self._digest(f"optim{number}", tensors))
+            at = f"weights{number}"
+            step.put("weights", at, self._digest(step, "weights", at, weights))
+            at = f"optim{number}"
+            step.put("optim", at, self._digest(step, "optim", at, tensors))
             step.host.setdefault("optim", {}).update(_hashed(numbers))
         trained = [p for each in self.optimizers for p in parameters(each)]
         named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
-            step.put(group, group, self._digest(group, tensors))
+            step.put(group, group, self._digest(step, group, group, tensors))
         step.host["rng"] = {
             name: UNTOUCHED if self._untouched.get(name) == digest else digest
             for name, digest in _hashed(random_states()).items()
         }
+
+    def _owned(self, optimizer: Any) -> list[Tensor]:
+        """Parameters of an optimizer that no earlier one has: some only hold others."""
+        self._know(optimizer)
+        number = self._number(optimizer)
+        earlier = {
+            id(param)
+            for ref in self._optimizers[:number]
+            if (other := ref()) is not None
+            for param in parameters(other)
+        }
+        return [param for param in parameters(optimizer) if id(param) not in earlier]
 
     def _know(self, optimizer: Any) -> None:
         self._number(optimizer)
@@ -276,10 +359,11 @@ class Observer:
         self._optimizers.append(weakref.ref(optimizer))
         return len(self._optimizers) - 1
 
-    def _digest(self, section: str, named: Named) -> list[Rows]:
+    def _digest(self, step: Step, group: str, section: str, named: Named) -> list[Rows]:
         """Digests of tensors, device by device, on the streams that are current."""
         by_device: dict[torch.device, Named] = {}
         for each in named:
+            self.keep(step.index, f"{group}:{each[0]}", each[1:])
             by_device.setdefault(each[1].device, []).append(each)
         return [self._rows(section, device, here) for device, here in by_device.items()]
 
@@ -300,7 +384,7 @@ class Observer:
     def _mark(self, step: Step) -> None:
         """Where the step ends, for its time and for whoever waits until it is on the host."""
         if cuda_is_used():
-            step.mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            step.mark = torch.cuda.Event(enable_timing=True)
             step.mark.record()
         else:
             step.mark = time.perf_counter()
@@ -323,7 +407,7 @@ class Observer:
             if isinstance(step.mark, torch.cuda.Event):
                 if wait:
                     step.mark.synchronize()
-                elif not step.mark.query():  # type: ignore[no-untyped-call]
+                elif not step.mark.query():
                     return
             self._write(self._queue.pop(0))
 
@@ -348,7 +432,7 @@ class Observer:
             )  # fmt: skip
             self.session.step = step.index
         self._last_mark = step.mark
-        self._keep_is_due(step)
+        self.written(step.index)
 
     def _as_text(
         self, step: Step
@@ -379,9 +463,6 @@ class Observer:
             return 1e-3 * before.elapsed_time(now) if isinstance(before, torch.cuda.Event) else 0.0
         return now - before if isinstance(before, float) else 0.0
 
-    def _keep_is_due(self, step: Step) -> None:
-        """Hook for whoever keeps contents of tensors; none by default."""
-
 
 def _unique(names: Iterable[str]) -> list[str]:
     """Names, those that come again with a number: two optimizers may share a parameter."""
@@ -399,6 +480,16 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _environment() -> dict[str, Any]:
+    """Facts of the device and torch's switches, known only once the program has begun."""
+    found: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    if cuda_is_used():
+        found["device"] = torch.cuda.get_device_name()
+        found["capability"] = list(torch.cuda.get_device_capability())
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return found
 
 
 def memory() -> tuple[int, int]:
@@ -436,4 +527,4 @@ def _mean(losses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def _tap_text(rows: Tensor, place: int) -> str:
-    return digest_hex(rows)[0] + f"{place:08x}"
+    return digest_hex(rows[None])[0] + f"{place:08x}"

@@ -56,6 +56,9 @@ class Names:
             known = self._params.get(id(param))
             if known is None or known[0]() is not param:
                 self._params[id(param)] = (weakref.ref(param), _join(prefix, _clean(path)))
+            main = getattr(param, "main_param", None)  # megatron-core's optimizers train that one
+            if isinstance(main, Tensor):
+                self._params[id(main)] = (weakref.ref(main), _join(prefix, _clean(path)))
 
     def knows(self, param: Tensor) -> bool:
         """Whether the parameter has a name."""
@@ -213,7 +216,7 @@ def _is_number(value: Any) -> bool:
 
 def cuda_is_used() -> bool:
     """Whether this process has used a GPU; asking does not make it use one."""
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
 def random_states() -> dict[str, bytes]:

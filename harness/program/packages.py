@@ -1,0 +1,399 @@
+"""Environments for the package versions that a user's program asks for.
+
+    request {"megatron-fsdp": "0.6.1"} -> lock ("einops==0.8.2", "megatron-fsdp==0.6.1") -> overlay
+
+pip resolves the request from its configured index against the base interpreter: what is installed
+there serves as it is, and torch with its libraries is held to its version. The overlay holds the
+packages of the lock and sees every other one of the base.
+
+    CACHE/requests/HASH.json     the lock of a request and the name of its overlay
+    CACHE/environments/HASH/     the overlay; half made until it has its `environment.json`
+
+A request that is in the cache needs neither network nor pip, and its lock stays what it was: to
+resolve it anew, delete its file. Overlays are built in place, since installed scripts hold paths.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from harness.errors import Infrastructure, UsageError, shown
+
+Say = Callable[[str], None]
+
+SHOWN_VERSIONS = 8
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+BINDINGS = ("nvidia-cudnn-frontend", "nvidia-ml-py")
+"""Packages named like torch's libraries that hold none."""
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._,-]+\])?")
+_VERSION = r"[0-9][A-Za-z0-9.+!_-]*"
+_CLAUSES = re.compile(rf"(?:(?:^|,)\s*(?:===?|~=|!=|<=?|>=?)\s*{_VERSION}(?:\.\*)?\s*)+")
+_FINAL = re.compile(r"[0-9.]+(?:\.post[0-9]+)?")
+_DOWNLOAD = re.compile(r"\s*(Downloading|Using cached) (\S+) \(([\d.,]+ (?:[kMG]?B|bytes))\)")
+_MISSING = re.compile(
+    r"satisfies the requirement (.+?)(?: \(from ([^)]*)\))? \(from versions: (.*)\)"
+)
+
+_PROBE = """
+import importlib.metadata as m, json, platform, sys
+print(json.dumps({
+    "prefix": sys.prefix, "version": platform.python_version(),
+    "sites": [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))],
+    "installed": {d.metadata["Name"]: d.version for d in reversed(list(m.distributions()))}}))
+"""
+_FIRST_WRONG = """
+import importlib.metadata as m, json, sys
+found = [(lock, m.distribution(lock.split("==")[0])) for lock in sys.argv[1:]]
+wrong = [(k, d.version, str(d.locate_file(""))) for k, d in found if k.split("==")[1] != d.version]
+print(json.dumps({"wrong": wrong[:1]}))
+"""
+
+
+class PackagesRefused(UsageError):
+    """A request for packages that cannot be met as written."""
+
+
+class PackagesUnavailable(Infrastructure):
+    """The index, pip or the disk kept a request for packages from being met."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a program with its packages runs.
+
+    Attributes:
+        python: the interpreter to start it with.
+        lock: "name==version" of each package requested and of what it brought, sorted.
+        folder: the overlay; for an empty request the base interpreter's folder.
+    """
+
+    python: Path
+    lock: tuple[str, ...]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The interpreter under an overlay, its packages by canonical name."""
+
+    python: Path
+    prefix: str
+    version: str
+    sites: tuple[str, ...]
+    installed: Mapping[str, str]
+
+    @property
+    def identity(self) -> list[str]:
+        return [self.prefix, self.version, self.installed.get("torch", "")]
+
+
+def default_cache() -> Path:
+    """$DELTAZERO_CACHE, else deltazero/packages in the user's cache folder."""
+    if chosen := os.environ.get("DELTAZERO_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "deltazero" / "packages"
+
+
+def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say) -> Environment:
+    """The environment that has `packages`, made unless the cache has it.
+
+    Args:
+        packages: an exact version or a specifier (">=2,<3") by name. Empty: `python` itself.
+        python: the base interpreter.
+        say: called with one line for each thing that takes time or network.
+
+    Raises:
+        PackagesRefused: no such release, releases that conflict, or one that needs another torch.
+        PackagesUnavailable: no network, no pip, no room on the disk.
+    """
+    python = python.absolute()  # to resolve a link would leave its environment
+    if not packages:
+        return Environment(python, (), python.parent)
+    requirements = sorted(_requirement(name, version) for name, version in packages.items())
+    found = _ask(python, _PROBE)
+    installed = {_canonical(name): version for name, version in found["installed"].items() if name}
+    base = _Base(python, found["prefix"], found["version"], tuple(found["sites"]), installed)
+    try:
+        request = cache.absolute() / "requests" / f"{_digest([requirements, base.identity])}.json"
+        with _locked(request, say):
+            return _cached(request) or _made(requirements, base, request, say)
+    except OSError as error:
+        reason = "the disk is full" if error.errno in DISK_FULL else str(error)
+        raise PackagesUnavailable(
+            f"packages: cannot write to the cache {cache}: {reason}"
+        ) from None
+
+
+def releases(name: str, first: str, last: str, python: Path) -> list[str]:
+    """The published versions of `name` from `first` to `last`, both included, oldest first.
+
+    Development and pre-releases are left out unless `first` or `last` is one.
+
+    Raises:
+        PackagesRefused: the index lacks `name`, `first` or `last`, or they are in the wrong order.
+        PackagesUnavailable: no network, no pip.
+    """
+    _requirement(name, first), _requirement(name, last)
+    final = _FINAL.fullmatch(first) and _FINAL.fullmatch(last)
+    output = _pip(python, "index", ["versions", name, *([] if final else ["--pre"])])
+    versions = "".join(re.findall(r"^Available versions: (.+)$", output, re.M)).split(", ")[::-1]
+    for version in (first, last):
+        if version not in versions:
+            raise _no_release(name, version, versions)
+    between = versions[versions.index(first) : versions.index(last) + 1]
+    if not between:
+        raise PackagesRefused(f"packages: {name}: expected {first} to be older than {last}")
+    return between
+
+
+# ---- request -> lock
+
+
+def _requirement(name: str, version: str) -> str:
+    """What pip is asked for; nothing but a name and versions gets through."""
+    if not _NAME.fullmatch(name):
+        raise PackagesRefused(f"packages: expected the name of a package, got {shown(name)}")
+    if re.fullmatch(_VERSION, version):
+        return f"{name}=={version}"
+    if not _CLAUSES.fullmatch(version):
+        expected = 'a version as "0.6.1" or a specifier as ">=2,<3"'
+        raise PackagesRefused(f"packages: {name}: expected {expected}, got {shown(version)}")
+    return name + re.sub(r"\s", "", version)
+
+
+def _resolve(requirements: Sequence[str], base: _Base, say: Say) -> tuple[list[Any], list[str]]:
+    """What pip would install, as its report says, and the lock."""
+    say(f"packages: resolving {', '.join(requirements)}")
+    sizes: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        report, held = Path(folder, "report.json"), Path(folder, "held.txt")
+        held.write_text("".join(f"{n}=={v}\n" for n, v in base.installed.items() if _is_torch(n)))
+        arguments = ["--dry-run", "--report", str(report), "--constraint", str(held), *requirements]
+        _pip(base.python, "install", arguments, say, sizes)
+        items: list[Any] = json.loads(report.read_text())["install"]
+    lock = {_canonical(i["metadata"]["name"]): i["metadata"]["version"] for i in items}
+    for name in filter(_is_torch, lock):  # a library that the base's torch was built without
+        raise PackagesRefused(
+            f"packages: {', '.join(_askers(name, items)) or 'the request'} would add"
+            f" {name} {lock[name]} to the torch of {base.python}; expected packages that do without"
+        )
+    for name in (_canonical(re.split(r"[\[=~!<>]", each)[0]) for each in requirements):
+        # One that the base has already is part of the evidence.
+        lock.setdefault(name, base.installed.get(name, ""))
+    parts = [
+        f"{i['metadata']['name']} {i['metadata']['version']} ({_size(i, sizes)})" for i in items
+    ]
+    if parts:
+        say(f"packages: installing {', '.join(sorted(parts))}")
+    return items, sorted(f"{name}=={version}" for name, version in lock.items())
+
+
+def _is_torch(name: str) -> bool:
+    """Whether a package is torch or one of the libraries that torch was built for."""
+    libraries = name.startswith("nvidia-") and name not in BINDINGS
+    return libraries or name in ("torch", "triton", "pytorch-triton")
+
+
+def _askers(name: str, items: Sequence[Any]) -> Iterator[str]:
+    for metadata in (item["metadata"] for item in items):
+        for requirement in metadata.get("requires_dist", ()):
+            if _canonical(re.split(r"[^\w.-]", requirement)[0]) == name:
+                wanted = requirement.split(";")[0].strip()
+                yield f"{metadata['name']} {metadata['version']} (needs {wanted})"
+
+
+def _size(item: Any, sizes: Mapping[str, str]) -> str:
+    """A size as pip or the file system gives it; pip's report has none."""
+    url = urlsplit(item["download_info"]["url"])
+    if url.scheme == "file":
+        return f"{Path(unquote(url.path)).stat().st_size / 1000:.0f} kB"
+    return sizes.get(unquote(url.path).rsplit("/", 1)[-1], "size unknown")
+
+
+# ---- lock -> environment
+
+
+def _made(requirements: Sequence[str], base: _Base, request: Path, say: Say) -> Environment:
+    items, lock = _resolve(requirements, base, say)
+    hashes = sorted(
+        json.dumps(i["download_info"].get("archive_info"), sort_keys=True) for i in items
+    )
+    folder = request.parents[1] / "environments" / _digest([lock, hashes, base.identity])
+    environment = Environment(folder / "bin" / "python", tuple(lock), folder)
+    with _locked(folder, say):
+        if not (folder / "environment.json").exists():
+            _build(environment, base, say)
+        for wanted, got, place in _first_wrong(environment):
+            raise PackagesRefused(
+                f"packages: expected {wanted}, got {got} from {place}; is that on PYTHONPATH?"
+            )
+        _write(folder / "environment.json", {"lock": lock, "base": base.identity})
+    _write(request, {"lock": lock, "environment": folder.name, "requirements": requirements})
+    return environment
+
+
+def _build(environment: Environment, base: _Base, say: Say) -> None:
+    """Make the overlay, over what a killed process left of it."""
+    folder = environment.folder
+    if folder.exists():
+        shutil.rmtree(folder)
+    _run([str(base.python), "-P", "-m", "venv", "--without-pip", str(folder)])
+    # A venv made from a venv does not see its packages. `addsitedir` also reads .pth files there.
+    lines = (f"import site; site.addsitedir({site!r})\n" for site in base.sites)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "base_packages.pth").write_text("".join(lines))
+    _pip(environment.python, "install", ["--no-deps", *environment.lock], say)
+
+
+def _cached(request: Path) -> Environment | None:
+    """The environment of an earlier request, if it is whole and still has its versions."""
+    try:
+        record = json.loads(request.read_text())
+        folder = request.parents[1] / "environments" / record["environment"]
+        lock = json.loads((folder / "environment.json").read_text())["lock"]
+        environment = Environment(folder / "bin" / "python", tuple(lock), folder)
+        return None if _first_wrong(environment) else environment
+    except (FileNotFoundError, ValueError, KeyError, TypeError, Infrastructure):
+        return None
+
+
+def _first_wrong(environment: Environment) -> list[tuple[str, str, str]]:
+    """The first of the lock that is hidden by another: wanted, version found, and where."""
+    found = _ask(environment.python, _FIRST_WRONG, *environment.lock)
+    return [tuple(wrong) for wrong in found["wrong"]]
+
+
+# ---- processes and files
+
+
+def _ask(python: Path, code: str, *arguments: str) -> Any:
+    output = _run([str(python), "-P", "-c", code, *arguments])
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+
+def _pip(
+    python: Path,
+    verb: str,
+    arguments: Sequence[str],
+    say: Say = lambda _: None,
+    sizes: dict[str, str] | None = None,
+) -> str:
+    """pip's output; what it downloads is said, and goes to `sizes` by name of file."""
+
+    def watch(line: str) -> None:
+        if download := _DOWNLOAD.match(line):
+            name = unquote(download[2]).rsplit("/", 1)[-1]
+            if sizes is not None:
+                sizes[name] = download[3]
+            if download[1] == "Downloading" and not name.endswith(".metadata"):
+                say(f"packages: downloading {name} ({download[3]})")
+
+    options = ["--no-input", "--disable-pip-version-check"]
+    return _run([str(python), "-P", "-m", "pip", verb, *options, *arguments], watch)
+
+
+def _run(command: Sequence[str], watch: Callable[[str], None] = lambda _: None) -> str:
+    """Run to the end; output and errors together."""
+    # The user's defaults for installations elsewhere would refuse or redirect ours.
+    extra = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_BREAK_SYSTEM_PACKAGES": "1"}
+    output, environ = [], {**os.environ, **extra}
+    try:
+        process = Popen(
+            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", env=environ
+        )
+    except (FileNotFoundError, PermissionError) as error:
+        raise PackagesUnavailable(f"packages: expected a Python interpreter: {error}") from None
+    with process:
+        try:
+            for line in process.stdout or ():
+                output.append(line)
+                watch(line)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise _cause("".join(output), command[0])
+    return "".join(output)
+
+
+_CAUSES: tuple[tuple[str, type[UsageError] | type[Infrastructure], str], ...] = (
+    (r"No module named '?pip\b", PackagesUnavailable, "{python} has no pip"),
+    (r"No space left on device|Disk quota exceeded", PackagesUnavailable, "the disk is full"),
+    (r"after connection broken by|timed out", PackagesUnavailable, "the index cannot be reached"),
+    (r"conflicting dependencies", PackagesRefused, "no releases fit each other: {conflict}"),
+)
+"""What pip's output says of a failure. The only place where text decides; a test an entry."""
+
+
+def _cause(output: str, python: str) -> UsageError | Infrastructure:
+    missing = _MISSING.search(output)
+    if missing and missing[3] != "none":
+        return _no_release(missing[1], missing[1], missing[3].split(", "), missing[2] or "")
+    lines = re.search(r"The conflict is caused by:\n((?: +.+\n)+)", output)
+    conflict = "; ".join(line.strip() for line in lines[1].splitlines()) if lines else ""
+    conflict = re.sub(
+        r"The user requested \(constraint\) (\S+)", rf"\1 of {python} stays", conflict
+    )
+    for pattern, kind, text in _CAUSES:
+        if re.search(pattern, output):
+            return kind("packages: " + text.format(python=python, conflict=conflict))
+    if nowhere := missing or re.search(r"No matching distribution found for (.+)", output):
+        return _no_release(nowhere[1], nowhere[1], [])
+    errors = re.findall(r"^\s*(?:ERROR|error): (.+)", output, re.MULTILINE)
+    last = (errors or output.strip().splitlines() or ["no output"])[-1]
+    return PackagesUnavailable(f"packages: {python} failed: {last}")
+
+
+def _no_release(
+    requirement: str, got: str, versions: Sequence[str], asker: str = ""
+) -> PackagesRefused:
+    """`versions`: oldest first; final ones are shown if there are any."""
+    legal = [v for v in versions if _FINAL.fullmatch(v)] or list(versions)
+    name = re.split(r"[\[=~!<>(; ]", requirement)[0]
+    text = f"packages: expected a release of {name} that the index has for this interpreter"
+    text += f", got {got}" + (f" (asked for by {asker})" if asker else "")
+    if not legal:
+        return PackagesRefused(f"{text}; it has none, or cannot be reached")
+    return PackagesRefused(f"{text}; some legal values: {', '.join(legal[-SHOWN_VERSIONS:])}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, say: Say) -> Iterator[None]:
+    """Keep other processes from `path`; the system lifts the lock of one that dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("packages: waiting for another process that makes the same environment")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, value: Mapping[str, object]) -> None:
+    """Write whole or not at all; the caller holds the lock."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps(value, indent=1))
+    temporary.replace(path)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,386 @@
+"""Environments for requested versions, from tiny wheels in a folder in place of an index."""
+
+import functools
+import http.server
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from harness.errors import Infrastructure, UsageError
+from harness.program.packages import Environment, default_cache, prepare, releases
+
+BASE = Path(sys.executable)
+
+
+def make_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+    """A wheel of one module that knows its version."""
+    info = f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    files = {
+        f"{name}.py": f"VERSION = {version!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, text in {**files, f"{info}/RECORD": record}.items():
+            wheel.writestr(file, text)
+    return path
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip takes releases from, and nothing else."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "index"
+    make_wheel(folder, "tiny", "1.0", "helper>=2")
+    for version in ("1.1", "1.10", "1.2rc1"):
+        make_wheel(folder, "tiny", version)
+    make_wheel(folder, "helper", "2.1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+class Requests:
+    """Requests to one cache, with what was said."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.said: list[str] = []
+
+    def __call__(self, *, python: Path = BASE, **packages: str) -> Environment:
+        return prepare(packages, python=python, cache=self.cache, say=self.said.append)
+
+
+@pytest.fixture
+def request_for(tmp_path: Path, index: Path) -> Requests:
+    return Requests(tmp_path / "cache")
+
+
+def seen(environment: Environment, code: str) -> str:
+    """What `code` prints in the environment."""
+    run = [str(environment.python), "-c", code]
+    return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def interpreter(folder: Path, *, pip_says: str) -> Path:
+    """An interpreter whose pip prints a text and fails."""
+    (folder / "text").write_text(pip_says)
+    script = folder / "python"
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *"-m pip"*) cat {folder}/text; exit 1;; esac\nexec {BASE} "$@"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return script
+
+
+def test_an_empty_request_is_the_interpreter_itself(request_for: Requests) -> None:
+    """Nothing is made, said or locked."""
+    assert request_for() == Environment(BASE, (), BASE.parent)
+    assert not request_for.said
+    assert not request_for.cache.exists()
+
+
+def test_the_overlay_has_the_lock_and_sees_the_base(request_for: Requests) -> None:
+    """A dependency is in the lock, sizes are said first, and the base shows through."""
+    environment = request_for(tiny="1.0")
+    assert environment.lock == ("helper==2.1", "tiny==1.0")
+    assert request_for.said[-1] == "packages: installing helper 2.1 (1 kB), tiny 1.0 (1 kB)"
+    assert seen(environment, "import pytest, tiny, helper; print(tiny.VERSION)") == "1.0"
+    assert environment.folder.is_relative_to(request_for.cache)
+
+
+def test_the_overlay_comes_before_the_base(request_for: Requests, index: Path) -> None:
+    """A version that the base has otherwise is replaced in the overlay only."""
+    make_wheel(index, "iniconfig", "0.0.1")
+    environment = request_for(iniconfig="0.0.1")
+    assert seen(environment, "import iniconfig; print(iniconfig.VERSION)") == "0.0.1"
+    assert metadata.version("iniconfig") != "0.0.1"
+
+
+def test_what_the_base_has_is_in_the_lock(request_for: Requests) -> None:
+    """The lock is evidence: it names a requested version also where nothing was installed."""
+    version = metadata.version("iniconfig")
+    assert request_for(iniconfig=version).lock == (f"iniconfig=={version}",)
+
+
+@pytest.mark.parametrize("version", ["1.0", ">=1, <1.1"])
+def test_a_request_in_the_cache_needs_no_index(
+    request_for: Requests, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """The second request says nothing and gives the same environment, without an index."""
+    first = request_for(tiny=version)
+    request_for.said.clear()
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    assert request_for(tiny=version) == first
+    assert not request_for.said
+
+
+def test_versions_have_environments_of_their_own(request_for: Requests, index: Path) -> None:
+    """Another version is another folder, and so is the same version with other contents."""
+    old, new = request_for(tiny="1.0"), request_for(tiny="1.1")
+    assert (seen(old, "import tiny; print(tiny.VERSION)"), new.lock) == ("1.0", ("tiny==1.1",))
+    with zipfile.ZipFile(index / "tiny-1.1-py3-none-any.whl", "a") as wheel:
+        wheel.writestr("more.txt", "")
+    again = request_for(tiny=">=1.1,<1.2")  # another request, the same lock
+    assert again.lock == new.lock
+    assert again.folder != new.folder
+
+
+def test_another_torch_is_refused(request_for: Requests, index: Path) -> None:
+    """torch is never replaced: the error names who asks for it and the version that stays."""
+    make_wheel(index, "torch", "99.0")
+    make_wheel(index, "greedy", "3.0", "torch>=99")
+    with pytest.raises(UsageError) as refused:
+        request_for(greedy="3.0")
+    assert "greedy 3.0 depends on torch>=99; torch==" in str(refused.value)
+    with pytest.raises(UsageError, match=r"requested torch==99\.0; torch==2"):
+        request_for(torch="99.0")
+    assert not list(request_for.cache.glob("environments/*"))
+
+
+def test_a_release_that_fits_torch_is_preferred(request_for: Requests, index: Path) -> None:
+    """A specifier leaves room: the newest release that works with the torch that is there."""
+    make_wheel(index, "torch", "99.0")
+    make_wheel(index, "greedy", "3.0", "torch>=99")
+    make_wheel(index, "greedy", "2.0", "torch>=2")
+    assert request_for(greedy=">=1").lock == ("greedy==2.0",)
+
+
+def test_another_cuda_library_is_refused(request_for: Requests, index: Path) -> None:
+    """A library that torch was built without is not added; bindings are."""
+    make_wheel(index, "nvidia_fake_cu99", "1.0")
+    make_wheel(index, "wants", "1.0", "nvidia-fake-cu99>=1 ; python_version > '3'")
+    with pytest.raises(UsageError, match=r"wants 1\.0 \(needs nvidia-fake-cu99>=1\) would add"):
+        request_for(wants="1.0")
+    make_wheel(index, "nvidia_cudnn_frontend", "1.0")
+    make_wheel(index, "binds", "1.0", "nvidia-cudnn-frontend")
+    assert request_for(binds="1.0").lock == ("binds==1.0", "nvidia-cudnn-frontend==1.0")
+
+
+def test_unknown_versions_name_those_that_exist(request_for: Requests, index: Path) -> None:
+    """An unknown version or name, requested or needed, is the user's, on one line."""
+    with pytest.raises(UsageError) as refused:
+        request_for(tiny="7.5")
+    assert "got tiny==7.5; some legal values: 1.0, 1.1, 1.10" in str(refused.value)
+    with pytest.raises(UsageError, match=r"a release of nowhere .* it has none, or cannot be"):
+        request_for(nowhere="1.0")
+    make_wheel(index, "deep", "1.0", "helper>=3")
+    with pytest.raises(UsageError, match=r"helper>=3 \(asked for by deep\); .* values: 2\.1"):
+        request_for(deep="1.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("tiny", "--index-url=x"), ("tiny", "1.0 @ file:/x"), ("tiny", ""), ("-r", "1"), ("a b", "1")],
+)
+def test_nothing_but_names_and_versions_reaches_pip(
+    request_for: Requests, name: str, version: str
+) -> None:
+    """Options, addresses and files are refused before pip runs."""
+    said: list[str] = []
+    with pytest.raises(UsageError, match="expected"):
+        prepare({name: version}, python=BASE, cache=request_for.cache, say=said.append)
+    assert not said
+
+
+def test_a_hidden_version_is_refused(
+    request_for: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What PYTHONPATH puts before the overlay would run in its place, also from the cache."""
+    request_for(tiny="1.1")
+    with zipfile.ZipFile(make_wheel(tmp_path, "tiny", "9.0")) as wheel:
+        wheel.extractall(tmp_path / "before")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "before"))
+    with pytest.raises(
+        UsageError, match=r"expected tiny==1\.1, got 9\.0 from .*before.*PYTHONPATH"
+    ):
+        request_for(tiny="1.1")
+
+
+def test_two_at_once_make_one_environment(request_for: Requests) -> None:
+    """The second process waits for the first and finds its work done."""
+    working, waiting, results = threading.Event(), threading.Event(), []
+
+    def first_says(line: str) -> None:
+        if "resolving" in line:
+            working.set()
+            assert waiting.wait(60)
+
+    def first() -> None:
+        results.append(
+            prepare({"tiny": "1.0"}, python=BASE, cache=request_for.cache, say=first_says)
+        )
+
+    def second_says(line: str) -> None:
+        request_for.said.append(line)
+        waiting.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert working.wait(60)
+    mine = prepare({"tiny": "1.0"}, python=BASE, cache=request_for.cache, say=second_says)
+    thread.join()
+    assert results == [mine]
+    assert request_for.said == [
+        "packages: waiting for another process that makes the same environment"
+    ]
+
+
+KILLED_BEFORE_INSTALLING = """
+import os, pathlib, signal, sys
+from harness.program.packages import prepare
+
+def watch(event, arguments):
+    if event == "subprocess.Popen" and "--no-deps" in arguments[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+python, cache = pathlib.Path(sys.executable), pathlib.Path(sys.argv[1])
+prepare({"tiny": "1.0"}, python=python, cache=cache, say=print)
+"""
+
+
+def test_a_half_made_environment_is_made_again(request_for: Requests) -> None:
+    """A process that was killed leaves neither a lock nor an environment that is believed."""
+    command = [sys.executable, "-c", KILLED_BEFORE_INSTALLING, str(request_for.cache)]
+    killed = subprocess.run(command, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (half,) = request_for.cache.glob("environments/*/bin/python")
+    environment = request_for(tiny="1.0")
+    assert environment.python == half
+    assert seen(environment, "import tiny; print(tiny.VERSION)") == "1.0"
+
+
+def test_a_damaged_record_is_made_again(request_for: Requests) -> None:
+    """Records that cannot be read are no records."""
+    first = request_for(tiny="1.0")
+    for record in request_for.cache.glob("*/*.json"):
+        record.write_text("{")
+    (first.folder / "environment.json").write_text(json.dumps([]))
+    assert request_for(tiny="1.0") == first
+
+
+def test_downloads_are_said_with_their_size(
+    request_for: Requests, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an index over HTTP, sizes are pip's."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (index / "simple").mkdir()
+    for name in ("tiny", "helper"):
+        (index / "simple" / name).mkdir()
+        for wheel in index.glob(f"{name}-*.whl"):
+            wheel.rename(index / "simple" / name / wheel.name)
+    handler = functools.partial(Quiet, directory=str(index))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.delenv("PIP_FIND_LINKS")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+        request_for(tiny="1.1")
+        server.shutdown()
+    size = (index / "simple" / "tiny" / "tiny-1.1-py3-none-any.whl").stat().st_size
+    assert f"packages: downloading tiny-1.1-py3-none-any.whl ({size} bytes)" in request_for.said
+    assert f"packages: installing tiny 1.1 ({size} bytes)" in request_for.said
+
+
+def test_an_index_that_cannot_be_reached_is_the_machines(
+    request_for: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No verdict about the request where there is no network."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens on it
+        port = taken.getsockname()[1]
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.delenv("PIP_FIND_LINKS")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
+        monkeypatch.setenv("PIP_RETRIES", "1")
+        with pytest.raises(Infrastructure, match="the index cannot be reached"):
+            request_for(tiny="1.0")
+
+
+def test_an_interpreter_without_pip_is_the_machines(request_for: Requests, tmp_path: Path) -> None:
+    """It is named."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    with pytest.raises(Infrastructure, match="bare/bin/python has no pip"):
+        request_for(python=tmp_path / "bare" / "bin" / "python", tiny="1.0")
+    with pytest.raises(Infrastructure, match="expected a Python interpreter"):
+        request_for(python=tmp_path / "nowhere", tiny="1.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("ERROR: Could not install: [Errno 28] No space left on device", Infrastructure, "disk is"),
+        ("ERROR: something new\n", Infrastructure, "failed: something new"),
+        ("", Infrastructure, "failed: no output"),
+        ("WARNING: x\nERROR: No matching distribution found for b==1", UsageError, "release of b"),
+        (
+            "ERROR: Cannot install a and b because these package versions have conflicting"
+            " dependencies.\n\nThe conflict is caused by:\n    a 1 depends on c==1\n"
+            "    b 1 depends on c==2\n\nTo fix this you could try\n",
+            UsageError,
+            "no releases fit each other: a 1 depends on c==1; b 1 depends on c==2",
+        ),
+    ],
+)
+def test_failures_of_pip_are_one_line(
+    request_for: Requests, tmp_path: Path, text: str, kind: type[Exception], message: str
+) -> None:
+    """The machine's or the user's, with pip's own reason."""
+    with pytest.raises(kind, match=message) as raised:
+        request_for(python=interpreter(tmp_path, pip_says=text), tiny="1.0")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cache_that_cannot_be_written_is_the_machines(request_for: Requests) -> None:
+    """A file where the folder should be."""
+    request_for.cache.write_text("")
+    with pytest.raises(Infrastructure, match="cannot write to the cache"):
+        request_for(tiny="1.0")
+
+
+def test_releases_are_in_order_of_version(index: Path) -> None:
+    """Both ends are included, 1.10 comes after 1.2; pre-releases only where one is asked for."""
+    assert releases("tiny", "1.0", "1.10", BASE) == ["1.0", "1.1", "1.10"]
+    assert releases("tiny", "1.1", "1.2rc1", BASE) == ["1.1", "1.2rc1"]
+    with pytest.raises(UsageError, match=r"got 1\.5; some legal values: 1\.0, 1\.1, 1\.10"):
+        releases("tiny", "1.0", "1.5", BASE)
+    with pytest.raises(UsageError, match=r"expected 1\.10 to be older than 1\.0"):
+        releases("tiny", "1.10", "1.0", BASE)
+    with pytest.raises(UsageError, match="a release of nowhere"):
+        releases("nowhere", "1.0", "1.1", BASE)
+
+
+def test_the_cache_is_where_the_user_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable of the project, then that of the desktop, then the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DELTAZERO_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache() == tmp_path / ".cache" / "deltazero" / "packages"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_cache() == Path("/cache/deltazero/packages")
+    monkeypatch.setenv("DELTAZERO_CACHE", "~/mine")
+    assert default_cache() == tmp_path / "mine"
