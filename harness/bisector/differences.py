@@ -74,6 +74,7 @@ def leaves_of(config: dict[str, Any]) -> dict[str, Any]:
 def config_of(leaves: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `leaves_of`. An option of a program that is None is left out."""
     config: dict[str, Any] = {}
+    program: dict[str, Any] = {}
     if (rest := leaves.get(PROGRAM)) is not None:
         config[PROGRAM] = program = copy.deepcopy(rest) | {part: {} for part in OPEN}
     for leaf, value in leaves.items():

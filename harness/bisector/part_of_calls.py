@@ -185,8 +185,10 @@ def _across(found: Location, num_same: int, legs: Legs) -> Location:
     """On which side of what ranks share the origin lies."""
     weights = _weights_of(found.module, legs)
     world = legs.reference.spec.world_size
-    if not legs.has_layouts or world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
+    if world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
         return found
+    if not legs.has_layouts:
+        return found  # nobody knows whether ranks gather weights
     if FROM_LOSS in found.evidence:
         return found  # no weight is read on the way
     gather = f"all-gather of the weights of {unit_of(weights[0])}"

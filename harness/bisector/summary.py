@@ -120,6 +120,8 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         lines.append(("least case", str(findings.least_case)))
     if findings.commits is not None:
         lines.append(("commit", str(findings.commits)))
+    if findings.release is not None:
+        lines.append(("release", str(findings.release)))
     return lines
 
 
