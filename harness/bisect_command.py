@@ -133,6 +133,10 @@ class _Cells:
 )
 @click.option("--commits", default="", metavar="GOOD..BAD", help="Find the first bad commit, too.")
 @click.option(
+    "--package", nargs=2, metavar="NAME A..B",
+    help="Of a program: find the first bad release of a package, too.",
+)
+@click.option(
     "--every-run", is_flag=True,
     help="With --commits: it is known to fail in every run, so each commit is asked once.",
 )  # fmt: skip

@@ -17,6 +17,7 @@ from harness import display
 from harness.engine.server import server_environment
 from harness.errors import Infrastructure, NothingSelected, UsageError
 from harness.matrix import expand
+from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, ExitCode, RunSpec
 from harness.schema import Overrides, load_scenario
 from harness.select import select
@@ -81,6 +82,11 @@ def _layouts(cases: Iterable[CaseSpec]) -> dict[str, RunSpec]:
         if others := sorted(engines - {"ours"}):
             raise UsageError(f"{case.id}: expected engine ours to predict, got {', '.join(others)}")
         for leg, spec in (("reference", case.reference), ("candidate", case.candidate)):
+            if not capabilities_of(spec.config).memory_prediction:
+                raise UsageError(
+                    f"predict: expected the built-in trainer, the memory of the program of "
+                    f"{case.id} cannot be predicted: harness run measures it"
+                )
             config = spec.config | {"graph": [], "seed": 0, "stress": [], "compile": [], "steps": 1}
             identity = json.dumps(config, sort_keys=True)
             if identity not in seen:

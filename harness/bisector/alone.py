@@ -8,11 +8,13 @@ from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCause, FoundCauses
 from harness.bisector.differences import LegChanges
 from harness.bisector.failure import Judged, failure_of
+from harness.bisector.foreign import script_text, seen_to_fail
 from harness.bisector.least import find_least
 from harness.bisector.questions import FAILS, OutOfBudget
-from harness.bisector.repro import FOLDER, find_repro, write_repro
+from harness.bisector.repro import FOLDER, find_repro, repro_name, write_repro, write_script
 from harness.checks.steps import count
 from harness.codec import Json
+from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, Verdict
 
 
@@ -26,6 +28,8 @@ class Alone(Json):
         made: what was made smaller, in words.
         passed: layouts of fewer ranks that do not fail, the smallest first.
         message: of its verdict.
+        script: of a program that is not the built-in one: a script that needs nothing of ours.
+        script_flaw: why the script was not seen to fail; "" if it was.
         notes: why there is none, a sentence each.
     """
 
@@ -37,18 +41,24 @@ class Alone(Json):
     made: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     message: str = ""
+    script: str = ""
+    script_flaw: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For people: `harness run X.yaml (1 rank, 1 layer, 3 steps, 1 microbatch)`, or why not."""
+        script = ""
+        if self.script:
+            script = f"; python {self.script} ({self.script_flaw or 'seen to fail without Δ0'})"
         if not self.path:
-            return "; ".join(self.notes) or "none"
-        sizes = (
-            count(self.ranks, "rank"), count(self.layers, "layer"), count(self.steps, "step"),
-            count(self.microbatches, "microbatch"),
-        )  # fmt: skip
+            return ("; ".join(self.notes) or "none") + script
+        sizes = {
+            "rank": self.ranks, "layer": self.layers, "step": self.steps,
+            "microbatch": self.microbatches,
+        }  # fmt: skip
+        told = ", ".join(count(number, noun) for noun, number in sizes.items() if number)
         fewer = f"; fewer ranks pass: {', '.join(self.passed)}" if self.passed else ""
-        return f"harness run {self.path} ({', '.join(sizes)}){fewer}"
+        return f"harness run {self.path} ({told}){fewer}{script}"
 
 
 def leave_alone(
@@ -81,19 +91,25 @@ def leave_alone(
     least = find_least(judged, case.reference, judged.case.candidate)
     if least.stopped:
         raise OutOfBudget(least.stopped)
+    story = _story(case, judged, cause, names, place)
     repro = find_repro(
-        case, judged, least.reference, least.candidate,
-        story=_story(case, judged, cause, names, place),
+        case, judged, least.reference, least.candidate, story=story, folder=folder
     )  # fmt: skip
-    if not repro.text:
-        return Alone(made=least.made, message=least.message, notes=repro.why_not)
+    found = Alone(made=least.made, message=least.message, notes=repro.why_not)
     config = least.candidate.config
-    return Alone(
-        path=str(write_repro(repro, folder)),
-        ranks=least.candidate.world_size, layers=config["model"]["layers"],
-        steps=config["steps"], microbatches=config["microbatches"],
-        made=least.made, passed=least.passed, message=least.message,
-    )  # fmt: skip
+    if repro.text:
+        found = Alone(
+            path=str(write_repro(repro, folder)), ranks=least.candidate.world_size,
+            layers=config.get("model", {}).get("layers", 0), steps=config["steps"],
+            microbatches=config.get("microbatches", 0),
+            made=least.made, passed=least.passed, message=least.message,
+        )  # fmt: skip
+    if capabilities_of(config).layouts:
+        return found
+    text = script_text(least.reference, least.candidate, story=story)
+    script = write_script(text, repro_name(case), folder)
+    flaw = seen_to_fail(script, judged.failure, least.candidate, asker)
+    return dataclasses.replace(found, script=str(script), script_flaw=flaw)
 
 
 def judged_of_cause(

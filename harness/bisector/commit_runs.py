@@ -224,14 +224,14 @@ def _judged(code: int | None, answers: Path, log: Path, wanted: Verdict) -> Repl
         )
     if outcome == "passed" and code == ExitCode.PASSED:
         return Reply(answer=PASSES, words=outcome)
-    is_same = (outcome, what) == (wanted.outcome, wanted.what) and _same_end(wanted, message)
+    is_same = (outcome, what) == (wanted.outcome, wanted.what) and same_end(wanted, message)
     if is_same and code == _CODES.get(outcome):
         return Reply(answer=FAILS, words=one_line(f"{outcome} {what}".strip()))
     words = f"no verdict: {outcome} {what} {message}"
     return Reply(answer=UNRESOLVED, words=one_line(words.strip()))
 
 
-def _same_end(wanted: Verdict, message: str) -> bool:
+def same_end(wanted: Verdict, message: str) -> bool:
     """Whether a run was ended by the same exception or signal, if one is named."""
     ends = [_ENDS.search(text) for text in (wanted.message, message)]
     named = [found and found[0] for found in ends]

@@ -21,10 +21,14 @@ from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
 from harness.plant_spec import PlantSpec, each_of, joined
+from harness.program.section import OPEN
+from harness.program.spec import capabilities_of, program_of
 from harness.records import RunSpec
 from harness.settings import leaf_types
 
-PLANT = "plant"
+PLANT, PROGRAM = "plant", "program"
+OF_PROGRAM = ("record", "determinism", "every")
+"""Keys of a program that are settings of their own in a scenario."""
 _PAIRED = ("steps", "microbatches", "compile", "compile_backend")
 """Leaves that both legs of a case have alike, or nothing can be compared one to one."""
 
@@ -49,10 +53,18 @@ class Change(Json):
 
 
 def leaves_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Setting to value, of `TrainConfig.to_dict()`; a value is whole, whatever it holds."""
+    """Setting to value, of `RunSpec.config`; a value is whole, whatever it holds.
+
+    Of somebody's program: `args.X`, `env.X` and `packages.X` by name, as a scenario has them.
+    """
     leaves: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, dict):
+        if key == PROGRAM:
+            leaves |= leaves_of({name: value[name] for name in value if name in OPEN})
+            leaves |= {name: value[name] for name in value if name in OF_PROGRAM}
+            rest = {name: value[name] for name in value if name not in (*OPEN, *OF_PROGRAM)}
+            leaves[PROGRAM] = rest
+        elif isinstance(value, dict):
             leaves |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
             leaves[key] = value
@@ -60,11 +72,20 @@ def leaves_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(leaves: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `leaves_of`."""
+    """The inverse of `leaves_of`. An option of a program that is None is left out."""
     config: dict[str, Any] = {}
+    program: dict[str, Any] = {}
+    if (rest := leaves.get(PROGRAM)) is not None:
+        config[PROGRAM] = program = copy.deepcopy(rest) | {part: {} for part in OPEN}
     for leaf, value in leaves.items():
-        part, _, name = leaf.rpartition(".")
-        (config.setdefault(part, {}) if part else config)[name] = copy.deepcopy(value)
+        part, _, name = leaf.partition(".")
+        holder = config.setdefault(part, {}) if name and rest is None else config
+        if rest is not None and (part in OPEN or leaf in OF_PROGRAM):
+            if name and value is None:
+                continue
+            holder = program[part] if name else program
+        if leaf != PROGRAM:
+            holder[name or leaf] = copy.deepcopy(value)
     return config
 
 
@@ -92,6 +113,8 @@ class LegChanges:
     def __init__(self, reference: RunSpec, candidate: RunSpec) -> None:
         self.reference, self.candidate = reference, candidate
         self._before, self._after = leaves_of(reference.config), leaves_of(candidate.config)
+        foreign = not capabilities_of(reference.config).layouts
+        self._gone = [leaf for leaf in self._before if foreign and leaf not in self._after]
         self._plants = _paired_plants(plants_of(reference), plants_of(candidate))
         self.changes = (*self._settings(), *(change for change, _, _ in self._plants))
         self._by_name = {change.name: change for change in self.changes}
@@ -124,7 +147,8 @@ class LegChanges:
                 leaves[change.leaf] = change.after
         for leaf in {change.leaf for change in changes if change.in_list}:
             leaves[leaf] = self._joined(leaf, [c for c in changes if c.leaf == leaf])
-        config = config_of({leaf: leaves[leaf] for leaf in self._after})
+        # In the order of the candidate; an option that one run alone has is None in the other.
+        config = config_of({leaf: leaves.get(leaf) for leaf in (*self._after, *self._gone)})
         plants = [
             plant
             for change, theirs, ours in self._plants
@@ -135,7 +159,7 @@ class LegChanges:
         made = dataclasses.replace(
             self.candidate,
             config=config,
-            world_size=world_size_of(config),
+            world_size=world_size_of(config, self.reference.world_size),
             soak=self.candidate.soak if config.get("graph") else self.reference.soak,
         )
         ordered = sorted((*shared, *plants), key=(*plants_of(self.candidate), *plants).index)
@@ -166,19 +190,34 @@ class LegChanges:
         return ""
 
 
+def with_steps(spec: RunSpec, steps: int) -> RunSpec:
+    """The run with another number of steps; of a program that declares none, the run as it is."""
+    leaves = leaves_of(spec.config)
+    if (program := program_of(spec.config)) is not None:
+        leaf = program.smaller.get("steps", "")
+        if not isinstance(stated := leaves.get(leaf), int):
+            return spec
+        leaves[leaf] = stated + steps - leaves["steps"]
+    return dataclasses.replace(spec, config=config_of(leaves | {"steps": steps}))
+
+
 def is_list_of_names(leaf: str) -> bool:
     """Whether a leaf holds names that can be there one without the other."""
     return bool(leaf_types().get(leaf) == tuple[str, ...])
 
 
-def world_size_of(config: dict[str, Any]) -> int:
-    """Ranks of a configuration: the product of its dense degrees."""
+def world_size_of(config: dict[str, Any], stated: int = 1) -> int:
+    """Ranks of a configuration: the product of its dense degrees, or what a program states."""
+    if not capabilities_of(config).layouts:
+        return stated
     return math.prod(int(config["parallel"].get(axis, 1)) for axis in DENSE_DEGREES)
 
 
 def why_illegal(spec: RunSpec) -> str:
     """Which rule refuses a run, as its own error says it; "" if none does."""
     try:
+        if program_of(spec.config) is not None:
+            return ""
         config = TrainConfig.from_dict(spec.config)
     except (ConfigError, TypeError, ValueError, KeyError, AttributeError) as error:
         return one_line(str(error))

@@ -1,6 +1,7 @@
 """Where two runs part: the step, its phase, the module, the tensor, the ranks.
 
     first step in which anything differs
+      -> digests before step 0                  initialisation
       -> digests of the step before             outside                     `misrecorded`
       -> a call's input, output or gradient     input, forward, backward          `calls_part`
       -> loss or gradients, with equal calls    forward, backward, reduce         `gradients_part`
@@ -12,37 +13,78 @@ Each is looked at only where all before it are equal, so what is found was compu
 things by something that did another thing. DESIGN.md has the rules.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from harness.bisector.at_capture import with_capture
+from harness.bisector.flow import module_of
 from harness.bisector.found import Location
 from harness.bisector.givers import with_givers
 from harness.bisector.gradients import gradients_part
-from harness.bisector.legs import OUTPUT, Legs, Tensor
+from harness.bisector.legs import OUTPUT, RNG, Legs, Tensor
 from harness.bisector.misrecorded import record_of_the_step_before
 from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
-from harness.checks.steps import show_float, show_ranks
+from harness.checks.steps import BEFORE, groups_of, show_float, show_ranks
+from harness.faults.fault import Phase
+from harness.records import ABSENT, DIGEST_GROUPS
 
 LOSS = "loss"
 
 
 def where_they_part(legs: Legs) -> Location | None:
     """The first difference of two runs, as far as their records tell; None if there is none."""
+    if (found := _initial_part(legs)) is not None:
+        return found
     step = legs.first_step()
     if step is None:
         return None
     at_step = Location(step=step, evidence=(_step_evidence(legs, step),))
-    found = record_of_the_step_before(legs, at_step)
+    found = record_of_the_step_before(legs, at_step) if legs.has_layouts else None
     if found is None:
         found = calls_part(legs, at_step) or _losses_part(legs, at_step)
     if found is None:
         found = gradients_part(legs, at_step) or _norm_part(legs, at_step)
     if found is None:
-        found = _state_part(legs, at_step) or _random_part(legs, at_step)
+        found = _further_part(legs, at_step, ("buffers",), "forward")
+    if found is None:
+        found = _state_part(legs, at_step)
+    if found is None:
+        further = [group for group in groups_of(*_groups(legs)) if group not in DIGEST_GROUPS]
+        found = _further_part(legs, at_step, further, "state") or _random_part(legs, at_step)
     if found is None:
         return replace(at_step, unknown=("what differs has no name in the records",))
     return with_capture(with_givers(found, legs), legs)
+
+
+def _groups(legs: Legs) -> list[dict[str, tuple[str, ...]]]:
+    return [start.tensors for start in legs.starts.values()]
+
+
+def _initial_part(legs: Legs) -> Location | None:
+    """What differs before anything was trained: weights first, random states last."""
+    groups = sorted(groups_of(*_groups(legs)), key=lambda group: (group != "weights", group == RNG))
+    at_step = Location(step=BEFORE, evidence=("the state before step 0 differs already",))
+    return _further_part(legs, at_step, groups, "initialisation")
+
+
+def _further_part(
+    legs: Legs, at_step: Location, groups: Iterable[str], phase: Phase
+) -> Location | None:
+    """The first tensor that differs, of groups that are looked at in this order."""
+    assert at_step.step is not None
+    for group in groups:
+        if bad := [t for t in legs.tensors(at_step.step, group) if t.differs]:
+            names = list(dict.fromkeys(t.name for t in bad))
+            told = f"of {group}, {listed(names)} {differ(len(names))}"
+            missing = [t.name for t in bad if ABSENT in (t.reference, t.candidate)]
+            told += f"; {listed(missing)} in one run alone" if missing else ""
+            return replace(
+                at_step, phase=phase, module=module_of(bad[0].name), tensor=bad[0].name,
+                quantity=group, rank=bad[0].rank, ranks=ranks_of(bad, bad[0].name),
+                evidence=(*at_step.evidence, told),
+            )  # fmt: skip
+    return None
 
 
 def _step_evidence(legs: Legs, step: int) -> str:
@@ -149,7 +191,7 @@ def _state_part(legs: Legs, at_step: Location) -> Location | None:
 def _random_part(legs: Legs, at_step: Location) -> Location | None:
     """Nothing was computed otherwise yet, but the next numbers drawn will be others."""
     assert at_step.step is not None
-    bad = [t for t in legs.tensors(at_step.step, "rng") if t.differs]
+    bad = [t for t in legs.tensors(at_step.step, RNG) if t.differs]
     if not bad:
         return None
     first = bad[0]

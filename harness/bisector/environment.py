@@ -14,10 +14,10 @@ asks for them (`launch: {kernels: true}`).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from harness.checks.environment import fingerprint
+from harness.checks.environment import fingerprint, stated_leaves
 from harness.codec import Json
 from harness.history.entries import work_of
 from harness.history.trend import different, flat, told
@@ -86,7 +86,10 @@ class EnvironmentDifference(Json):
 def of_legs(reference: RunResult, candidate: RunResult) -> EnvironmentDifference:
     """The environments of two legs, as their ranks recorded them."""
     sides = facts_of_run(reference), facts_of_run(candidate)
-    return compare("the reference", "the candidate", *sides, kinds=LEG_KINDS)
+    found = compare("the reference", "the candidate", *sides, kinds=LEG_KINDS)
+    stated = stated_leaves(reference, candidate)
+    facts = tuple(fact for fact in found.facts if fact.name.rpartition(": ")[2] not in stated)
+    return replace(found, facts=facts)
 
 
 def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> EnvironmentDifference:

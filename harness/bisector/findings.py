@@ -8,6 +8,7 @@ from harness.bisector.causes import FoundCauses
 from harness.bisector.commits import CommitSearch
 from harness.bisector.found import Location
 from harness.bisector.layer_range import LayerRange
+from harness.bisector.releases import ReleaseSearch
 from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
 from harness.disk import write_atomic
@@ -42,6 +43,7 @@ class Findings(Json):
         layers: that must be captured; None before that stage, or if no capture is to blame.
         least_case: the scenario that fails alone; None before that stage, or if nobody asked.
         commits: the first bad one, or the range of suspects; None if nobody asked.
+        release: of a package, the first bad one; None if nobody asked.
         questions: what was asked, in order.
         num_runs: made in all sittings.
         seconds: spent in all sittings.
@@ -60,6 +62,7 @@ class Findings(Json):
     layers: LayerRange | None = None
     least_case: Alone | None = None
     commits: CommitSearch | None = None
+    release: ReleaseSearch | None = None
     questions: tuple[AskedQuestion, ...] = ()
     num_runs: int = 0
     seconds: float = 0.0

@@ -39,11 +39,17 @@ def gradients_part(legs: Legs, at_step: Location) -> Location | None:
     if not legs.has_taps:
         why = "phase: no module was looked into, so the gradients may have come wrong to the weight"
         found = replace(found, unknown=(*found.unknown, why))
-    return _side(found, tensors, names, legs.reference.spec.world_size)
+    return _side(found, tensors, names, legs)
 
 
-def _side(found: Location, tensors: Sequence[Tensor], names: list[str], world: int) -> Location:
+def _side(found: Location, tensors: Sequence[Tensor], names: list[str], legs: Legs) -> Location:
     """Decide between the weight's own gradient and what brings gradients together."""
+    world = legs.reference.spec.world_size
+    if not legs.has_layouts:
+        told = "they are recorded as the optimizer receives them, after any reduction over ranks"
+        return replace(
+            found, phase="backward", evidence=(*found.evidence, told), unknown=_whose(found, world)
+        )
     held = {(t.name, t.rank): t.differs for t in tensors if t.name in names}
     spared = sorted({rank for (_, rank), bad in held.items() if not bad})
     wrong = sorted({rank for (_, rank), bad in held.items() if bad})

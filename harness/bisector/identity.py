@@ -10,15 +10,20 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness import commit
 from harness.bisector.environment import KINDS, Kind, facts_of_manifest
+from harness.bisector.worktree import Git
 from harness.codec import Json, dumps
+from harness.errors import UsageError
 from harness.history.trend import different, told
 from harness.machine import Machine, installed_packages
 from harness.manifest import stored_environment
+from harness.program.spec import ProgramSpec, program_of
 from harness.records import CaseSpec
 
 MOST_TOLD = 3
@@ -72,6 +77,7 @@ def identity_of(case: CaseSpec, here: Machine, environ: Mapping[str, str] = os.e
         code=commit.describe() or _files(),
         environment={
             "device": case.candidate.device, **found, "processor": processor(), **_tokens(case),
+            **program_code(case.candidate.config),
         },
         case=case.id,
     )  # fmt: skip
@@ -101,6 +107,25 @@ def _tokens(case: CaseSpec) -> dict[str, str]:
     except OSError as error:
         return {"tokens": f"{path}: {error.strerror}"}
     return {"tokens": f"{path}: {facts.st_size} bytes of {facts.st_mtime_ns}"}
+
+
+def program_code(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of somebody's program a hash of its script, of the files beside it and of its repository."""
+    if (program := program_of(config)) is None:
+        return {}
+    digest, folder = hashlib.sha256(), folder_of(program)
+    for path in sorted(folder.glob("*.py")):
+        with suppress(OSError):
+            digest.update(path.name.encode() + path.read_bytes())
+    with suppress(UsageError):
+        git = Git(folder)
+        digest.update((git("rev-parse", "HEAD") + git("diff", "HEAD")).encode())
+    return {"program": f"files {digest.hexdigest()[:16]}"}
+
+
+def folder_of(program: ProgramSpec) -> Path:
+    """Where a program lies: its script's folder, or that in which its module is looked for."""
+    return Path(program.target).parent if program.kind == "script" else Path(program.folder)
 
 
 def _files() -> str:

@@ -9,7 +9,7 @@ found by halving: the least one first, as most faults need little.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from harness.bisector.differences import (
     plants_of,
     why_illegal,
     with_plants,
+    with_steps,
     world_size_of,
 )
 from harness.bisector.failure import Judged
@@ -28,6 +29,7 @@ from harness.bisector.halving import first_failing
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfBudget
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_setting import LAST_RANK
+from harness.program.spec import capabilities_of, program_of
 from harness.records import RunSpec
 
 COUNTS = ("model.layers", "microbatches", "micro_batch_size")
@@ -37,7 +39,7 @@ PLAIN = (
     "graph_optimizer", "stress_seed", "fp8", "model.dropout",
 )  # fmt: skip
 """Settings that are put back to what they are by default, where both legs have them alike."""
-MAX_LAYOUTS = 12
+MAX_LAYOUTS, RANKS = 12, "ranks"
 _DEFAULTS = leaves_of(TrainConfig().to_dict())
 
 
@@ -75,18 +77,21 @@ class _Shrinking:
     def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
         self._judged = judged
         self._legs = (reference, candidate)
-        self._first = tuple(leaves_of(spec.config) for spec in self._legs)
+        self._first = tuple(leaves_of(spec.config) | self._ranks_of(spec) for spec in self._legs)
         self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
         self._passed: list[str] = []
 
     def carry_out(self) -> LeastCase:
         stopped = ""
         try:
-            self._steps()
-            self._ranks()
-            for leaf in COUNTS:
-                self._count(leaf, range(1, self._value(leaf)))
-            self._settings()
+            if (program := program_of(self._legs[1].config)) is not None:
+                self._declared(program.smaller)
+            else:
+                self._steps()
+                self._ranks()
+                for leaf in COUNTS:
+                    self._count(leaf, range(1, self._value(leaf)))
+                self._settings()
         except OutOfBudget as error:
             stopped = str(error)
         verdict = self._judged.verdicts.get(self._legs[1].key)
@@ -121,7 +126,12 @@ class _Shrinking:
         return answer
 
     def _value(self, leaf: str) -> int:
-        return int(leaves_of(self._legs[1].config)[leaf])
+        return int((leaves_of(self._legs[1].config) | self._ranks_of(self._legs[1]))[leaf])
+
+    @staticmethod
+    def _ranks_of(spec: RunSpec) -> dict[str, Any]:
+        """The number of ranks of a program, which is no part of its configuration."""
+        return {} if capabilities_of(spec.config).layouts else {RANKS: spec.world_size}
 
     def _is_legal(self, **leaves: Any) -> bool:
         return not any(why_illegal(_with(spec, leaves)) for spec in self._legs)
@@ -134,6 +144,17 @@ class _Shrinking:
         first_failing(legal, lambda value: self._try(**{leaf: value}))
 
     # --- what is made smaller
+
+    def _declared(self, smaller: Mapping[str, str]) -> None:
+        """What a program says may be smaller: `layers` to `args.n_layers`, `ranks` to `ranks`."""
+        known = self._first[1]
+        for name, leaf in smaller.items():
+            if type(known.get(leaf)) is not int or leaf in self._changed:
+                continue
+            if name == "steps":
+                self._steps()
+            else:
+                self._count(leaf, range(1, self._value(leaf)))
 
     def _steps(self) -> None:
         """Up to the step that was seen to be bad; faults that are planted need theirs."""
@@ -188,13 +209,20 @@ class _Shrinking:
             self._try(**{leaf: value})
 
     def _told(self) -> Iterator[str]:
-        before, after = self._first[1], leaves_of(self._legs[1].config)
+        before = self._first[1]
+        after = leaves_of(self._legs[1].config) | self._ranks_of(self._legs[1])
         for leaf, value in before.items():
             if after[leaf] != value:
                 yield f"{leaf} {_words(value)} -> {_words(after[leaf])}"
 
 
 def _with(spec: RunSpec, leaves: dict[str, Any]) -> RunSpec:
+    if not capabilities_of(spec.config).layouts:
+        spec = with_steps(spec, leaves.get("steps", spec.config["steps"]))
+        taken = {leaf: value for leaf, value in leaves.items() if leaf not in ("steps", RANKS)}
+        ranks = leaves.get(RANKS, spec.world_size)
+        config = config_of({**leaves_of(spec.config), **taken})
+        return dataclasses.replace(spec, config=config, world_size=ranks)
     config = config_of({**leaves_of(spec.config), **leaves})
     world_size = world_size_of(config)
     made = dataclasses.replace(spec, config=config, world_size=world_size)

@@ -12,10 +12,21 @@ from functools import cached_property
 
 from harness.checks.calls import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
 from harness.checks.loss import quantities
-from harness.checks.steps import StepTable, rank_table, shared_pairs, step_table
+from harness.checks.steps import (
+    BEFORE,
+    StepTable,
+    rank_table,
+    shared_pairs,
+    state_table,
+    step_table,
+)
+from harness.naming import with_all_names
+from harness.program.spec import capabilities_of
 from harness.records import (
     DIGEST_HEX_CHARS,
     FloatBits,
+    InitialRecord,
+    NamesRecord,
     RankRecords,
     RunResult,
     StartRecord,
@@ -99,16 +110,21 @@ class Legs:
         pairs: the (step, rank) keys that both have.
         starts: start records of the reference by rank, of ranks on which the legs name the same
             tensors and taps.
+        has_layouts: whether it is known how a program distributes its work over ranks.
         shares_state: whether ranks hold the same parts of tensors. Those of two engines do not:
             of their digests these tables have the random states alone.
     """
 
     def __init__(self, reference: RunResult, candidate: RunResult) -> None:
+        self.has_layouts = capabilities_of(reference.spec.config).layouts
+        if not self.has_layouts:
+            reference, candidate = _with_names_of_both(reference, candidate)
         self.reference, self.candidate = reference, candidate
         engines = [run.spec.config.get("engine") for run in (reference, candidate)]
         self.shares_state = engines[0] == engines[1]
         if not self.shares_state:
             reference, candidate = _without_state(reference), _without_state(candidate)
+        self._states = state_table(reference), state_table(candidate)
         self.ours: StepTable = step_table(reference)
         self.theirs: StepTable = step_table(candidate)
         self.starts = _same_starts(reference, candidate)
@@ -166,16 +182,40 @@ class Legs:
         return found
 
     def tensors(self, step: int, group: str) -> list[Tensor]:
-        """Every digest of a group, in the order of the reference, then ranks."""
+        """Every digest of a group, in the order of the reference, then ranks.
+
+        Step `BEFORE` is the state before the first one.
+        """
+        ours, theirs = self._states
         found = [
             tensor
-            for rank in self.ranks(step)
-            for tensor in _tensors(
-                self.ours[step, rank], self.theirs[step, rank], self.starts[rank], group
-            )
+            for rank, start in self.starts.items()
+            if (step, rank) in ours and (step, rank) in theirs
+            for tensor in _tensors(ours[step, rank], theirs[step, rank], start, group)
         ]
         order = {name: place for place, name in enumerate(dict.fromkeys(t.name for t in found))}
         return sorted(found, key=lambda tensor: (order[tensor.name], tensor.rank))
+
+
+def _with_names_of_both(*runs: RunResult) -> list[RunResult]:
+    """The runs with the tensors and taps of all: what one lacks differs, under its name."""
+    tables = [rank_table(run) for run in runs]
+    made = []
+    for run, table in zip(runs, tables, strict=True):
+        ranks = []
+        for rank, records in table.items():
+            starts = [start for t in tables if rank in t and (start := t[rank].start) is not None]
+            own = records.start
+            if own and any((s.tensors, s.taps) != (own.tensors, own.taps) for s in starts):
+                # Before the initial state, in the order of the runs; the rank's own come last.
+                names = [
+                    NamesRecord(rank=rank, step=BEFORE - 2 + i, tensors=s.tensors, taps=s.taps)
+                    for i, s in enumerate((*starts, own))
+                ]
+                records = with_all_names(records, names)
+            ranks.append(records)
+        made.append(replace(run, ranks=tuple(ranks)))
+    return made
 
 
 def _without_state(run: RunResult) -> RunResult:
@@ -184,7 +224,7 @@ def _without_state(run: RunResult) -> RunResult:
         if start is not None:
             start = replace(start, tensors={RNG: start.tensors.get(RNG, ())})
         steps = tuple(replace(s, digests={RNG: s.digests.get(RNG, "")}) for s in record.steps)
-        return replace(record, start=start, steps=steps)
+        return replace(record, start=start, steps=steps, initial=None)
 
     return replace(run, ranks=tuple(map(of_record, run.ranks)))
 
@@ -214,8 +254,9 @@ def _row(row: Both) -> Row:
 
 
 def _tensors(
-    ours: StepRecord, theirs: StepRecord, start: StartRecord, group: str
-) -> Iterator[Tensor]:
+    ours: StepRecord | InitialRecord, theirs: StepRecord | InitialRecord, start: StartRecord,
+    group: str,
+) -> Iterator[Tensor]:  # fmt: skip
     left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
     for place, name in enumerate(start.tensors.get(group, ())):
         window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)

@@ -18,7 +18,12 @@ from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.bisector.unfinished import parted_before_the_end
 from harness.checks.complete import find_flaw
-from harness.checks.environment import different_leaves, fingerprint, quantity_of
+from harness.checks.environment import (
+    different_leaves,
+    fingerprint,
+    quantity_of,
+    stated_leaves,
+)
 from harness.checks.steps import rank_table, shared_pairs, show_ranks, step_table
 from harness.records import RunResult, Verdict
 from harness.store import CaseRuns
@@ -57,7 +62,12 @@ def _in_other_environment(reference: RunResult, other: RunResult, leg: str) -> L
         for rank, records in ours.items()
         if records.start is not None and rank in theirs and (start := theirs[rank].start)
     }
-    leaves = {rank: found for rank, pair in sides.items() if (found := different_leaves(*pair))}
+    stated = stated_leaves(reference, other)
+    leaves = {
+        rank: found
+        for rank, pair in sides.items()
+        if (found := [each for each in different_leaves(*pair) if each[0] not in stated])
+    }
     if not leaves:
         return None
     rank, facts = min(leaves.items())

@@ -187,6 +187,8 @@ def _across(found: Location, num_same: int, legs: Legs) -> Location:
     world = legs.reference.spec.world_size
     if world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
         return found
+    if not legs.has_layouts:
+        return found  # nobody knows whether ranks gather weights
     if FROM_LOSS in found.evidence:
         return found  # no weight is read on the way
     gather = f"all-gather of the weights of {unit_of(weights[0])}"

@@ -18,6 +18,7 @@ from typing import Any
 from harness.bisector.asking import Asker, judged_by, message
 from harness.bisector.chance import passes_needed
 from harness.bisector.contents_probe import contents_case, kept_name, with_element
+from harness.bisector.differences import with_steps
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.bisector.locate import between, failing_pair, locate
@@ -64,7 +65,7 @@ def locate_case(
         Interrupted: somebody stopped it; the runs that were made are kept.
     """
     found = locate(runs, verdict)
-    if asker is None or found.step is None:
+    if asker is None or found.step is None or found.step < 0:
         return found
     return _Look(found, runs.case, failing_pair(runs), asker).carry_out(element=element)
 
@@ -253,8 +254,8 @@ def repeated(question: CaseSpec, number: int) -> CaseSpec:
 
 
 def shortened(spec: RunSpec, step: int, pair: Sequence[RunResult]) -> RunSpec:
-    """The same run as far as a step."""
-    return look_spec(spec, steps=num_steps(pair, step))
+    """The same run as far as a step, if its program can be told to take fewer."""
+    return look_spec(with_steps(spec, num_steps(pair, step)))
 
 
 def num_steps(pair: Sequence[RunResult], step: int) -> int:

@@ -19,6 +19,7 @@ import yaml
 from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
 from harness.bisector.differences import PLANT, LegChanges, config_of, leaves_of, plants_of
 from harness.bisector.failure import Judged
+from harness.bisector.foreign import scenario_texts
 from harness.bisector.questions import FAILS
 from harness.case_id import whole_id
 from harness.disk import make_folder, refused
@@ -26,6 +27,7 @@ from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
 from harness.matrix import expand
 from harness.plant_spec import PlantSpec
+from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, RunSpec
 from harness.schema import decode_scenario
 from harness.sections import MAX_WHY_CHARS
@@ -55,8 +57,9 @@ class Repro:
 
 
 def find_repro(
-    case: CaseSpec, judged: Judged, reference: RunSpec, candidate: RunSpec, *, story: str
-) -> Repro:
+    case: CaseSpec, judged: Judged, reference: RunSpec, candidate: RunSpec, *, story: str,
+    folder: Path = FOLDER,
+) -> Repro:  # fmt: skip
     """A scenario of two legs that fails as their case did, run to prove it.
 
     Args:
@@ -64,14 +67,22 @@ def find_repro(
         judged: what its failure is, and how often a scenario is run before it passes.
         reference, candidate: legs that fail the same way, as small as they are.
         story: what was found, for `why`.
+        folder: where the scenario goes, from which a program's paths are.
 
     Raises:
         OutOfBudget: of the asker.
     """
     failed = []
-    for text in scenarios(case, reference, candidate, story=story):
+    if capabilities_of(candidate.config).layouts:
+        texts = scenarios(case, reference, candidate, story=story)
+    else:
+        texts = scenario_texts(
+            case, reference, candidate, name=repro_name(case), why=story[:MAX_WHY_CHARS],
+            folder=folder,
+        )  # fmt: skip
+    for text in texts:
         try:
-            found = read_back(text, reference.device)
+            found = read_back(text, reference.device, folder)
         except HarnessError as error:
             failed.append(str(error))
             continue
@@ -93,13 +104,21 @@ def write_repro(repro: Repro, folder: Path = FOLDER) -> Path:
     Raises:
         Infrastructure: the disk refused.
     """
-    name = str(yaml.safe_load(repro.text)["name"])
+    return write_script(repro.text, str(yaml.safe_load(repro.text)["name"]), folder, ".yaml")
+
+
+def write_script(text: str, name: str, folder: Path = FOLDER, suffix: str = ".py") -> Path:
+    """The same for any text.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
     number = 1
     if folder == FOLDER and not folder.exists():
         _write_new(folder / ".gitignore", _IGNORED)
     while True:
-        path = folder / (f"{name}.yaml" if number == 1 else f"{name}-{number}.yaml")
-        if _write_new(path, repro.text):
+        path = folder / (f"{name}{suffix}" if number == 1 else f"{name}-{number}{suffix}")
+        if _write_new(path, text):
             return path
         number += 1
 
@@ -117,13 +136,13 @@ def _write_new(path: Path, text: str) -> bool:
     return True
 
 
-def read_back(text: str, device: Any) -> CaseSpec:
+def read_back(text: str, device: Any, folder: Path = FOLDER) -> CaseSpec:
     """The one case of a scenario's text, through the decoder that reads all of them.
 
     Raises:
         ScenarioError: it is not legal.
     """
-    (case,) = expand(decode_scenario(text.encode(), "repro.yaml"), device)
+    (case,) = expand(decode_scenario(text.encode(), str(folder / "repro.yaml")), device)
     return case
 
 
@@ -217,11 +236,16 @@ def _plant(plant: PlantSpec) -> dict[str, Any]:
     return plain
 
 
+def repro_name(case: CaseSpec) -> str:
+    """Of the scenario that fails alone: `repro_SCENARIO_CASE`."""
+    whole = whole_id(case.scenario, case.id)
+    return re.sub(r"[^A-Za-z0-9]+", "_", f"repro_{whole}").strip("_")[:_MAX_NAME].rstrip("_")
+
+
 def _text(
     case: CaseSpec, axis: str, base: dict[str, Any], values: tuple[Any, Any], story: str
 ) -> str:
-    whole = whole_id(case.scenario, case.id)
-    name = re.sub(r"[^A-Za-z0-9]+", "_", f"repro_{whole}").strip("_")[:_MAX_NAME].rstrip("_")
+    name = repro_name(case)
     checks = {k: v for k, v in case.checks.items() if k not in ("throughput", "soak")}
     plain = {
         "name": name,

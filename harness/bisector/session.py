@@ -21,6 +21,7 @@ from harness.bisector.findings import AskedQuestion, Findings, keep_findings, re
 from harness.bisector.identity import Identity, identity_of
 from harness.bisector.page import keep_page
 from harness.bisector.questions import Budget, Journal, OtherSchema, OutOfBudget, read_journal
+from harness.bisector.releases import parse_releases
 from harness.bisector.stages import (
     STAGES,
     Search,
@@ -28,6 +29,7 @@ from harness.bisector.stages import (
     Unfinished,
     commits_of,
     find_commit,
+    find_package,
 )
 from harness.bisector.telling import SearchView, tell, told_of
 from harness.bisector.two_cells import Compared, first_apart
@@ -35,7 +37,10 @@ from harness.case_id import whole_id
 from harness.errors import Interrupted, UsageError
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT
+from harness.program.launch import make_environments
+from harness.program.spec import capabilities_of, program_of
 from harness.records import CaseSpec, Verdict
+from harness.repeats import runs_of
 from harness.run import stop_on_signals
 from harness.store import MANIFEST_FILE, RunFolder
 from harness.typed import typed
@@ -43,7 +48,7 @@ from harness.typed import typed
 JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
 NO_ANSWER = "no answer yet"
-_OF_STAGES = ("place", "causes", "layers", "least_case", "commits")
+_OF_STAGES = ("place", "causes", "layers", "least_case", "commits", "release")
 
 
 def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
@@ -54,13 +59,24 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
         Interrupted: somebody stopped it; what was found is kept.
         Infrastructure: the disk or the engine failed.
     """
+    if search.case.reference.recorded and (search.commits or search.package):
+        raise UsageError(
+            "bisect: expected a case that can be run for --commits and --package, its runs were "
+            "recorded by hand"
+        )
     if search.commits:
         resolve_range(commits_of(search))  # a slip of the pen should not cost an hour first
+    if search.package is not None:
+        if capabilities_of(search.case.candidate.config).layouts:
+            raise UsageError("--package: expected a scenario with a program, got the built-in one")
+        parse_releases(search.package[1])
     prepared = launch.prepare_cases(
         [search.case], name=f"bisect-{search.case.scenario}",
         why=f"Where the failure of {search.case.id} comes from.",
         slots=search.slots, ranks_per_gpu=search.ranks_per_gpu, jobs=search.jobs,
     )  # fmt: skip
+    programs = [program_of(spec.config) for spec in runs_of(search.case)]
+    make_environments(filter(None, programs), lambda _: None)
     budget = Budget(runs=search.budget_runs, minutes=search.budget_minutes)
     identity = identity_of(search.case, prepared.machine)
     folder, notes = _folder(search, prepared, identity)
@@ -130,7 +146,9 @@ class _Sitting:
             findings=self._found, before=self._before,
         )  # fmt: skip
         names = list(STAGES)
-        for stage in (*(STAGES[n] for n in names[: names.index(search.until) + 1]), find_commit):
+        last = "place" if search.case.reference.recorded else search.until
+        names = names[: names.index(last) + 1]
+        for stage in (*(STAGES[name] for name in names), find_commit, find_package):
             state = replace(state, findings=stage(state))
             yield state.findings
 
@@ -177,7 +195,8 @@ def _with_questions(findings: Findings, asker: Asker, seconds: float) -> Finding
         for q, r in told_of(entries)
     )
     # A kill loses what was paid: the folder has all.
-    of_commits = sum(r.runs for q, r in entries if q.key.startswith(OF_COMMITS))
+    elsewhere = capabilities_of(asker.folder.cases[0].candidate.config).layouts
+    of_commits = sum(r.runs for q, r in entries if elsewhere and q.key.startswith(OF_COMMITS))
     runs = asker.num_made + of_commits
     return replace(findings, questions=asked, num_runs=runs, seconds=round(seconds, 3))
 

@@ -1,6 +1,6 @@
 """What a search is asked, and its stages: from what is known to what is known after it.
 
-environment -> place -> causes -> layers -> least case -> commits
+environment -> place -> causes -> layers -> least case -> commits -> releases
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,17 @@ from harness.bisector.environment import (
     of_nights,
 )
 from harness.bisector.findings import Findings
+from harness.bisector.foreign import commit_run, program_range
 from harness.bisector.layer_range import find_layer_range
 from harness.bisector.probes import locate_case
 from harness.bisector.questions import OutOfBudget
+from harness.bisector.releases import find_release
 from harness.bisector.repro import FOLDER
 from harness.bisector.words import where
+from harness.bisector.worktree import Git
+from harness.checks.complete import find_flaw
 from harness.errors import shown
+from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, Verdict
 from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
 
@@ -55,6 +60,7 @@ class Search:
         repro: folder for the scenario that fails alone.
         passed: run folder of a night in which it passed, to compare environments with.
         commits: `good..bad` to search for the first bad one; "" for none.
+        package: name and `A..B`, releases to search for the first bad one; None for none.
         every_run: the fault is known to fire in every run, so a commit is asked once.
         layout_steps: of which the first is searched in which two layouts are apart by more than
             rounding; None to search a case.
@@ -74,6 +80,7 @@ class Search:
     repro: Path = FOLDER
     passed: RunFolder | None = None
     commits: str = ""
+    package: tuple[str, str] | None = None
     every_run: bool = False
     layout_steps: range | None = None
 
@@ -151,8 +158,8 @@ def _place(state: State) -> Findings:
 def _causes(state: State) -> Findings:
     """Which of the differences between the legs make it fail."""
     findings = state.findings
-    if _legs_differ(state):
-        return findings  # the legs differ in more than their configurations
+    if _legs_differ(state) or find_flaw(state.runs.reference) is not None:
+        return findings  # no difference of configurations explains it
     try:
         found = find_causes(state.runs.case, state.verdict, state.asker)
     except OutOfBudget as error:
@@ -189,7 +196,9 @@ def _least(state: State) -> Findings:
 
 
 def commits_of(search: Search) -> CommitRange:
-    """The range in which the first bad commit is searched for."""
+    """The range in which the first bad commit is searched for: of the program's own code."""
+    if not capabilities_of(search.case.candidate.config).layouts:
+        return program_range(search.case, search.commits)
     return CommitRange(Path.cwd(), search.commits, commit.PACKAGES)
 
 
@@ -199,10 +208,14 @@ def find_commit(state: State) -> Findings:
     journal = state.asker.journal
     if not search.commits or journal is None:
         return state.findings
-    run = case_run(
-        folder.case_folder(search.case.id), state.verdict, folder.path / COMMITS_FOLDER,
-        search.room,
-    )  # fmt: skip
+    if capabilities_of(search.case.candidate.config).layouts:
+        run = case_run(
+            folder.case_folder(search.case.id), state.verdict, folder.path / COMMITS_FOLDER,
+            search.room,
+        )  # fmt: skip
+    else:
+        top, _, _ = resolve_range(commits_of(search))
+        run = commit_run(search.case, state.verdict, state.asker, top)
     try:
         found = find_first_bad(
             commits_of(search), run, journal, name=question_name(search.case),
@@ -214,11 +227,28 @@ def find_commit(state: State) -> Findings:
     return replace(state.findings, commits=found)
 
 
+def find_package(state: State) -> Findings:
+    """The first release of a package with which the program fails."""
+    if state.search.package is None:
+        return state.findings
+    causes = state.findings.causes
+    found = find_release(
+        state.runs.case, state.verdict, *state.search.package, state.asker,
+        patience=causes.patience if causes is not None else None,
+    )  # fmt: skip
+    return replace(state.findings, release=found)
+
+
 def _known_rate(state: State) -> Patience | None:
     """How often the case fails as the code is here, if that is the bad commit's."""
     causes = state.findings.causes
     _, _, bad = resolve_range(commits_of(state.search))
-    return causes.patience if causes is not None and bad == commit.describe() else None
+    if capabilities_of(state.search.case.candidate.config).layouts:
+        here = commit.describe()
+    else:
+        git = Git(commits_of(state.search).root)
+        here = "" if git("status", "--porcelain", "-uno") else git("rev-parse", "HEAD")
+    return causes.patience if causes is not None and bad == here else None
 
 
 STAGES: dict[Until, Stage] = {

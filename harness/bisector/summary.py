@@ -66,6 +66,8 @@ def since(place: Location | None) -> str:
     """From which step on."""
     if place is None or place.step is None:
         return UNKNOWN
+    if place.step < 0:
+        return "before step 0"
     if place.step == 0:
         return "the first step"
     if not any(told.startswith(("step 0 is equal", "steps 0 to ")) for told in place.evidence):
@@ -118,6 +120,8 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         lines.append(("least case", str(findings.least_case)))
     if findings.commits is not None:
         lines.append(("commit", str(findings.commits)))
+    if findings.release is not None:
+        lines.append(("release", str(findings.release)))
     return lines
 
 

@@ -13,6 +13,8 @@ from harness.bisector.halving import first_failing
 from harness.bisector.layout_runs import refuse_incomparable, runs_to_compare
 from harness.bisector.layouts import LayoutAnswer, Leg, compare_layouts
 from harness.contents import read_contents
+from harness.errors import UsageError
+from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, RunSpec, Verdict
 
 WORDS = "are they apart by more than rounding, in step {}? Runs {} to {} of {}"
@@ -22,7 +24,13 @@ LEGS_ASKED = 3
 
 def is_one_layout(one: CaseSpec, other: CaseSpec) -> bool:
     """Whether the candidates of two cases can be compared bit for bit."""
-    configs = [case.candidate.config for case in (one, other)]
+    specs = [case.candidate for case in (one, other)]
+    configs = [spec.config for spec in specs]
+    if not all(capabilities_of(config).layouts for config in configs):
+        if specs[0].world_size != specs[1].world_size:
+            numbers = " and ".join(str(spec.world_size) for spec in specs)
+            raise UsageError(f"--against: expected programs of as many ranks, got {numbers}")
+        return True
     return all(configs[0][key] == configs[1][key] for key in ("parallel", "engine"))
 
 

@@ -32,7 +32,7 @@ def where(place: Location | None) -> str:
     if place is None:
         return UNKNOWN
     parts = [
-        "" if place.step is None else f"step {place.step}",
+        "" if place.step is None else "before step 0" if place.step < 0 else f"step {place.step}",
         place.phase or "",
         "" if place.microbatch is None else f"microbatch {place.microbatch}",
         place.module,

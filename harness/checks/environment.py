@@ -32,7 +32,7 @@ def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
         if records.start is None or counterpart is None or counterpart.start is None:
             continue
         left, right = _known_of(records), _known_of(counterpart)
-        stated = _stated(reference, other)
+        stated = stated_leaves(reference, other)
         leaves = [each for each in different_leaves(left, right) if each[0] not in stated]
         if not leaves:
             continue
@@ -61,7 +61,7 @@ def _known_of(records: RankRecords) -> Mapping[str, Any]:
     return known
 
 
-def _stated(reference: RunResult, other: RunResult) -> set[str]:
+def stated_leaves(reference: RunResult, other: RunResult) -> set[str]:
     """Leaves in which a scenario itself makes the two runs of a program differ."""
     programs = [program_of(run.spec.config) for run in (reference, other)]
     if None in programs:

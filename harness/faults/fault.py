@@ -16,11 +16,13 @@ Kind = Literal[
     "infrastructure",
 ]  # fmt: skip
 Phase = Literal[
-    "input", "forward", "backward", "reduce", "optimizer", "state", "capture", "outside"
-]
-"""Of a step, in the order of its work. `input`: tokens, masks and random numbers that go in;
-`reduce`: gradients over ranks, and their norm; `state`: what is kept between steps and changed by
-none of these; `capture`: making graphs; `outside`: the process, its records, its machine."""
+    "initialisation", "input", "forward", "backward", "reduce", "optimizer", "state", "capture",
+    "outside",
+]  # fmt: skip
+"""Of a step, in the order of its work. `initialisation`: before step 0; `input`: tokens, masks and
+random numbers that go in; `reduce`: gradients over ranks, and their norm; `state`: what is kept
+between steps and changed by none of these; `capture`: making graphs; `outside`: the process, its
+records, its machine."""
 
 AT_STEP: tuple[Argument, ...] = ("step", "rank")
 AT_TENSOR: tuple[Argument, ...] = ("step", "rank", "tensor")

@@ -4,6 +4,7 @@
     args, env, packages     options, variables, package versions; axes are args.X, env.X, packages.X
     ranks, steps            processes, and the optimizer steps that each of them takes
     taps, every, determinism, record, smaller    see `harness.program.spec`
+    folder                  where script and modules are looked for; by default the scenario's
 
 A setting is one leaf, `args.lr`, as in `harness.settings`: base first, then axes, then include.
 """
@@ -26,7 +27,7 @@ KINDS = ("script", "module", "entry")
 OPEN = ("args", "env", "packages")
 """Keys that hold names of the program's own."""
 PLAIN = ("ranks", "steps", "taps", "every", "determinism", "record")
-KEYS = (*KINDS, *OPEN, *PLAIN, "smaller")
+KEYS = (*KINDS, *OPEN, *PLAIN, "smaller", "folder")
 SETTING_KEYS = (*(f"{name}.X" for name in OPEN), *PLAIN)
 DETERMINISM = ("off", "enforce")
 RECORD = ("auto", "lines")
@@ -78,6 +79,8 @@ class ProgramVocabulary:
             raise refuse(node, "program", "one of script, module and entry", got=got, legal=KINDS)
         self.kind = given[0]
         self.folder = Path(path).resolve().parent
+        if "folder" in entries:
+            self.folder = (self.folder / take_str(entries["folder"], "program.folder")).resolve()
         self.target = _target(self.kind, entries[self.kind], self.folder)
         self.smaller = {
             name: take_str(value, f"program.smaller.{name}")
@@ -87,7 +90,7 @@ class ProgramVocabulary:
         self.base = tuple(
             each
             for name, value in entries.items()
-            if name not in (*KINDS, "smaller")
+            if name not in (*KINDS, "smaller", "folder")
             for each in self.decode(name, value, node.keys[name], "program")
         )
 
