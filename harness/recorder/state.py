@@ -223,7 +223,7 @@ def plain(name: str, value: Any) -> Named:
     if isinstance(local, Tensor):
         return plain(name, local)
     if type(value) not in (Tensor, nn.Parameter) and hasattr(type(value), "__tensor_flatten__"):
-        parts, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts, _ = value.__tensor_flatten__()
         return [each for part in parts for each in plain(f"{name}.{part}", getattr(value, part))]
     value = value.detach()
     if isinstance(data := getattr(value, "_data", None), Tensor):  # TransformerEngine's fp8 weights
