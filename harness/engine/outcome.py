@@ -141,6 +141,12 @@ def classify(
         return _hang(running, victims, waited=waited)
     if victims:
         return _blame_victims(victims, ordered)
+    if running and (early := [r for r in ordered if r.left_early]):
+        return (
+            "crashed",
+            f"{_left(early[0])}; {_names(running)} ended by the harness",
+            early[0].rank,
+        )
     if running:
         names = _names(running)
         return "interrupted", f"the harness ended {names} for no reason on record", None
@@ -280,9 +286,7 @@ def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
-    end = "" if first.records.end is not None else " before its end record"
-    message = f"{missing}; rank {first.rank} exited with code 0{end} {_where(first)}"
-    return "hang", message, first.rank
+    return "hang", f"{missing}; {_left(first)}", first.rank
 
 
 def _hung(running: Sequence[RankEvidence]) -> int | None:
@@ -301,11 +305,24 @@ def _hung(running: Sequence[RankEvidence]) -> int | None:
 
 def _blame_victims(victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
     """All that failed say that a peer went away: look for one that left, else take the first."""
-    for rank in ranks:
-        if rank.left_early:
-            message = f"rank {rank.rank} exited with code 0 before its end record {_where(rank)}"
-            return "crashed", f"{message}; then {_names(victims)} failed", rank.rank
+    if (left := _first_that_left(ranks, victims)) is not None:
+        return "crashed", f"{_left(left)}; then {_names(victims)} failed", left.rank
     return _blame(victims[0], ranks)
+
+
+def _first_that_left(
+    ranks: Sequence[RankEvidence], victims: Sequence[RankEvidence]
+) -> RankEvidence | None:
+    """A rank that ended with 0 before its end record, or before a step that a victim was in."""
+    early = next((r for r in ranks if r.left_early), None)
+    done = max(-1 if r.last_step is None else r.last_step for r in victims) + 1
+    gone = (r for r in ranks if r.exit.code == 0 and r.records.end is not None)
+    return early or next((r for r in gone if r.records.end and r.records.end.steps <= done), None)
+
+
+def _left(rank: RankEvidence) -> str:
+    end = " before its end record" if rank.left_early else ""
+    return f"rank {rank.rank} exited with code 0{end} {_where(rank)}"
 
 
 def signal_name(number: int) -> str:

@@ -39,6 +39,7 @@ from harness.recorder.state import (
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills; a script's own have other names."""
 PAGE_BYTES = 4096
+HEX_CHARS = 32
 UNSEEDED = "0" * 32
 """In place of the digest of a random generator that no two runs could have alike."""
 
@@ -74,6 +75,7 @@ class Step:
     norm: Tensor | None = None
     taps: list[tuple[str, Tensor]] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
+    places: dict[int, int] = field(default_factory=dict)
     skipped: str = ""
     mark: Any = None
     live_bytes: int = 0
@@ -83,6 +85,10 @@ class Step:
     def microbatches(self) -> list[Tensor]:
         """Losses that the script has told, or else those of backward passes."""
         return self.told or self.losses
+
+    def place_of(self, optimizer: Any) -> int:
+        """Its place among the optimizers of this step: one that is made anew has the old one's."""
+        return self.places.setdefault(id(optimizer), len(self.places))
 
     def put(self, group: str, section: str, parts: Iterable[Rows]) -> None:
         """Add digests to a group; those of the same section replace what it had."""
@@ -257,7 +263,8 @@ class Observer:
         if self._is_due(step) and "grads" not in step.groups:
             for optimizer in self.optimizers:
                 self._observe_gradients(step, optimizer)
-        self._observe_state(step, self.optimizers)
+        stepping = [each for each in self.optimizers if id(each) in step.stepped]
+        self._observe_state(step, stepping or self.optimizers)
         self._mark(step)
         self.close()
 
@@ -317,10 +324,11 @@ class Observer:
         if not self._is_due(step):
             return
         named: Named = []
-        for param in self._owned(optimizer):
+        self._know(optimizer)
+        for param in parameters(optimizer):
             if (found := gradient(param)) is not None:
                 named += plain(self.names.of(param), found)
-        section = f"grads{self._number(optimizer)}"
+        section = f"grads{step.place_of(optimizer)}"
         step.put("grads", section, self._digest(step, "grads", section, named))
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
@@ -328,9 +336,10 @@ class Observer:
         if not self._is_due(step):
             return
         for optimizer in optimizers:
-            number = self._number(optimizer)
-            owned = self._owned(optimizer)
-            weights = [each for p in owned for each in plain(self.names.of(p), p)]
+            self._know(optimizer)
+            number = step.place_of(optimizer)
+            held = parameters(optimizer)
+            weights = [each for p in held for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             at = f"weights{number}"
@@ -338,7 +347,9 @@ class Observer:
             at = f"optim{number}"
             step.put("optim", at, self._digest(step, "optim", at, tensors))
             step.host.setdefault("optim", {}).update(_hashed(numbers))
-        trained = [p for each in self.optimizers for p in parameters(each)]
+        # What only an optimizer has that does not step must be seen all the same.
+        stepping = [each for each in self.optimizers if id(each) in step.places]
+        trained = [p for each in stepping for p in parameters(each)]
         named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
@@ -348,22 +359,8 @@ class Observer:
             for name, digest in _hashed(random_states(self.seeded)).items()
         }
 
-    def _owned(self, optimizer: Any) -> list[Tensor]:
-        """Parameters of an optimizer that no earlier one has: some only hold others."""
-        self._know(optimizer)
-        number = self._number(optimizer)
-        if not number:
-            return parameters(optimizer)
-        earlier = {
-            id(param)
-            for ref in self._optimizers[:number]
-            if (other := ref()) is not None
-            for param in parameters(other)
-        }
-        return [param for param in parameters(optimizer) if id(param) not in earlier]
-
     def _know(self, optimizer: Any) -> None:
-        self._number(optimizer)
+        self.add(optimizer)
         trained = parameters(optimizer)
         if not all(map(self.names.knows, trained)):
             self.names.scan(trained)
@@ -375,14 +372,8 @@ class Observer:
 
     def add(self, optimizer: Any) -> None:
         """Observe an optimizer's parameters from the first step on."""
-        self._number(optimizer)
-
-    def _number(self, optimizer: Any) -> int:
-        for number, ref in enumerate(self._optimizers):
-            if ref() is optimizer:
-                return number
-        self._optimizers.append(weakref.ref(optimizer))
-        return len(self._optimizers) - 1
+        if not any(ref() is optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
 
     def _digest(self, step: Step, group: str, section: str, named: Named) -> list[Rows]:
         """Digests of tensors, device by device, on the streams that are current."""
@@ -469,12 +460,20 @@ class Observer:
         digests: dict[str, str] = {}
         nonfinite: dict[str, list[str]] = {}
         for group, parts in step.groups.items():
-            texts = [digest_hex(part.rows) for part in parts]
-            names[group] = _unique(name for part in parts for name in part.names)
-            digests[group] = "".join(text for text, _ in texts)
-            flags = [flag for _, flagged in texts for flag in flagged]
-            bad = [name for name, flag in zip(names[group], flags, strict=True) if flag]
-            if bad:
+            looked: list[tuple[str, tuple[str, int]]] = []
+            for part in parts:
+                text, flags = digest_hex(part.rows)
+                rows = (text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS))
+                own = part.names if group == "optim" else _unique(part.names)
+                looked += zip(own, zip(rows, flags, strict=True), strict=True)
+            if group == "optim":  # each optimizer has a state of its own for a parameter they share
+                each = _unique(name for name, _ in looked)
+                looked = [(name, row) for name, (_, row) in zip(each, looked, strict=True)]
+            # Optimizers may share a parameter, or one only hold another: the last look counts.
+            found = dict(looked)
+            names[group] = list(found)
+            digests[group] = "".join(text for text, _ in found.values())
+            if bad := [name for name, (_, flag) in found.items() if flag]:
                 nonfinite[group] = bad
         losses = enumerate(step.microbatches)
         wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in losses
@@ -493,7 +492,7 @@ class Observer:
 
 
 def _unique(names: Iterable[str]) -> list[str]:
-    """Names, those that come again with a number: two optimizers may share a parameter."""
+    """Names, those that come again with a number."""
     seen: dict[str, int] = {}
     found = []
     for name in names:
