@@ -173,7 +173,12 @@ def _graphed(step: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.holds = step  # type: ignore[attr-defined]  # a graph keeps nothing that it reads alive
+    return replay
 
 
 def _starts(times: int) -> int:

@@ -7,11 +7,12 @@ because resident size also counts what the allocator keeps, which is noise.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -110,6 +111,14 @@ def _resizes(func: Any) -> bool:
     )  # fmt: skip
 
 
+def is_fake(kinds: Iterable[type]) -> bool:
+    """Whether an operator's tensors are to know shapes alone, as where DTensor plans its own.
+
+    Modes must hand these on: no other mode is asked once one does not implement them.
+    """
+    return any(issubclass(kind, FakeTensor) for kind in kinds)
+
+
 class StorageCounter(TorchDispatchMode):
     """Counts bytes of live CPU tensor storage, and their peak, while it is active.
 
@@ -141,6 +150,8 @@ class StorageCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count the storages that it makes."""
         if types and any(map(opens_itself, types)):
+            if is_fake(types):
+                return func(*args, **(kwargs or {}))
             return NotImplemented  # the wrapper opens itself up first; what it holds is counted
         # This runs for every operator of every rank, so it looks at as little as it can.
         kind = self._kinds.get(func)

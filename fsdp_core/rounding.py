@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fsdp_core.device import opens_itself
+from fsdp_core.device import is_fake, opens_itself
 
 WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 """What products of a type are accumulated in."""
@@ -48,6 +48,8 @@ class RandomRounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and round what it returns."""
         if any(map(opens_itself, types)):
+            if is_fake(types):
+                return func(*args, **(kwargs or {}))
             return NotImplemented  # what the wrapper holds comes by itself
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__

@@ -31,6 +31,7 @@ from harness.store import RunFolder
 _PATH = click.Path(path_type=Path)
 SCENARIO_SUFFIXES = (".yaml", ".yml")
 MOST_NAMED = 5
+UNTIL = typing.get_args(Until)
 Command = Callable[..., Any]
 
 _ROOM = (
@@ -120,7 +121,7 @@ class _Cells:
 )
 @click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
 @click.option(
-    "--until", type=click.Choice(typing.get_args(Until)), default="least", show_default=True,
+    "--until", type=click.Choice(UNTIL), default="least", show_default=True,
     help="The last stage.",
 )  # fmt: skip
 @click.option(
@@ -146,7 +147,7 @@ def bisect_command(
     CASE is a case folder, an id in RUN (the newest under out/ by default), or a scenario file, of
     which -k selects one case; --against another one holds their candidates to each other, bit for
     bit or, of two layouts, within bounds of rounding. The search goes on where it was if its folder
-    is there.
+    is there. Of recorded runs (harness compare-runs) the records alone are read.
 
     Exit codes: 0 the case passes, 1 it fails and the search is done, 2 interrupted, 6 it could not
     be judged, or the budget ended first.
@@ -165,6 +166,9 @@ def bisect_command(
         place, spec, verdict = find_answer(case, folder)
         if verdict is not None and verdict.outcome in ("passed", "skipped"):
             return _nothing(verdict, as_json=as_json)
+    _refuse(spec, options["commits"])
+    if spec.reference.recorded:
+        options["until"] = min(options["until"], "place", key=UNTIL.index)
     console = display.make_console(stderr=as_json)
     asked = Search(
         case=dataclasses.replace(spec, skip_reason=""), place=place, argv=_command_line(),
@@ -179,6 +183,17 @@ def bisect_command(
     else:
         print_findings(console, findings, where / PAGE_FILE)
     return code
+
+
+def _refuse(spec: CaseSpec, commits: str) -> None:
+    """See that there are bits to follow, and runs that can be made if commits ask for them."""
+    if spec.expect != "bitwise":
+        raise UsageError(
+            f"bisect: expected a case that compares bits, {spec.id} is judged within a tolerance: "
+            "its verdict has the place and the largest gap"
+        )
+    if spec.reference.recorded and commits:
+        raise UsageError("--commits: expected a case that can be run, its runs were recorded")
 
 
 def _nothing(verdict: Verdict, *, as_json: bool) -> int:

@@ -22,7 +22,7 @@ from harness.settings import Value, leaf_types
 
 MAX_ID_CHARS = 120
 _HASH_CHARS = 8
-_BARE = ("graph", "model.preset", "fsdp.strategy", "backend", "dtype")
+_BARE = ("graph", "model.preset", "fsdp.strategy", "engine", "backend", "dtype")
 """Leaves whose values speak for themselves; every other token carries the leaf's name."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+=-]")
 

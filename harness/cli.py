@@ -22,6 +22,7 @@ from harness.again import set_killed_aside
 from harness.bisect_command import bisect_command
 from harness.bisect_exit import bisect_exit, for_git
 from harness.check_command import check_command
+from harness.compare_runs_command import compare_runs_command
 from harness.doctor import diagnose
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError, one_line
 from harness.faults_command import faults_command
@@ -43,6 +44,7 @@ from harness.schema import Overrides
 from harness.sections import ENGINES
 from harness.suite_options import list_command, suite_options
 from harness.typed import program
+from harness.wrap_command import wrap_command
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 EXIT_CODES = "Exit codes: 0 passed, 1 a check failed, 2 interrupted, 3 internal, 4 usage, " \
@@ -264,7 +266,8 @@ def doctor(*, as_json: bool) -> int:
 
 for _command in (
     report_command, merge_command, show_command, list_command, history_command, compare_command,
-    predict_command, check_command, bisect_command, faults_command,
+    predict_command, check_command, bisect_command, faults_command, wrap_command,
+    compare_runs_command,
 ):  # fmt: skip
     commands.add_command(_command)
 

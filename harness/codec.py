@@ -148,7 +148,11 @@ def _decode_union(kind: Any, value: object, where: str) -> object:
     options = typing.get_args(kind)
     if value is None and type(None) in options:
         return None
-    (option,) = (o for o in options if o is not type(None))
+    left = [option for option in options if option is not type(None)]
+    if len(left) > 1:  # a word, or a mapping in its place
+        is_mapping = isinstance(value, Mapping)
+        left = [o for o in left if (typing.get_origin(o) is dict) == is_mapping]
+    (option,) = left
     return _decode(option, value, where)
 
 

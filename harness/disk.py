@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import stat
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -39,6 +40,26 @@ def write_atomic(path: Path, text: str | bytes) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise refused("write", path, error) from error
+
+
+def write_once(path: Path, text: str) -> bool:
+    """Write a file whole unless it is there; False if it is. One of several writers wins.
+
+    Raises:
+        Infrastructure: the disk is full, read-only, or gone.
+    """
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # of all machines that share it
+    try:
+        write_atomic(beside, text)
+        os.link(beside, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise refused("write", path, error) from error
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+    return True
 
 
 def _new_file(path: str, flags: int) -> int:

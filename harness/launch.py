@@ -221,6 +221,11 @@ def prepare_rerun(
         HarnessError: not a case folder, or the case cannot run here.
     """
     case = load_case(case_folder).case
+    if case.reference.recorded:
+        raise UsageError(
+            f"{case_folder}: expected a case that can be run, its runs were recorded by hand: "
+            "record them again and compare them with harness compare-runs"
+        )
     fresh = dataclasses.replace(case, skip_reason="")
     check_whole(case_folder, [fresh])
     why = f"Case {case.id} of {case.scenario}, run again."

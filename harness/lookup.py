@@ -4,7 +4,7 @@ from pathlib import Path
 
 from harness.errors import UsageError, shown
 from harness.records import CaseSpec
-from harness.store import RunFolder, load_case
+from harness.store import SPEC_FILE, RunFolder, load_case
 
 DEFAULT_OUT = Path("out")
 
@@ -38,6 +38,8 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
     path = Path(name)
     if run is None and (path / "case.json").is_file():
         return path, load_case(path).case
+    if run is None and (path / SPEC_FILE).is_file():
+        run = path  # one run, which is refused for what it is
     folder = RunFolder.open(run or newest_run())
     ids = [case.id for case in folder.cases]
     if name not in ids:

@@ -9,12 +9,18 @@
 Whatever is found becomes `***`. A value that is shorter than `MIN_CHARS` is looked for as a word of
 its own, and only if it mixes kinds of characters: others would be found in half of all words, and
 those shorter than `SHORT_CHARS` are left. Numbers of tokens and the like are no secrets.
+
+What ranks print is masked while they wait, so it has to be fast: `bytes.find` looks for the few
+places where a secret can begin, and regular expressions are tried only there. What is found is what
+they would find everywhere (`Masker.text`), at twenty times their speed.
 """
 
 import base64
+import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from urllib.parse import quote, quote_plus
 
 MASK = "***"
@@ -27,14 +33,19 @@ _TELLING = re.compile(
     r"|_PASS$|_PWD$|_PW$|_CREDS?$|_DSN$|WEBHOOK|SIGNING|BEARER|JWT|_PIN$|_OTP$|_SALT$",
     re.IGNORECASE,
 )
+_PREFIXES = (
+    r"gh[pousr]_|github_pat_|gl(?:pat|rt|cbt|dt)-|hf_|sk-|[sr]k_(?:live|test)_|xox[abpors]-"
+    r"|xapp-|npm_|pypi-|dop_v1_|AIza|ya29\."
+)
+_SLACK = "hooks.slack.com/services/"
 _TOKEN = re.compile(
     r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]{0,8192}?(?:-----END [A-Z ]{0,30}-----|\Z)"
-    r"|\b(?:gh[pousr]_|github_pat_|gl(?:pat|rt|cbt|dt)-|hf_|sk-|[sr]k_(?:live|test)_|xox[abpors]-"
-    r"|xapp-|npm_|pypi-|dop_v1_|AIza|ya29\.)[\w.-]{16,255}"
+    rf"|\b(?:{_PREFIXES})[\w.-]{{16,255}}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
     r"|\beyJ[\w-]{6,2000}\.eyJ[\w-]{6,4000}\.[\w-]{10,1000}"
-    r"|(?<=hooks\.slack\.com/services/)[\w/]{16,100}"
+    rf"|(?<={re.escape(_SLACK)})[\w/]{{16,100}}"
 )
+_TOKEN_START = re.compile(rf"\b(?={_PREFIXES}|AKIA|ASIA|eyJ)")
 _IN_URL = re.compile(
     r"(\b[a-z][a-z0-9+.-]{1,20}://(?:[^\s/:@]{0,100}:|(?=[^\s/:@]{16})))[^\s/]{1,200}(?=@)",
     re.IGNORECASE,
@@ -72,12 +83,19 @@ class Masker:
         self._known = sorted(forms, key=lambda v: (-len(v), v))
         short = sorted(v for v in values if SHORT_CHARS <= len(v) < MIN_CHARS and _is_mixed(v))
         self._short = _words(short)
-        self._short_data = _words([_latin(value) for value in short])
-        self._known_data = [_latin(value) for value in self._known]
+        self._short_bytes = [_bytes(value) for value in short]
+        self._short_data = _words([value.decode("latin-1") for value in self._short_bytes])
+        self._known_data = [_bytes(value) for value in self._known]
 
     def text(self, text: str) -> str:
         """`text` with every secret as `***`."""
-        return _without(text, self._known, self._short)
+        for value in self._known:
+            text = text.replace(value, MASK)
+        if self._short is not None:
+            text = self._short.sub(MASK, text)
+        for form in _FORMS:
+            text = form.pattern.sub(form.masked, text)
+        return text
 
     def words(self, words: Iterable[str]) -> list[str]:
         """A command line, its words masked; also a word that follows `--token` and its like."""
@@ -90,27 +108,38 @@ class Masker:
 
     def data(self, data: bytes) -> bytes:
         """As `text`, of output in whatever encoding."""
-        text = data.decode("latin-1")
-        return _without(text, self._known_data, self._short_data).encode("latin-1")
+        for value in self._known_data:
+            data = data.replace(value, MASK.encode())
+        if self._short_data is not None and any(value in data for value in self._short_bytes):
+            data = self._short_data.sub(MASK, data.decode("latin-1")).encode("latin-1")
+        places: dict[_Places, list[int]] = {}
+        for form in _FORMS:
+            if form.places not in places:
+                places[form.places] = form.places(data)
+            parts, end = list[str](), 0
+            for match in form.matches(data, places[form.places]):
+                parts += [match.string[end : match.start()], form.masked(match)]
+                end = match.end()
+            if parts:
+                data = "".join(parts).encode("latin-1") + data[end:]
+                places.clear()
+        return data
 
     def parted(self, data: bytes, cut: int) -> int:
         """Where to cut instead of at `cut`, so that no secret is parted: at its beginning."""
         start = max(cut - _SPAN_BYTES, 0)
-        text, place = data[start : cut + _SPAN_BYTES].decode("latin-1"), cut - start
-        spans = [
-            span for pattern in (_TOKEN, _IN_URL, _ASSIGNED, _PASSWORD)
-            for span in (match.span() for match in pattern.finditer(text))
-        ]  # fmt: skip
-        spans += [span for value in self._known_data for span in _found(value, text)]
+        near, place = bytes(data[start : cut + _SPAN_BYTES]), cut - start
+        spans = [match.span() for form in _FORMS for match in form.matches(near, form.places(near))]
+        spans += [span for value in self._known_data for span in _found(value, near)]
         crossing = [first for first, last in spans if first < place < last]
         return start + min(crossing) if crossing else cut
 
 
-def _found(value: str, text: str) -> Iterator[tuple[int, int]]:
-    at = text.find(value)
+def _found(value: bytes, data: bytes) -> Iterator[tuple[int, int]]:
+    at = data.find(value)
     while at >= 0:
         yield at, at + len(value)
-        at = text.find(value, at + 1)
+        at = data.find(value, at + 1)
 
 
 def _forms(value: str) -> Iterator[str]:
@@ -136,19 +165,8 @@ def _words(values: Iterable[str]) -> "re.Pattern[str] | None":
     return re.compile(rf"(?<!\w)(?:{listed})(?!\w)") if listed else None
 
 
-def _latin(value: str) -> str:
-    return value.encode(errors="surrogateescape").decode("latin-1")
-
-
-def _without(text: str, known: Iterable[str], short: "re.Pattern[str] | None") -> str:
-    for value in known:
-        text = text.replace(value, MASK)
-    if short is not None:
-        text = short.sub(MASK, text)
-    text = _TOKEN.sub(MASK, text)
-    text = _IN_URL.sub(rf"\1{MASK}", text)
-    text = _ASSIGNED.sub(_assigned, text)
-    return _PASSWORD.sub(_password, text)
+def _bytes(value: str) -> bytes:
+    return value.encode(errors="surrogateescape")
 
 
 def _assigned(match: "re.Match[str]") -> str:
@@ -162,6 +180,92 @@ def _assigned(match: "re.Match[str]") -> str:
 def _password(match: "re.Match[str]") -> str:
     # `password: wrong` is prose.
     return match[0] if ":" in match[1] and match[2].isalpha() else f"{match[1]}{MASK}"
+
+
+_Places = Callable[[bytes], list[int]]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form of secrets. `places`: where it can begin, in order, found without `pattern`."""
+
+    pattern: "re.Pattern[str]"
+    masked: "Callable[[re.Match[str]], str]"
+    places: _Places
+
+    def matches(self, data: bytes, places: list[int]) -> "Iterator[re.Match[str]]":
+        """What `pattern.finditer` finds in `data` as Latin-1."""
+        text, end = "", 0
+        for at in places:
+            text = text or data.decode("latin-1")
+            if at >= end and (match := self.pattern.match(text, at)):
+                end = match.end()
+                yield match
+
+
+_IN_TOKENS = bytes(120 if re.match(r"[\w.-]", chr(code)) else 32 for code in range(256))
+_RUN = b"x" * 19
+"""The shortest token, translated by `_IN_TOKENS`."""
+_SCHEME = re.compile(rb"\b[a-z](?=[a-z0-9+.-]{1,20}://)", re.IGNORECASE)
+_USER = re.compile(rb"[^\s/]{1,301}@")
+_WORDS = {
+    b"pass": (0,), b"secret": (0, 7), b"key": (3, 4, 6, 7, 8), b"token": (0, 4, 5),
+    b"bearer": (0,), b"basic": (0,), b"_pwd": (0,),
+}  # fmt: skip
+"""In every match of `_ASSIGNED` and `_PASSWORD`, so many bytes after its beginning."""
+_AFTER_WORD = {b"w", b"p"} | {
+    bytes([code]) for code in range(256) if re.match(r"[\"'\s=:]", chr(code))
+}
+"""What may follow one of `_WORDS`: passWord, passPhrase, a quote, a separator."""
+
+
+def _places_of_tokens(data: bytes) -> list[int]:
+    places = [at for at, _ in _found(_BEGIN, data)]
+    places += [end for _, end in _found(_SLACK.encode(), data)]
+    runs = data.translate(_IN_TOKENS)
+    at = runs.find(_RUN)
+    while at >= 0:
+        end = runs.find(b" ", at)
+        end = len(runs) if end < 0 else end
+        if starts := (_starts if end - at > 128 else _starts_of_names)(data[at:end]):
+            places += [at + start for start in starts]
+        at = runs.find(_RUN, end)
+    return sorted(places)
+
+
+def _starts(run: bytes) -> list[int]:
+    return [match.start() for match in _TOKEN_START.finditer(run.decode("latin-1"))]
+
+
+# What is that long in a log is mostly a path or a module's name, and comes again.
+_starts_of_names = functools.lru_cache(4096)(_starts)
+
+
+def _places_of_urls(data: bytes) -> list[int]:
+    return [
+        match.start()
+        for at, end in _found(b"://", data) if _USER.match(data, end)
+        for match in _SCHEME.finditer(data, max(at - 21, 0), end)
+    ]  # fmt: skip
+
+
+def _places_of_words(data: bytes) -> list[int]:
+    lower = data.lower()
+    places = {
+        at - before
+        for word, befores in _WORDS.items()
+        for at, end in _found(word, lower) if lower[end : end + 1] in _AFTER_WORD
+        for before in befores if at >= before
+    }  # fmt: skip
+    return sorted(places)
+
+
+_FORMS = (
+    _Form(_TOKEN, lambda match: MASK, _places_of_tokens),
+    _Form(_IN_URL, lambda match: match[1] + MASK, _places_of_urls),
+    _Form(_ASSIGNED, _assigned, _places_of_words),
+    _Form(_PASSWORD, _password, _places_of_words),
+)
 
 
 class Stream:

@@ -327,6 +327,13 @@ class _Maker:
             raise self.scenario.checks_origin.error(
                 "checks.taps", expected="taps in base, of the modules to compare", got="none"
             )
+        if "state" in self.scenario.checks and candidate.engine != reference.engine:
+            raise self.scenario.checks_origin.error(
+                "checks.state",
+                expected="no state, as ranks of two engines hold other parts of each tensor; loss, "
+                "taps and finite say what can be said",
+                got=f"{candidate.engine} against {reference.engine}",
+            )
         self._check_timed(candidate, reference)
         for role, plant in plants.items():
             leg = candidate if role == "candidate" else reference

@@ -175,7 +175,8 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         if spec.device == "cuda":
             return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    if why := _lacks_device(spec) or _lacks_te(spec) or _lacks_compiler(spec):
+    asked = (_lacks_device, _lacks_te, _lacks_engine, _lacks_compiler)
+    if why := next(filter(None, (lacks(spec) for lacks in asked)), ""):
         return why
     if not spec.is_builtin:
         return ""
@@ -205,6 +206,16 @@ def _lacks_te(spec: RunSpec) -> str:
         return f"backend te needs a GPU, this run is on {spec.device}"
     if not package_version("transformer-engine"):
         return "backend te needs transformer-engine, which is not installed"
+    return ""
+
+
+def _lacks_engine(spec: RunSpec) -> str:
+    if spec.config.get("engine") != "megatron_fsdp":
+        return ""
+    if spec.device != "cuda":
+        return f"engine megatron_fsdp needs a GPU, this run is on {spec.device}"
+    if not package_version("megatron-fsdp"):
+        return "engine megatron_fsdp needs megatron-fsdp, which is not installed"
     return ""
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from fsdp_core.config import TrainConfig
 from harness.decode import refuse, take_float, take_int, take_list, take_mapping, take_str
 from harness.errors import shown
-from harness.faults.catalogue import CATALOGUE, LEGS
+from harness.faults.catalogue import CATALOGUE, LEGS, is_of_any_engine
 from harness.faults.fault import Fault
 from harness.plant_spec import PlantSpec, joined
 from harness.yaml_source import Node, Origin
@@ -104,6 +104,12 @@ def check_has_part(fault: Fault, config: TrainConfig, role: str, written: Origin
             expected=f"a graph scope that {fault.name} can be planted in",
             got=f"{'+'.join(config.graph) or 'eager'} in the {role}",
             legal=fault.scopes,
+        )
+    if config.engine != "ours" and not is_of_any_engine(fault):
+        raise written.error(
+            "engine",
+            expected=f"ours, for {fault.name} to be planted in",
+            got=f"{config.engine} in the {role}",
         )
     parallel = vars(config.parallel)
     if lacks := fault.lacks(parallel):

@@ -15,7 +15,7 @@ import click
 
 from harness import display
 from harness.engine.server import server_environment
-from harness.errors import Infrastructure, NothingSelected
+from harness.errors import Infrastructure, NothingSelected, UsageError
 from harness.matrix import expand
 from harness.records import CaseSpec, ExitCode, RunSpec
 from harness.schema import Overrides, load_scenario
@@ -77,6 +77,9 @@ def _layouts(cases: Iterable[CaseSpec]) -> dict[str, RunSpec]:
     found: dict[str, RunSpec] = {}
     seen: set[str] = set()
     for case in cases:
+        engines = {case.reference.config["engine"], case.candidate.config["engine"]}
+        if others := sorted(engines - {"ours"}):
+            raise UsageError(f"{case.id}: expected engine ours to predict, got {', '.join(others)}")
         for leg, spec in (("reference", case.reference), ("candidate", case.candidate)):
             config = spec.config | {"graph": [], "seed": 0, "stress": [], "compile": [], "steps": 1}
             identity = json.dumps(config, sort_keys=True)

@@ -30,6 +30,7 @@ from harness.float_bits import FloatBits, ulp_distance
 from harness.keeping import KeepSpec
 from harness.plant_spec import PlantSpec
 from harness.soaking import SoakSpec
+from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
     "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
@@ -51,8 +52,8 @@ What = Literal[
     "record_after_end", "corrupt_record", "empty_run", "not_replayed", "illegal_access", "oom",
     "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
     "capture_refused",
-    "nondeterministic_reference", "different_environment", "unsupported", "not_run", "interrupted",
-    "shared_gpu",
+    "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
+    "interrupted", "shared_gpu",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)
 
@@ -101,7 +102,8 @@ class RunSpec(Json):
     writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
     (`fsdp_core.rounding`), for `harness.bisector.layouts`; 0 for all others. `stall_s`: seconds
     without a record after which it counts as hung. Of a program that is not the built-in one,
-    `config` says what to start (`harness.program.spec`).
+    `config` says what to start (`harness.program.spec`). `recorded`, "" for all others, names in
+    its start records a run that was recorded by hand or under another key.
     """
 
     config: dict[str, Any]
@@ -116,6 +118,7 @@ class RunSpec(Json):
     keep: KeepSpec | None = None
     rounding: int = 0
     stall_s: float | None = None
+    recorded: str = ""
 
     def __post_init__(self) -> None:
         # An int here would give another key than the same specification read back from JSON.
@@ -146,6 +149,8 @@ class RunSpec(Json):
             del plain["keep"]  # and this
         if self.stall_s is None:
             del plain["stall_s"]
+        if not self.recorded:
+            del plain["recorded"]
         text = _SORTED.encode(plain)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"w{self.world_size}-{graph}-r{self.replica}-{digest}"
@@ -168,6 +173,8 @@ class RunSpec(Json):
 class CaseSpec(Json):
     """A candidate against its reference, which also runs against its own control.
 
+    `expect` is `bitwise` or a tolerance (`harness.tolerance`). Of runs that were recorded by hand
+    the control may be the reference itself: there is none then, and a difference is no failure.
     `repeats` more runs of each of both are made for their times (`harness.repeats`).
     """
 
@@ -177,10 +184,18 @@ class CaseSpec(Json):
     reference: RunSpec
     control: RunSpec
     candidate: RunSpec
-    expect: Literal["bitwise"]
+    expect: Expect
     checks: dict[str, dict[str, Any]]
     skip_reason: str = ""
     repeats: int = 0
+
+    def __post_init__(self) -> None:
+        tolerance_of(self.expect)
+
+    @property
+    def has_control(self) -> bool:
+        """Whether the reference was run twice; of recorded runs it may not have been."""
+        return self.control.key != self.reference.key
 
 
 # --- records of a rank ------------------------------------------------------------------------

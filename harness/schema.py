@@ -7,7 +7,8 @@
     axes     axis -> list of values; the matrix is their product
     exclude  partial mappings axis -> value: cases that match one are removed
     include  mappings key -> value: extend the cases that they fit, or add a case
-    compare  the axis whose reference value every other value is compared with
+    compare  the axis whose reference value every other value is compared with, and how equal they
+             are to be: `bitwise`, or a tolerance (harness.tolerance)
     checks   loss, state, taps, finite, peak_memory, soak
     soak     steps, replays or duration_s; rotate, period, stall_s (see harness.soak_section)
     launch   device, timeout_s, slots, engine, slurm
@@ -20,7 +21,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from harness.cadence import decode_select, decode_tier
 from harness.decode import dotted, refuse, take_list, take_mapping, take_str
@@ -29,6 +30,7 @@ from harness.program.section import ProgramLeg, ProgramVocabulary
 from harness.sections import (
     Launch,
     decode_checks,
+    decode_expect,
     decode_launch,
     decode_name,
     decode_why,
@@ -36,6 +38,7 @@ from harness.sections import (
 )
 from harness.settings import Leg, Setting, build_leg, decode_settings, overlay
 from harness.soak_section import Soak, decode_soak, joined
+from harness.tolerance import Expect
 from harness.yaml_source import Node, Origin, parse_bytes, read_bytes
 
 SECTIONS = (
@@ -83,7 +86,7 @@ class Compare:
 
     axis: str
     reference: Choice
-    expect: Literal["bitwise"]
+    expect: Expect
     origin: Origin
 
 
@@ -161,7 +164,7 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     compare = _decode_compare(sections["compare"], axes, decode)
     launch = decode_launch(sections.get("launch"), overrides.sets)
     soak = decode_soak(sections.get("soak"), overrides.sets, launch.timeout_s)
-    checks = decode_checks(sections["checks"])
+    checks = decode_checks(sections["checks"], compare.expect)
     if ("soak" in checks) != (soak is not None):
         raise sections["checks"].origin.error(
             "checks.soak",
@@ -373,7 +376,7 @@ def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compa
     entries = take_mapping(node, "compare", legal=keys, required=keys)
     by_name = {axis.name: axis for axis in axes}
     name = take_str(entries["axis"], "compare.axis", legal=by_name)
-    take_str(entries["expect"], "compare.expect", legal=("bitwise",))
+    expect = decode_expect(entries["expect"], "compare.expect")
     axis = by_name[name]
     wanted = entries["reference"]
     given = Choice(decode(name, wanted, entries["axis"].origin, "compare.reference"), wanted.origin)
@@ -384,4 +387,4 @@ def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compa
             expected="a value beside the reference to compare with it",
             got="the reference alone",
         )
-    return Compare(name, reference, "bitwise", node.origin)
+    return Compare(name, reference, expect, node.origin)

@@ -9,6 +9,7 @@ from harness.check_limits import decode_peak_memory, decode_throughput
 from harness.decode import dotted, refuse, take_bool, take_float, take_int, take_mapping, take_str
 from harness.slurm_options import DEFAULT_OPTIONS, SlurmOptions, decode_slurm
 from harness.slurm_options import KEYS as SLURM_KEYS
+from harness.tolerance import FORMS, Expect, ToleranceError, tolerance_of
 from harness.yaml_source import Node, Origin, parse_text
 
 CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak", "graphs")
@@ -75,11 +76,42 @@ def split_option(option: str, text: str) -> tuple[str, Node, Origin]:
     return key, parse_text(value, origin), origin
 
 
-def decode_checks(node: Node) -> dict[str, dict[str, Any]]:
-    """Check name to its limits; at least one check must compare bits."""
+def decode_expect(node: Node, key: str) -> Expect:
+    """`bitwise`, or a tolerance by its numbers (see `harness.tolerance`).
+
+    Raises:
+        ScenarioError: neither.
+    """
+    forms = ("bitwise", "{rtol: 1e-5, atol: 0}", "{loss_gap: 0.01, over: 100}")
+    if node.value == "rounding":
+        # A program states no float64 reference, and what its rounding may do was not measured.
+        got = "rounding, of which nothing says how large it may be: say rtol"
+        raise refuse(node, key, "bitwise or a tolerance", got=got, legal=forms)
+    if not isinstance(node.value, dict):
+        take_str(node, key, legal=forms[:1])
+        return "bitwise"
+    entries = take_mapping(node, key, legal=tuple(name for form in FORMS for name in form))
+    expect = {
+        name: float(take_int(value, f"{key}.{name}", minimum=1))
+        if name == "over"
+        else take_float(value, f"{key}.{name}")
+        for name, value in entries.items()
+    }
+    try:
+        tolerance_of(expect, key)
+    except ToleranceError as error:
+        raise refuse(node, error.key, error.expected, got=error.got) from None
+    return expect
+
+
+def decode_checks(node: Node, expect: Expect = "bitwise") -> dict[str, dict[str, Any]]:
+    """Check name to its limits; at least one check must compare bits, or within the tolerance."""
     entries = take_mapping(node, "checks", legal=CHECKS)
     if not entries:
         raise refuse(node, "checks", "at least one check", got="an empty mapping", legal=CHECKS)
+    if expect != "bitwise" and "loss" not in entries:
+        expected = "loss, which is what the tolerance of compare.expect is on"
+        raise refuse(node, "checks", expected, got=", ".join(entries))
     if not set(entries) & set(EVIDENCE):
         raise refuse(
             node,

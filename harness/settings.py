@@ -86,6 +86,11 @@ class Leg:
         return self.config.microbatches
 
     @property
+    def engine(self) -> str:
+        """Who shards the model."""
+        return self.config.engine
+
+    @property
     def compiled(self) -> str:
         """What is compiled by whom; order means nothing."""
         parts = "+".join(sorted(self.config.compile))

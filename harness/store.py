@@ -154,6 +154,8 @@ class RunFolder:
                 why = f"it has no {MANIFEST_FILE}"
                 if (path / LOCK_FILE).is_file():
                     why += "; its harness ended before it had begun: start it once more, with --out"
+                elif (path / SPEC_FILE).is_file():
+                    why += "; it holds one recorded run, which harness compare-runs judges"
                 raise UsageError(f"{path} is not a run folder ({why})")
             manifest = read_object(path / MANIFEST_FILE)
             schema = manifest.get("schema")

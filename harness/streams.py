@@ -91,6 +91,16 @@ def read_rank(path: Path, rank: int) -> RankRecords:
     return reading.result()
 
 
+def read_start(path: Path) -> StartRecord | None:
+    """The start record of a rank's file alone; None while it is not there whole."""
+    try:
+        with open_plain(path) as file:
+            record = parse_record(file.readline(MAX_LINE_BYTES).decode())
+    except (OSError, RecordError, UnicodeDecodeError, RecursionError):
+        return None
+    return record if isinstance(record, StartRecord) else None
+
+
 class _Reading:
     """Collects one file's lines in order."""
 

@@ -56,6 +56,7 @@ def _case(case: CaseReport) -> dict[str, Any]:
     return {
         "id": case.spec.id,
         "labels": case.spec.labels,
+        "expect": case.spec.expect,
         "verdict": case.verdict.to_json(),
         "command": case.command,
         "delta_loss": curve.words if curve is not None else None,

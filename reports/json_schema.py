@@ -28,6 +28,7 @@ from harness.records import (
 )
 from harness.retries import Attempt
 from harness.store import LEGS
+from harness.tolerance import Expect
 from reports.addresses import LegAddresses
 from reports.json_report import REPORT_SCHEMA_VERSION
 
@@ -152,6 +153,7 @@ def _report(parts: _Parts) -> dict[str, Any]:
     case = exact({
         "id": _TEXT,
         "labels": parts.of(dict[str, str]),
+        "expect": parts.of(Expect),
         "verdict": parts.of(Verdict),
         "command": _TEXT,
         "delta_loss": {"type": ["string", "null"]},

@@ -235,6 +235,13 @@ def _letter(place: int) -> str:
     return chr(ord("A") + place) if place < 26 else f"E{place + 1}"
 
 
+def _repeat(frames: Frames, spec: CaseSpec) -> str:
+    """The command that answers the case again; runs that were recorded by hand are not made."""
+    if spec.reference.recorded:
+        return _command_line(frames.folder.manifest)
+    return f"harness rerun {shlex.quote(str(frames.folder.case_folder(spec.id)))}"
+
+
 def _case(
     frames: Frames,
     letters: _Environments,
@@ -251,7 +258,7 @@ def _case(
         spec=spec,
         verdict=verdict,
         message=one_line(verdict.message),
-        command=f"harness rerun {shlex.quote(str(frames.folder.case_folder(spec.id)))}",
+        command=_repeat(frames, spec),
         curve=loss_curve(
             frames.steps_of(spec.reference.key), frames.steps_of(spec.candidate.key), rank
         ),

@@ -10,6 +10,7 @@ values and the rule's name; the scenario decoder adds the file and the line.
       fsdp      FsdpConfig      sharding strategy, pool, precision of the reduction
       optim     OptimConfig     AdamW and gradient clipping
       data      DataConfig      where tokens come from
+      engine    who shards the model
       graph     tuple of scopes, empty means eager
       compile   tuple of parts, empty means none
       stress    tuple of stressors, empty means none
@@ -21,6 +22,7 @@ values and the rule's name; the scenario decoder adds the file and the line.
 from fsdp_core.config.built import NOT_BUILT, not_built, refuse_not_built
 from fsdp_core.config.compiled import COMPILE_RULES, COMPILERS, NO_COMPILE, PARTS
 from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
+from fsdp_core.config.engines import ENGINE_RULES, ENGINES
 from fsdp_core.config.model import (
     ATTENTIONS,
     DISPATCHERS,
@@ -57,7 +59,8 @@ from fsdp_core.config.taps import TAP_KINDS, TAP_RULES, TapPattern, tap_pattern
 __all__ = [
     "ATTENTIONS", "BACKENDS", "COMPILERS", "COMPILE_RULES", "DATA_KINDS", "DEGREES",
     "DENSE_DEGREES", "DISPATCHERS", "DROPS", "DTYPES", "EAGER", "EIGHT_BITS", "EIGHT_BITS_RULES",
-    "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES", "NOT_BUILT", "NO_COMPILE",
+    "ENGINES", "ENGINE_RULES", "GRAPH_RULES", "LAYOUT_RULES", "MODEL_PRESETS", "MODEL_RULES",
+    "NOT_BUILT", "NO_COMPILE",
     "NO_STRESS", "PARALLEL_RULES", "PARTS", "POOLS", "RULES", "RUN_RULES", "SCOPES", "SCORES",
     "STRATEGIES", "STRESSORS", "STRESS_RULES", "TAP_KINDS", "TAP_RULES",
     "ConfigError", "DataConfig", "FsdpConfig", "Layout", "ModelConfig", "OptimConfig",
@@ -73,6 +76,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "compile": COMPILE_RULES,
     "fp8": EIGHT_BITS_RULES,
     "stress": STRESS_RULES,
+    "engine": ENGINE_RULES,
     "taps": TAP_RULES,
     "run": RUN_RULES,
     "not built": NOT_BUILT,

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_core.config.compiled import COMPILE_RULES, COMPILERS
 from fsdp_core.config.eight_bits import EIGHT_BITS, EIGHT_BITS_RULES
+from fsdp_core.config.engines import ENGINE_RULES, ENGINES
 from fsdp_core.config.model import ModelConfig
 from fsdp_core.config.parallel import LAYOUT_RULES, ParallelConfig
 from fsdp_core.config.rule import (
@@ -86,6 +87,7 @@ class TrainConfig:
     graph_layers: tuple[int, ...] = ()
     compile: tuple[str, ...] = ()
     compile_backend: str = "inductor"
+    engine: str = "ours"
     backend: str = "torch"
     dtype: str = "bf16"
     fp8: str = "none"
@@ -109,6 +111,7 @@ class TrainConfig:
             if getattr(self, key) >= 2**64:
                 raise ConfigError(key, expected="an integer < 2**64", got=getattr(self, key))
         at_least("graph_warmup_steps", self.graph_warmup_steps, 1)
+        one_of("engine", self.engine, ENGINES)
         one_of("backend", self.backend, BACKENDS)
         one_of("compile_backend", self.compile_backend, COMPILERS)
         one_of("dtype", self.dtype, DTYPES)
@@ -128,6 +131,7 @@ class TrainConfig:
         obey(COMPILE_RULES, self)
         obey(EIGHT_BITS_RULES, self)
         obey(STRESS_RULES, self)
+        obey(ENGINE_RULES, self)
         obey(TAP_RULES, self)
         obey(RUN_RULES, self)
 

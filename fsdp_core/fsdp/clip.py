@@ -61,13 +61,8 @@ def clip_grad_norm_(
     if not listed:
         return torch.tensor(0.0)
     groups = _groups(listed)
+    total = _total(listed, groups, order, torch.float32)
     pieces = [piece for group in groups.values() for piece in group]
-    device = (pieces or listed)[0].device
-    powers = [
-        total_power(_norms(group, order, device), order, mesh, axes)
-        for (mesh, axes), group in groups.items()
-    ]
-    total = norm_of(combine_powers(torch.stack(powers), order), order)
     if all(parameter.dtype != torch.float64 for parameter in listed):
         total = total.float()
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -79,6 +74,31 @@ def clip_grad_norm_(
     for alike in _alike(pieces):
         torch._foreach_mul_(alike, factor.to(alike[0].device))
     return total
+
+
+@torch.no_grad()
+def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients, as `clip_grad_norm_` has it but float64 throughout.
+
+    So the order of its sums, and with it how ranks cut the gradients, leaves its float32 alone.
+
+    Raises:
+        ValueError, NotImplementedError: as `clip_grad_norm_`; no parameters.
+    """
+    listed = list(parameters)
+    return _total(listed, _groups(listed), float(norm_type), torch.float64)
+
+
+def _total(
+    listed: list[torch.Tensor], groups: dict[_Layout, list[Any]], order: float, least: torch.dtype
+) -> torch.Tensor:
+    """Norm of the gradients in `groups`, float64; that of each one in `least` or wider."""
+    device = next((piece for group in groups.values() for piece in group), listed[0]).device
+    powers = [
+        total_power(_norms(group, order, device, least), order, mesh, axes)
+        for (mesh, axes), group in groups.items()
+    ]
+    return norm_of(combine_powers(torch.stack(powers), order), order)
 
 
 def _groups(parameters: list[torch.Tensor]) -> dict[_Layout, list[torch.Tensor]]:
@@ -112,11 +132,13 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.device_mesh, tuple(cut)
 
 
-def _norms(pieces: list[Any], order: float, device: torch.device) -> list[torch.Tensor]:
+def _norms(
+    pieces: list[Any], order: float, device: torch.device, least: torch.dtype
+) -> list[torch.Tensor]:
     """Of each piece; beside them a zero, for there may be none."""
-    found = [torch.zeros((), device=device)]
+    found = [torch.zeros((), device=device, dtype=least)]
     for alike in _alike(pieces):
-        wide = torch.promote_types(alike[0].dtype, torch.float32)
+        wide = torch.promote_types(alike[0].dtype, least)
         found += [norm.to(device) for norm in torch._foreach_norm(alike, order, dtype=wide)]
     return found
 

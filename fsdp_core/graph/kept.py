@@ -56,7 +56,7 @@ class Room:
 
 
 class Copies:
-    """Copies of tensors of a fixed place and shape.
+    """Copies of tensors of a fixed shape, and of a fixed place unless `follow` says otherwise.
 
     Attributes:
         buffers: by name, as integers.
@@ -65,6 +65,10 @@ class Copies:
     def __init__(self, named: Mapping[str, Tensor], room: Room) -> None:
         self._tensors = dict(named)
         self.buffers = {name: room.like(name, tensor) for name, tensor in named.items()}
+
+    def follow(self, named: Mapping[str, Tensor]) -> None:
+        """Copy from these from now on: the same names, shapes and dtypes elsewhere."""
+        self._tensors = {name: named[name] for name in self._tensors}
 
     def take(self) -> None:
         """Copy all; device work alone."""

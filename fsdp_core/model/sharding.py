@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from fsdp_core.config import FsdpConfig
-from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_core.fsdp.clip import total_norm
 from fsdp_core.fsdp.pool import Pool
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.model.microbatch import num_averaged
@@ -99,8 +100,8 @@ def clip_grads(
     device = parameters[0].device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for names, across in _KINDS.items():
-        # Infinite: only the norm is asked for. A kind that no parameter is of has norm 0.
-        norm = clip_grad_norm_(kinds[names], torch.inf, norm_type) if kinds[names] else total * 0
+        # A kind that no parameter is of has norm 0.
+        norm = total_norm(kinds[names], norm_type) if kinds[names] else total * 0
         power = _to_power(norm.to(device, torch.float64), norm_type)
         for name in across:
             power = _sum(power, getattr(axes, name), norm_type)

@@ -7,6 +7,7 @@
     stage_graphs, partial_graphs, banks    graphs of a stage, of all stages, of all context sizes
     captures   all graphs of a trainer, on every rank or on none
     trainer    the step
+    engines    the step by torch's FSDP2 or DDP, or by megatron-fsdp
     stressed   the same under stressors; `make_trainer` gives the one that a configuration asks for
     memory     whose a trainer's memory is
     rehearsal  how much it will be, on any layout, found out in one process

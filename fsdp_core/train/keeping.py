@@ -72,6 +72,7 @@ class Keeping:
     Args:
         names: as in the module's docstring; those that this rank does not have are passed over.
         max_bytes: of all copies on this rank.
+        places: of every parameter by its name; `places_of` gives them.
 
     Raises:
         ValueError: they would take more.
@@ -84,12 +85,11 @@ class Keeping:
         *,
         digests: Digests,
         taps: Taps,
-        stages: Sequence[nn.Module],
-        groups: Iterable[ParamGroup],
+        places: Iterable[tuple[str, tuple[Place, ...]]],
     ) -> None:
         self._digests, self._taps = digests, taps
         room = Room(max_bytes, taps.device)
-        self._places = dict(_places(stages, groups))
+        self._places = dict(places)
         for group, (known, tensors) in digests.digested.items():
             wanted = {
                 name: tensor
@@ -156,7 +156,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(".*".join(re.escape(part) for part in text.split("*")), re.DOTALL)
 
 
-def _places(
+def places_of(
     stages: Sequence[nn.Module], groups: Iterable[ParamGroup]
 ) -> Iterator[tuple[str, tuple[Place, ...]]]:
     """Of every parameter by its name, of which this rank may have no row at all."""

@@ -51,6 +51,24 @@ def mean_loss(losses: torch.Tensor, axes: Axes) -> torch.Tensor:
     return (total / num_averaged(axes)).float()
 
 
+def groups_of(optimizer: AdamW, others: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Named]:
+    """The groups of `Digests`, with the tensors as they are now."""
+    names = optimizer.names
+    return {
+        "grads": (names, optimizer.grads),
+        "weights": (
+            [*names, *(name for name, _ in others)],
+            [*optimizer.params, *(tensor for _, tensor in others)],
+        ),
+        "optim": (
+            [f"{name}.exp_avg" for name in names]
+            + [f"{name}.exp_avg_sq" for name in names]
+            + ["step_count"],
+            [*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.step_count],
+        ),
+    }
+
+
 class Digests:
     """Digests of the tensors that a run is compared by, in groups.
 
@@ -64,20 +82,7 @@ class Digests:
     """
 
     def __init__(self, optimizer: AdamW, others: Sequence[tuple[str, torch.Tensor]]) -> None:
-        names = optimizer.names
-        self.digested: dict[str, Named] = {
-            "grads": (names, optimizer.grads),
-            "weights": (
-                [*names, *(name for name, _ in others)],
-                [*optimizer.params, *(tensor for _, tensor in others)],
-            ),
-            "optim": (
-                [f"{name}.exp_avg" for name in names]
-                + [f"{name}.exp_avg_sq" for name in names]
-                + ["step_count"],
-                [*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.step_count],
-            ),
-        }
+        self.digested = groups_of(optimizer, others)
         self._digesters = {
             group: Digester(tensors, named) for group, (named, tensors) in self.digested.items()
         }

@@ -11,6 +11,7 @@ from fsdp_core.device import Device
 from fsdp_core.parallel.axes import Axes
 from fsdp_core.stress.races import Named
 from fsdp_core.stress.stressors import Stressors
+from fsdp_core.train.engines import EngineTrainer
 from fsdp_core.train.trainer import Trainer
 
 
@@ -88,6 +89,8 @@ class StressedTrainer(Trainer):
 
 
 def make_trainer(config: TrainConfig, axes: Axes, device: Device) -> Trainer:
-    """The trainer that a configuration asks for, under stress or not."""
+    """The trainer that a configuration asks for: of another engine, under stress or plain."""
+    if config.engine != "ours":
+        return EngineTrainer(config, axes, device)
     kind = StressedTrainer if config.stress else Trainer
     return kind(config, axes, device)

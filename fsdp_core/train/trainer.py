@@ -27,7 +27,8 @@ from fsdp_core.device import Device
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.compiled import Compilation
 from fsdp_core.graph.ledger import AddressBook
-from fsdp_core.model.backend import make_backend
+from fsdp_core.model.backend import Backend, make_backend
+from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.moe.router import Router
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
@@ -47,7 +48,7 @@ from fsdp_core.train.build import (
 from fsdp_core.train.captures import Captures
 from fsdp_core.train.compiled_parts import compile_parts
 from fsdp_core.train.inputs import make_inputs
-from fsdp_core.train.keeping import Keeping
+from fsdp_core.train.keeping import Keeping, places_of
 from fsdp_core.train.names import (
     PointerChanges,
     enter_attributes,
@@ -93,13 +94,11 @@ class Trainer:
         make_deterministic(config.seed)
         with device.on(self.stream):
             self.streams = make_streams(config, axes, device)
-            self.stages = build_stages(config, axes, backend, self.streams, device)
-            self._roots = list(roots(self.stages))
+            self.stages = self._build_stages(backend)
             self.taps = open_taps(config, self.stages, axes.pp, device.torch_device)
             self._compiler = compile_parts(config, self.stages)
-            self.optimizer = AdamW(named_states(self.groups), config.optim)
+            self.optimizer, self._digests = self._build_state()
             self._inputs = make_inputs(config, axes, device)
-            self._digests = Digests(self.optimizer, list(self._expert_biases()))
             self.outputs = self._empty_outputs()
             self._pipelines: dict[int, Pipeline] = {}
             self._whole_steps = 0
@@ -273,12 +272,19 @@ class Trainer:
         """Keep copies of tensors as they are digested: see `keeping`. Before the first step."""
         assert not self._whole_steps
         with self.device.on(self.stream):
-            return Keeping(
-                names, max_bytes, digests=self._digests, taps=self.taps, stages=self.stages,
-                groups=self.groups,
-            )  # fmt: skip
+            places = places_of(self.stages, self.groups)
+            return Keeping(names, max_bytes, digests=self._digests, taps=self.taps, places=places)
 
     # ---- parts
+
+    def _build_stages(self, backend: Backend) -> list[DecoderStage]:
+        stages = build_stages(self.config, self.axes, backend, self.streams, self.device)
+        self._roots = list(roots(stages))
+        return stages
+
+    def _build_state(self) -> tuple[AdamW, Digests]:
+        optimizer = AdamW(named_states(self.groups), self.config.optim)
+        return optimizer, Digests(optimizer, list(self._expert_biases()))
 
     def _biased_routers(self) -> Iterator[tuple[str, Router]]:
         for stage in self.stages:
@@ -337,9 +343,10 @@ class Trainer:
     def named_tensors(self) -> AddressBook:
         """Every long-lived tensor that a graph may use, by name, looked up when it is asked for."""
         book = AddressBook()
-        for number, (root, stage) in enumerate(zip(self._roots, self.stages, strict=True)):
+        for number, stage in enumerate(self.stages):
             suffix = f" of chunk {number}" if number else ""
-            enter_stage(book, stage, root.fsdp_groups, suffix)
+            groups = self._roots[number].fsdp_groups if self._roots else ()
+            enter_stage(book, stage, groups, suffix)
         enter_optimizer(book, self.optimizer)
         for stream in self.streams.streams:
             if stream.state is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig, not_built
 from harness.codec import Json
 from harness.errors import one_line
-from harness.faults.catalogue import CATALOGUE
+from harness.faults.catalogue import CATALOGUE, is_of_any_engine
 from harness.plant_spec import PlantSpec, each_of, joined
 from harness.records import RunSpec
 from harness.settings import leaf_types
@@ -192,8 +192,12 @@ def _why_not_planted(plant: PlantSpec, spec: RunSpec) -> str:
     fault, config = CATALOGUE[plant.fault], spec.config
     if fault.scopes and not set(fault.scopes) & set(config["graph"]):
         return f"{plant.fault} is planted in one of the graph scopes {', '.join(fault.scopes)}"
-    if lacks := fault.lacks(config["parallel"]):
-        return f"{plant.fault} is planted in a layout with {lacks}"
+    lacks = fault.lacks(config["parallel"])
+    where = f"a layout with {lacks}" if lacks else ""
+    if config["engine"] != "ours" and not is_of_any_engine(fault):
+        where = "engine ours"
+    if where:
+        return f"{plant.fault} is planted in {where}"
     if "step" in fault.takes and plant.step >= config["steps"]:
         return f"{plant.fault} is planted in step {plant.step} of {config['steps']}"
     if plant.rank >= spec.world_size:

@@ -50,7 +50,8 @@ def _step_evidence(legs: Legs, step: int) -> str:
     equal = f"{before} are equal on every rank" if step > 1 else f"{before} is equal on every rank"
     if step == 0:
         equal = "the very first step differs: nothing before it was recorded"
-    return f"{equal}: losses, gradients, weights, moments, random states" if step else equal
+    state = "gradients, weights, moments, " if legs.shares_state else ""
+    return f"{equal}: losses, {state}random states" if step else equal
 
 
 def _losses_part(legs: Legs, at_step: Location) -> Location | None:

@@ -11,7 +11,7 @@ NAMES = ("grads:*", "weights:*")
 NUM_SAMPLES = 6
 _MAY_DIFFER = ("parallel", "fsdp", "graph", "compile", "compile_backend", "stress", "stress_seed",
                "taps", "flush_every", "graph_warmup_steps", "graph_optimizer", "ledger", "steps",
-               "backend")  # fmt: skip
+               "backend", "engine")  # fmt: skip
 """Keys of a configuration that decide how a step is computed, and not what."""
 
 
@@ -50,7 +50,7 @@ def runs_to_compare(
     dp, outer = config.parallel.dp, config.parallel.dp_outer
     plain = replace(
         config, parallel=ParallelConfig(dp=dp, dp_outer=outer), graph=(), compile=(), stress=(),
-        taps=(), backend="torch", steps=step + 1,
+        taps=(), backend="torch", engine="ours", steps=step + 1,
     )  # fmt: skip
     # One process holds the whole model: rounding at random takes more time, and more memory.
     samples = tuple(

@@ -142,9 +142,9 @@ def _legs_differ(state: State) -> bool:
 
 
 def _place(state: State) -> Findings:
-    place = locate_case(
-        state.runs, state.asker, verdict=state.verdict, element=state.search.element
-    )
+    # What was recorded by hand cannot be run again to look closer.
+    asker = None if state.search.case.reference.recorded else state.asker
+    place = locate_case(state.runs, asker, verdict=state.verdict, element=state.search.element)
     return replace(state.findings, place=place)
 
 

@@ -2,6 +2,7 @@
 
 same layout    the candidate of one against that of the other, as a case like any other
 two layouts    contents of one step of both, and of runs that round at random     layouts
+two engines    the same
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ LEGS_ASKED = 3
 
 def is_one_layout(one: CaseSpec, other: CaseSpec) -> bool:
     """Whether the candidates of two cases can be compared bit for bit."""
-    layouts = [(c.candidate.world_size, c.candidate.config["parallel"]) for c in (one, other)]
-    return layouts[0] == layouts[1]
+    configs = [case.candidate.config for case in (one, other)]
+    return all(configs[0][key] == configs[1][key] for key in ("parallel", "engine"))
 
 
 def case_of_two(one: CaseSpec, other: CaseSpec) -> CaseSpec:

@@ -114,7 +114,7 @@ def _records_flaw(run: RunResult) -> Flaw | None:
     steps = steps_due(run)
     assert steps is not None
     assert isinstance(microbatches, int | None)
-    key = run.spec.key
+    key = run.spec.recorded or run.spec.key
     for records in rank_table(run).values():
         flaw = _rank_flaw(records, key, run.spec.world_size, steps, microbatches)
         if flaw is None and run.spec.is_builtin:

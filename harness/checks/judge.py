@@ -5,9 +5,11 @@
 Order of the decision: a reference or control that is not whole (error); a reference that differs
 from its own control (incomparable); a candidate that is not whole (failed); legs that ran in
 different environments (incomparable); then the requested checks, a failure before a missing answer.
-Every answer is kept in the verdict, whichever decided.
+Every answer is kept in the verdict, whichever decided. Within a tolerance the check `loss` asks it,
+and digests are informative; recorded runs without a control differ with no verdict (incomparable).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from harness.checks import (
@@ -22,6 +24,7 @@ from harness.checks import (
     state,
     taps,
     throughput,
+    within,
 )
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
@@ -39,6 +42,7 @@ from harness.records import (
     What,
 )
 from harness.shared_gpus import SHARED_GPU
+from harness.tolerance import LossGap, tolerance_of
 
 Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]
 
@@ -52,6 +56,10 @@ CHECKS: dict[str, Check] = {
     graphs.NAME: graphs.check,
 }
 """Checks that a scenario may ask for, by name."""
+
+EXACT = (state.NAME, taps.NAME)
+"""Checks of digests, which a tolerance makes informative."""
+NO_CONTROL: What = "no_control"
 
 INCOMPLETE: tuple[What, ...] = (
     "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
@@ -80,8 +88,8 @@ def judge(
         wall_s: seconds that the case took, kept in the verdict.
 
     Returns:
-        A verdict that is `passed` only if all runs are whole, the reference equals its control and
-        every requested check, at least one, ran and said yes.
+        A verdict that is `passed` only if all runs are whole, the reference equals its control, if
+        there is one, and every requested check, at least one, ran and said yes.
     """
     named = aligned(reference, control, candidate)
     runs = dict(zip(("reference", "control", "candidate"), named, strict=True))
@@ -91,7 +99,7 @@ def judge(
         )
         return _verdict(case, reason, (reason,), wall_s)
     results = _answers(case, runs, repeats)
-    return _verdict(case, _decide(results), tuple(results), wall_s)
+    return _verdict(case, _decide(case, results), tuple(results), wall_s)
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> ExitCode:
@@ -114,7 +122,9 @@ def _answers(
     results += [_records_answer(leg, runs[leg], flaw) for leg, flaw in flaws.items()]
     results.append(environment.check(reference, control, "control"))
     results.append(environment.check(reference, candidate, "candidate"))
-    results.append(_control_answer(reference, control, flaws))
+    results.append(
+        _control_answer(reference, control, flaws) if case.has_control else _no_control(flaws)
+    )
     if flaws["candidate"] is None and (missed := missed_turns(candidate)) is not None:
         results.append(missed)
     if case.repeats:
@@ -127,7 +137,7 @@ def _answers(
         if name == throughput.NAME:
             answer = throughput.check(repeats[0::2], repeats[1::2], checks[name])
         else:
-            answer = _requested(name, checks[name], reference, candidate, flaws)
+            answer = _requested(case, name, checks[name], reference, candidate, flaws)
         # The last of the checks: what it states stands on all the others.
         results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
     return results
@@ -143,16 +153,25 @@ def _plan_flaw(case: CaseSpec, runs: dict[str, RunResult]) -> CheckResult | None
                 "corrupt_record",
                 f"the records of the {leg} belong to run {runs[leg].spec.key}, expected {spec.key}",
             )
-    for first, second in (("reference", "control"), ("reference", "candidate")):
+    pairs = [("reference", "control"), ("reference", "candidate")]
+    if case.reference.recorded:
+        pairs = pairs[1:]
+    for first, second in pairs:
         if specs[first].key == specs[second].key:
             return error(
                 "plan", "not_run", f"the {second} is the {first} itself: nothing was compared"
             )
-    ref, control, candidate = specs.values()
-    if (ref.config, ref.device, ref.world_size) != (
-        control.config, control.device, control.world_size
-    ):  # fmt: skip
+    ref, control = case.reference, case.control
+    # Who recorded a run by hand says what is its control: commands differ in folders of logs.
+    same = ref.config == control.config or bool(ref.recorded and control.recorded)
+    if not same or (ref.device, ref.world_size) != (control.device, control.world_size):
         return error("plan", "not_run", "the control is not a second run of the reference")
+    return _unlike(case)
+
+
+def _unlike(case: CaseSpec) -> CheckResult | None:
+    """An error if reference and candidate have not the same steps to compare, or too few."""
+    ref, candidate = case.reference, case.candidate
     for name, left, right in (
         ("ranks", ref.world_size, candidate.world_size),
         ("steps", ref.config.get("steps"), candidate.config.get("steps")),
@@ -165,6 +184,10 @@ def _plan_flaw(case: CaseSpec, runs: dict[str, RunResult]) -> CheckResult | None
                 f"the reference has {left} {name}, the candidate {right}: "
                 f"they cannot be compared one by one",
             )
+    tolerance, steps = tolerance_of(case.expect), ref.config.get("steps")
+    if isinstance(tolerance, LossGap) and isinstance(steps, int) and steps < tolerance.over:
+        message = f"the runs have {steps} steps, the tolerance is over {tolerance.over}"
+        return error("plan", "unsupported", message)
     return None
 
 
@@ -219,7 +242,16 @@ def _control_answer(
     )
 
 
+def _no_control(flaws: dict[str, Flaw | None]) -> CheckResult:
+    """Of recorded runs: what differs is the reference's own doing, as far as anybody knows."""
+    if flaws["reference"] is not None:
+        return not_run("control", "the records of the reference are incomplete")
+    message = "there is no control: whether the reference repeats itself is not known"
+    return CheckResult(check="control", outcome="skipped", what=NO_CONTROL, message=message)
+
+
 def _requested(
+    case: CaseSpec,
     name: str,
     parameters: Mapping[str, object],
     reference: RunResult,
@@ -230,7 +262,13 @@ def _requested(
     if check is None:
         legal = ", ".join(CHECKS)
         return error(name, "unsupported", f"no check is named {name}; legal names: {legal}")
-    result = check(reference, candidate, parameters)
+    tolerance = tolerance_of(case.expect)
+    if tolerance is not None and name == loss.NAME:
+        result = within.check(reference, candidate, tolerance)
+    else:
+        result = check(reference, candidate, parameters)
+    if tolerance is not None and name in EXACT:
+        result = within.informative(result)
     incomplete = [leg for leg in ("reference", "candidate") if flaws[leg] is not None]
     # Over part of a run a difference is worth knowing, but its absence proves nothing.
     if incomplete and result.outcome != "failed":
@@ -238,19 +276,21 @@ def _requested(
     return result
 
 
-def _decide(results: list[CheckResult]) -> CheckResult:
+def _decide(case: CaseSpec, results: list[CheckResult]) -> CheckResult:
     by_name = {result.check: result for result in results}
     gates = (
         "plan", "records:reference", "records:control", "environment:control", "control",
         "records:candidate", "environment:candidate",
     )  # fmt: skip
     for name in gates:
-        if name in by_name and by_name[name].outcome != "passed":
+        if name not in by_name or by_name[name].what == NO_CONTROL:
+            continue
+        if by_name[name].outcome != "passed":
             return by_name[name]
     requested = [result for result in results if result.check not in gates]
     bad = sorted((r for r in requested if r.outcome == "failed"), key=_explains)
     if bad:
-        return bad[0]
+        return _without_control(bad[0]) if by_name["control"].what == NO_CONTROL else bad[0]
     for result in requested:
         if result.outcome == "incomparable":
             return result
@@ -260,7 +300,20 @@ def _decide(results: list[CheckResult]) -> CheckResult:
         return error("case", "not_run", "no check was requested: nothing was compared")
     names = ", ".join(result.check for result in requested)
     proven = f"; {by_name[soak.NAME].message}" if soak.NAME in by_name else ""
+    if case.expect != "bitwise" and loss.NAME in by_name:
+        proven += f"; {by_name[loss.NAME].message}"
     return passed("case", f"every check said yes ({names}); {by_name['control'].message}{proven}")
+
+
+def _without_control(result: CheckResult) -> CheckResult:
+    """A failure, but no verdict where the reference may be what does not repeat itself."""
+    if result.what != "diverged":
+        return result
+    message = (
+        f"{result.message}; it is not known whether the reference repeats itself: record it twice "
+        "and give the second run as --control"
+    )
+    return dataclasses.replace(result, outcome="incomparable", what=NO_CONTROL, message=message)
 
 
 def _explains(result: CheckResult) -> tuple[int, int, int]:

@@ -101,6 +101,20 @@ def kill_marked(mark: str) -> None:
             return
 
 
+def has_mark(pid: int, mark: str) -> bool:
+    """Whether a process of ours has `mark`, NAME=VALUE, in its first environment."""
+    return mark.encode() in _environment(Path("/proc") / str(pid))
+
+
+def code_of_zombie(pid: int) -> int | None:
+    """Exit code (negative: signal) of a process that has ended and was not yet waited for."""
+    try:
+        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
+
+
 def _environment(process: Path) -> list[bytes]:
     """As it was started; empty for zombies and for what is not ours."""
     try:

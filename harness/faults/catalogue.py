@@ -42,7 +42,14 @@ _KINDS = (
     hooks, addresses, streams, capture, collectives, numerics, data, infrastructure,
 )  # fmt: skip
 
+_OF_ANY_ENGINE = ("ulp", "nan", "negative_zero", "positive_zero")
+
 CATALOGUE: Mapping[str, Fault] = MappingProxyType(
     {fault.name: fault for fault in itertools.chain(*(kind.FAULTS for kind in _KINDS))}
 )
 """Every fault by its name."""
+
+
+def is_of_any_engine(fault: Fault) -> bool:
+    """Whether a fault needs nothing of our engine: it is in data, weights, records or processes."""
+    return fault.kind in ("data", "infrastructure") or fault.name in _OF_ANY_ENGINE

@@ -63,14 +63,8 @@ def command(program: ProgramSpec) -> list[str]:
 
 def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of one rank over those that the harness gives all ranks."""
-    root = SITE.parents[2]
-    paths = [str(SITE), str(root), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if program.kind == "module":
-        paths.insert(2, program.folder)
     world_size = environ.get("WORLD_SIZE", "1")
-    variables = {
-        FOLDER_VARIABLE: str(folder.absolute()),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    variables = recording(program, folder, environ) | {
         # What torchrun says to the processes that it starts.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -82,9 +76,22 @@ def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) 
         "ROLE_RANK": environ.get("RANK", "0"),
         "ROLE_WORLD_SIZE": world_size,
     }
+    return variables | program.env
+
+
+def recording(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make every rank which inherits them record into a run's folder."""
+    root = SITE.parents[2]
+    paths = [str(SITE), str(root), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if program.kind == "module":
+        paths.insert(2, program.folder)
+    variables = {
+        FOLDER_VARIABLE: str(folder.absolute()),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    }
     if program.determinism == "enforce":
         variables |= ENFORCED
-    return variables | program.env
+    return variables
 
 
 def _call(program: ProgramSpec) -> int:

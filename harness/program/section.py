@@ -45,6 +45,7 @@ class ProgramLeg:
     graph: tuple[str, ...] = ()
     microbatches: int = 0
     compiled: str = "none"
+    engine: str = ""
     num_steps_before_graphs: int = 0
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from harness.codec import Json, RecordError
 
-Kind = Literal["script", "module", "entry"]
+Kind = Literal["script", "module", "entry", "command"]
 POSITIONAL = "_"
 """Name in `args` of arguments that stand alone."""
 ENFORCED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
@@ -23,9 +23,12 @@ class ProgramSpec(Json):
     """How to start a program, and how to record it.
 
     Attributes:
-        kind: `script`, a file for Python; `module`, for `python -m`; `entry`, `module:function`.
-        target: the absolute path, the module, or module and function.
-        folder: of the scenario, absolute: modules are looked for there first.
+        kind: `script`, a file for Python; `module`, for `python -m`; `entry`, `module:function`;
+            `command`, of a run that was recorded by hand.
+        target: the absolute path, the module, module and function, or the command's first word,
+            its other words being `args` without a name.
+        folder: of the scenario, absolute: modules are looked for there first. Of a command, where
+            it was started.
         args: options by name; `command_line` says what becomes of them.
         env: variables over those of the harness.
         packages: versions by package name; an environment is made for them.

@@ -51,7 +51,10 @@ class StaleGraphAddress(RuntimeError):
 
     Attributes:
         names: tensors at fault; what has no name is described by size and first use.
+        deltazero_what: how the recorder's error record calls it.
     """
+
+    deltazero_what = "stale_address"
 
     def __init__(self, names: list[str], detail: str) -> None:
         self.names = names
@@ -183,6 +186,10 @@ class GraphWatch:
         self._originals = {}
         if self._hook is not None:
             self._hook.remove()
+
+    def capturing(self) -> GraphInfo | None:
+        """The graph whose capture is under way, None if none is."""
+        return self._open[-1].info if self._open else None
 
     def summary(self) -> dict[str, Any]:
         """All graphs as `{"graphs": [{index, maker, place, captures, replays, ...}]}`."""

@@ -12,6 +12,7 @@ Inside of a capture nothing is observed: what the capture holds is observed afte
 
 import contextlib
 import functools
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,11 +28,13 @@ from torch.optim.optimizer import (
 )
 
 from harness.recorder.collectives import Notes
+from harness.recorder.graphs import GraphInfo, GraphWatch
 from harness.recorder.observer import GROUPS, Observer
-from harness.recorder.session import Session
+from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
+SUMMARY_EVENT = "cuda_graphs"
 _active: Observer | None = None
 
 
@@ -39,12 +42,18 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
+    hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
+    for name in hooked:
+        setattr(observer, name, _guarded(getattr(observer, name), session))
     session.finish = observer.finish
+    _hook_seeds(observer)
     _hook_optimizers(observer)
     _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
+    if torch.version.cuda is not None:
+        _watch_graphs(observer)
     if dist.is_available() and session.world_size > 1:
         Notes(observer, session.folder / f"rank{session.rank}.place").install()
     session.module_at_work = lambda error: module_of(error, observer)
@@ -56,10 +65,25 @@ def install(session: Session) -> Observer:
     return observer
 
 
+def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
+    """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            session.broken(error)
+
+    return call
+
+
 def recorder_for_script(
     model: Any, optimizer: Any, taps: tuple[str, ...]
 ) -> "ScriptRecorder | None":
     """The recorder that a script's own lines speak to; None in a process that does not record."""
+    if _active is None:
+        begin(trains=True)
     if _active is None or not _active.session.is_mine:
         return None
     return ScriptRecorder(_active, _each(model), _each(optimizer))
@@ -136,6 +160,27 @@ def _is_quiet(observer: Observer) -> bool:
     return cuda_is_used() and torch.cuda.is_current_stream_capturing()
 
 
+def _hook_seeds(observer: Observer) -> None:
+    """Python and NumPy seed from the clock: their states count once the program has seeded them."""
+
+    def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            observer.seeded.add(name)
+            return original(*args, **kwargs)
+
+        return seed
+
+    owners: list[tuple[str, Any, tuple[str, ...]]] = [("python", random, ("seed", "setstate"))]
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        owners.append(("numpy", numpy.random, ("seed", "set_state")))
+    for name, owner, functions in owners:
+        for function in functions:
+            setattr(owner, function, seeding(getattr(owner, function), name))
+
+
 def _hook_optimizers(observer: Observer) -> None:
     original = Optimizer.__init__
 
@@ -192,12 +237,15 @@ def _hook_autograd(observer: Observer) -> None:
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if depth[0] or _is_quiet(observer):
+        graph = observer.capturing()
+        if depth[0] or (graph is None and _is_quiet(observer)):
             return original(tensors, *args, **kwargs)
-        observer.backward()
-        for root in (tensors,) if isinstance(tensors, Tensor) else tuple(tensors):
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        if graph is None:
+            observer.backward()
+        for root in roots:
             if isinstance(root, Tensor):
-                observer.loss(root)
+                observer.loss(root, graph)
         depth[0] += 1
         observer.is_in_backward = True
         try:
@@ -209,19 +257,45 @@ def _hook_autograd(observer: Observer) -> None:
     torch.autograd.backward = backward
 
 
+def _watch_graphs(observer: Observer) -> None:
+    """Watch the program's CUDA graphs; a replay that holds an optimizer's step is a step."""
+    session = observer.session
+    stress = tuple(session.config.get("stress", ()))
+    watch = GraphWatch(observer.event, observer.named, stress)
+    observer.capturing = watch.capturing
+
+    def replayed(info: GraphInfo) -> None:
+        if info.optimizer_steps and not observer.is_paused and session.is_mine:
+            observer.replayed(info.index)
+
+    watch.on_replayed.append(replayed)
+    watch.install()
+
+    def finish() -> Mapping[str, Any]:
+        graphs = watch.summary()
+        if graphs["graphs"]:
+            observer.event(SUMMARY_EVENT, graphs)
+        facts = observer.finish()
+        return {**facts, "replays": sum(each["replays"] for each in graphs["graphs"])}
+
+    session.finish = finish
+
+
 def _hook_norms(observer: Observer) -> None:
-    original = nn.utils.clip_grad_norm_
+    def observed(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(original)
+        def norm_of(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+            norm = original(tensors, *args, **kwargs)
+            graph = observer.capturing()
+            if graph is not None or not _is_quiet(observer):
+                observer.norm(norm, graph)
+            return norm
 
-    @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(parameters, Tensor | list | tuple):
-            parameters = list(parameters)
-        norm = original(parameters, *args, **kwargs)
-        if not _is_quiet(observer):
-            observer.norm(norm)
-        return norm
+        return norm_of
 
-    _replace(original, clip_grad_norm_, (nn.utils, nn.utils.clip_grad))
+    for name in ("clip_grad_norm_", "get_total_norm"):
+        original = getattr(nn.utils, name)
+        _replace(original, observed(original), (nn.utils, nn.utils.clip_grad))
     clip_with = nn.utils.clip_grads_with_norm_
 
     @functools.wraps(clip_with)

@@ -9,13 +9,12 @@ optimizer steps that has stepped already. What is digested is read when it is va
 on the stream that is current there.
 """
 
-import contextlib
 import hashlib
 import resource
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
+from harness.recorder.graphs import GraphInfo
 from harness.recorder.session import Session
 from harness.recorder.state import (
     Named,
@@ -39,8 +39,8 @@ from harness.recorder.state import (
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills; a script's own have other names."""
 PAGE_BYTES = 4096
-UNTOUCHED = "0" * 32
-"""In place of the digest of a random generator that is as it was at the start."""
+UNSEEDED = "0" * 32
+"""In place of the digest of a random generator that no two runs could have alike."""
 
 
 @dataclass
@@ -50,6 +50,15 @@ class Rows:
     names: Sequence[str]
     rows: Tensor
     section: str = ""
+
+
+@dataclass
+class Static:
+    """Where the replays of a graph write a step's losses and norm."""
+
+    capture: int
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Tensor | None = None
 
 
 @dataclass
@@ -95,7 +104,7 @@ class Observer:
         self.num_taken = 0
         self._only_lines = session.program.get("record") == "lines"
         self._step_in_backward: Step | None = None
-        self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
+        self.keep: Callable[[int, str, Sequence[Tensor]], None] | None = None
         self.written: Callable[[int], None] = lambda _: None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
@@ -103,11 +112,11 @@ class Observer:
         self._written: dict[str, tuple[str, ...]] = {}
         self._written_taps: tuple[str, ...] = ()
         self._last_mark: Any = None
-        # Python and NumPy seed from the clock; one that nobody seeds or draws from decides nothing.
-        with contextlib.suppress(ImportError):
-            import numpy.random  # noqa: F401 - so that its state is seen before the program's seeds
-        self._untouched = _hashed(random_states())
-        self.replays: Callable[[], int] = lambda: 0
+        self.seeded = {"cpu", "cuda"}
+        if session.program.get("determinism") == "enforce":
+            self.seeded |= {"python", "numpy"}
+        self.capturing: Callable[[], GraphInfo | None] = lambda: None
+        self._static: dict[int, Static] = {}
 
     # --- what happens in the program --------------------------------------------------------
 
@@ -138,22 +147,46 @@ class Observer:
             self.close()
         self._step_in_backward = self._here()
 
-    def loss(self, loss: Tensor, *, is_told: bool = False) -> None:
+    def loss(self, loss: Tensor, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
         """The root of a backward pass, which is a microbatch's loss if it is one number.
 
-        Of a step whose losses the script has told, those are recorded in place of the roots.
+        In the capture of a graph it is where each replay will write the loss. Of a step whose
+        losses the script has told, those are recorded in place of the roots.
         """
         loss, step = getattr(loss, "_local_tensor", loss), self._here()
-        if loss.numel() == 1 and loss.is_floating_point():
-            held = step.told if is_told else step.losses
-            held.append(_to_host(loss.detach().reshape(())))
+        if loss.numel() != 1 or not loss.is_floating_point():
+            return
+        loss = loss.detach().reshape(())
+        if graph is not None:
+            self._static_of(graph).losses.append(loss)
+        else:
+            (step.told if is_told else step.losses).append(_to_host(loss))
 
-    def norm(self, norm: Any) -> None:
-        """The norm of the gradients."""
+    def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
+        """The norm of the gradients; as `loss`."""
         norm = getattr(norm, "_local_tensor", norm)
         if not isinstance(norm, Tensor):
             norm = torch.tensor(float(norm))
-        self._here().norm = _to_host(norm.detach().reshape(-1)[:1].reshape(()))
+        norm = norm.detach().reshape(-1)[:1].reshape(())
+        if graph is None:
+            self._here().norm = _to_host(norm)
+        else:
+            self._static_of(graph).norm = norm
+
+    def _static_of(self, graph: GraphInfo) -> Static:
+        held = self._static.get(graph.index)
+        if held is None or held.capture != graph.captures:
+            held = self._static[graph.index] = Static(graph.captures)
+        return held
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Live tensors by name, for whoever has to say what lies at an address."""
+        for optimizer in self.optimizers:
+            self._know(optimizer)
+            for param in parameters(optimizer):
+                yield self.names.of(param), param
+            yield from optimizer_state(optimizer, self.names, "")[0]
+        yield from self.names.buffers()
 
     def before(self, optimizer: Any) -> None:
         """An optimizer is about to step.
@@ -184,7 +217,7 @@ class Observer:
             self._observe_state(step, [optimizer])
             self._mark(step)
 
-    def replayed(self) -> None:
+    def replayed(self, graph: int) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
         self.begin()
         self.has_trained = True
@@ -192,6 +225,9 @@ class Observer:
             self.close()
         step = self._open()
         step.stepped.add(-1)
+        if (static := self._static.get(graph)) is not None:
+            step.losses += map(_to_host, static.losses)
+            step.norm = None if static.norm is None else _to_host(static.norm)
         for optimizer in self.optimizers:
             self._observe_gradients(step, optimizer)
         if not step.is_explicit:
@@ -229,7 +265,8 @@ class Observer:
         """A row of a tap: digest of what went through a module, on its device."""
         step = self.step_of_calls()
         step.taps.append((name, _to_host(row)))
-        self.keep(self._next if step.index < 0 else step.index, name, tensors)
+        if self.keep is not None:
+            self.keep(self._next if step.index < 0 else step.index, name, tensors)
 
     @property
     def is_outside(self) -> bool:
@@ -256,7 +293,7 @@ class Observer:
         if self.current is not None:
             self.close()
         self._drain(wait=True)
-        return {"peak_bytes": memory()[1], "replays": self.replays()}
+        return {"peak_bytes": memory()[1], "replays": 0}
 
     # --- observing ---------------------------------------------------------------------------
 
@@ -280,8 +317,7 @@ class Observer:
         if not self._is_due(step):
             return
         named: Named = []
-        self._know(optimizer)
-        for param in parameters(optimizer):
+        for param in self._owned(optimizer):
             if (found := gradient(param)) is not None:
                 named += plain(self.names.of(param), found)
         section = f"grads{self._number(optimizer)}"
@@ -292,9 +328,9 @@ class Observer:
         if not self._is_due(step):
             return
         for optimizer in optimizers:
-            self._know(optimizer)
             number = self._number(optimizer)
-            weights = [each for p in parameters(optimizer) for each in plain(self.names.of(p), p)]
+            owned = self._owned(optimizer)
+            weights = [each for p in owned for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             at = f"weights{number}"
@@ -308,9 +344,23 @@ class Observer:
         for group, tensors in named.items():
             step.put(group, group, self._digest(step, group, group, tensors))
         step.host["rng"] = {
-            name: UNTOUCHED if self._untouched.get(name) == digest else digest
-            for name, digest in _hashed(random_states()).items()
+            name: UNSEEDED if name not in self.seeded else digest
+            for name, digest in _hashed(random_states(self.seeded)).items()
         }
+
+    def _owned(self, optimizer: Any) -> list[Tensor]:
+        """Parameters of an optimizer that no earlier one has: some only hold others."""
+        self._know(optimizer)
+        number = self._number(optimizer)
+        if not number:
+            return parameters(optimizer)
+        earlier = {
+            id(param)
+            for ref in self._optimizers[:number]
+            if (other := ref()) is not None
+            for param in parameters(other)
+        }
+        return [param for param in parameters(optimizer) if id(param) not in earlier]
 
     def _know(self, optimizer: Any) -> None:
         self._number(optimizer)
@@ -338,8 +388,10 @@ class Observer:
         """Digests of tensors, device by device, on the streams that are current."""
         by_device: dict[torch.device, Named] = {}
         for each in named:
-            self.keep(step.index, f"{group}:{each[0]}", each[1:])
             by_device.setdefault(each[1].device, []).append(each)
+        if self.keep is not None:
+            for name, *tensor in named:
+                self.keep(step.index, f"{group}:{name}", tensor)
         return [self._rows(section, device, here) for device, here in by_device.items()]
 
     def _rows(self, section: str, device: torch.device, named: Named) -> Rows:
@@ -359,7 +411,7 @@ class Observer:
     def _mark(self, step: Step) -> None:
         """Where the step ends, for its time and for whoever waits until it is on the host."""
         if cuda_is_used():
-            step.mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            step.mark = torch.cuda.Event(enable_timing=True)
             step.mark.record()
         else:
             step.mark = time.perf_counter()
@@ -382,7 +434,7 @@ class Observer:
             if isinstance(step.mark, torch.cuda.Event):
                 if wait:
                     step.mark.synchronize()
-                elif not step.mark.query():  # type: ignore[no-untyped-call]
+                elif not step.mark.query():
                     return
             self._write(self._queue.pop(0))
 
@@ -464,9 +516,7 @@ def _environment() -> dict[str, Any]:
     if cuda_is_used():
         found["device"] = torch.cuda.get_device_name()
         found["capability"] = list(torch.cuda.get_device_capability())
-        nccl, cudnn = torch.cuda.nccl.version, torch.backends.cudnn.version
-        found["nccl"] = ".".join(str(part) for part in nccl())  # type: ignore[no-untyped-call]
-        found["cudnn"] = cudnn()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return found
 
 

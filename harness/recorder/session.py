@@ -8,6 +8,7 @@ file. What is written here is read by `harness.streams`; the kinds of records ar
 """
 
 import atexit
+import functools
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -32,7 +33,8 @@ ENVIRONMENT_KEYS = (
     "OMP_NUM_THREADS",
 )  # fmt: skip
 """Variables that decide bits, for the fingerprint of the environment."""
-RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
+SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
 
 
@@ -138,11 +140,27 @@ class Session:
         )  # fmt: skip
         self.has_failed = True
 
+    def broken(self, error: Exception) -> None:
+        """The recorder itself failed: the program goes on, and its run is not judged."""
+        if self.is_mine:
+            text = "".join(traceback.format_exception(error))
+            sys.stderr.write(text)
+            self.write(
+                "error", step=self.step, what="unsupported", type=type(error).__name__,
+                message=f"the recorder could not observe the program: {error}"[:MESSAGE_CHARS],
+                traceback=text[-TRACEBACK_CHARS:], module="",
+            )  # fmt: skip
+            self.has_failed = True
+
     def end(self) -> None:
         """Write the end record; a program that recorded no step has none."""
         if not self.is_mine:
             return
-        facts = self.finish()
+        try:
+            facts = self.finish()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.broken(error)
+            return
         if self.step >= 0:
             self.write(
                 "end", steps=self.step + 1, startup_s=self.startup_s,
@@ -216,32 +234,75 @@ def enforce_determinism(seed: int | None = None) -> None:
 
 
 def rank_and_size(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """This process's rank and their number, as torchrun or srun say; None if neither does."""
-    for rank, size in RANK_VARIABLES:
-        if environ.get(rank, "").isdigit() and environ.get(size, "").isdigit():
-            return int(environ[rank]), int(environ[size])
-    return None
+    """This process's rank and their number, as torchrun says; None if it does not."""
+    return _numbers(environ, *TORCHRUN_VARIABLES)
 
 
-def begin() -> Session | None:
-    """Start recording in this process, in which torch can be imported; None if it is not to."""
-    found = rank_and_size()
+def _numbers(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
+    found = environ.get(rank, ""), environ.get(size, "")
+    return (int(found[0]), int(found[1])) if all(map(str.isdigit, found)) else None
+
+
+def _found_by_itself() -> tuple[int, int]:
+    """Rank and number of a process that trains without torchrun: its group's, srun's, or alone."""
+    import torch.distributed as dist
+
+    if (found := rank_and_size()) is not None:
+        return found
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return _numbers(os.environ, *SRUN_VARIABLES) or (0, 1)
+
+
+_has_begun = False
+
+
+def begin(*, trains: bool = False) -> Session | None:
+    """Start recording in this process, in which torch can be imported; None if it is not to.
+
+    One to which torchrun gave no rank records only once it `trains`: it may be torchrun itself.
+    """
+    global _has_begun
     folder = os.environ.get(FOLDER_VARIABLE)
-    if found is None or folder is None:
+    if folder is None or _has_begun:
+        return None
+    found = _found_by_itself() if trains else rank_and_size()
+    if found is None:
+        _begin_with_the_first_optimizer(Path(folder))
         return None
     import torch
 
     from harness.recorder import hooks
 
+    _has_begun = True
     try:
         session = Session(Path(folder), *found)
     except FileExistsError:
         return None  # the process that started this one records
-    if session.program.get("determinism") == "enforce":
+    if session.program.get("determinism") == "enforce" and not trains:
         enforce_determinism(seed=0)
     session.start(torch)
     hooks.install(session)
     return session
+
+
+def _begin_with_the_first_optimizer(folder: Path) -> None:
+    import torch
+
+    program = json.loads((folder / "spec.json").read_text())["config"]["program"]
+    if program.get("determinism") == "enforce":
+        enforce_determinism(seed=0)
+    optimizer_type = torch.optim.Optimizer
+    original = optimizer_type.__init__
+
+    @functools.wraps(original)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        if begin(trains=True) is not None:
+            optimizer_type.__init__(self, *args, **kwargs)  # by now a hook that ends here again
+        else:
+            original(self, *args, **kwargs)
+
+    optimizer_type.__init__ = made  # type: ignore[method-assign]
 
 
 def begin_when_torch_is_imported() -> None:

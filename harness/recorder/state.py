@@ -10,7 +10,7 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own."""
 TRANSPARENT = WRAPPED[1:]
 """Wrappers that call what they wrap as a module: its calls are not to be seen twice."""
-HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
-"""Attributes of a parameter in which engines keep its gradient, in the order of preference."""
+HOLDERS_OF_GRADIENTS = ("main_grad", "decoupled_grad")
+"""Attributes of a parameter in which engines keep its gradient where `grad` is empty."""
 
 
 @dataclass
@@ -110,6 +110,9 @@ class Names:
             if id(param) not in learned and not (self.is_settled and self.knows(param)):
                 learned.add(id(param))
                 self._params[id(param)] = (weakref.ref(param), root, _clean(path))
+            main = getattr(param, "main_param", None)  # megatron-core's optimizers train that one
+            if isinstance(main, Tensor):
+                self._params[id(main)] = (weakref.ref(main), root, _clean(path))
 
     def knows(self, param: Tensor) -> bool:
         """Whether the parameter has a name."""
@@ -210,7 +213,11 @@ def _join(prefix: str, name: str) -> str:
 
 def plain(name: str, value: Any) -> Named:
     """The plain tensors of a value, by name: a DTensor's shard, the parts of a quantized tensor."""
-    if not isinstance(value, Tensor):
+    kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
+        if not value.is_complex():
+            return [] if value.is_meta else [(name, value)]
+    elif not isinstance(value, Tensor):
         return []
     local = getattr(value, "_local_tensor", None)
     if isinstance(local, Tensor):
@@ -233,6 +240,8 @@ def plain(name: str, value: Any) -> Named:
 
 def gradient(param: Tensor) -> Any:
     """A parameter's gradient, wherever its engine keeps it; None if it has none."""
+    if (found := param.grad) is not None:
+        return found
     for holder in HOLDERS_OF_GRADIENTS:
         if (found := getattr(param, holder, None)) is not None:
             return found
@@ -287,17 +296,17 @@ def _is_number(value: Any) -> bool:
 
 def cuda_is_used() -> bool:
     """Whether this process has used a GPU; asking does not make it use one."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
-def random_states() -> dict[str, bytes]:
-    """State of every default random generator, as bytes of the host."""
+def random_states(wanted: Container[str]) -> dict[str, bytes]:
+    """State of every default random generator as bytes; empty of those not wanted."""
     states = {"cpu": torch.get_rng_state().numpy().tobytes()}
     if cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    states["python"] = repr(random.getstate()).encode()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        kind, keys, place, *rest = numpy.random.get_state()
-        states["numpy"] = kind.encode() + keys.tobytes() + repr((place, rest)).encode()
+    states["python"] = repr(random.getstate()).encode() if "python" in wanted else b""
+    states["numpy"] = b""
+    if "numpy" in wanted:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = kind.encode() + keys.tobytes() + repr(rest).encode()
     return states

@@ -64,7 +64,7 @@ class Taps:
                 # The row is the call's, in the order of the forward passes.
                 row = self._row(name, GRADIENT)
                 hook = functools.partial(self._take_gradient, row)
-                first.register_hook(hook)  # type: ignore[no-untyped-call]
+                first.register_hook(hook)
 
     def _asked(self, module: nn.Module) -> tuple[str, frozenset[str]]:
         observer = self._observer

@@ -1,6 +1,6 @@
 """What a rank says of its memory at the end: the event `memory`.
 
-    at_rest               bytes that it keeps between steps, by its layout
+    at_rest               bytes that it keeps between steps, by its layout; of our engine alone
     reserved_peak_bytes   what the caching allocator had from the driver at most (CUDA)
     explained             whose the peak was, where the run was made to tell (`RunSpec.explain`)
 
@@ -23,7 +23,9 @@ NAME = "memory"
 def memory_event(trainer: Trainer, rank: int, step: int, trace: MemoryTrace | None) -> EventRecord:
     """The event of one rank; with `trace`, called inside of its `tracing`."""
     device = trainer.device
-    detail: dict[str, Any] = {"at_rest": dataclasses.asdict(at_rest(trainer.groups))}
+    detail: dict[str, Any] = {}
+    if trainer.config.engine == "ours":
+        detail["at_rest"] = dataclasses.asdict(at_rest(trainer.groups))
     if device.is_cuda:
         detail["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device.torch_device)
     if trace is not None:

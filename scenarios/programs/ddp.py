@@ -27,7 +27,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0)
     parser.add_argument("--bucket-view", action=on_off, default=False)
-    parser.add_argument("--static-graph", action=on_off, default=False)
     parser.add_argument("--foreach", action=on_off, default=True)
     parser.add_argument("--fused", action=on_off, default=False)
     parser.add_argument("--set-to-none", action=on_off, default=True)
@@ -60,7 +59,6 @@ def main() -> None:
         nn.TransformerEncoder(layer, args.layers, enable_nested_tensor=False).to(device),
         bucket_cap_mb=args.bucket_cap_mb,
         gradient_as_bucket_view=args.bucket_view,
-        static_graph=args.static_graph,
     )
     foreach = None if args.fused else args.foreach
     optimizer = torch.optim.AdamW(
@@ -84,7 +82,7 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=args.set_to_none)
-        print(f"rank {rank} step {step} loss {total.hex()} norm {norm.item().hex()}", flush=True)
+        print(f"rank {rank} step {step} loss {total.hex()} norm {float(norm).hex()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def main() -> None:
         norm = norm.full_tensor()  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
-        print(f"rank {rank} step {step} loss {total.hex()} norm {norm.item().hex()}", flush=True)
+        print(f"rank {rank} step {step} loss {total.hex()} norm {float(norm).hex()}", flush=True)
 
 
 if __name__ == "__main__":

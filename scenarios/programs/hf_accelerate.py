@@ -8,7 +8,7 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,6 +60,7 @@ def main() -> None:
         gradient_accumulation_steps=args.microbatches,
         mixed_precision="bf16" if args.bf16 else "no",
         step_scheduler_with_optimizer=False,
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=args.dispatch_batches),
     )
     rank = accelerator.process_index
     set_seed(args.seed)
@@ -68,7 +69,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=args.steps)
     size = args.steps * args.microbatches * BATCH * accelerator.num_processes
     tokens = torch.randint(VOCABULARY, (size, LENGTH))
-    loader = DataLoader(tokens, BATCH, shuffle=True)  # type: ignore[arg-type]
+    loader = DataLoader(tokens, BATCH, shuffle=True)  # type: ignore[arg-type, var-annotated]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for index, batch in enumerate(loader):
         step, microbatch = divmod(index, args.microbatches)
@@ -84,7 +85,7 @@ def main() -> None:
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             schedule.step()
-        print(f"rank {rank} step {step}.{microbatch} loss {loss.item().hex()}", flush=True)
+        print(f"rank {rank} step {step}.{microbatch} loss {float(loss).hex()}", flush=True)
 
 
 if __name__ == "__main__":

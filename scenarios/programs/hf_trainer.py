@@ -39,7 +39,7 @@ class PlantingTrainer(Trainer):  # type: ignore[misc]
             inputs["input_ids"] = inputs["input_ids"].clone()
             inputs["input_ids"][0, 0] ^= 1
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        print(f"rank {rank} step {step}.{self.microbatch} loss {loss.item().hex()}", flush=True)
+        print(f"rank {rank} step {step}.{self.microbatch} loss {float(loss).hex()}", flush=True)
         self.microbatch = (self.microbatch + 1) % self.args.gradient_accumulation_steps
         return loss
 

@@ -43,8 +43,9 @@ def parse_args() -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.spec = args.spec or ("te" if args.device == "cuda" else "local")
-    if args.device == "cpu" and (args.spec, args.cuda_graph) != ("local", "none"):
-        parser.error("--spec te and --cuda-graph need a GPU")
+    gpu = args.spec == "te" or args.cuda_graph != "none" or args.recompute
+    if args.device == "cpu" and gpu:
+        parser.error("--spec te, --cuda-graph and --recompute need a GPU")
     return args
 
 
@@ -82,8 +83,11 @@ def start(args: argparse.Namespace) -> None:
 
 def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """The configuration, the model under megatron-core's DDP, and its optimizer."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
@@ -179,7 +183,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-        OnCpu().__enter__()
+        OnCpu().__enter__()  # type: ignore[no-untyped-call]
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 

@@ -114,7 +114,7 @@ class PrintingTrainer(Trainer):  # type: ignore[misc]
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().forward_backward_step(**kwargs)
         rank, step = dist.get_rank(), self.step - 1
-        print(f"rank {rank} step {step} loss {loss.item().hex()}", flush=True)
+        print(f"rank {rank} step {step} loss {float(loss).hex()}", flush=True)
         return loss
 
 

@@ -11,7 +11,7 @@ from tests.arch.tree import PACKAGES, ROOT, Import, code_files, imports, module_
 TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts")  # with all that is in them
 PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package that loads torch
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
-OPTIONAL = {"triton", "transformer_engine"}  # used where they are installed, never required
+OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
 PLUGIN_ROOM = "harness.under_pytest"  # what pytest loads, so nobody else needs pytest
 pytestmark = pytest.mark.xdist_group("imports")  # one worker reads all files, once
 DISTRIBUTION_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}

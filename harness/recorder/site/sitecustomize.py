@@ -21,7 +21,7 @@ def _run_next() -> None:
 
 
 _run_next()
-if "DELTAZERO_RECORD" in os.environ and "RANK" in os.environ:
+if "DELTAZERO_RECORD" in os.environ:
     from harness.recorder import session
 
     session.begin_when_torch_is_imported()

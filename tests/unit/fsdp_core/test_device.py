@@ -4,8 +4,10 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_core.device import Device, HostEvent, HostStream, StorageCounter
+from fsdp_core.rounding import RandomRounding
 
 
 def test_counts_a_storage_once_through_views_and_writes() -> None:
@@ -232,3 +234,12 @@ def test_absent_cuda_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="cuda was asked for, but torch sees no CUDA device"):
         Device("cuda")
+
+
+def test_tensors_without_memory_are_handed_on() -> None:
+    """DTensor plans operators on fake tensors: they run inside, and nothing of them counts."""
+    for mode in (StorageCounter(), RandomRounding(0)):
+        with mode, FakeTensorMode():
+            planned = torch.zeros(4, 4).detach() @ torch.zeros(4, 2)
+            assert planned.shape == (4, 2)
+        assert getattr(mode, "peak_bytes", 0) == 0

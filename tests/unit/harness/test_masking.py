@@ -3,13 +3,14 @@
 import base64
 import json
 import os
+import random
 import re
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
-from harness.engine.output import CappedOutput
+from harness.engine.output import TAIL_BYTES, CappedOutput
 from harness.masking import MASK, MAX_HELD_BYTES, Masker, Stream
 from harness.store import stored_environment
 
@@ -202,3 +203,50 @@ def test_a_line_that_is_too_long_is_cut_beside_a_secret(secret: str) -> None:
         stream = Stream(masker)
         out = stream.take(data) + stream.rest()
         assert out == data.replace(secret.encode(), MASK.encode())
+
+
+FRAGMENTS = (
+    *TOKENS, SECRET, "hunter2", "gh", "ghp_", "glrt-", "AKIA", "eyJ", "hooks.slack.com/services/",
+    "T0/B0/abcdefgh1234567", "-----BEGIN RSA PRIVATE KEY-----", "-----END RSA PRIVATE KEY-----",
+    "-----BEGIN ", "password", "PassWd", "passphrase", "pass", "client_secret", "my_pwd", "secret",
+    "api_key", "APIKEY", "AccessKey", "access-key", "account_key", "auth_token", "AuthToken",
+    "token", "bearer ", "Basic ",
+    "=", ": ", "=\"", "'", "\"", "\n", " ", "\t", ",", "s3cr3ts3cr3t1",
+    "abcdefghijklmnop",
+    "none", "https://", "a+b.c-d://", "me:", "me", "@", "/", ":", ".", "-", "_", "x" * 40, "\xe9",
+    "y" * 300, "1", "Z",
+)  # fmt: skip
+
+
+def test_what_ranks_print_is_masked_as_other_texts_are() -> None:
+    """The search that is fast finds what the regular expressions find, whatever stands together."""
+    masker = Masker(ENVIRON | {"LOGIN_PASSWORD": "hunter2"})
+    drawn = random.Random(1)
+    masked = 0
+    for _ in range(8_000):
+        text = "".join(drawn.choices(FRAGMENTS, k=drawn.randrange(1, 12)))
+        expected = masker.text(text)
+        assert masker.data(text.encode("latin-1")) == expected.encode("latin-1"), text
+        masked += expected != text
+    assert masked > 2_000
+
+
+@pytest.mark.parametrize("line", [f"{SECRET}\n", f"a {SECRET};", f"password={TOKENS[0]} "])
+def test_the_end_of_a_flood_of_secrets_begins_with_no_part_of_one(
+    line: str, tmp_path: Path
+) -> None:
+    """Masking makes such an end much shorter: what stands at its beginning must not move in."""
+    masker = Masker(ENVIRON)
+    for beyond in range(len(line)):
+        read_fd, write_fd = os.pipe()
+        output = CappedOutput(read_fd, tmp_path / "out", cap_bytes=0, masker=masker)
+        data = line.encode() * (TAIL_BYTES * 2 // len(line)) + b"." * beyond
+        view = memoryview(data)
+        while view:
+            view = view[os.write(write_fd, view[: 1 << 16]) :]
+            output.drain()
+        os.close(write_fd)
+        output.close()
+        _, _, tail = (tmp_path / "out").read_bytes().partition(b" follow]\n")
+        assert len(tail) > 1000
+        assert masker.data(data).endswith(tail)

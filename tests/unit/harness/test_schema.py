@@ -321,3 +321,45 @@ def test_the_fast_plain_form_equals_to_dict() -> None:
     plain["model"]["hidden"] = 0
     plain["parallel"]["dynamic_cp"].append(4)
     assert settings.plain_config(config) == config.to_dict()
+
+
+def compare(expect: str) -> str:
+    return f"compare: {{axis: graph, reference: eager, expect: {expect}}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expect"),
+    [
+        ("bitwise", "bitwise"),
+        ("{rtol: 1e-5, atol: 0}", {"rtol": 1e-5, "atol": 0.0}),
+        ("{loss_gap: 0.01, over: 3}", {"loss_gap": 0.01, "over": 3.0}),
+    ],
+)
+def test_compare_expect_is_bitwise_or_a_tolerance(tmp_path: Path, text: str, expect: Any) -> None:
+    """Numbers as YAML writes them, `1e-5` included, become the cases' `expect`."""
+    assert load(tmp_path, compare=compare(text)).compare.expect == expect
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("about", "compare.expect: expected one of the legal values"),
+        ("rounding", "compare.expect: expected bitwise or a tolerance, got rounding, of which"),
+        ("{rtol: 0}", "compare.expect: expected rtol or atol above 0"),
+        ("{rtol: -1}", "compare.expect.rtol: expected a number >= 0, got -1.0"),
+        ("{rtol: 1, over: 2}", "compare.expect: expected rtol and atol, or both loss_gap and over"),
+        ("{loss_gap: 1}", "compare.expect: expected rtol and atol, or both loss_gap and over"),
+        ("{loss_gap: 1, over: 0.5}", "compare.expect.over: expected an integer >= 1"),
+        ("{ulps: 3}", "compare.expect.ulps: expected a known key"),
+    ],
+)
+def test_an_expect_that_bounds_nothing_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """A tolerance is refused with its key and what was expected, before anything runs."""
+    with pytest.raises(ScenarioError, match=message):
+        load(tmp_path, compare=compare(text))
+
+
+def test_a_tolerance_asks_for_the_check_that_it_is_on(tmp_path: Path) -> None:
+    """Without the check `loss` a tolerance would compare nothing."""
+    with pytest.raises(ScenarioError, match="expected loss, which is what the tolerance"):
+        load(tmp_path, compare=compare("{rtol: 1e-5}"), checks="checks: {state: {}}")

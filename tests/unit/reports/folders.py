@@ -52,7 +52,8 @@ def bits(value: float) -> FloatBits:
     return FloatBits.from_bits(int.from_bytes(struct.pack(">f", value), "big"))
 
 
-def ulp(value: FloatBits, distance: int) -> FloatBits:
+def ulp(value: FloatBits | None, distance: int) -> FloatBits:
+    assert value is not None
     return FloatBits.from_bits(int(value.bits, 16) + distance)
 
 

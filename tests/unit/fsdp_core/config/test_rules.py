@@ -59,6 +59,16 @@ EXAMPLES: dict[str, tuple[str, Values, Values]] = {
     "stressors_are_known": ("stress", {"stress": ("poisson",)}, {"stress": ("poison",)}),
     "stressors_differ": ("stress", {"stress": ("jitter", "jitter")},
                          {"stress": ("jitter", "races")}),
+    "other_engines_run_eagerly": ("graph", {"engine": "fsdp2", "graph": ("attn",)},
+                                  {"engine": "ours"}),
+    "other_engines_cut_over_dp": ("parallel.tp", {"engine": "ddp", "parallel": {"dp": 2, "tp": 2}},
+                                  {"parallel": {"tp": 1}}),
+    "other_engines_shard_their_way": (
+        "fsdp.reshard_after_forward",
+        {"engine": "megatron_fsdp", "fsdp": {"reshard_after_forward": False}},
+        {"engine": "fsdp2"}),
+    "other_engines_train_dense_models": ("model.experts", {"engine": "fsdp2", "model": MOE},
+                                         {"engine": "ours"}),
     # rule: (key at fault, values that break it, what to change)
     "heads_divide_hidden": ("heads", {"model": {"heads": 5, "kv_heads": 5}},
                             {"model": {"head_dim": 16}}),

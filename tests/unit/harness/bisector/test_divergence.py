@@ -207,3 +207,22 @@ def test_equal_runs_have_no_place() -> None:
     found = between(run_of(), run_of(graph=("attn",)))
     assert (found.step, found.phase, found.module) == (None, None, "")
     assert found.unknown
+
+
+def test_of_two_engines_losses_calls_and_random_states_are_looked_at() -> None:
+    """Ranks hold other parts of each tensor, by other names: no digest of these is a difference."""
+    candidate = run_of()
+    ranks = []
+    for records in candidate.ranks:
+        assert records.start is not None
+        tensors = {g: ("x",) if g == "weights" else n for g, n in records.start.tensors.items()}
+        ranks.append(dataclasses.replace(
+            records, start=dataclasses.replace(records.start, tensors=tensors)
+        ))  # fmt: skip
+    spec = dataclasses.replace(candidate.spec, config=candidate.spec.config | {"engine": "ddp"})
+    candidate = dataclasses.replace(candidate, spec=spec, ranks=tuple(ranks))
+    candidate = edited(candidate, {0: digests(weights=WEIGHTS), 1: calls_from("embedding:input")})
+    found = between(run_of(), candidate)
+    assert (found.step, *brief(found)) == (2, "input", "embedding", "embedding:input")
+    assert (found.rank, found.ranks) == (1, (1,))
+    assert not any("weights" in text for text in found.evidence)

@@ -1,0 +1,159 @@
+"""`harness compare-runs`: judge two runs that were recorded already, as `harness run` would."""
+
+import json
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from harness import commit, display, machine, recorded
+from harness.checks import exit_code, judge
+from harness.checks.taps import NAME as TAPS
+from harness.checksum import with_checksum
+from harness.disk import link_or_copy, make_folder, write_atomic
+from harness.errors import UsageError
+from harness.lookup import DEFAULT_OUT, unused
+from harness.program.spec import POSITIONAL, program_of
+from harness.records import CaseSpec, RunResult, dumps
+from harness.report_commands import build_reports, command_line
+from harness.sections import decode_expect
+from harness.store import LEGS, OUTCOME_FILE, SPEC_FILE, RunFolder
+from harness.yaml_source import Origin, parse_text
+
+_PATH = click.Path(path_type=Path)
+SCENARIO = "compare-runs"
+CASE = "candidate"
+
+
+@click.command("compare-runs")
+@click.argument("reference", type=_PATH)
+@click.argument("candidate", type=_PATH)
+@click.option("--control", type=_PATH, metavar="RUN", help="The reference, recorded once more.")
+@click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
+@click.option(
+    "--expect", default="bitwise", metavar="YAML", show_default=True,
+    help="Or a tolerance, as compare.expect: '{rtol: 1e-5}'.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+def compare_runs_command(
+    *, reference: Path, candidate: Path, control: Path | None, out: Path | None, expect: str,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """Judge a recorded CANDIDATE against a recorded REFERENCE.
+
+    Both are folders of harness wrap, or of a run in a run folder, RUN/runs/KEY. Without --control
+    equal runs pass, and a difference is no verdict: the reference may not repeat itself.
+    Exit codes as those of harness run.
+    """
+    origin = Origin("--expect")
+    stated = decode_expect(parse_text(expect, origin), "expect")
+    places = {"reference": reference, "control": control or reference, "candidate": candidate}
+    _refuse_same(reference, candidate, control)
+    runs = _runs(places)
+    checks: dict[str, dict[str, Any]] = {"loss": {}, "state": {}, "finite": {}}
+    if all(_has_taps(runs[leg]) for leg in LEGS):
+        checks[TAPS] = {}
+    labels = {leg: _words(runs[leg], place) for leg, place in places.items()}
+    case = CaseSpec(
+        id=CASE, scenario=SCENARIO, labels=labels, expect=stated, checks=checks,
+        reference=runs["reference"].spec, control=runs["control"].spec,
+        candidate=runs["candidate"].spec,
+    )  # fmt: skip
+    folder = _make_folder(out, case, places, runs)
+    with folder:
+        folder.seal_case(case)
+        verdict = judge(case, *(folder.load_run(runs[leg].spec) for leg in LEGS))
+        folder.save_verdict(verdict)
+    reports = build_reports(folder.path)
+    code = exit_code([verdict])
+    console = display.make_console(stderr=as_json)
+    display.print_outcome(console, [verdict], 1)
+    console.print(Text(f"; run folder {folder.path}"), soft_wrap=True)
+    console.print(Text(f"report: {reports['html']}"), soft_wrap=True)
+    if as_json:
+        plain = {
+            "exit_code": int(code), "folder": str(folder.path), "verdict": verdict.to_json(),
+            "reports": {name: str(path) for name, path in reports.items()},
+        }  # fmt: skip
+        click.echo(json.dumps(plain, allow_nan=False))
+    return code
+
+
+def _refuse_same(reference: Path, candidate: Path, control: Path | None) -> None:
+    """See that no run is to be compared with itself, which proves nothing."""
+    given = {"CANDIDATE": candidate, "--control": control}
+    for name, place in given.items():
+        if place is not None and place.resolve() == reference.resolve():
+            raise UsageError(f"compare-runs: expected another run as {name} than {reference}")
+
+
+def _runs(places: dict[str, Path]) -> dict[str, RunResult]:
+    """The runs by leg, with the steps that are due and keys that differ.
+
+    Runs that state no steps are held to those that rank 0 of the reference recorded.
+    """
+    runs = {leg: recorded.load(place) for leg, place in places.items()}
+    steps = next(
+        (run.spec.config["steps"] for run in runs.values() if "steps" in run.spec.config),
+        recorded.steps_on_rank_0(runs["reference"]),
+    )
+    numbers = {"reference": 0, "control": int(places["control"] != places["reference"])}
+    return {
+        leg: recorded.renamed(recorded.with_steps(run, steps), replica=numbers.get(leg, 2))
+        for leg, run in runs.items()
+    }
+
+
+def _has_taps(run: RunResult) -> bool:
+    return any(records.start is not None and records.start.taps for records in run.ranks)
+
+
+def _words(run: RunResult, place: Path) -> str:
+    """What a run is called: its command, or where it lies."""
+    program = program_of(run.spec.config)
+    if program is None or program.kind != "command":
+        return str(place)
+    return " ".join([program.target, *map(str, program.args.get(POSITIONAL, ()))])
+
+
+def _make_folder(
+    out: Path | None, case: CaseSpec, places: dict[str, Path], runs: dict[str, RunResult]
+) -> RunFolder:
+    """A run folder with copies of the runs under their keys."""
+    now = datetime.now(UTC)
+    why = f"{places['candidate']} against {places['reference']}, both recorded before."
+    manifest = {
+        "id": uuid.uuid4().hex,
+        "scenario": SCENARIO,
+        "why": why,
+        "created": now.isoformat(timespec="seconds"),
+        "command": command_line(),
+        "device": case.candidate.device,
+        "machine": machine.describe(),
+        "packages": machine.installed_packages(),
+        "commit": commit.describe(),
+        "runs": {leg: str(place.absolute()) for leg, place in places.items()},
+    }
+    text = f"name: {json.dumps(SCENARIO)}\nwhy: {json.dumps(why)}\n"
+
+    def fill(folder: RunFolder) -> None:
+        for leg, run in runs.items():
+            _copy(places[leg], folder.run_folder(run.spec.key), run)
+
+    path = out or unused(DEFAULT_OUT / f"{SCENARIO}-{now:%Y%m%dT%H%M%SZ}")
+    return RunFolder.create(path, manifest, text, [case], fill=fill)
+
+
+def _copy(source: Path, target: Path, run: RunResult) -> None:
+    """The run's records as they are; its specification and outcome under its new key."""
+    if target.exists():
+        return  # the reference, which is its own control
+    make_folder(target)
+    for path in sorted(source.iterdir()):
+        if path.name.startswith("rank") and path.is_file():
+            link_or_copy(str(path), str(target / path.name))
+    write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")
+    write_atomic(target / OUTCOME_FILE, dumps(with_checksum(run.outcome)) + "\n")

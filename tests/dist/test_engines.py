@@ -1,0 +1,116 @@
+"""The same training by another engine: which of its bits are ours, and that a fault in it is seen.
+
+On two ranks a sum has one order, and a division by two is exact: engines that add ranks first and
+microbatches then give equal bits. DDP adds microbatches first: equal with one of them.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.dist.engine_programs import Engined, Seen, look_at_memory, make, refused, train_all
+from tests.dist.keeping_programs import whole
+from tests.dist.rank_pool import RankError, RankPool
+from tests.dist.train_layout_programs import STEPS, Run
+
+TAPS = ("layers.*.attn", "layers.*.mlp:input", "norm:gradient")
+DROPOUT = Run({"dp": 2}, preset="dense_tiny_dropout")
+
+
+def floats_of(ranks: Sequence[Seen]) -> list[list[tuple[int, ...]]]:
+    """Losses, loss and norm of every step of every rank, as bits."""
+    return [[floats for floats, _, _ in seen.steps] for seen in ranks]
+
+
+def value(bits: int) -> float:
+    """A float32 of its bits."""
+    (number,) = struct.unpack("<f", struct.pack("<i", bits))
+    return float(number)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_torch_fsdp2_has_our_bits(dtype: str, warm_ranks: RankPool) -> None:
+    """Losses, norm, what goes through modules, random states; put together, gradients and state."""
+    run = replace(DROPOUT, dtype=dtype, clip=0.5)
+    runs = [Engined(run, engine, TAPS) for engine in ("ours", "fsdp2")]
+    ours, theirs = zip(*warm_ranks.run(train_all, runs, world_size=2), strict=True)
+    assert floats_of(ours) == floats_of(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.taps == b.taps
+        assert [rng for _, _, rng in a.steps] == [rng for _, _, rng in b.steps]
+    mine, other = (whole(seen.kept for seen in ranks) for ranks in (ours, theirs))
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_ddp_has_the_same_bits_with_one_microbatch(dtype: str, warm_ranks: RankPool) -> None:
+    """And every rank holds whole tensors, the same on both."""
+    run = replace(DROPOUT, dtype=dtype, microbatches=1, clip=0.5)
+    runs = [Engined(run, engine, TAPS) for engine in ("fsdp2", "ddp")]
+    sharded, whole_ = zip(*warm_ranks.run(train_all, runs, world_size=2), strict=True)
+    assert floats_of(sharded) == floats_of(whole_)
+    assert [seen.taps for seen in sharded] == [seen.taps for seen in whole_]
+    assert whole_[0].steps[-1][1] == whole_[1].steps[-1][1]
+    mine, other = (whole(seen.kept for seen in ranks) for ranks in (sharded, whole_))
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_ddp_adds_microbatches_first(warm_ranks: RankPool) -> None:
+    """With two, step 0 has equal losses and a norm within rounding; the weights have other bits."""
+    runs = [Engined(replace(DROPOUT, clip=0.0), engine) for engine in ("fsdp2", "ddp")]
+    sharded, whole_ = zip(*warm_ranks.run(train_all, runs, world_size=2), strict=True)
+    mine, other = (floats_of(ranks)[0][0] for ranks in (sharded, whole_))
+    assert mine[:-1] == other[:-1]
+    # A gradient is a sum of four, with three roundings of 2^-24 in either order; the four may be
+    # larger than their sum: by 2^4 at most, as norms of single microbatches here are not.
+    a, b = value(mine[-1]), value(other[-1])
+    assert math.isclose(a, b, rel_tol=2 * 3 * 2**-24 * 2**4)
+    first, second = (whole(seen.kept for seen in ranks) for ranks in (sharded, whole_))
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_has_the_bits_of_its_control(world_size: int, warm_ranks: RankPool) -> None:
+    """On any number of ranks, also where rows do not divide by them; and it learns."""
+    run = replace(DROPOUT, degrees={"dp": world_size}, lr=1e-3)
+    runs = [Engined(run, engine) for engine in ("fsdp2", "ddp") for _ in range(2)]
+    for seen in warm_ranks.run(train_all, runs, world_size=world_size):
+        for one, control in (seen[:2], seen[2:]):
+            assert one.steps == control.steps
+            assert one.names == control.names
+            digests = [digests["weights"] for _, digests, _ in one.steps]
+            assert len(set(digests)) == STEPS
+        assert all("embedding.weight" in each.names["weights"] for each in seen)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("fault", ["zeroed_token", "same_shard", "unshifted_labels"])
+def test_a_wrong_batch_on_one_rank_is_seen(engine: str, fault: str, warm_ranks: RankPool) -> None:
+    """Its losses differ from the step on, on that rank first; the mean on every rank."""
+    runs = [Engined(DROPOUT, engine), Engined(DROPOUT, engine, fault=fault)]
+    right, wrong = zip(*warm_ranks.run(train_all, runs, world_size=2), strict=True)
+    for rank, (a, b) in enumerate(zip(floats_of(right), floats_of(wrong), strict=True)):
+        assert a[:2] == b[:2]
+        losses, loss = (a[2][:-2], a[2][-2]), (b[2][:-2], b[2][-2])
+        assert (losses[0] == loss[0]) == (rank == 0)
+        assert losses[1] != loss[1]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_digests_are_of_what_the_engine_computes_with(engine: str, warm_ranks: RankPool) -> None:
+    """Not of copies: names, bits and a write to one of them."""
+    warm_ranks.run(look_at_memory, Engined(Run({"dp": 2}), engine), world_size=2)
+
+
+def test_what_is_not_there_is_refused(warm_ranks: RankPool) -> None:
+    """megatron-fsdp without a GPU; evaluation and smaller steps by another engine."""
+    with pytest.raises(RankError, match="engine megatron_fsdp needs a GPU") as caught:
+        warm_ranks.run(make, Engined(Run({"dp": 2}), "megatron_fsdp"), world_size=2)
+    assert caught.value.kind == "BackendMissing"
+    told = warm_ranks.run(refused, Engined(Run({"dp": 2}), "fsdp2"), world_size=2)[0]
+    assert [text.endswith("got fsdp2.") for text in told] == [True, True]

@@ -1,0 +1,245 @@
+"""`harness wrap` and `harness compare-runs`: what is recorded of a job that is started by hand."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import recorded
+from harness.cli import main
+from harness.records import ExitCode, Verdict
+from harness.store import read_verdict
+
+TRAIN = """
+import os, signal, sys, torch, torch.distributed as dist
+plant, kill = "--plant" in sys.argv, "--kill" in sys.argv
+rank = int(os.environ.get("RANK", 0))
+if "LOCAL_RANK" in os.environ:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(3):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    if plant and step == 1 and rank == 1:
+        x[0, 0] += 2**-16
+    if kill and step == 2 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (model(x) ** 2).mean().backward()
+    if dist.is_initialized():
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.is_initialized():
+    dist.barrier()  # gloo's threads may abort a rank whose peer has left
+    dist.destroy_process_group()
+"""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script, and two jobs of two ranks, recorded: equal ones `a` and `b`."""
+    folder = tmp_path_factory.mktemp("wrapped")
+    (folder / "train.py").write_text(TRAIN)
+    for name in ("a", "b"):
+        assert wrap(folder, name, *TORCHRUN, str(folder / "train.py")) == 0
+    return folder
+
+
+def wrap(folder: Path, name: str, *command: str, options: tuple[str, ...] = ()) -> int:
+    return main(["wrap", "--out", str(folder / name), *options, "--", *command])
+
+
+def script(folder: Path, *words: str, **variables: str) -> tuple[str, ...]:
+    """A command that runs the script as one process, with variables of its own."""
+    given = [f"{name}={value}" for name, value in variables.items()]
+    return ("env", *given, sys.executable, str(folder / "train.py"), *words)
+
+
+def compared(folder: Path, *words: str) -> tuple[int, Verdict]:
+    out = folder / "compared"
+    shutil.rmtree(out, ignore_errors=True)
+    code = main(["compare-runs", "--out", str(out), *words])
+    verdict = read_verdict(out / "cases" / "candidate", "candidate")
+    assert verdict is not None
+    return code, verdict
+
+
+def test_ranks_that_torchrun_starts_are_recorded_with_what_they_say(lab: Path) -> None:
+    """World size and steps are those of the ranks, their exit codes those of their processes."""
+    run = recorded.load(lab / "a")
+    assert run.spec.world_size == 2
+    assert recorded.steps_on_rank_0(run) == 3
+    assert run.outcome.what == ""
+    assert [(state.rank, state.code) for state in run.outcome.ranks] == [(0, 0), (1, 0)]
+    assert run.spec.config["program"]["args"]["_"][-1] == str(lab / "train.py")
+
+
+def test_equal_runs_pass_with_a_control_and_without(lab: Path) -> None:
+    """Every digest of both runs is equal, and a third one may serve as the control."""
+    a, b = str(lab / "a"), str(lab / "b")
+    code, verdict = compared(lab, a, b)
+    assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
+    shutil.copytree(lab / "b", lab / "c", dirs_exist_ok=True)
+    code, verdict = compared(lab, a, b, "--control", str(lab / "c"))
+    assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
+    (control,) = (each for each in verdict.checks if each.check == "control")
+    assert control.outcome == "passed"
+
+
+def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step, rank and tensor of the first difference; show, check, report and bisect read it."""
+    if not (lab / "planted").exists():
+        assert wrap(lab, "planted", *TORCHRUN, str(lab / "train.py"), "--plant") == 0
+    a, planted = str(lab / "a"), str(lab / "planted")
+    code, verdict = compared(lab, a, planted)
+    assert (code, verdict.what) == (ExitCode.NO_VERDICT, "no_control")
+    assert verdict.difference is not None
+    assert (verdict.difference.step, verdict.difference.tensor) == (1, "0.weight")
+    code, verdict = compared(lab, a, planted, "--control", str(lab / "b"))
+    assert (code, verdict.what) == (ExitCode.FAILED, "diverged")
+    assert verdict.difference is not None
+    assert verdict.difference.quantity == "grads"
+    case = str(lab / "compared" / "cases" / "candidate")
+    assert main(["show", case]) == 0
+    assert main(["check", str(lab / "compared")]) == ExitCode.FAILED
+    assert main(["report", str(lab / "compared")]) == 0
+    capsys.readouterr()
+    bisect = ["bisect", case, "--out", str(lab / "bisected"), "--json"]
+    assert main(bisect) == ExitCode.FAILED
+    place = json.loads(capsys.readouterr().out)["place"]
+    assert (place["step"], place["rank"]) == (1, 1)
+    assert main(["rerun", case]) == ExitCode.USAGE
+    for rtol, expected in (("1e-2", ExitCode.PASSED), ("1e-12", ExitCode.FAILED)):
+        within = ("--control", str(lab / "b"), "--expect", f"{{rtol: {rtol}}}")
+        code, verdict = compared(lab, a, planted, *within)
+        assert code == expected
+    assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
+
+
+def test_a_rank_that_is_killed_is_named(lab: Path) -> None:
+    """torchrun exits with 1; the run says which rank died by which signal."""
+    code = wrap(lab, "killed", *TORCHRUN, str(lab / "train.py"), "--kill")
+    assert code == 1
+    outcome = recorded.load(lab / "killed").outcome
+    assert (outcome.what, outcome.culprit_rank) == ("killed", 1)
+    assert next(state.code for state in outcome.ranks if state.rank == 1) == -signal.SIGKILL
+    code, verdict = compared(lab, str(lab / "a"), str(lab / "killed"))
+    assert (code, verdict.what) == (ExitCode.FAILED, "killed")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def test_a_command_that_records_nothing_is_no_success(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 5 if the command says 0, else the command's; compare-runs takes no such run."""
+    assert wrap(alone, "none", "true") == ExitCode.NOTHING_RAN
+    assert capsys.readouterr().err.startswith("harness: recorded nothing in ")
+    assert wrap(alone, "fails", "false") == 1
+    words = ["compare-runs", str(alone / "none"), str(alone / "fails")]
+    assert main(words) == ExitCode.USAGE
+
+
+def test_records_of_some_ranks_only_are_told(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A world of two of which one rank records is not whole, though the command says 0."""
+    assert wrap(alone, "run", *script(alone, RANK="0", WORLD_SIZE="2")) == ExitCode.NO_VERDICT
+    assert "no records of rank 1" in capsys.readouterr().err
+    assert recorded.load(alone / "run").spec.world_size == 2
+
+
+def test_a_single_process_is_rank_0_of_1_and_its_exit_code_is_kept(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchrun a process records once it trains; a nonzero exit is no whole run."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    command = f"{sys.executable} {alone / 'train.py'}; exit 7"
+    assert wrap(alone, "run", "sh", "-c", command) == 7
+    run = recorded.load(alone / "run")
+    assert run.spec.world_size == 1
+    assert recorded.steps_on_rank_0(run) == 3
+    assert run.outcome.what == "crashed"
+
+
+def test_taps_and_steps_that_were_asked_for(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Taps are recorded; a run of fewer steps than --steps is not whole."""
+    options = ("--taps", "0:output", "--steps", "4")
+    code = wrap(alone, "run", *script(alone, RANK="0", WORLD_SIZE="1"), options=options)
+    assert code == ExitCode.NO_VERDICT
+    assert "no record of step 3" in capsys.readouterr().err
+    start = recorded.load(alone / "run").ranks[0].start
+    assert start is not None
+    assert [name.partition("[")[0] for name in start.taps] == ["0:output"]
+
+
+def test_a_folder_that_holds_something_is_refused(alone: Path) -> None:
+    """Two runs in one folder would be one run of mixed ranks."""
+    assert wrap(alone, "run", "true") == ExitCode.NOTHING_RAN
+    assert wrap(alone, "run", "true") == ExitCode.USAGE
+    (alone / "notes").mkdir()
+    (alone / "notes" / "read.me").write_text("mine")
+    assert wrap(alone, "notes", "true") == ExitCode.USAGE
+    assert wrap(alone, "other", "no-such-command") == ExitCode.USAGE
+    assert not (alone / "other").exists()
+
+
+def test_parts_share_a_run_and_the_last_one_tells(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two `harness wrap` of one job, as srun starts them: one specification, one outcome."""
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    for rank in range(2):
+        assert not (alone / "run" / "outcome.json").exists()
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        assert wrap(alone, "run", *script(alone)) == 0
+    run = recorded.load(alone / "run")
+    assert run.spec.world_size == 2
+    assert [state.code for state in run.outcome.ranks] == [0, 0]
+    assert run.outcome.what == ""
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    assert wrap(alone, "run", "true") == ExitCode.USAGE
+
+
+def test_a_signal_reaches_the_command(alone: Path) -> None:
+    """SIGTERM for `harness wrap` is the command's to answer, and its exit code stays its own."""
+    program = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(23))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()\n"
+    )
+    words = [sys.executable, "-m", "harness", "wrap", "--out", str(alone / "run"), "--",
+             sys.executable, "-c", program]  # fmt: skip
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 23
+    part = json.loads((alone / "run" / "part-0.json").read_text())
+    assert part["stopped_by"] == signal.SIGTERM
+
+
+def test_a_run_is_not_compared_with_itself(alone: Path) -> None:
+    """It would pass and prove nothing."""
+    run = str(alone / "run")
+    assert main(["compare-runs", run, run]) == ExitCode.USAGE
+    assert main(["compare-runs", run, str(alone), "--control", run]) == ExitCode.USAGE
