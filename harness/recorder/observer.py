@@ -38,6 +38,8 @@ from harness.recorder.state import (
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills; a script's own have other names."""
+OF_PARAMETERS = ("grads", "weights")
+"""Groups in which a parameter has one place, however many optimizers hold it."""
 PAGE_BYTES = 4096
 UNSEEDED = "0" * 32
 """In place of the digest of a random generator that no two runs could have alike."""
@@ -317,7 +319,8 @@ class Observer:
         if not self._is_due(step):
             return
         named: Named = []
-        for param in self._owned(optimizer):
+        self._know(optimizer)
+        for param in parameters(optimizer):
             if (found := gradient(param)) is not None:
                 named += plain(self.names.of(param), found)
         section = f"grads{self._number(optimizer)}"
@@ -329,8 +332,8 @@ class Observer:
             return
         for optimizer in optimizers:
             number = self._number(optimizer)
-            owned = self._owned(optimizer)
-            weights = [each for p in owned for each in plain(self.names.of(p), p)]
+            self._know(optimizer)
+            weights = [each for p in parameters(optimizer) for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             at = f"weights{number}"
@@ -347,20 +350,6 @@ class Observer:
             name: UNSEEDED if name not in self.seeded else digest
             for name, digest in _hashed(random_states(self.seeded)).items()
         }
-
-    def _owned(self, optimizer: Any) -> list[Tensor]:
-        """Parameters of an optimizer that no earlier one has: some only hold others."""
-        self._know(optimizer)
-        number = self._number(optimizer)
-        if not number:
-            return parameters(optimizer)
-        earlier = {
-            id(param)
-            for ref in self._optimizers[:number]
-            if (other := ref()) is not None
-            for param in parameters(other)
-        }
-        return [param for param in parameters(optimizer) if id(param) not in earlier]
 
     def _know(self, optimizer: Any) -> None:
         self._number(optimizer)
@@ -470,9 +459,17 @@ class Observer:
         nonfinite: dict[str, list[str]] = {}
         for group, parts in step.groups.items():
             texts = [digest_hex(part.rows) for part in parts]
-            names[group] = _unique(name for part in parts for name in part.names)
-            digests[group] = "".join(text for text, _ in texts)
+            text = "".join(text for text, _ in texts)
             flags = [flag for _, flagged in texts for flag in flagged]
+            held = [name for part in parts for name in part.names]
+            if group in OF_PARAMETERS and len(set(held)) < len(held):
+                # Optimizers that hold the same parameter, as one that wraps another: the latest.
+                last = {name: place for place, name in enumerate(held)}
+                text = "".join(text[32 * place : 32 * place + 32] for place in last.values())
+                flags = [flags[place] for place in last.values()]
+                held = list(last)
+            names[group] = _unique(held)
+            digests[group] = text
             bad = [name for name, flag in zip(names[group], flags, strict=True) if flag]
             if bad:
                 nonfinite[group] = bad
@@ -480,9 +477,9 @@ class Observer:
         wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in losses
                 if loss.dtype == torch.float64}  # fmt: skip
         host = step.host | ({"losses": _hashed(wide)} if wide else {})
-        for group, held in host.items():
-            names.setdefault(group, []).extend(held)
-            digests[group] = digests.get(group, "") + "".join(held.values())
+        for group, hashed in host.items():
+            names.setdefault(group, []).extend(hashed)
+            digests[group] = digests.get(group, "") + "".join(hashed.values())
         return names, digests, nonfinite
 
     def _seconds(self, step: Step) -> float:
