@@ -38,6 +38,8 @@ from harness.recorder.state import (
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills; a script's own have other names."""
+OF_PARAMETERS = ("grads", "weights")
+"""Groups in which a parameter has one place, however many optimizers hold it."""
 PAGE_BYTES = 4096
 HEX_CHARS = 32
 UNSEEDED = "0" * 32
@@ -479,9 +481,9 @@ class Observer:
         wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in losses
                 if loss.dtype == torch.float64}  # fmt: skip
         host = step.host | ({"losses": _hashed(wide)} if wide else {})
-        for group, held in host.items():
-            names.setdefault(group, []).extend(held)
-            digests[group] = digests.get(group, "") + "".join(held.values())
+        for group, hashed in host.items():
+            names.setdefault(group, []).extend(hashed)
+            digests[group] = digests.get(group, "") + "".join(hashed.values())
         return names, digests, nonfinite
 
     def _seconds(self, step: Step) -> float:

@@ -163,7 +163,7 @@ def test_a_tied_parameter_is_recorded_once(tmp_path: Path) -> None:
 
 
 def test_a_parameter_of_two_optimizers_is_recorded_for_each(tmp_path: Path) -> None:
-    """The second optimizer's view of it has a number; neither takes the other's place."""
+    """Its values once; the second optimizer's state has a number and takes nobody's place."""
 
     def program() -> None:
         model = nn.Linear(3, 1, bias=False)
@@ -302,6 +302,26 @@ def test_parameters_and_optimizer_may_be_replaced(tmp_path: Path) -> None:
     assert not records.problems
     assert digests(records, "weights", 2).keys() == set(PARAMS)
     assert digests(records, "frozen", 2) == {}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_another_optimizer_takes_over_the_same_parameters(kept: bool, tmp_path: Path) -> None:
+    """Weights and gradients stay on record under their names, though the first one is kept."""
+
+    def program() -> None:
+        model = model_of()
+        first = Adam(model.parameters())
+        train(model, first)
+        second = SGD(model.parameters(), 0.1)
+        if not kept:
+            del first
+        train(model, second, steps=2)
+
+    records = recorded(program, tmp_path)
+    for step in range(3):
+        assert digests(records, "weights", step).keys() == set(PARAMS)
+        assert digests(records, "grads", step).keys() == set(PARAMS)
+    assert digests(records, "weights", 1) != digests(records, "weights", 2)
 
 
 def test_parameters_of_no_module_have_numbers(tmp_path: Path) -> None:
