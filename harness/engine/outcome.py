@@ -116,6 +116,7 @@ def classify(
     timeout_s: float,
     failed_order: Sequence[int] = (),
     stalled_s: float | None = None,
+    steps: int | None = None,
 ) -> Answer:
     """Say what happened to a run. `what` is empty if every rank exited with 0 and said no error.
 
@@ -125,6 +126,7 @@ def classify(
         timeout_s: the time it had, in seconds.
         failed_order: ranks that failed, in the order in which the harness saw them end.
         stalled_s: seconds without a record for which the harness ended it; None if it did not.
+        steps: that every rank was to take; None where nobody said.
     """
     place, ordered = _in_order(ranks, failed_order)
     running = [r for r in ordered if r.still_running]
@@ -140,16 +142,9 @@ def classify(
             waited = f"no rank recorded anything for {stalled_s:g} s"
         return _hang(running, victims, waited=waited)
     if victims:
-        return _blame_victims(victims, ordered)
-    if running and (early := [r for r in ordered if r.left_early]):
-        return (
-            "crashed",
-            f"{_left(early[0])}; {_names(running)} ended by the harness",
-            early[0].rank,
-        )
+        return _blame_victims(victims, ordered, steps)
     if running:
-        names = _names(running)
-        return "interrupted", f"the harness ended {names} for no reason on record", None
+        return _ended_by_harness(running, ordered)
     return "", "", None
 
 
@@ -277,6 +272,14 @@ def _hang(
     return "hang", message, hung
 
 
+def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
+    """Ranks that went on after one had left; any other reason would be on record."""
+    names = _names(running)
+    if (left := next((r for r in ranks if r.left_early), None)) is not None:
+        return "crashed", f"{_left(left)}; {names} ended by the harness", left.rank
+    return "interrupted", f"the harness ended {names} for no reason on record", None
+
+
 def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
     """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
@@ -303,21 +306,22 @@ def _hung(running: Sequence[RankEvidence]) -> int | None:
     return elsewhere[0] if waiting and all_known and len(elsewhere) == 1 else None
 
 
-def _blame_victims(victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
+def _blame_victims(
+    victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence], steps: int | None
+) -> Answer:
     """All that failed say that a peer went away: look for one that left, else take the first."""
-    if (left := _first_that_left(ranks, victims)) is not None:
+    if (left := _first_that_left(ranks, steps)) is not None:
         return "crashed", f"{_left(left)}; then {_names(victims)} failed", left.rank
     return _blame(victims[0], ranks)
 
 
-def _first_that_left(
-    ranks: Sequence[RankEvidence], victims: Sequence[RankEvidence]
-) -> RankEvidence | None:
-    """A rank that ended with 0 before its end record, or before a step that a victim was in."""
+def _first_that_left(ranks: Sequence[RankEvidence], steps: int | None) -> RankEvidence | None:
+    """A rank that ended with 0 before its end record, or before it had taken all steps."""
     early = next((r for r in ranks if r.left_early), None)
-    done = max(-1 if r.last_step is None else r.last_step for r in victims) + 1
-    gone = (r for r in ranks if r.exit.code == 0 and r.records.end is not None)
-    return early or next((r for r in gone if r.records.end and r.records.end.steps <= done), None)
+    if early is not None or steps is None:
+        return early
+    ends = ((r, r.records.end) for r in ranks if r.exit.code == 0)
+    return next((r for r, end in ends if end is not None and end.steps < steps), None)
 
 
 def _left(rank: RankEvidence) -> str:

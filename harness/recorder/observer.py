@@ -38,8 +38,6 @@ from harness.recorder.state import (
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills; a script's own have other names."""
-OF_PARAMETERS = ("grads", "weights")
-"""Groups in which a parameter has one place, however many optimizers hold it."""
 PAGE_BYTES = 4096
 HEX_CHARS = 32
 UNSEEDED = "0" * 32
