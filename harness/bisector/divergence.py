@@ -92,6 +92,8 @@ def _step_evidence(legs: Legs, step: int) -> str:
     equal = f"{before} are equal on every rank" if step > 1 else f"{before} is equal on every rank"
     if step == 0:
         equal = "the very first step differs: nothing before it was recorded"
+        if legs.has_initial:
+            equal = "the very first step differs, the state before it is equal on every rank"
     state = "gradients, weights, moments, " if legs.shares_state else ""
     return f"{equal}: losses, {state}random states" if step else equal
 

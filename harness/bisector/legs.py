@@ -136,6 +136,11 @@ class Legs:
         """Whether anything was looked into."""
         return any(start.taps for start in self.starts.values())
 
+    @property
+    def has_initial(self) -> bool:
+        """Whether both runs recorded their state before the first step."""
+        return all(any(step == BEFORE for step, _ in states) for states in self._states)
+
     def ranks(self, step: int) -> list[int]:
         """Ranks of which both legs have the step."""
         return [rank for at, rank in self.pairs if at == step]

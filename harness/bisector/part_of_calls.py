@@ -85,7 +85,8 @@ def _input(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Loca
     makers = [r.module for r in before if r.kind == OUTPUT and r.reference == first.reference]
     begins = next((r for r in before if r.stage == first.stage), None) is first
     if begins and not makers and first.stage == 0:
-        told = "it is what the microbatch begins with: tokens or positions"
+        what = "tokens or positions" if legs.has_layouts else "the program's own data"
+        told = f"it is what the microbatch begins with: {what}"
         return replace(found, phase="input", module=first.module, evidence=(*found.evidence, told))
     if begins and first.stage > 0:
         return replace(

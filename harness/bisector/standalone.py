@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 CASE = json.loads(r"""__CASE__""") if __name__ == "__main__" else {}
@@ -100,15 +101,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         runs = [_run(name, Path(folder, name)) for name in ("reference", "candidate")]
     (ours, left), (theirs, right) = runs
-    for rank in sorted({*left, *right}):
-        first, second = (run.get(rank, []) for run in (left, right))
-        for number in range(max(len(first), len(second))):
-            a, b = (lines[number] if number < len(lines) else "" for lines in (first, second))
-            if a != b:
-                _say(f"{rank} differs in {(a or b).rpartition(': ')[0]}")
-                _say(f"  reference: {a or 'absent'}")
-                _say(f"  candidate: {b or 'absent'}")
-                return 1
+    places = {
+        rank: zip_longest(left.get(rank, []), right.get(rank, [])) for rank in {*left, *right}
+    }
+    found = [
+        (number, rank, a, b)
+        for rank, lines in places.items()
+        for number, (a, b) in enumerate(lines)
+        if a != b
+    ]
+    if found:
+        _, rank, a, b = min(found, key=lambda each: each[:2])
+        _say(f"{rank} differs in {(a or b).rpartition(': ')[0].partition(' = ')[0]}")
+        _say(f"  reference: {a or 'absent'}")
+        _say(f"  candidate: {b or 'absent'}")
+        return 1
     if ours != theirs:
         _say(f"the reference ended with {ours}, the candidate with {theirs}")
         return 1
