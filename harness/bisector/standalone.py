@@ -16,7 +16,8 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-CASE = json.loads(r"""__CASE__""") if __name__ == "__main__" else {}
+TEXT = r"""__CASE__"""
+CASE = json.loads(TEXT) if TEXT.startswith("{") else {}
 
 RANK = r"""
 import ctypes, gc, hashlib, importlib, json, os, runpy, sys

@@ -120,7 +120,10 @@ def test_layers_stay_in_their_bound_and_faults_do_not(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_entropy_stays_in_its_bound(dtype: torch.dtype, ranks: int) -> None:
-    """Torch's loss and gradient are in, and come within a factor of the bound: it is tight."""
+    """Torch's loss and gradient are in, and come within a factor of the bound: it is tight.
+
+    Of float64 there is no wider format: on some processors torch's loss has the very bits.
+    """
     torch.manual_seed(0)
     logits = (torch.randn(400, 16) * 3 + 50).to(dtype)
     targets = torch.randint(0, 16, (400,))
@@ -128,7 +131,7 @@ def test_cross_entropy_stays_in_its_bound(dtype: torch.dtype, ranks: int) -> Non
     wide = logits.to(WIDE[dtype]).requires_grad_()
     theirs = F.cross_entropy(wide, targets, reduction="none")
     (their_grad,) = torch.autograd.grad(theirs.sum(), wide)
-    assert 0.01 < loss.units(theirs) <= 1
+    assert (0.01 if WIDE[dtype] != dtype else -1) < loss.units(theirs) <= 1
     assert 0.05 < grad.units(their_grad.to(dtype)) <= 1
     assert loss.units(theirs * (1 + 300 * unit_roundoff(WIDE[dtype]))) > 1
 

@@ -4,6 +4,7 @@ The recorder patches torch for the whole process, so each program gets a process
 """
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -56,6 +57,7 @@ def _child(program: Program, folder: Path, seed: int | None, run: str) -> None:
     with contextlib.suppress(BaseException):
         sys.stderr = (folder / "stderr").open("w", buffering=1)
         torch.set_num_threads(1)  # the threads of the parent's pool are not in this process
+        gc.freeze()  # nor those of process groups, which garbage of the parent would wait for
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "DELTAZERO_RECORD": str(folder),
                        "DELTAZERO_RUN": run}  # fmt: skip
         if seed is not None:
