@@ -276,7 +276,10 @@ def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvide
     """Ranks that went on after one had left; any other reason would be on record."""
     names = _names(running)
     if (left := next((r for r in ranks if r.left_early), None)) is not None:
-        return "crashed", f"{_left(left)}; {names} ended by the harness", left.rank
+        # As where the others had the time to end: the steps that it left out are what is wrong.
+        missing = 0 if left.last_step is None else left.last_step + 1
+        told = f"{_left(left)}: step {missing} is missing; {names} ended by the harness"
+        return "missing_step", told, left.rank
     return "interrupted", f"the harness ended {names} for no reason on record", None
 
 
