@@ -133,7 +133,9 @@ class _Cells:
 )
 @click.option("--commits", default="", metavar="GOOD..BAD", help="Find the first bad commit, too.")
 @click.option(
-    "--package", nargs=2, metavar="NAME A..B",
+    "--package",
+    nargs=2,
+    metavar="NAME A..B",
     help="Of a program: find the first bad release of a package, too.",
 )
 @click.option(

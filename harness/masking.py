@@ -253,9 +253,9 @@ def _places_of_words(data: bytes) -> list[int]:
     lower = data.lower()
     places = {
         at - before
-        for word, befores in _WORDS.items()
+        for word, earlier in _WORDS.items()
         for at, end in _found(word, lower) if lower[end : end + 1] in _AFTER_WORD
-        for before in befores if at >= before
+        for before in earlier if at >= before
     }  # fmt: skip
     return sorted(places)
 

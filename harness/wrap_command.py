@@ -40,8 +40,8 @@ from harness.streams import read_start
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
              signal.SIGUSR2, signal.SIGCONT)  # fmt: skip
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 5.0
-"""How often new ranks are looked for: often at first, while they start."""
+LOOK_SHARE, FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.05, 5.0
+"""How soon new ranks are looked for again: after this share of the time so far, within bounds."""
 SIGNAL_CODE = 128
 """Shells add it to the number of the signal that ended a command."""
 
@@ -212,12 +212,13 @@ class _Watch:
     def until_end(self, pid: int) -> None:
         """Watch until the process `pid`, a child, has ended."""
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, None)
-        patience_s = FIRST_LOOK_S
+        began_s = time.monotonic()
         while True:
             self._look()
             complete = 0 < self._world_size <= len(self._known)
+            share_s = LOOK_SHARE * (time.monotonic() - began_s)
+            patience_s = min(max(share_s, FIRST_LOOK_S), LONGEST_LOOK_S)
             events = self._selector.select(None if complete else patience_s)
-            patience_s = min(2 * patience_s, LONGEST_LOOK_S)
             ended = [key for key, _ in events]
             for key in ended:
                 if key.data is not None:

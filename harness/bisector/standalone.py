@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-CASE = json.loads(r"""__CASE__""")
+CASE = json.loads(r"""__CASE__""") if __name__ == "__main__" else {}
 
 RANK = r"""
 import ctypes, gc, hashlib, importlib, json, os, runpy, sys

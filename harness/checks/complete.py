@@ -32,6 +32,10 @@ PROVING_GROUPS = ("grads", "weights", "optim")
 """Digest groups that must cover at least one tensor of a run; it may hold no RNG."""
 NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", SHARED_GPU)
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
+NO_STEP = (
+    ": the recorder saw no step of a torch optimizer after a backward pass; "
+    "say where steps are with `with recorder.step():` of harness.recorder.record"
+)
 AFTER_END = "after end"
 """How a reader of record files words its problem with a line that follows the end record."""
 
@@ -79,7 +83,8 @@ def _ranks_flaw(run: RunResult) -> Flaw | None:
         return Flaw(what="empty_run", message="the run has no ranks")
     numbers = [records.rank for records in run.ranks]
     if not any(r.steps or r.problems or r.error for r in run.ranks):
-        return Flaw(what="empty_run", message="no rank recorded a step")
+        told = "" if run.spec.is_builtin else NO_STEP
+        return Flaw(what="empty_run", message=f"no rank recorded a step{told}")
     if len(set(numbers)) != len(numbers) or set(numbers) - expected:
         return Flaw(
             what="corrupt_record",

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.checks.answer import passed
 from harness.checks.steps import rank_table
-from harness.program.spec import program_of
+from harness.program.spec import ENFORCED, program_of
 from harness.records import CheckResult, Difference, RankRecords, RunResult
 
 NAME = "environment"
@@ -19,6 +19,8 @@ MAX_VALUE_CHARS = 80
 MAX_NAMES = 4
 NOT_OF_IT = ("deterministic",)
 """Facts of the event that are no part of the environment: a program may compare them."""
+OF_TORCH = ("cuda", "cudnn", "nccl")
+"""What a release of torch brings along."""
 
 
 def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
@@ -72,6 +74,9 @@ def stated_leaves(reference: RunResult, other: RunResult) -> set[str]:
     for name in {*ours.packages, *theirs.packages}:
         if ours.packages.get(name) != theirs.packages.get(name):
             found |= {f"packages.{name}", name}
+            found |= set(OF_TORCH) if name == "torch" else set()
+    if ours.determinism != theirs.determinism:
+        found |= {f"environment.{name}" for name in ENFORCED}
     return found
 
 

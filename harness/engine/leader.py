@@ -25,7 +25,7 @@ from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.watch import Limits
 from harness.engine.whereabouts import place_path
 from harness.errors import HarnessError
-from harness.records import ExitCode, RunOutcome
+from harness.records import ExitCode, RunOutcome, RunSpec
 from harness.store import save_outcome
 from harness.streams import read_ranks
 
@@ -86,6 +86,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         stalled_s=crew.watch.stall_s if crew.watch.stalled else None,
         timeout_s=job.spec.timeout_s,
         failed_order=crew.watch.failed_order,
+        steps=_steps_of(job.spec),
     )
     if not what:
         for rank in ranks:  # a run that ended well has no need of them
@@ -107,6 +108,12 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         undecided=what not in LOST and job.undecided == ("failed" if what else "finished"),
     )
     save_outcome(here, with_sender(outcome, memory_kills))
+
+
+def _steps_of(spec: RunSpec) -> int | None:
+    """Steps that are due, where the run says so and is not a soak."""
+    steps = spec.config.get("steps")
+    return steps if isinstance(steps, int) and spec.soak is None else None
 
 
 def tail_of(path: Path, size_bytes: int = EVIDENCE_TAIL_BYTES) -> str:

@@ -116,6 +116,7 @@ def classify(
     timeout_s: float,
     failed_order: Sequence[int] = (),
     stalled_s: float | None = None,
+    steps: int | None = None,
 ) -> Answer:
     """Say what happened to a run. `what` is empty if every rank exited with 0 and said no error.
 
@@ -125,6 +126,7 @@ def classify(
         timeout_s: the time it had, in seconds.
         failed_order: ranks that failed, in the order in which the harness saw them end.
         stalled_s: seconds without a record for which the harness ended it; None if it did not.
+        steps: that every rank was to take; None where nobody said.
     """
     place, ordered = _in_order(ranks, failed_order)
     running = [r for r in ordered if r.still_running]
@@ -140,10 +142,9 @@ def classify(
             waited = f"no rank recorded anything for {stalled_s:g} s"
         return _hang(running, victims, waited=waited)
     if victims:
-        return _blame_victims(victims, ordered)
+        return _blame_victims(victims, ordered, steps)
     if running:
-        names = _names(running)
-        return "interrupted", f"the harness ended {names} for no reason on record", None
+        return _ended_by_harness(running, ordered)
     return "", "", None
 
 
@@ -271,16 +272,24 @@ def _hang(
     return "hang", message, hung
 
 
+def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
+    """Ranks that went on after one had left; any other reason would be on record."""
+    names = _names(running)
+    if (left := next((r for r in ranks if r.left_early), None)) is not None:
+        return "crashed", f"{_left(left)}; {names} ended by the harness", left.rank
+    return "interrupted", f"the harness ended {names} for no reason on record", None
+
+
 def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
     """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
+    if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
+        return None  # all came to their end: nobody waits
     missing = find_missing({r.rank: r.place for r in ranks if r.place is not None})
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
-    end = "" if first.records.end is not None else " before its end record"
-    message = f"{missing}; rank {first.rank} exited with code 0{end} {_where(first)}"
-    return "hang", message, first.rank
+    return "hang", f"{missing}; {_left(first)}", first.rank
 
 
 def _hung(running: Sequence[RankEvidence]) -> int | None:
@@ -297,13 +306,29 @@ def _hung(running: Sequence[RankEvidence]) -> int | None:
     return elsewhere[0] if waiting and all_known and len(elsewhere) == 1 else None
 
 
-def _blame_victims(victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
+def _blame_victims(
+    victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence], steps: int | None
+) -> Answer:
     """All that failed say that a peer went away: look for one that left, else take the first."""
-    for rank in ranks:
-        if rank.left_early:
-            message = f"rank {rank.rank} exited with code 0 before its end record {_where(rank)}"
-            return "crashed", f"{message}; then {_names(victims)} failed", rank.rank
+    if (left := _first_that_left(ranks, steps)) is not None:
+        return "crashed", f"{_left(left)}; then {_names(victims)} failed", left.rank
     return _blame(victims[0], ranks)
+
+
+def _first_that_left(ranks: Sequence[RankEvidence], steps: int | None) -> RankEvidence | None:
+    """A rank that ended with 0 before its end record, or before it had taken all steps."""
+    early = next((r for r in ranks if r.left_early), None)
+    if early is not None or steps is None:
+        return early
+    ends = ((r, r.records.end) for r in ranks if r.exit.code == 0)
+    return next((r for r, end in ends if end is not None and end.steps < steps), None)
+
+
+def _left(rank: RankEvidence) -> str:
+    if rank.records.start is None:
+        return f"rank {rank.rank} exited with code 0 and recorded nothing"
+    end = " before its end record" if rank.left_early else ""
+    return f"rank {rank.rank} exited with code 0{end} {_where(rank)}"
 
 
 def signal_name(number: int) -> str:

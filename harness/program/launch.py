@@ -16,7 +16,7 @@ from pathlib import Path
 
 import harness
 from harness.program.packages import Say, default_cache, prepare
-from harness.program.spec import ProgramSpec, command_line
+from harness.program.spec import ENFORCED, ProgramSpec, command_line
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 
 SITE = Path(harness.__file__).resolve().parent / "recorder" / "site"
@@ -90,7 +90,7 @@ def recording(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) ->
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
     }
     if program.determinism == "enforce":
-        variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+        variables |= ENFORCED
     return variables
 
 
@@ -105,6 +105,9 @@ def _call(program: ProgramSpec) -> int:
     module, _, function = program.target.partition(":")
     try:
         code = getattr(importlib.import_module(module), function)(**program.args)
+    except SystemExit:
+        session.end()
+        raise
     except BaseException as error:
         session.fail(error)
         raise

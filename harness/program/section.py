@@ -4,6 +4,7 @@
     args, env, packages     options, variables, package versions; axes are args.X, env.X, packages.X
     ranks, steps            processes, and the optimizer steps that each of them takes
     taps, every, determinism, record, smaller    see `harness.program.spec`
+    stress                  poison, scramble: what disturbs memory between replays of CUDA graphs
     folder                  where script and modules are looked for; by default the scenario's
 
 A setting is one leaf, `args.lr`, as in `harness.settings`: base first, then axes, then include.
@@ -20,16 +21,19 @@ from harness.decode import dotted, refuse, take_float, take_int, take_list, take
 from harness.errors import ScenarioError, shown
 from harness.plant_spec import PlantSpec
 from harness.program.spec import ProgramSpec, command_line
+from harness.records import MAX_WORLD_SIZE
 from harness.yaml_source import Node, Origin
 
 KINDS = ("script", "module", "entry")
 OPEN = ("args", "env", "packages")
 """Keys that hold names of the program's own."""
-PLAIN = ("ranks", "steps", "taps", "every", "determinism", "record")
+PLAIN = ("ranks", "steps", "taps", "stress", "every", "determinism", "record")
 KEYS = (*KINDS, *OPEN, *PLAIN, "smaller", "folder")
 SETTING_KEYS = (*(f"{name}.X" for name in OPEN), *PLAIN)
 DETERMINISM = ("off", "enforce")
 RECORD = ("auto", "lines")
+STRESSORS = ("poison", "scramble")
+"""Of `harness.recorder.graphs`, which needs torch."""
 Put = Callable[[str, Any, Origin], None]
 
 
@@ -41,6 +45,7 @@ class ProgramLeg:
     steps: int
     world_size: int
     taps: tuple[str, ...]
+    stress: tuple[str, ...]
     plant: PlantSpec | None = None
     graph: tuple[str, ...] = ()
     microbatches: int = 0
@@ -55,11 +60,13 @@ class ProgramLeg:
         words = command_line(spec.args) if spec.kind != "entry" else spec.args
         told = {"words": words, "env": spec.env, "packages": spec.packages}
         rest = (spec.kind, spec.target, spec.record, spec.determinism, spec.every)
-        return (dumps(told), rest, self.steps, self.world_size, self.taps)
+        return (dumps(told), rest, self.steps, self.world_size, self.taps, self.stress)
 
     def plain(self) -> dict[str, Any]:
         """`RunSpec.config`."""
-        return {"program": self.spec.to_json(), "steps": self.steps, "taps": list(self.taps)}
+        plain = {"program": self.spec.to_json(), "steps": self.steps, "taps": list(self.taps)}
+        # Keys of runs without it are older than this.
+        return plain | ({"stress": list(self.stress)} if self.stress else {})
 
 
 class ProgramVocabulary:
@@ -147,7 +154,11 @@ class ProgramVocabulary:
             smaller=self.smaller,
         )
         return ProgramLeg(
-            spec, values["steps"], values.get("ranks", 1), tuple(values.get("taps", ()))
+            spec,
+            values["steps"],
+            values.get("ranks", 1),
+            tuple(values.get("taps", ())),
+            tuple(values.get("stress", ())),
         )
 
 
@@ -200,7 +211,13 @@ def _scalar(node: Node, full: str) -> Any:
 
 def _plain(key: str, node: Node, full: str) -> Any:
     if key in ("ranks", "steps", "every"):
-        return take_int(node, full, minimum=1)
+        number = take_int(node, full, minimum=1)
+        if key == "ranks" and number > MAX_WORLD_SIZE:
+            raise refuse(node, full, f"at most {MAX_WORLD_SIZE} ranks")
+        return number
+    if key == "stress":
+        entries = take_list(node, full, "stressors") if node.value != () else ()
+        return tuple(take_str(each, full, legal=STRESSORS) for each in entries)
     if key == "taps":
         entries = take_list(node, full, "patterns") if node.value != () else ()
         return tuple(take_str(each, full) for each in entries)

@@ -14,6 +14,8 @@ from harness.codec import Json, RecordError
 Kind = Literal["script", "module", "entry", "command"]
 POSITIONAL = "_"
 """Name in `args` of arguments that stand alone."""
+ENFORCED = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+"""Variables that `determinism: enforce` sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ def command_line(args: Mapping[str, Any]) -> list[str]:
             continue
         for each in value if isinstance(value, list | tuple) else (value,):
             words += _option(name, each)
-    last = args.get(POSITIONAL) or ()
+    last = args.get(POSITIONAL)
+    last = () if last is None or last is False else last
     return words + [_text(each) for each in (last if isinstance(last, list | tuple) else (last,))]
 
 

@@ -1,7 +1,8 @@
 """What is hooked in torch so that a program is recorded without a line changed.
 
     Optimizer.__init__             names of parameters, before an engine replaces them
-    torch.autograd.backward        losses of microbatches; the first call records the initial state
+    Module.__call__                the first one in training, which records the initial state
+    torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
     clip_grad_norm_                the gradient norm
     GradScaler.step                steps that it skips
@@ -11,12 +12,15 @@ Inside of a capture nothing is observed: what the capture holds is observed afte
 
 import contextlib
 import functools
+import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -38,20 +42,13 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    for name in (
-        "made",
-        "begin",
-        "backward",
-        "before",
-        "after",
-        "loss",
-        "norm",
-        "replayed",
-        "skip",
-    ):
+    hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
+    for name in hooked:
         setattr(observer, name, _guarded(getattr(observer, name), session))
     session.finish = observer.finish
+    _hook_seeds(observer)
     _hook_optimizers(observer)
+    _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
@@ -108,23 +105,17 @@ class ScriptRecorder:
         observer.names.scan([p for each in models for p in each.parameters()], roots=models)
         for each in optimizers:
             observer.add(each)
-        self._has_told_losses = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """See `Recorder.step`."""
         self._observer.enter()
-        self._has_told_losses = False
         yield
         self._observer.leave()
 
     def microbatch(self, loss: Tensor) -> None:
         """See `Recorder.microbatch`."""
-        step = self._observer.current
-        if step is not None and not self._has_told_losses:
-            step.losses.clear()  # those that autograd's roots gave
-        self._has_told_losses = True
-        self._observer.loss(loss)
+        self._observer.loss(loss, is_told=True)
 
     def grad_norm(self, norm: Any) -> None:
         """See `Recorder.grad_norm`."""
@@ -161,9 +152,33 @@ def paused() -> Iterator[None]:
 
 def _is_quiet(observer: Observer) -> bool:
     """Whether nothing may be observed now: in another process, a capture, or a compiler's trace."""
-    if observer.is_paused or not observer.session.is_mine or torch.compiler.is_compiling():
+    # First: a compiler's trace of a module's hooks ends here, and its graph has no break.
+    if torch.compiler.is_compiling() or not observer.session.is_mine:
+        return True
+    if observer.is_paused or observer.is_outside:
         return True
     return cuda_is_used() and torch.cuda.is_current_stream_capturing()
+
+
+def _hook_seeds(observer: Observer) -> None:
+    """Python and NumPy seed from the clock: their states count once the program has seeded them."""
+
+    def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            observer.seeded.add(name)
+            return original(*args, **kwargs)
+
+        return seed
+
+    owners: list[tuple[str, Any, tuple[str, ...]]] = [("python", random, ("seed", "setstate"))]
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        owners.append(("numpy", numpy.random, ("seed", "set_state")))
+    for name, owner, functions in owners:
+        for function in functions:
+            setattr(owner, function, seeding(getattr(owner, function), name))
 
 
 def _hook_optimizers(observer: Observer) -> None:
@@ -177,9 +192,20 @@ def _hook_optimizers(observer: Observer) -> None:
 
     Optimizer.__init__ = made  # type: ignore[method-assign]
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not _is_quiet(observer):
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if _is_quiet(observer):
+            return None
+        closures = [each for each in (*args[1:2], kwargs.get("closure")) if callable(each)]
+        if not closures:
+            return observer.before(optimizer)
+
+        def closure() -> Any:
+            # Its backward passes are inside of the step that uses their gradients.
+            result = closures[0]()
             observer.before(optimizer)
+            return result
+
+        return args[:1], kwargs | {"closure": closure}
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_quiet(observer):
@@ -187,6 +213,22 @@ def _hook_optimizers(observer: Observer) -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _hook_first_forward(observer: Observer) -> None:
+    """Buffers and random states are those before step 0 only until its forward pass."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        if _is_quiet(observer) or not module.training or not torch.is_grad_enabled():
+            return
+        if observer.optimizers and observer.names.of_module(module) is not None:
+            observer.begin()
+        if observer.has_begun:
+            handle.remove()
+
+    # A compiled module's wrapper is seen as well, which is what is wanted.
+    warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are glo")
+    handle = register_module_forward_pre_hook(before)
 
 
 def _hook_autograd(observer: Observer) -> None:
@@ -254,6 +296,18 @@ def _hook_norms(observer: Observer) -> None:
     for name in ("clip_grad_norm_", "get_total_norm"):
         original = getattr(nn.utils, name)
         _replace(original, observed(original), (nn.utils, nn.utils.clip_grad))
+    clip_with = nn.utils.clip_grads_with_norm_
+
+    @functools.wraps(clip_with)
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if not _is_quiet(observer):
+            observer.norm(total_norm)
+        clip_with(parameters, max_norm, total_norm, *args, **kwargs)
+
+    # For programs that call it: clip_grad_norm_ has its own name for it.
+    _replace(clip_with, clip_grads_with_norm_, (nn.utils,))
 
 
 def _hook_scaler(observer: Observer) -> None:
@@ -261,10 +315,10 @@ def _hook_scaler(observer: Observer) -> None:
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        current = observer.current
+        taken = observer.num_taken
         result = original(self, optimizer, *args, **kwargs)
-        # The optimizer's own hooks have opened a step if it was taken.
-        if observer.current is current and not _is_quiet(observer):
+        # The optimizer's own hooks have counted the step if it was taken.
+        if observer.num_taken == taken and not _is_quiet(observer):
             observer.skip("GradScaler found a gradient that is not finite")
         return result
 

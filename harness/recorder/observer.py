@@ -9,7 +9,6 @@ optimizer steps that has stepped already. What is digested is read when it is va
 on the stream that is current there.
 """
 
-import contextlib
 import hashlib
 import resource
 import struct
@@ -40,8 +39,9 @@ from harness.recorder.state import (
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
 """Groups that the recorder fills; a script's own have other names."""
 PAGE_BYTES = 4096
-UNTOUCHED = "0" * 32
-"""In place of the digest of a random generator that is as it was at the start."""
+HEX_CHARS = 32
+UNSEEDED = "0" * 32
+"""In place of the digest of a random generator that no two runs could have alike."""
 
 
 @dataclass
@@ -71,13 +71,24 @@ class Step:
     groups: dict[str, list[Rows]] = field(default_factory=dict)
     host: dict[str, dict[str, str]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
+    told: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
     taps: list[tuple[str, Tensor]] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)
+    places: dict[int, int] = field(default_factory=dict)
     skipped: str = ""
     mark: Any = None
     live_bytes: int = 0
     peak_bytes: int = 0
+
+    @property
+    def microbatches(self) -> list[Tensor]:
+        """Losses that the script has told, or else those of backward passes."""
+        return self.told or self.losses
+
+    def place_of(self, optimizer: Any) -> int:
+        """Its place among the optimizers of this step: one that is made anew has the old one's."""
+        return self.places.setdefault(id(optimizer), len(self.places))
 
     def put(self, group: str, section: str, parts: Iterable[Rows]) -> None:
         """Add digests to a group; those of the same section replace what it had."""
@@ -95,9 +106,11 @@ class Observer:
         self.own: dict[str, Callable[[], Named]] = {}
         self.current: Step | None = None
         self.pending = Step(-1)
-        self.has_begun = self.is_in_backward = self.is_paused = False
+        self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
+        self.num_taken = 0
+        self._only_lines = session.program.get("record") == "lines"
         self._step_in_backward: Step | None = None
-        self.keep: Callable[[int, str, Sequence[Tensor]], None] = lambda *_: None
+        self.keep: Callable[[int, str, Sequence[Tensor]], None] | None = None
         self.written: Callable[[int], None] = lambda _: None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
@@ -105,10 +118,9 @@ class Observer:
         self._written: dict[str, tuple[str, ...]] = {}
         self._written_taps: tuple[str, ...] = ()
         self._last_mark: Any = None
-        # Python and NumPy seed from the clock; one that nobody seeds or draws from decides nothing.
-        with contextlib.suppress(ImportError):
-            import numpy.random  # noqa: F401 - so that its state is seen before the program's seeds
-        self._untouched = _hashed(random_states())
+        self.seeded = {"cpu", "cuda"}
+        if session.program.get("determinism") == "enforce":
+            self.seeded |= {"python", "numpy"}
         self.capturing: Callable[[], GraphInfo | None] = lambda: None
         self._static: dict[int, Static] = {}
 
@@ -124,8 +136,10 @@ class Observer:
         if self.has_begun:
             return
         self.has_begun = True
-        self.session.startup_s = time.monotonic() - self.session.started_s
-        self.session.event("environment", _environment())
+        if not self.names.is_settled:
+            self.names.is_settled = True
+            self.session.startup_s = time.monotonic() - self.session.started_s
+            self.session.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -134,22 +148,25 @@ class Observer:
     def backward(self) -> None:
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
         self.begin()
+        self.has_trained = True
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         self._step_in_backward = self._here()
 
-    def loss(self, loss: Tensor, graph: GraphInfo | None = None) -> None:
+    def loss(self, loss: Tensor, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
         """The root of a backward pass, which is a microbatch's loss if it is one number.
 
-        In the capture of a graph it is where each replay will write the loss.
+        In the capture of a graph it is where each replay will write the loss. Of a step whose
+        losses the script has told, those are recorded in place of the roots.
         """
-        loss = getattr(loss, "_local_tensor", loss)
-        if loss.numel() == 1 and loss.is_floating_point():
-            loss = loss.detach().reshape(())
-            if graph is None:
-                self._here().losses.append(_to_host(loss))
-            else:
-                self._static_of(graph).losses.append(loss)
+        loss, step = getattr(loss, "_local_tensor", loss), self._here()
+        if loss.numel() != 1 or not loss.is_floating_point():
+            return
+        loss = loss.detach().reshape(())
+        if graph is not None:
+            self._static_of(graph).losses.append(loss)
+        else:
+            (step.told if is_told else step.losses).append(_to_host(loss))
 
     def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         """The norm of the gradients; as `loss`."""
@@ -183,7 +200,7 @@ class Observer:
         Before the first backward pass that makes state, of an optimizer or a checkpoint, and is no
         step of training: what it does to weights is in the state before step 0.
         """
-        if not self.has_begun:
+        if not self.has_trained:
             return
         step = self.current
         if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
@@ -194,8 +211,12 @@ class Observer:
 
     def after(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        if not self.has_begun:
+        if not self.has_trained:
+            if self.has_begun:  # by a forward pass: what it saw was not the state before step 0
+                self.has_begun = False
+                self._queue.clear()
             return
+        self.num_taken += 1
         step = self._open()
         step.stepped.add(id(optimizer))
         if not step.is_explicit:
@@ -205,6 +226,7 @@ class Observer:
     def replayed(self, graph: int) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
         self.begin()
+        self.has_trained = True
         if self.current is not None and self.current.stepped and not self.current.is_explicit:
             self.close()
         step = self._open()
@@ -230,6 +252,7 @@ class Observer:
     def enter(self) -> None:
         """The script says that a step begins."""
         self.begin()
+        self.has_trained = True
         if self.current is not None:
             self.close()
         self._open().is_explicit = True
@@ -240,7 +263,8 @@ class Observer:
         if self._is_due(step) and "grads" not in step.groups:
             for optimizer in self.optimizers:
                 self._observe_gradients(step, optimizer)
-        self._observe_state(step, self.optimizers)
+        stepping = [each for each in self.optimizers if id(each) in step.stepped]
+        self._observe_state(step, stepping or self.optimizers)
         self._mark(step)
         self.close()
 
@@ -248,7 +272,13 @@ class Observer:
         """A row of a tap: digest of what went through a module, on its device."""
         step = self.step_of_calls()
         step.taps.append((name, _to_host(row)))
-        self.keep(self._next if step.index < 0 else step.index, name, tensors)
+        if self.keep is not None:
+            self.keep(self._next if step.index < 0 else step.index, name, tensors)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether what happens now is no step, as only those in the script's lines are."""
+        return self._only_lines and not (self.current is not None and self.current.is_explicit)
 
     def step_of_calls(self) -> Step:
         """The step that calls of modules belong to now."""
@@ -294,10 +324,11 @@ class Observer:
         if not self._is_due(step):
             return
         named: Named = []
-        for param in self._owned(optimizer):
+        self._know(optimizer)
+        for param in parameters(optimizer):
             if (found := gradient(param)) is not None:
                 named += plain(self.names.of(param), found)
-        section = f"grads{self._number(optimizer)}"
+        section = f"grads{step.place_of(optimizer)}"
         step.put("grads", section, self._digest(step, "grads", section, named))
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
@@ -305,9 +336,10 @@ class Observer:
         if not self._is_due(step):
             return
         for optimizer in optimizers:
-            number = self._number(optimizer)
-            owned = self._owned(optimizer)
-            weights = [each for p in owned for each in plain(self.names.of(p), p)]
+            self._know(optimizer)
+            number = step.place_of(optimizer)
+            held = parameters(optimizer)
+            weights = [each for p in held for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             at = f"weights{number}"
@@ -315,30 +347,20 @@ class Observer:
             at = f"optim{number}"
             step.put("optim", at, self._digest(step, "optim", at, tensors))
             step.host.setdefault("optim", {}).update(_hashed(numbers))
-        trained = [p for each in self.optimizers for p in parameters(each)]
+        # What only an optimizer has that does not step must be seen all the same.
+        stepping = [each for each in self.optimizers if id(each) in step.places]
+        trained = [p for each in stepping for p in parameters(each)]
         named = {"buffers": self.names.buffers(), "frozen": self.names.frozen(trained)}
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
             step.put(group, group, self._digest(step, group, group, tensors))
         step.host["rng"] = {
-            name: UNTOUCHED if self._untouched.get(name) == digest else digest
-            for name, digest in _hashed(random_states()).items()
+            name: UNSEEDED if name not in self.seeded else digest
+            for name, digest in _hashed(random_states(self.seeded)).items()
         }
-
-    def _owned(self, optimizer: Any) -> list[Tensor]:
-        """Parameters of an optimizer that no earlier one has: some only hold others."""
-        self._know(optimizer)
-        number = self._number(optimizer)
-        earlier = {
-            id(param)
-            for ref in self._optimizers[:number]
-            if (other := ref()) is not None
-            for param in parameters(other)
-        }
-        return [param for param in parameters(optimizer) if id(param) not in earlier]
 
     def _know(self, optimizer: Any) -> None:
-        self._number(optimizer)
+        self.add(optimizer)
         trained = parameters(optimizer)
         if not all(map(self.names.knows, trained)):
             self.names.scan(trained)
@@ -350,21 +372,17 @@ class Observer:
 
     def add(self, optimizer: Any) -> None:
         """Observe an optimizer's parameters from the first step on."""
-        self._number(optimizer)
-
-    def _number(self, optimizer: Any) -> int:
-        for number, ref in enumerate(self._optimizers):
-            if ref() is optimizer:
-                return number
-        self._optimizers.append(weakref.ref(optimizer))
-        return len(self._optimizers) - 1
+        if not any(ref() is optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
 
     def _digest(self, step: Step, group: str, section: str, named: Named) -> list[Rows]:
         """Digests of tensors, device by device, on the streams that are current."""
         by_device: dict[torch.device, Named] = {}
         for each in named:
-            self.keep(step.index, f"{group}:{each[0]}", each[1:])
             by_device.setdefault(each[1].device, []).append(each)
+        if self.keep is not None:
+            for name, *tensor in named:
+                self.keep(step.index, f"{group}:{name}", tensor)
         return [self._rows(section, device, here) for device, here in by_device.items()]
 
     def _rows(self, section: str, device: torch.device, named: Named) -> Rows:
@@ -422,7 +440,7 @@ class Observer:
         if step.index < 0:
             self.session.write("initial", digests=digests, nonfinite=nonfinite)
         else:
-            losses = [_float_bits(loss) for loss in step.losses]
+            losses = [_float_bits(loss) for loss in step.microbatches]
             self.session.write(
                 "step", step=step.index, loss=_mean(losses), microbatch_losses=losses,
                 grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
@@ -442,19 +460,28 @@ class Observer:
         digests: dict[str, str] = {}
         nonfinite: dict[str, list[str]] = {}
         for group, parts in step.groups.items():
-            texts = [digest_hex(part.rows) for part in parts]
-            names[group] = _unique(name for part in parts for name in part.names)
-            digests[group] = "".join(text for text, _ in texts)
-            flags = [flag for _, flagged in texts for flag in flagged]
-            bad = [name for name, flag in zip(names[group], flags, strict=True) if flag]
-            if bad:
+            looked: list[tuple[str, tuple[str, int]]] = []
+            for part in parts:
+                text, flags = digest_hex(part.rows)
+                rows = (text[i : i + HEX_CHARS] for i in range(0, len(text), HEX_CHARS))
+                own = part.names if group == "optim" else _unique(part.names)
+                looked += zip(own, zip(rows, flags, strict=True), strict=True)
+            if group == "optim":  # each optimizer has a state of its own for a parameter they share
+                each = _unique(name for name, _ in looked)
+                looked = [(name, row) for name, (_, row) in zip(each, looked, strict=True)]
+            # Optimizers may share a parameter, or one only hold another: the last look counts.
+            found = dict(looked)
+            names[group] = list(found)
+            digests[group] = "".join(text for text, _ in found.values())
+            if bad := [name for name, (_, flag) in found.items() if flag]:
                 nonfinite[group] = bad
-        wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in enumerate(step.losses)
+        losses = enumerate(step.microbatches)
+        wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in losses
                 if loss.dtype == torch.float64}  # fmt: skip
         host = step.host | ({"losses": _hashed(wide)} if wide else {})
-        for group, held in host.items():
-            names.setdefault(group, []).extend(held)
-            digests[group] = digests.get(group, "") + "".join(held.values())
+        for group, hashed in host.items():
+            names.setdefault(group, []).extend(hashed)
+            digests[group] = digests.get(group, "") + "".join(hashed.values())
         return names, digests, nonfinite
 
     def _seconds(self, step: Step) -> float:
@@ -465,7 +492,7 @@ class Observer:
 
 
 def _unique(names: Iterable[str]) -> list[str]:
-    """Names, those that come again with a number: two optimizers may share a parameter."""
+    """Names, those that come again with a number."""
     seen: dict[str, int] = {}
     found = []
     for name in names:

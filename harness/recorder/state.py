@@ -10,7 +10,8 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +20,33 @@ from torch import Tensor, nn
 Named = list[tuple[str, Tensor]]
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of module paths that are not the program's own."""
-HOLDERS_OF_GRADIENTS = ("grad", "main_grad", "decoupled_grad")
-"""Attributes of a parameter in which engines keep its gradient, in the order of preference."""
+TRANSPARENT = WRAPPED[1:]
+"""Wrappers that call what they wrap as a module: its calls are not to be seen twice."""
+HOLDERS_OF_GRADIENTS = ("main_grad", "decoupled_grad")
+"""Attributes of a parameter in which engines keep its gradient where `grad` is empty."""
+
+
+@dataclass
+class Root:
+    """An outermost module, without its wrappers. `prefix` is that of its names."""
+
+    module: weakref.ref[nn.Module]
+    kind: str
+    prefix: str = ""
 
 
 class Names:
-    """Names of parameters and modules; holds none of them alive."""
+    """Names of parameters and modules; holds none of them alive.
+
+    Until recording begins a name may change, as further modules are made; then it stays.
+    """
 
     def __init__(self) -> None:
-        self._params: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-        self._modules: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self.roots: list[weakref.ref[nn.Module]] = []
+        self._params: dict[int, tuple[weakref.ref[Tensor], Root | None, str]] = {}
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], Root, str]] = {}
+        self._roots: list[Root] = []
         self._unnamed = 0
+        self.is_settled = False
 
     def scan(self, params: Iterable[Tensor], roots: Iterable[nn.Module] = ()) -> None:
         """Learn the names of everything in the outermost modules that hold one of `params`.
@@ -39,26 +55,64 @@ class Names:
             params: those that optimizers train.
             roots: modules to name in any case.
         """
-        wanted = {id(param) for param in params}
-        given = list(roots)
-        found = given + [m for m in _outermost() if _holds(m, wanted) and m not in given]
-        found += [m for ref in self.roots if (m := ref()) is not None and m not in found]
-        names = _root_names([_unwrapped(module) for module in found])
-        for root, prefix in zip(found, names, strict=True):
-            self._learn(root, prefix)
-        self.roots = [weakref.ref(module) for module in found]
+        places = {id(param): number for number, param in enumerate(params)}
+        held = _holding(places)
+        if len(held) > 1:
+            gc.collect()  # a wrapper that nobody has any more must not count as a root
+            held = _holding(places)
+        found = [module for root in self._roots if (module := root.module()) is not None]
+        known = {id(module) for module in found}
+        compiled: list[tuple[nn.Module, nn.Module]] = []
+        for outer in (*roots, *held):
+            module = _unwrapped(outer)
+            compiled += [(part, module) for part in _around(outer) if WRAPPED[0] in part._modules]
+            if id(module) not in known:
+                known.add(id(module))
+                found.append(module)
+        inside = {id(part) for module in found for part in module.modules() if part is not module}
+        learned: set[int] = set()
+        for module in found:
+            if id(module) not in inside:
+                self._learn(self._root(module), module, learned)
+        for outer, module in compiled:
+            if id(module) in self._modules:
+                _, root, path = self._modules[id(module)]
+                self._modules[id(outer)] = (weakref.ref(outer), root, path)
+        self._settle(inside)
 
-    def _learn(self, root: nn.Module, prefix: str) -> None:
-        inner = _unwrapped(root)
+    def _root(self, module: nn.Module) -> Root:
+        for root in self._roots:
+            if root.module() is module:
+                return root
+        self._roots.append(Root(weakref.ref(module), _kind(module)))
+        if self.is_settled:
+            kinds = [root.kind for root in self._roots[:-1]]
+            number = kinds.count(self._roots[-1].kind)
+            self._roots[-1].prefix = self._roots[-1].kind + (str(number) if number else "")
+        return self._roots[-1]
+
+    def _settle(self, inside: set[int]) -> None:
+        """No prefix for a single root; the names of their classes, numbered, for several."""
+        if self.is_settled:
+            return
+        held = ((root, root.module()) for root in self._roots)
+        self._roots = [root for root, it in held if it is not None and id(it) not in inside]
+        kinds = [root.kind for root in self._roots]
+        for place, (root, kind) in enumerate(zip(self._roots, kinds, strict=True)):
+            number = "" if kinds.count(kind) == 1 else str(kinds[:place].count(kind))
+            root.prefix = kind + number if len(kinds) > 1 else ""
+
+    def _learn(self, root: Root, inner: nn.Module, learned: set[int]) -> None:
         for path, module in inner.named_modules():
-            self._modules[id(module)] = (weakref.ref(module), _join(prefix, _clean(path)))
+            if not any(name in module._modules for name in TRANSPARENT):
+                self._modules[id(module)] = (weakref.ref(module), root, _clean(path))
         for path, param in inner.named_parameters(remove_duplicate=False):
-            known = self._params.get(id(param))
-            if known is None or known[0]() is not param:
-                self._params[id(param)] = (weakref.ref(param), _join(prefix, _clean(path)))
+            if id(param) not in learned and not (self.is_settled and self.knows(param)):
+                learned.add(id(param))
+                self._params[id(param)] = (weakref.ref(param), root, _clean(path))
             main = getattr(param, "main_param", None)  # megatron-core's optimizers train that one
             if isinstance(main, Tensor):
-                self._params[id(main)] = (weakref.ref(main), _join(prefix, _clean(path)))
+                self._params[id(main)] = (weakref.ref(main), root, _clean(path))
 
     def knows(self, param: Tensor) -> bool:
         """Whether the parameter has a name."""
@@ -68,21 +122,25 @@ class Names:
     def of(self, param: Tensor) -> str:
         """The parameter's name; `unnamed.N` for one that no module holds."""
         if not self.knows(param):
-            self._params[id(param)] = (weakref.ref(param), f"unnamed.{self._unnamed}")
+            self._params[id(param)] = (weakref.ref(param), None, f"unnamed.{self._unnamed}")
             self._unnamed += 1
-        return self._params[id(param)][1]
+        _, root, path = self._params[id(param)]
+        return path if root is None else _join(root.prefix, path)
 
     def of_module(self, module: nn.Module) -> str | None:
         """The module's path, "" for a root; None if it is not known."""
         known = self._modules.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
+        return _join(known[1].prefix, known[2]) if known and known[0]() is module else None
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """Outermost modules that are still there."""
+        return [module for root in self._roots if (module := root.module()) is not None]
 
     def buffers(self) -> Named:
         """Buffers of all roots, and parameters that are frozen."""
         found: Named = []
-        for ref in self.roots:
-            if (root := ref()) is None:
-                continue
+        for root in self.roots:
             for module in root.modules():
                 path = self.of_module(module)
                 if path is None:
@@ -97,44 +155,52 @@ class Names:
         seen = {id(param) for param in trained}
         return [
             each
-            for ref in self.roots
-            if (root := ref()) is not None
+            for root in self.roots
             for param in root.parameters()
             if id(param) not in seen and self.knows(param)
             for each in plain(self.of(param), param)
         ]
 
 
+def _holding(place: Mapping[int, int]) -> list[nn.Module]:
+    """Outermost modules that hold one of the parameters, in the order of those."""
+
+    def first(module: nn.Module) -> int:
+        return min((place.get(id(p), len(place)) for p in module.parameters()), default=len(place))
+
+    found = [(first(module), type(module).__qualname__, module) for module in _outermost()]
+    ordered = sorted((each for each in found if each[0] < len(place)), key=lambda each: each[:2])
+    return [module for *_, module in ordered]
+
+
 def _outermost() -> list[nn.Module]:
-    """Modules that are part of no other, in the order of their making."""
+    """Modules that are part of no other, in no order."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     parts = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     return [module for module in modules if id(module) not in parts and "_modules" in vars(module)]
 
 
-def _holds(module: nn.Module, wanted: set[int]) -> bool:
-    return any(id(param) in wanted for param in module.parameters())
-
-
 def _unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper such as DDP wraps: its only child, called `module`, where it has no more."""
-    while list(module._modules) == ["module"] and not module._parameters:
-        inner = module._modules["module"]
-        if inner is None:
-            break
+    return list(_around(module))[-1]
+
+
+def _around(module: nn.Module) -> Iterator[nn.Module]:
+    """A module's wrappers, from the outermost on, and what they wrap."""
+    yield module
+    while len(module._modules) == 1 and not module._parameters:
+        ((name, inner),) = module._modules.items()
+        if inner is None or name not in ("module", *WRAPPED):
+            return
         module = inner
-    return module
+        yield module
 
 
-def _root_names(roots: list[nn.Module]) -> list[str]:
-    """No prefix for a single root; the names of their classes, numbered, for several."""
-    if len(roots) < 2:
-        return [""] * len(roots)
-    kinds = [type(root).__name__ for root in roots]
-    return [
-        kind if kinds.count(kind) == 1 else f"{kind}{kinds[:place].count(kind)}"
-        for place, kind in enumerate(kinds)
-    ]
+def _kind(module: nn.Module) -> str:
+    """Name of a module's class, without what FSDP2 makes of it."""
+    kind = type(module)
+    first, *others = kind.__bases__
+    return (others[0] if others and first.__name__ == "FSDPModule" else kind).__name__
 
 
 def _clean(path: str) -> str:
@@ -147,27 +213,35 @@ def _join(prefix: str, name: str) -> str:
 
 def plain(name: str, value: Any) -> Named:
     """The plain tensors of a value, by name: a DTensor's shard, the parts of a quantized tensor."""
-    if not isinstance(value, Tensor):
+    kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.layout is torch.strided:
+        if not value.is_complex():
+            return [] if value.is_meta else [(name, value)]
+    elif not isinstance(value, Tensor):
         return []
     local = getattr(value, "_local_tensor", None)
     if isinstance(local, Tensor):
         return plain(name, local)
     if type(value) not in (Tensor, nn.Parameter) and hasattr(type(value), "__tensor_flatten__"):
-        parts, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts, _ = value.__tensor_flatten__()
         return [each for part in parts for each in plain(f"{name}.{part}", getattr(value, part))]
     value = value.detach()
     if isinstance(data := getattr(value, "_data", None), Tensor):  # TransformerEngine's fp8 weights
         name, value = f"{name}._data", data
-    if value.layout != torch.strided:
+    if value.layout == torch.sparse_coo:
         value = value.coalesce()
         return [(f"{name}.indices", value.indices()), (f"{name}.values", value.values())]
+    if value.layout != torch.strided:
+        value = value.to_dense()
     if value.is_complex():
-        value = torch.view_as_real(value)
+        value = torch.view_as_real(value.resolve_conj())
     return [] if value.device.type == "meta" else [(name, value)]
 
 
 def gradient(param: Tensor) -> Any:
     """A parameter's gradient, wherever its engine keeps it; None if it has none."""
+    if (found := param.grad) is not None:
+        return found
     for holder in HOLDERS_OF_GRADIENTS:
         if (found := getattr(param, holder, None)) is not None:
             return found
@@ -206,6 +280,12 @@ def _take(name: str, value: Any, tensors: Named, numbers: dict[str, bytes]) -> N
         tensors += plain(name, value)
     elif _is_number(value):
         numbers[name] = repr(value).encode()
+    elif isinstance(value, list | tuple):
+        for place, each in enumerate(value):
+            _take(f"{name}.{place}", each, tensors, numbers)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            _take(f"{name}.{key}", each, tensors, numbers)
 
 
 def _is_number(value: Any) -> bool:
@@ -219,14 +299,14 @@ def cuda_is_used() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def random_states() -> dict[str, bytes]:
-    """State of every default random generator, as bytes of the host."""
+def random_states(wanted: Container[str]) -> dict[str, bytes]:
+    """State of every default random generator as bytes; empty of those not wanted."""
     states = {"cpu": torch.get_rng_state().numpy().tobytes()}
     if cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    states["python"] = repr(random.getstate()).encode()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        kind, keys, place, *rest = numpy.random.get_state()
-        states["numpy"] = kind.encode() + keys.tobytes() + repr((place, rest)).encode()
+    states["python"] = repr(random.getstate()).encode() if "python" in wanted else b""
+    states["numpy"] = b""
+    if "numpy" in wanted:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = kind.encode() + keys.tobytes() + repr(rest).encode()
     return states

@@ -23,8 +23,8 @@ def all_imports() -> list[Import]:
 
 
 def may_use_torch(module: str) -> bool:
-    """The engine but its pure parts, and the worker."""
-    inside = module.startswith(("fsdp_core.", "harness.worker."))
+    """The engine but its pure parts, the worker, and what records other programs."""
+    inside = module.startswith(("fsdp_core.", "harness.worker.", "harness.recorder."))
     free = any(module == name or module.startswith(f"{name}.") for name in TORCH_FREE)
     return inside and not free and module not in PURE
 
@@ -114,7 +114,9 @@ def test_the_pytest_plugin_costs_nothing_where_it_is_not_asked_for() -> None:
 def test_torch_free_modules_load_no_torch() -> None:
     """Importing all torch-free modules, in a process of its own, loads neither torch nor pandas."""
     modules = [module_name(path) for path in code_files("harness")]
-    modules = [m for m in modules if not m.startswith("harness.worker") and "__main__" not in m]
+    with_torch = ("harness.worker", "harness.recorder.")
+    modules = [m for m in modules if not m.startswith(with_torch) and "__main__" not in m]
+    modules += ["harness.recorder.session"]  # it waits for the program's own import of torch
     modules += TORCH_FREE
     code = (
         "import importlib, sys\n"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.arch.tree import PACKAGES, ROOT, code_files, settings, syntax, text_files
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 JUNK_DRAWERS = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 # Spelled in pieces, so that this file does not mention them either.

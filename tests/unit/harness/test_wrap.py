@@ -36,8 +36,8 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 if dist.is_initialized():
+    dist.barrier()  # gloo's threads may abort a rank whose peer has left
     dist.destroy_process_group()
-sys.exit(7 if "--exit" in sys.argv else 0)
 """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -118,9 +118,11 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
     place = json.loads(capsys.readouterr().out)["place"]
     assert (place["step"], place["rank"]) == (1, 1)
     assert main(["rerun", case]) == ExitCode.USAGE
-    within = ("--expect", "{rtol: 1e-2}")
-    code, verdict = compared(lab, a, planted, "--control", str(lab / "b"), *within)
-    assert (code, verdict.outcome) == (ExitCode.PASSED, "passed")
+    for rtol, expected in (("1e-2", ExitCode.PASSED), ("1e-12", ExitCode.FAILED)):
+        within = ("--control", str(lab / "b"), "--expect", f"{{rtol: {rtol}}}")
+        code, verdict = compared(lab, a, planted, *within)
+        assert code == expected
+    assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
 
 
 def test_a_rank_that_is_killed_is_named(lab: Path) -> None:
@@ -166,7 +168,8 @@ def test_a_single_process_is_rank_0_of_1_and_its_exit_code_is_kept(
     """Without torchrun a process records once it trains; a nonzero exit is no whole run."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert wrap(alone, "run", *script(alone, "--exit")) == 7
+    command = f"{sys.executable} {alone / 'train.py'}; exit 7"
+    assert wrap(alone, "run", "sh", "-c", command) == 7
     run = recorded.load(alone / "run")
     assert run.spec.world_size == 1
     assert recorded.steps_on_rank_0(run) == 3
@@ -190,6 +193,9 @@ def test_a_folder_that_holds_something_is_refused(alone: Path) -> None:
     """Two runs in one folder would be one run of mixed ranks."""
     assert wrap(alone, "run", "true") == ExitCode.NOTHING_RAN
     assert wrap(alone, "run", "true") == ExitCode.USAGE
+    (alone / "notes").mkdir()
+    (alone / "notes" / "read.me").write_text("mine")
+    assert wrap(alone, "notes", "true") == ExitCode.USAGE
     assert wrap(alone, "other", "no-such-command") == ExitCode.USAGE
     assert not (alone / "other").exists()
 

@@ -91,6 +91,9 @@ ROWS = (
     # Optimizers.
     _odd("has_two_optimizers", "good", PASSED, "both step once: six steps, not twelve"),
     _bad("has_two_optimizers", DIVERGED, "the second decays its weights", ("step 0",)),
+    _odd("keeps_an_optimizer", "good", PASSED, "who steps is observed, whoever came before"),
+    _bad("keeps_an_optimizer", DIVERGED, "only gradients and weights of the last step show it",
+         ("rank 1", "step 5")),
     _bad("steps_twice", ("failed",), "twelve steps, or six that differ: never a pass"),
     Row("steps_twice", "tag", ("a", "b"), PASSED, "twelve steps, as the scenario states",
         args={"mode": "bad"}, steps=12),

@@ -1,0 +1,120 @@
+"""Runs a small training program in a forked child with the recorder in it, and reads its records.
+
+The recorder patches torch for the whole process, so each program gets a process of its own.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it: once here, not in each child
+
+from harness.records import ABSENT, DIGEST_HEX_CHARS, RankRecords, StepRecord
+from harness.streams import rank_path, read_rank
+
+Program = Callable[[], object]
+
+
+def record_folder(
+    folder: Path,
+    /, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
+                  **program: Any) -> Path:  # fmt: skip
+    """A run's folder with its specification, as far as the recorder reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"program": program, "steps": 2, "taps": list(taps)}
+    (folder / "spec.json").write_text(json.dumps({"config": config, "keep": keep}))
+    return folder
+
+
+def recorded(program: Program, folder: Path, *, code: int = 0, seed: int | None = 0,
+             run: str = "run", **about: Any) -> RankRecords:  # fmt: skip
+    """Records of `program`, the only rank of a run, whose process must end with `code`.
+
+    Args:
+        run: key of the run.
+        seed: of torch's generator, before the recorder starts; None leaves it as it is.
+        about: `keep`, `taps` and keys of the program's specification.
+    """
+    record_folder(folder, **about)
+    pid = os.fork()
+    if pid == 0:
+        _child(program, folder, seed, run)
+    _, status = os.waitpid(pid, 0)
+    ended = os.waitstatus_to_exitcode(status)
+    assert ended == code, (folder / "stderr").read_text()
+    return read_rank(rank_path(folder, 0), 0)
+
+
+def _child(program: Program, folder: Path, seed: int | None, run: str) -> None:
+    code = 1
+    with contextlib.suppress(BaseException):
+        sys.stderr = (folder / "stderr").open("w", buffering=1)
+        torch.set_num_threads(1)  # the threads of the parent's pool are not in this process
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "DELTAZERO_RECORD": str(folder),
+                       "DELTAZERO_RUN": run}  # fmt: skip
+        if seed is not None:
+            torch.manual_seed(seed)
+        code = _run(program)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(program: Program) -> int:
+    from harness.recorder import session as recording
+
+    session = recording.begin()
+    if session is None:
+        raise RuntimeError("nothing is recorded")
+    try:
+        program()
+    except SystemExit as stop:
+        session.end()
+        return int(stop.code or 0)
+    except BaseException as error:  # noqa: BLE001 - as the interpreter's own last frame
+        traceback.print_exc()
+        session.fail(error)
+        return 1
+    session.end()
+    return 0
+
+
+def names(records: RankRecords, group: str) -> tuple[str, ...]:
+    """Names of a group's tensors over all steps."""
+    assert records.start is not None
+    return records.start.tensors[group]
+
+
+def digests(records: RankRecords, group: str, step: int) -> dict[str, str]:
+    """Digests of what a group holds in a step, -1 is before the first, by name."""
+    record = records.initial if step < 0 else records.steps[step]
+    assert record is not None
+    text = record.digests[group]
+    chunks = [text[i : i + DIGEST_HEX_CHARS] for i in range(0, len(text), DIGEST_HEX_CHARS)]
+    found = dict(zip(names(records, group), chunks, strict=True))
+    return {name: digest for name, digest in found.items() if digest != ABSENT}
+
+
+def all_digests(records: RankRecords) -> list[dict[str, str]]:
+    """Everything that is compared bit for bit, step by step, the initial state first."""
+    assert records.initial is not None
+    return [dict(records.initial.digests), *(dict(step.digests) for step in records.steps)]
+
+
+def losses(step: StepRecord) -> list[float | None]:
+    """Microbatch losses of a step."""
+    return [loss.value for loss in step.microbatch_losses]
+
+
+def taps(records: RankRecords, step: int) -> dict[str, str]:
+    """Digests of the rows of taps of a step, by name; without rows that it does not have."""
+    assert records.start is not None
+    text, width = records.steps[step].taps, DIGEST_HEX_CHARS + 8
+    rows = [text[i : i + width] for i in range(0, len(text), width)]
+    found = zip(records.start.taps, rows, strict=True)
+    return {name: row[:DIGEST_HEX_CHARS] for name, row in found if set(row) != {"f"}}
