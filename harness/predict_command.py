@@ -78,15 +78,15 @@ def _layouts(cases: Iterable[CaseSpec]) -> dict[str, RunSpec]:
     found: dict[str, RunSpec] = {}
     seen: set[str] = set()
     for case in cases:
+        if not capabilities_of(case.candidate.config).memory_prediction:
+            raise UsageError(
+                f"predict: expected the built-in trainer, got a program in {case.id}: its memory "
+                "is measured by harness run"
+            )
         engines = {case.reference.config["engine"], case.candidate.config["engine"]}
         if others := sorted(engines - {"ours"}):
             raise UsageError(f"{case.id}: expected engine ours to predict, got {', '.join(others)}")
         for leg, spec in (("reference", case.reference), ("candidate", case.candidate)):
-            if not capabilities_of(spec.config).memory_prediction:
-                raise UsageError(
-                    f"predict: expected the built-in trainer, the memory of the program of "
-                    f"{case.id} cannot be predicted: harness run measures it"
-                )
             config = spec.config | {"graph": [], "seed": 0, "stress": [], "compile": [], "steps": 1}
             identity = json.dumps(config, sort_keys=True)
             if identity not in seen:

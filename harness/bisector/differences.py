@@ -26,7 +26,7 @@ from harness.program.spec import capabilities_of, program_of
 from harness.records import RunSpec
 from harness.settings import leaf_types
 
-PLANT, PROGRAM = "plant", "program"
+PLANT, PROGRAM, STRESS = "plant", "program", "stress"
 OF_PROGRAM = ("record", "determinism", "every")
 """Keys of a program that are settings of their own in a scenario."""
 _PAIRED = ("steps", "microbatches", "compile", "compile_backend")
@@ -80,9 +80,9 @@ def config_of(leaves: dict[str, Any]) -> dict[str, Any]:
     for leaf, value in leaves.items():
         part, _, name = leaf.partition(".")
         holder = config.setdefault(part, {}) if name and rest is None else config
+        if rest is not None and (value is None or (leaf == STRESS and not value)):
+            continue  # as a scenario that does not say it
         if rest is not None and (part in OPEN or leaf in OF_PROGRAM):
-            if name and value is None:
-                continue
             holder = program[part] if name else program
         if leaf != PROGRAM:
             holder[name or leaf] = copy.deepcopy(value)

@@ -33,6 +33,8 @@ from harness.store import LEGS
 TEMPLATE = Path(__file__).with_name("standalone.py")
 BEYOND_BITS: tuple[What, ...] = ("memory_regression", "throughput_regression", "noisy")
 """Failures that a comparison of bits does not show."""
+_USUAL = {"taps": [], "stress": [], "every": 1, "determinism": "", "record": "auto"}
+"""Settings that a scenario need not say."""
 SCRIPT_RUNS = 2
 SPARE_S = 120.0
 """For the script itself, and for packages that it installs."""
@@ -61,7 +63,8 @@ def scenario_texts(
     place = folder.absolute()
     for axis in differing:
         same = {leaf: value for leaf, value in after.items() if leaf != axis and value is not None}
-        values = [_plain(each.get(axis)) for each in (before, after)]
+        values = [_plain(each.get(axis, _USUAL.get(axis))) for each in (before, after)]
+        values = ["off" if axis == "determinism" and not value else value for value in values]
         section: dict[str, Any] = {
             "folder": os.path.relpath(program.folder, place),
             program.kind: program.target,
@@ -74,8 +77,7 @@ def scenario_texts(
             held = {leaf.partition(".")[2]: _plain(value)
                     for leaf, value in same.items() if leaf.partition(".")[0] == part}  # fmt: skip
             section |= {part: held} if held else {}
-        usual = {"taps": [], "every": 1, "determinism": "", "record": "auto"}
-        section |= {k: same[k] for k, plain in usual.items() if same.get(k, plain) != plain}
+        section |= {k: same[k] for k, plain in _USUAL.items() if same.get(k, plain) != plain}
         section |= {"smaller": dict(program.smaller)} if program.smaller else {}
         launch = {"device": candidate.device, "timeout_s": candidate.timeout_s}
         launch |= {} if candidate.stall_s is None else {"stall_s": candidate.stall_s}

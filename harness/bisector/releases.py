@@ -79,8 +79,7 @@ def find_release(
         UsageError: no such range, package or release.
         OutOfBudget: what was asked is kept.
     """
-    first, last = parse_releases(ends)
-    versions = releases(package, first, last, Path(sys.executable))
+    versions = published(package, ends)
     judged = Judged(case, failure_of(verdict), asker, verdict)
     judged.patience = patience
 
@@ -94,19 +93,20 @@ def find_release(
         return judged.answer(candidate, words=f"does it fail with {package} {version}?")
 
     found = search(versions, ask)
+    first, last = versions[0], versions[-1]
     return replace(found, package=package, first=first, last=last, num_releases=len(versions))
 
 
-def parse_releases(ends: str) -> tuple[str, str]:
-    """A and B of `A..B`.
+def published(package: str, ends: str) -> list[str]:
+    """The releases `A..B` of a package, the oldest first.
 
     Raises:
-        UsageError: it is no such range.
+        UsageError: no such range, package or release.
     """
     first, dots, last = ends.partition("..")
     if not first or not dots or not last or last.startswith("."):
         raise UsageError(f"--package: expected NAME A..B, got {shown(ends)}")
-    return first, last
+    return releases(package, first, last, Path(sys.executable))
 
 
 def search(versions: Sequence[str], ask: Callable[[str], Answer]) -> ReleaseSearch:

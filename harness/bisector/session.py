@@ -21,7 +21,7 @@ from harness.bisector.findings import AskedQuestion, Findings, keep_findings, re
 from harness.bisector.identity import Identity, identity_of
 from harness.bisector.page import keep_page
 from harness.bisector.questions import Budget, Journal, OtherSchema, OutOfBudget, read_journal
-from harness.bisector.releases import parse_releases
+from harness.bisector.releases import published
 from harness.bisector.stages import (
     STAGES,
     Search,
@@ -69,7 +69,7 @@ def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:
     if search.package is not None:
         if capabilities_of(search.case.candidate.config).layouts:
             raise UsageError("--package: expected a scenario with a program, got the built-in one")
-        parse_releases(search.package[1])
+        published(*search.package)
     prepared = launch.prepare_cases(
         [search.case], name=f"bisect-{search.case.scenario}",
         why=f"Where the failure of {search.case.id} comes from.",

@@ -158,7 +158,8 @@ def _place(state: State) -> Findings:
 def _causes(state: State) -> Findings:
     """Which of the differences between the legs make it fail."""
     findings = state.findings
-    if _legs_differ(state) or find_flaw(state.runs.reference) is not None:
+    flaws = map(find_flaw, (state.runs.reference, state.runs.control))
+    if _legs_differ(state) or any(flaw is not None for flaw in flaws):
         return findings  # no difference of configurations explains it
     try:
         found = find_causes(state.runs.case, state.verdict, state.asker)

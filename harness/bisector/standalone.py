@@ -1,7 +1,7 @@
 """__STORY__
 
 Starts the program twice and compares what every optimizer step of every rank saw: bits of losses,
-hashes of gradients, of parameters and of optimizer state. Needs torch and the program.
+hashes of gradients, parameters, optimizer state and buffers. Needs torch and the program.
 
 Exit codes: 1 the two runs differ, 0 they are equal, 2 they cannot be compared.
 """
@@ -26,7 +26,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 out = open(os.path.join(os.environ["REPRO_OUT"], "rank" + os.environ["RANK"]), "w", buffering=1)
-names, step, backward = {}, 0, torch.autograd.backward
+names, roots, step, backward = {}, [], 0, torch.autograd.backward
 
 def capturing():
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -38,11 +38,15 @@ def say(what, tensor):
     shown = f" = {value.item()!r}" if value.numel() == 1 else ""
     out.write(f"step {step}, {what}{shown}: {hashlib.sha256(data).hexdigest()[:16]}\n")
 
-def name_all():
-    for module in (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)):
-        for name, parameter in module.named_parameters():
-            if len(name) >= len(names.get(id(parameter), "")):
-                names[id(parameter)] = name
+def name_all(optimizer):
+    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for module in (each for each in modules if id(each) not in inner):
+        held = {id(parameter): name for name, parameter in module.named_parameters()}
+        if trained & set(held):
+            names.update(held)
+            roots.append(module)
 
 def say_all(what, optimizer, gradients=False, state=False):
     for number, group in enumerate(optimizer.param_groups):
@@ -58,7 +62,7 @@ def say_all(what, optimizer, gradients=False, state=False):
 
 def before(optimizer, *_):
     if not capturing():
-        names or name_all()
+        roots or name_all(optimizer)
         say_all("before the update, parameter", optimizer)
         say_all("gradient of", optimizer, gradients=True)
 
@@ -67,6 +71,8 @@ def after(optimizer, *_):
     if not capturing():
         say_all("parameter", optimizer)
         say_all("optimizer state of", optimizer, state=True)
+        for name, buffer in (pair for root in roots for pair in root.named_buffers()):
+            say(f"buffer {name}", buffer)
         step += 1
 
 def noted(tensors, *arguments, **options):
@@ -153,6 +159,9 @@ def _run(name: str, place: Path) -> tuple[str, dict[str, list[str]]]:
         ended = f"exit code {code}"
     except subprocess.TimeoutExpired:
         ended = f"no end in {CASE['timeout_s']:g} s"
+        process.terminate()  # its ranks have sessions of their own: the launcher ends them
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(45)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

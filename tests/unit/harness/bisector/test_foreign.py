@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-import runpy
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,22 @@ def test_each_difference_is_a_change_and_all_of_them_are_the_candidate(tmp_path:
     assert not legs.why_illegal([one.name])
 
 
+@pytest.mark.parametrize("whose", [0, 1])
+@pytest.mark.parametrize("name", ["stress", "determinism", "every"])
+def test_settings_of_one_run_alone_come_and_go(tmp_path: Path, whose: int, name: str) -> None:
+    """Taken away they are not there, as in a run whose scenario says nothing; so in a scenario."""
+    (tmp_path / "train.py").write_text("")
+    specs = [spec_of(tmp_path), spec_of(tmp_path)]
+    config = specs[whose].config
+    holder = config if name == "stress" else config["program"]
+    holder[name] = {"stress": ["poison"], "determinism": "enforce", "every": 2}[name]
+    legs = LegChanges(*specs)
+    assert [legs.run_with(names).key for names in ((), legs.names)] == [s.key for s in specs]
+    (text,) = scenario_texts(case_of(*specs), *specs, name="n", why="w", folder=tmp_path)
+    found = read_back(text, "cpu", tmp_path)
+    assert [found.reference.key, found.candidate.key] == [spec.key for spec in specs]
+
+
 def test_steps_change_with_the_option_that_states_them(tmp_path: Path) -> None:
     """By as many; a program that declares no such option keeps its steps."""
     spec = with_steps(spec_of(tmp_path, **PLAIN), 4)
@@ -106,12 +123,14 @@ def case_of(reference: RunSpec, candidate: RunSpec) -> CaseSpec:
 def test_the_script_holds_the_case_whatever_is_told(tmp_path: Path, story: str) -> None:
     """It is Python, and has the words of both runs."""
     awkward = spec_of(tmp_path, args={"text": 'a """ \\ b', "steps": 2})
-    path = tmp_path / "repro.py"
-    path.write_text(script_text(spec_of(tmp_path), awkward, story=story))
-    case = runpy.run_path(str(path))["CASE"]
+    text = script_text(spec_of(tmp_path), awkward, story=story)
+    compile(text, "repro.py", "exec")
+    held = re.search(r'^CASE = json\.loads\(r"""(.*?)"""\)', text, re.DOTALL | re.MULTILINE)
+    assert held is not None
+    case = json.loads(held[1])
     assert case["runs"]["candidate"]["words"] == ["--text", 'a """ \\ b', "--steps", "2"]
     assert case["runs"]["reference"]["words"] == []
-    assert "harness" not in path.read_text()
+    assert "harness" not in text
 
 
 def test_other_code_is_another_program(tmp_path: Path) -> None:
