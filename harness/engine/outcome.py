@@ -328,8 +328,8 @@ def _first_that_left(ranks: Sequence[RankEvidence], steps: int | None) -> RankEv
 
 
 def _left(rank: RankEvidence) -> str:
-    if rank.records.start is None:
-        return f"rank {rank.rank} exited with code 0 and recorded nothing"
+    if rank.left_early and rank.records.start is None:
+        return f"rank {rank.rank} exited with code 0 before its end record: it recorded nothing"
     end = " before its end record" if rank.left_early else ""
     return f"rank {rank.rank} exited with code 0{end} {_where(rank)}"
 
