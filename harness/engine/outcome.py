@@ -2,7 +2,7 @@
 
     how a rank ended                              what
     its own error record                          as the rank classified it
-    no space left on the disk                     interrupted (not the program's doing)
+    exit code `UNRECORDED`, no record of its end    interrupted (its records found no space)
     illegal-access or out-of-memory text, no record   illegal_access, oom
     SIGKILL, SIGTERM, ... not from the harness    killed
     any other signal, or a non-zero exit          crashed
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from harness.engine.whereabouts import Mismatch, Place, find_mismatch, find_missing
+from harness.recorder import UNRECORDED
 from harness.records import ErrorRecord, RankExit, RankRecords, What
 
 PEER_LOST = (
@@ -33,7 +34,6 @@ PEER_LOST = (
 """What gloo, NCCL and the store say, in lower case, of a peer that is gone or does not answer."""
 MISMATCHED = ("collective mismatch", "match expected size")
 """What gloo says, in lower case, as it gets another message than it waits for; then it aborts."""
-DISK_FULL = ("no space left on device", "disk quota exceeded")
 ILLEGAL_ACCESS = ("illegal memory access was encountered", "cuda_error_illegal_address")
 OUT_OF_MEMORY = ("cuda out of memory", "cuda_error_out_of_memory")
 OUTSIDE_SIGNALS = frozenset(
@@ -181,8 +181,6 @@ def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool
         return True
     if error.what not in ("", "crashed", "hang"):
         return False
-    if mentions(error.message, DISK_FULL):
-        return False
     if error.what == "hang" or mentions(error.message, PEER_LOST):
         return True
     return first_silent is not None and first_silent < place
@@ -215,8 +213,6 @@ def _mismatch(ranks: Sequence[RankEvidence]) -> Mismatch | None:
 def _how(rank: RankEvidence) -> tuple[What, str]:
     """What ended this rank, and one clause that says so."""
     error, name = rank.records.error, f"rank {rank.rank}"
-    if mentions(error.message if error is not None else rank.stderr_tail, DISK_FULL):
-        return "interrupted", f"{name} could not write: no space left on the disk"
     if error is not None:
         told = _first_line(error.message)
         if error.what in _SPEAKING:
@@ -227,6 +223,8 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
         return error.what or "crashed", f"{name} {when}: {told}"
     if rank.exit.code is None:
         return "not_run", f"{name} could not be started: {_first_line(rank.stderr_tail)}"
+    if rank.exit.code == UNRECORDED and rank.records.end is None:
+        return "interrupted", f"{name} could not write its records: no space left on the disk"
     return _how_silent(rank, rank.exit.code)
 
 

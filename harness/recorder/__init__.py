@@ -27,6 +27,7 @@ These files, `fsdp_core.graph.digest` and its three parts, and torch are all tha
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -35,6 +36,33 @@ FOLDER_VARIABLE = "DELTAZERO_RECORD"
 """Names the run's folder; where it is not set nothing is recorded."""
 RUN_VARIABLE = "DELTAZERO_RUN"
 """The key of the run, for the start record."""
+UNRECORDED = 74
+"""Exit code of a rank whose records found no space on the disk, so that none can say why it ended.
+
+It is the number that sysexits.h gives to errors of input and output.
+"""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RecordsUnwritable(OSError):
+    """A rank's records found no space on the disk: no fault of the program."""
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write a whole line of records.
+
+    Raises:
+        RecordsUnwritable: the disk has no room for it.
+        OSError: it could not be written for another reason.
+    """
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        told = f"cannot write records: {error.strerror}"
+        raise RecordsUnwritable(error.errno, told) from error
 
 
 class Recorder(Protocol):

@@ -24,7 +24,13 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
+from harness.recorder import (
+    FOLDER_VARIABLE,
+    RUN_VARIABLE,
+    UNRECORDED,
+    RecordsUnwritable,
+    write_all,
+)
 
 SCHEMA = 1
 ENVIRONMENT_KEYS = (
@@ -55,7 +61,8 @@ class RecordFile:
         """Write one record.
 
         Raises:
-            OSError: not the whole line could be written, as on a full disk.
+            RecordsUnwritable: the disk has no room for the whole line.
+            OSError: it could not be written for another reason.
         """
         plain = dict(record) | {"kind": kind}
         if kind == "end":
@@ -64,8 +71,7 @@ class RecordFile:
             plain["sha256"] = digest.hexdigest()
         data = (_line(plain) + "\n").encode()
         self._checksum.update(data)
-        while data:
-            data = data[os.write(self._fd, data) :]
+        write_all(self._fd, data)
 
 
 def _line(plain: Mapping[str, Any]) -> str:
@@ -99,7 +105,13 @@ class Session:
     def write(self, kind: str, **record: Any) -> None:
         """Write a record of this rank; a process that this one forked writes nothing."""
         if self.is_mine:
-            self.file.write(kind, {"rank": self.rank, **record})
+            try:
+                self.file.write(kind, {"rank": self.rank, **record})
+            except RecordsUnwritable as error:
+                # Whatever is raised in a hook becomes the program's: a full disk is not.
+                sys.stderr.write(f"recorder: {error}\n")
+                sys.stderr.flush()
+                os._exit(UNRECORDED)
 
     def event(self, name: str, detail: Mapping[str, Any]) -> None:
         """Write a named fact that is not compared."""

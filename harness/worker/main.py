@@ -39,6 +39,7 @@ from harness.engine.whereabouts import place_path
 from harness.masking import Masker
 from harness.program.launch import run_program
 from harness.program.spec import program_of
+from harness.recorder import UNRECORDED, RecordsUnwritable
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -72,7 +73,7 @@ PATIENCE = timedelta(seconds=1)
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
-    """Run one rank to its end; 0, or 1 after an error record.
+    """Run one rank to its end; 0, 1 after an error record, `UNRECORDED` for want of disk space.
 
     Args:
         spec: the run.
@@ -84,11 +85,10 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
         return run_program(program, folder, spec.key)
     session = _Session(spec, folder, rank)
     try:
-        session.run(store_port)
-    except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
-        session.fail(error)
-        return 1
-    return 0
+        return session.run_and_record(store_port)
+    except RecordsUnwritable as error:
+        sys.stderr.write(f"{error}\n")
+        return UNRECORDED
 
 
 class _Session:
@@ -102,6 +102,17 @@ class _Session:
         self.started_unix_s = psutil.Process().create_time()
         # From here on by the clock that nobody sets.
         self.started_s = time.monotonic() - max(time.time() - self.started_unix_s, 0.0)
+
+    def run_and_record(self, store_port: int) -> int:
+        """As `rank_main`; raises `RecordsUnwritable` where not even the end can be recorded."""
+        try:
+            self.run(store_port)
+        except RecordsUnwritable:
+            raise
+        except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
+            self.fail(error)
+            return 1
+        return 0
 
     def run(self, store_port: int) -> None:
         """Train every step and write every record."""

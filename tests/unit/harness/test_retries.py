@@ -275,7 +275,7 @@ def test_every_signature_is_told_by_its_exception(name: str, what: What, told: s
         ("no_process", "not_run", "Errno 11: Resource temporarily unavailable"),
         ("forkserver_died", "interrupted", "the forkserver died by SIGKILL during the run"),
         ("node_failure", "interrupted", "Slurm job 7 ended as NODE_FAIL (node2)"),
-        ("", "interrupted", "rank 0 could not write: no space left on the disk"),
+        ("", "interrupted", "rank 0 could not write its records: no space left on the disk"),
         ("", "interrupted", "Slurm job 7 ended as CANCELLED by 0"),
     ],
 )
@@ -283,6 +283,19 @@ def test_every_signature_is_told_by_our_own_words(name: str, what: What, message
     """What the harness saw itself it words itself; a full disk or a cancelled job is nobody's."""
     assert signature_of(outcome(what, message)) == name
     assert len({signature.name for signature in SIGNATURES}) == len(SIGNATURES) == 8
+
+
+@pytest.mark.parametrize(("step", "name"), [(-1, "device_unavailable"), (0, "device_unavailable"),
+                                            (15, "")])  # fmt: skip
+def test_steps_that_waited_to_be_written_were_taken(step: int, name: str) -> None:
+    """Before any step is what the error's own step says, though no step is on record."""
+    ended = error(CUDA + BUSY, step=step)
+    records = RankRecords(
+        rank=0, start=None, steps=(), events=(), error=ended, end=None, problems=()
+    )
+    spec = RunSpec(config={"graph": []}, device="cuda", world_size=1, timeout_s=1.0)
+    run = RunResult(spec=spec, outcome=outcome("crashed", ""), ranks=(records,))
+    assert machine_failure(run) == name
 
 
 def test_a_stored_limit_is_a_count() -> None:
