@@ -5,6 +5,8 @@ record that decodes is kept even if it is out of place, so that the checks can s
 belongs to another rank is a problem only.
 """
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +32,8 @@ from harness.records import (
 MAX_LINE_BYTES = 64 << 20
 END_BYTES = 4096
 """More than an end record has."""
+STEP_BYTES = 4 << 20
+"""More than a step record has of a model with 10,000 tensors."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
 
@@ -46,6 +50,15 @@ def has_begun(path: Path) -> bool:
             return any(b'"kind":"step"' in line or b'"kind":"initial"' in line for line in file)
     except OSError:
         return False
+
+
+def last_step_s(path: Path) -> float | None:
+    """Seconds of the last step that a rank's file has whole; None before there is one."""
+    for line in reversed(read_tail(path, STEP_BYTES).split(b"\n")):
+        if b'"kind":"step"' in line:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return float(json.loads(line)["step_s"])
+    return None
 
 
 def has_end_record(path: Path) -> bool:

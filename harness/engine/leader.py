@@ -6,6 +6,7 @@ A leader is forked from the warm server, has no torch of its own, and must fork 
 starts a thread (the store does).
 """
 
+import errno
 import os
 import signal
 import socket
@@ -32,6 +33,9 @@ from harness.streams import read_ranks
 OpenStore = Callable[[socket.socket], object]
 """Hosts the rendezvous store on a listening socket, until the returned object dies."""
 
+NOT_RUN = 75
+"""Exit code of a leader that could not lead its run: for want of memory, of descriptors, a port."""
+NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 EVIDENCE_TAIL_BYTES = 64 << 10
 
 
@@ -83,7 +87,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
     what, message, culprit = classify(
         ranks,
         timed_out=crew.watch.timed_out,
-        stalled_s=crew.watch.stall_s if crew.watch.stalled else None,
+        stalled_s=crew.watch.patience_s if crew.watch.stalled else None,
         timeout_s=job.spec.timeout_s,
         failed_order=crew.watch.failed_order,
         steps=_steps_of(job.spec),
@@ -121,11 +125,17 @@ def tail_of(path: Path, size_bytes: int = EVIDENCE_TAIL_BYTES) -> str:
     return read_tail(path, size_bytes).decode(errors="replace")
 
 
+def _is_of_the_disk(error: HarnessError | OSError) -> bool:
+    """Whether what stopped a leader will stop every other, too."""
+    refusal = error if isinstance(error, OSError) else error.__cause__
+    return not isinstance(refusal, OSError) or refusal.errno in NO_DISK
+
+
 def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path) -> None:
     """Run `work` in a freshly forked process that dies with its parent; never returns.
 
-    What goes wrong ends in `stderr_path`, and in the exit code: `NO_VERDICT` if the machine
-    refused something, 1 for a mistake of ours.
+    What goes wrong ends in `stderr_path`, and in the exit code: `NO_VERDICT` if the disk is of no
+    use to any run, `NOT_RUN` if the machine refused this one something, 1 for a mistake of ours.
     """
     code = 1
     try:
@@ -136,7 +146,7 @@ def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path
         code = 0
     except (HarnessError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        code = int(ExitCode.NO_VERDICT)
+        code = int(ExitCode.NO_VERDICT) if _is_of_the_disk(error) else NOT_RUN
     except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
         traceback.print_exc()
     finally:

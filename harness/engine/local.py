@@ -19,7 +19,7 @@ from harness.engine.base import Slots
 from harness.engine.company import RECOVERY_S, Company
 from harness.engine.gpu_evidence import DUMP_S
 from harness.engine.gpus import mps_runs
-from harness.engine.leader import tail_of
+from harness.engine.leader import NOT_RUN, tail_of
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.outcome import signal_name
 from harness.engine.process import kill_group
@@ -217,6 +217,9 @@ class LocalEngine:
             self._tell(run, outcome)
         elif status is None:
             self._conclude(run, "not_run", f"the run could not be started: {why}")
+        elif status == NOT_RUN:
+            told = words.split("\n")[-1] or "its leader does not say why"
+            self._conclude(run, "not_run", f"the run could not be led: {told}")
         elif status == ExitCode.NO_VERDICT:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
         else:
