@@ -4,7 +4,6 @@ Names of machines and people stay out: what is described here goes into reports.
 """
 
 import importlib
-import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import psutil
 
 from harness.errors import Infrastructure
+from harness.provenance import package_version
 from harness.records import Json
 
 MIN_CPU_SLOTS = 8
@@ -70,20 +70,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def package_version(name: str) -> str:
-    """Version of an installed package, or "" if it is absent; the package is not imported."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def installed_packages() -> dict[str, str]:
-    """Version of every installed package, by name."""
-    found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions())
-    return {name: version for name, version in sorted(found, key=str) if name}
 
 
 def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:

@@ -33,6 +33,7 @@ class CaseEntry(Json):
         inputs: names what the answer is for: runs, expectation, limits of checks; see `inputs_of`.
         reference: key of the run; the same for `control` and `candidate`, "" for a skipped case.
         retried: earlier attempts of its runs that the machine failed, as 'leg: failure'.
+        commit: that made its candidate, where it is not the folder's.
     """
 
     case_id: str
@@ -49,6 +50,7 @@ class CaseEntry(Json):
     wall_s: float = 0.0
     inputs: str = ""
     retried: tuple[str, ...] = ()
+    commit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class RunEntry(Json):
         peak_bytes: of the highest rank.
         loss_bits: digest of the bits of every loss and gradient norm of every step and rank.
         state_bits: digest of every tensor's digest of every step and rank.
+        commit: that made it, where it is not the folder's.
     """
 
     key: str
@@ -88,6 +91,7 @@ class RunEntry(Json):
     replays: int = 0
     loss_bits: str = ""
     state_bits: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,8 @@ hooks of torch's optimizers and of autograd see steps, losses, gradients and sta
     graphs     CUDA graphs that the program captures: replays, stale addresses
     collectives  which collective the rank is in, for whoever has to explain a hang
 
-These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs.
+These files, `harness.provenance` with `commit` and `masking`, `fsdp_core.graph.digest` and its
+three parts, and torch are all that recording needs.
 """
 
 import contextlib

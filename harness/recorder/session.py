@@ -15,7 +15,6 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import platform
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from harness.provenance import about_rank, of_program, of_rank
 from harness.recorder import (
     FOLDER_VARIABLE,
     RUN_VARIABLE,
@@ -33,12 +33,6 @@ from harness.recorder import (
 )
 
 SCHEMA = 1
-ENVIRONMENT_KEYS = (
-    "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_ALGO", "NCCL_PROTO",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTORCH_CUDA_ALLOC_CONF", "TORCHDYNAMO_DISABLE",
-    "OMP_NUM_THREADS",
-)  # fmt: skip
-"""Variables that decide bits, for the fingerprint of the environment."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
 SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
@@ -123,7 +117,10 @@ class Session:
         self.write(
             "start", schema=SCHEMA, run=self.key, world_size=self.world_size, pid=os.getpid(),
             device="cuda" if cuda else "cpu", tensors={}, taps=[], tap_stages=[],
-            environment={"fingerprint": fingerprint(torch, self.program)},
+            environment={
+                "fingerprint": of_rank(torch) | of_program(self.program.get("packages", {})),
+                **about_rank(),
+            },
         )  # fmt: skip
         before = sys.excepthook
 
@@ -198,31 +195,6 @@ def classify(error: BaseException) -> str:
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return "oom"
     return "illegal_access" if "illegal memory access" in str(error) else "crashed"
-
-
-def fingerprint(torch: Any, program: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree between two runs before their bits may be compared."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "environment": {k: os.environ[k] for k in ENVIRONMENT_KEYS if k in os.environ},
-        "packages": {name: package_version(name) for name in program.get("packages", {})},
-    }
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def package_version(name: str) -> str:
-    """Version of an installed package, "" without it."""
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def enforce_determinism(seed: int | None = None) -> None:

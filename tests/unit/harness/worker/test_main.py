@@ -1,5 +1,6 @@
 """One rank from start to end: its record lines in order, its exit code, its classified errors."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from fsdp_core.model.backend import BackendMissing
 from fsdp_core.stress.clocks import Clocks
 from fsdp_core.stress.races import Access, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
+from harness import provenance
 from harness.engine.first_failure import FirstFailure, claim, find
 from harness.recorder import UNRECORDED
 from harness.records import (
@@ -61,7 +63,11 @@ def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str
     assert fingerprint["torch"] == torch.__version__
     assert fingerprint["deterministic"] is True
     assert fingerprint["data"] == "synthetic-1"
+    assert fingerprint["environment"] == provenance.variables(os.environ)
     assert fingerprint["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert fingerprint["processor"] == provenance.processor() != ""
+    assert fingerprint["code"] == provenance.code()
+    assert start.environment["host"] == provenance.host()
     assert isinstance(event, EventRecord)
     assert event.name == "graphs"
     replays = {(): 0, ("attn",): 3 * 2 * 2 * 2, ("full_iteration",): 3}[graph]
