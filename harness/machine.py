@@ -3,13 +3,13 @@
 Names of machines and people stay out: what is described here goes into reports.
 """
 
-import glob
 import importlib
 import os
 import platform
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -82,7 +82,7 @@ def _gpus_expected(environ: Mapping[str, str], gpus: tuple[Gpu, ...]) -> str:
         return ""
     if gpus:
         return f"the driver reports {len(gpus)} x {gpus[0].name}"
-    if node := next(iter(sorted(glob.glob(f"{DEVICES}/nvidia[0-9]*"))), ""):
+    if node := next(iter(sorted(Path(DEVICES).glob("nvidia[0-9]*"))), None):
         return f"{node} is there"
     try:
         listed = subprocess.run(

@@ -48,6 +48,8 @@ __all__ = [
 _FOR_PEOPLE = ("why", "notes", "command")
 """Keys of a manifest's texts that only people read: nothing is made from them again."""
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
+OWN_FOLDERS = ("runs", "cases", "report")
+"""Folders of a run folder that are written to."""
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE = "shards.json"
@@ -160,6 +162,9 @@ class RunFolder:
                 elif (path / SPEC_FILE).is_file():
                     why += "; it holds one recorded run, which harness compare-runs judges"
                 raise UsageError(f"{path} is not a run folder ({why})")
+            for name in OWN_FOLDERS:
+                if (path / name).is_symlink():
+                    raise RecordError(f"{name} is a link: what is written there is somebody else's")
             manifest = read_object(path / MANIFEST_FILE)
             schema = manifest.get("schema")
             if not isinstance(schema, int) or isinstance(schema, bool):

@@ -148,9 +148,11 @@ class _Reading:
             return
         for why in self._misplaced(record, number):
             self.problem(number, why)
-        if isinstance(record, EndRecord) and record.sha256 and not after_end:
+        if isinstance(record, EndRecord) and not after_end:
+            if not record.sha256:
+                self.problem(number, "its checksum is gone")
             expected = dumps(self._checksum.sealed(record)) + "\n"
-            if line != expected.encode():
+            if record.sha256 and line != expected.encode():
                 self.problem(number, "changed since it was written: the checksum does not fit")
         self._checksum.add(line)
         if after_end:

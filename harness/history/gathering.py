@@ -17,7 +17,7 @@ from typing import Any
 
 from harness.checks.complete import find_flaw
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed
+from harness.confirm import confirmed, confirmed_alone
 from harness.errors import one_line
 from harness.history.entries import (
     MAX_INTEGER,
@@ -245,8 +245,8 @@ def _answers(
         verdict = read_verdict(place, case.id)
         if verdict is not None:
             if attempt < number:
-                # The runs of an earlier answer may since have been made again.
-                yield _answer(case, verdict, attempt)
+                # Of its own links: the runs of an earlier answer may since have been made again.
+                yield _answer(case, confirmed_alone(place, case, verdict), attempt)
             elif why := runs.doubt(verdict, keys):
                 answer = _damaged(case, attempt, why)
                 yield dataclasses.replace(answer, retried=runs.retried(keys))
