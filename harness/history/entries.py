@@ -15,12 +15,17 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from harness.records import CaseSpec, Difference, Json, Outcome, RunSpec, What
+from harness.records import CaseSpec, Difference, Json, Outcome, RecordError, RunSpec, What
 
 ID_CHARS = 16
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 MAX_INTEGER = 2**63 - 1
 """The largest integer that SQLite stores."""
+
+
+def _check_attempt(attempt: int) -> None:
+    if attempt < 0:
+        raise RecordError(f"attempt: expected an integer >= 0, got {attempt}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,9 @@ class CaseEntry(Json):
     inputs: str = ""
     retried: tuple[str, ...] = ()
     commit: str = ""
+
+    def __post_init__(self) -> None:
+        _check_attempt(self.attempt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,9 @@ class RunEntry(Json):
     loss_bits: str = ""
     state_bits: str = ""
     commit: str = ""
+
+    def __post_init__(self) -> None:
+        _check_attempt(self.attempt)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -424,3 +424,21 @@ def test_nothing_is_written_through_links(name: str, made: Path, tmp_path: Path)
     for command in (["report", "r"], ["run", "--resume", "r", "--no-history"]):
         assert cli.main(command) == 4
     assert sorted(other.rglob("*")) == before
+
+
+def test_a_case_without_its_answer_is_told(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are whole are not all that a check looks for."""
+    for case in made.glob("cases/*"):
+        shutil.rmtree(case)
+    assert cli.main(["check", "r"]) == 6
+    assert "1 case without a verdict" in capsys.readouterr().out
+
+
+def test_an_export_that_is_a_pipe_keeps_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is imported is a plain file."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert cli.main(["history", "--import", str(path), "--history", "h.sqlite"]) == 4
+        assert "cannot be read" in capsys.readouterr().err
