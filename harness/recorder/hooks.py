@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from harness.recorder.capture import is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
 from harness.recorder.observer import GROUPS, Observer
@@ -52,8 +53,7 @@ def install(session: Session) -> Observer:
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
-    if torch.version.cuda is not None:
-        _watch_graphs(observer)
+    _watch_graphs(observer)
     if dist.is_available() and session.world_size > 1:
         Notes(observer, session.folder / f"rank{session.rank}.place").install()
     session.module_at_work = lambda error: module_of(error, observer)
@@ -157,7 +157,7 @@ def _is_quiet(observer: Observer) -> bool:
         return True
     if observer.is_paused or observer.is_outside:
         return True
-    return cuda_is_used() and torch.cuda.is_current_stream_capturing()
+    return is_capturing() or (cuda_is_used() and torch.cuda.is_current_stream_capturing())
 
 
 def _hook_seeds(observer: Observer) -> None:
@@ -258,7 +258,7 @@ def _hook_autograd(observer: Observer) -> None:
 
 
 def _watch_graphs(observer: Observer) -> None:
-    """Watch the program's CUDA graphs; a replay that holds an optimizer's step is a step."""
+    """Watch the program's graphs; a replay that holds an optimizer's step is a step."""
     session = observer.session
     stress = tuple(session.config.get("stress", ()))
     watch = GraphWatch(observer.event, observer.named, stress)
