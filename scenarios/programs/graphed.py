@@ -1,7 +1,7 @@
 """Train a small model on sums of gradients; after two eager steps, replays of one captured step.
 
 With a GPU the graph is torch's, else the host's. Planted: the input of step 3 is not copied into
-the static one on rank 1; a buffer is replaced after the capture; nothing is captured at all.
+the static one on the last rank; a buffer is replaced after the capture; nothing is captured at all.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def start() -> torch.device:
 
 def main(*, steps: int = 6, mode: str = "eager") -> None:
     device = start()
-    rank = dist.get_rank()
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     torch.manual_seed(1)
     model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
@@ -60,7 +60,7 @@ def main(*, steps: int = 6, mode: str = "eager") -> None:
     captured = None
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
-        if (mode, step, rank) != ("stale_input", 3, 1):
+        if (mode, step, rank) != ("stale_input", 3, last):
             static.copy_(torch.randn(8, 16, generator=generator))
         if step == WARM_UP and mode not in ("eager", "nothing"):
             captured = CUDAGraph()
