@@ -35,11 +35,10 @@ class HostGraph:
     `fsdp_core.graph.recorder.CaptureRefused`, a `RuntimeError` that names it and its place.
     """
 
-    def __init__(self, keep_graph: bool = False) -> None:
+    def __init__(self) -> None:
         from fsdp_core.device import Device
         from fsdp_core.graph import host  # here: who captures nothing need not import it
 
-        del keep_graph
         self._graph = host.HostGraph(Device("cpu"))
         self._capture: AbstractContextManager[None] | None = None
         self._is_captured = False
@@ -130,11 +129,11 @@ class _Torch:
         return getattr(torch, name)
 
 
-def CUDAGraph(keep_graph: bool = False) -> Any:  # noqa: N802 - torch's name
+def CUDAGraph() -> Any:  # noqa: N802 - torch's name
     """A new `torch.cuda.CUDAGraph` where torch sees a GPU, else a `HostGraph`."""
     if torch.cuda.is_available():
-        return torch.cuda.CUDAGraph(keep_graph)
-    return HostGraph(keep_graph)
+        return torch.cuda.CUDAGraph()
+    return HostGraph()
 
 
 def graph(cuda_graph: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:

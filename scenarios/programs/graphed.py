@@ -20,9 +20,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
-        self.layers = nn.Sequential(
-            nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4)
-        )
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x * self.scale)

@@ -1,4 +1,4 @@
-"""The program of `tests/unit/harness/program/test_entry_graph.py` says the same over CUDA graphs."""
+"""The captured entry program over CUDA graphs: the answers that it has on the CPU."""
 
 from pathlib import Path
 

@@ -85,9 +85,7 @@ def test_a_rank_that_did_not_end_has_replayed_nothing(lab: Any, edit: Any) -> No
 
 
 @pytest.mark.parametrize(("events", "says"), [(1, "it captured 2 graphs"), (0, "captured none")])
-def test_what_a_rank_without_replays_captured(
-    lab: Any, edit: Any, events: int, says: str
-) -> None:
+def test_what_a_rank_without_replays_captured(lab: Any, edit: Any, events: int, says: str) -> None:
     """Captured and never replayed is another mistake than not captured."""
     candidate = edit.rank(
         replayed(lab, edit, {0: 0}), 0, events=(event(0, "other"), captured(0, 2))[: 2 * events]
