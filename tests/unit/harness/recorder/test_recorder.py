@@ -594,15 +594,13 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     light, whole = (line.split() for line in run.stdout.splitlines())
     assert light == ["harness", "harness.recorder", "harness.recorder.session"]
-    parts = ("collectives", "graph_memory", "graphs", "hooks", "observer", "session", "state",
-             "taps")  # fmt: skip
+    parts = ("capture", "collectives", "graph_memory", "graphs", "hooks", "observer", "session",
+             "state", "taps")  # fmt: skip
     digest = ("digest", "digest_torch", "digest_words")
     expected = {"harness", "harness.recorder", "fsdp_core", "fsdp_core.graph"}
     expected |= {f"harness.recorder.{part}" for part in parts}
     expected |= {f"fsdp_core.graph.{part}" for part in digest}
-    assert (
-        set(whole) | {f"harness.recorder.{part}" for part in ("graphs", "graph_memory")} == expected
-    )
+    assert set(whole) == expected
 
 
 OUTSIDE = """
