@@ -46,7 +46,7 @@ def install(session: Session) -> Observer:
     hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
     for name in hooked:
         setattr(observer, name, _guarded(getattr(observer, name), session))
-    session.finish = observer.finish
+    session.finish, session.under_way = observer.finish, observer.under_way
     _hook_seeds(observer)
     _hook_optimizers(observer)
     _hook_first_forward(observer)
@@ -55,7 +55,7 @@ def install(session: Session) -> Observer:
     _hook_scaler(observer)
     _watch_graphs(observer)
     if dist.is_available() and session.world_size > 1:
-        Notes(observer, session.folder / f"rank{session.rank}.place").install()
+        _note_collectives(observer)
     session.module_at_work = lambda error: module_of(error, observer)
     if patterns := session.config.get("taps"):
         Taps(observer, patterns, lambda: _is_quiet(observer)).install()
@@ -63,6 +63,19 @@ def install(session: Session) -> Observer:
         keeper = Keeper(observer, session.keep)
         observer.keep, observer.written = keeper.take, keeper.write
     return observer
+
+
+def _note_collectives(observer: Observer) -> None:
+    session, notes = observer.session, Notes(observer, observer.session.folder)
+    notes.install()
+
+    def leaving(*, has_failed: bool) -> None:
+        # Others may wait for what this rank has not entered.
+        notes.settle()
+        if has_failed:
+            notes.answer(or_last=True)
+
+    session.leaving = leaving
 
 
 def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:

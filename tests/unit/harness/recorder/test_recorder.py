@@ -485,7 +485,7 @@ class Broken(nn.Module):
 
 
 def test_an_exception_is_recorded_with_step_and_module(tmp_path: Path) -> None:
-    """The error record has type, message, last whole step and the innermost module at work."""
+    """The error record has type, message, the step under way and the innermost module at work."""
 
     def program() -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Broken()))
@@ -495,7 +495,7 @@ def test_an_exception_is_recorded_with_step_and_module(tmp_path: Path) -> None:
     assert records.error is not None
     assert records.end is None
     found = records.error
-    assert (found.type, found.step, found.module, found.what) == ("KeyError", 0, "1.0", "crashed")
+    assert (found.type, found.step, found.module, found.what) == ("KeyError", 1, "1.0", "crashed")
     assert "lost" in found.message
     assert "forward" in found.traceback
     assert len(records.steps) == 1
