@@ -17,7 +17,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, RunResult, RunSpec
+from harness.samples import samples_of
 
 FIRST_REPEAT = 2
 """Replica number of the first repeat, past a run and its control."""
@@ -41,7 +42,19 @@ def timed_pairs(case: CaseSpec) -> tuple[tuple[RunSpec, RunSpec], ...]:
 def runs_of(case: CaseSpec) -> tuple[RunSpec, ...]:
     """Every run that the case needs."""
     repeats = (spec for pair in timed_pairs(case) for spec in pair)
-    return (case.reference, case.control, case.candidate, *repeats)
+    return (*untimed_runs(case), *repeats)
+
+
+def untimed_runs(case: CaseSpec) -> tuple[RunSpec, ...]:
+    """Those that need no machine to themselves: the three legs, and samples of rounding."""
+    return (case.reference, case.control, case.candidate, *samples_of(case))
+
+
+def judged_from(case: CaseSpec, runs: Sequence[RunResult]) -> dict[str, Sequence[RunResult]]:
+    """Results of `runs_of` past the three legs, as `judge` takes them."""
+    number = len(samples_of(case))
+    past = {"samples": runs[3 : 3 + number], "repeats": runs[3 + number :]}
+    return {name: held for name, held in past.items() if held}
 
 
 def in_turn(cases: Iterable[CaseSpec]) -> tuple[RunSpec, ...]:

@@ -22,8 +22,10 @@ hooks of torch's optimizers and of autograd see steps, losses, gradients and sta
     state      which tensors there are, by name
     graphs     CUDA graphs that the program captures: replays, stale addresses
     collectives  which collective the rank is in, for whoever has to explain a hang
+    rounding   a run whose specification says so rounds at random from its first forward pass on
 
-These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs.
+These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs;
+a run that rounds at random needs `fsdp_core.rounding` and `fsdp_core.device`, too.
 """
 
 import contextlib

@@ -7,6 +7,9 @@
     clip_grad_norm_                the gradient norm
     GradScaler.step                steps that it skips
 
+A run that is to round at random does so from the first training forward pass on
+(`harness.recorder.rounding`); observing it does not.
+
 Inside of a capture nothing is observed: what the capture holds is observed after each replay.
 """
 
@@ -30,11 +33,14 @@ from torch.optim.optimizer import (
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
 from harness.recorder.observer import GROUPS, Observer
+from harness.recorder.rounding import Rounding
 from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
 SUMMARY_EVENT = "cuda_graphs"
+HOOKED = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
+LINES = ("enter", "leave")
 _active: Observer | None = None
 
 
@@ -42,9 +48,9 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
-    for name in hooked:
-        setattr(observer, name, _guarded(getattr(observer, name), session))
+    rounding = Rounding(session)
+    for name in (*HOOKED, *(LINES if session.rounding else ())):
+        setattr(observer, name, _guarded(getattr(observer, name), session, rounding))
     session.finish = observer.finish
     _hook_seeds(observer)
     _hook_optimizers(observer)
@@ -54,6 +60,8 @@ def install(session: Session) -> Observer:
     _hook_scaler(observer)
     if torch.version.cuda is not None:
         _watch_graphs(observer)
+    if session.rounding:
+        _round_at_random(observer, rounding)
     if dist.is_available() and session.world_size > 1:
         Notes(observer, session.folder / f"rank{session.rank}.place").install()
     session.module_at_work = lambda error: module_of(error, observer)
@@ -65,13 +73,40 @@ def install(session: Session) -> Observer:
     return observer
 
 
-def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
+def _round_at_random(observer: Observer, rounding: Rounding) -> None:
+    begin, enter, finish = observer.begin, observer.enter, observer.session.finish
+
+    def begins() -> None:
+        begin()
+        rounding.begin()
+
+    def enters() -> None:
+        enter()
+        rounding.begin()
+
+    def finishes() -> Mapping[str, Any]:
+        with rounding.aside():
+            facts = finish()
+        rounding.end()
+        return facts
+
+    if torch.version.cuda is not None:
+        rounding.refuse_captures()
+    # What the first backward pass or a script's first step begins is begun by then.
+    observer.begin, observer.enter = begins, enters  # type: ignore[method-assign]
+    observer.session.finish = finishes
+
+
+def _guarded(
+    method: Callable[..., None], session: Session, rounding: Rounding
+) -> Callable[..., None]:
     """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> None:
         try:
-            method(*args, **kwargs)
+            with rounding.aside():
+                method(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is
             session.broken(error)
 
