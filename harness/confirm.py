@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.checks import judge as judge_case
 from harness.errors import one_line
 from harness.records import CaseSpec, RunResult, Verdict
-from harness.repeats import judged_from, runs_of
+from harness.repeats import past_legs, runs_of
 from harness.retries import beside_attempts
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
 from harness.tolerance import ROUNDING
@@ -78,8 +78,9 @@ def confirmed_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
 
 
 def _judged(case: CaseSpec, legs: Sequence[RunResult]) -> Verdict:
+    samples, repeats = past_legs(case, legs)
     try:
-        return judge_case(case, *legs[:3], **judged_from(case, legs))
+        return judge_case(case, *legs[:3], samples=samples, repeats=repeats)
     except Exception as error:  # noqa: BLE001 - what a damaged plan can lead to has no end
         why = one_line(f"{type(error).__name__}: {error}")
         return Verdict(

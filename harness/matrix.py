@@ -35,10 +35,10 @@ from harness.plant_setting import check_has_part
 from harness.plant_spec import PlantSpec, each_of, joined
 from harness.program.section import ProgramLeg
 from harness.records import CaseSpec, RunSpec
+from harness.samples import refusal
 from harness.schema import Choice, Rule, Scenario
 from harness.settings import Leg as BuiltinLeg
 from harness.settings import overlay
-from harness.samples import refusal
 from harness.soaking import LEAST_STEPS
 from harness.tolerance import ROUNDING
 

@@ -12,7 +12,8 @@ seconds, on the CPU and on CUDA, is
 
 where arithmetic is 6 x parameters that a token meets x tokens of a step, spread over the cores on
 the CPU and over the ranks on CUDA, and host time on the CPU is multiplied by ranks over cores where
-that is above 1. A run that rounds at random takes `SLOWDOWN` times as long a step. The whole is what a greedy packing of these runs on the slots would take.
+that is above 1. A step that rounds at random takes `SLOWDOWN` times as long. The whole is what a
+greedy packing of these runs on the slots would take.
 """
 
 import dataclasses

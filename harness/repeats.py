@@ -50,11 +50,12 @@ def untimed_runs(case: CaseSpec) -> tuple[RunSpec, ...]:
     return (case.reference, case.control, case.candidate, *samples_of(case))
 
 
-def judged_from(case: CaseSpec, runs: Sequence[RunResult]) -> dict[str, Sequence[RunResult]]:
-    """Results of `runs_of` past the three legs, as `judge` takes them."""
-    number = len(samples_of(case))
-    past = {"samples": runs[3 : 3 + number], "repeats": runs[3 + number :]}
-    return {name: held for name, held in past.items() if held}
+def past_legs(
+    case: CaseSpec, runs: Sequence[RunResult]
+) -> tuple[Sequence[RunResult], Sequence[RunResult]]:
+    """Samples of rounding and timed repeats among what belongs to `runs_of`."""
+    end = 3 + len(samples_of(case))
+    return runs[3:end], runs[end:]
 
 
 def in_turn(cases: Iterable[CaseSpec]) -> tuple[RunSpec, ...]:
