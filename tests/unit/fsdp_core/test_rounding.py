@@ -16,7 +16,7 @@ def third(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_result_is_one_of_its_neighbours_and_right_on_average(dtype: torch.dtype) -> None:
-    """1/3 is rounded up and down; the mean of n is off by 5 deviations of h/2 over sqrt n at most."""
+    """1/3 is rounded up and down; the mean of n is within 5 deviations, h/2 over sqrt n each."""
     one, three = third(dtype)
     with RandomRounding(1):
         found = one / three

@@ -1,4 +1,4 @@
-"""A case that expects `rounding`: bounds out of samples, how often they are wrong, what has none."""
+"""A case that expects `rounding`: bounds out of samples, false alarms, what has no bound."""
 
 import dataclasses
 import math

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_core.rounding import RandomRounding
-from harness.records import RankRecords
 from harness.recorder import record
 from harness.recorder.rounding import Rounding
+from harness.records import RankRecords
 from tests.unit.harness.recorder.recorded import losses, recorded
 
 
@@ -72,8 +72,8 @@ def test_another_mode_that_ends_it_is_seen(tmp_path: Path) -> None:
     assert "dispatch mode" in records.error.message
 
 
-def test_a_run_that_never_trains_a_forward_pass_is_no_sample(tmp_path: Path) -> None:
-    """Weights without a module: no pass through one begins the rounding, the backward pass does."""
+def test_without_a_module_the_first_backward_pass_begins(tmp_path: Path) -> None:
+    """Weights of no module have no pass through one."""
 
     def program() -> None:
         weight = nn.Parameter(torch.ones(8) / 3)
@@ -90,7 +90,7 @@ def test_where_the_mode_is_missing_it_is_said(monkeypatch: pytest.MonkeyPatch) -
     """A script's environment may lack the rest of the project."""
     monkeypatch.setitem(sys.modules, "fsdp_core.rounding", None)
     session: Any = SimpleNamespace(rounding=1, rank=0)
-    with pytest.raises(RuntimeError, match="needs fsdp_core.rounding"):
+    with pytest.raises(RuntimeError, match=r"needs fsdp_core\.rounding"):
         Rounding(session)
     session.rounding = 0
     Rounding(session).begin()
