@@ -35,6 +35,8 @@ MOVES = {
     "where", "zero_", "zeros", "zeros_like", "_unsafe_view", "embedding", "full", "full_like",
 }  # fmt: skip
 """Operators that put numbers elsewhere and make none."""
+ADDED = {"addmm": "mm", "baddbmm": "bmm"}
+"""Products that something is added to."""
 MANY = ("_foreach_", "_fused_ad", "_fused_sgd")
 """Operators of optimizers, on lists of tensors, most of which change them and return nothing."""
 EXACT_ARGUMENTS = ("state_steps", "grad_scale", "found_inf", "lr")
@@ -73,6 +75,10 @@ class RandomRounding(TorchDispatchMode):
         out = func(*args, **kwargs)
         if exact is not None and name in ("mm", "bmm"):
             exact = self._product(func, args[0].double(), args[1].double(), out.dtype)
+        elif exact is not None and name in ADDED and not kwargs:
+            product = getattr(torch.ops.aten, ADDED[name]).default
+            wide = (each.double() for each in args[1:3])
+            exact = args[0].double() + self._product(product, *wide, out.dtype)
         flat_out = _flat(out)
         for result, value in zip(flat_out, _flat(exact) or [None] * len(flat_out), strict=True):
             if isinstance(result, torch.Tensor) and result.dtype in NARROW:
