@@ -23,9 +23,14 @@ hooks of torch's optimizers and of autograd see steps, losses, gradients and sta
     graphs     CUDA graphs that the program captures: replays, stale addresses
     capture    torch.cuda's graphs for programs, and in their place the host's where there is no GPU
     collectives  which collective the rank is in, for whoever has to explain a hang
+    rounding   a run whose specification says so rounds at random from its first forward pass on
 
 These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs;
+<<<<<<< HEAD
 a capture without a GPU needs `fsdp_core.graph.host` as well.
+=======
+a run that rounds at random needs `fsdp_core.rounding` and `fsdp_core.device`, too.
+>>>>>>> rounding
 """
 
 import contextlib

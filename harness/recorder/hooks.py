@@ -7,6 +7,9 @@
     clip_grad_norm_                the gradient norm
     GradScaler.step                steps that it skips
 
+A run that is to round at random does so from the first training forward pass on
+(`harness.recorder.rounding`); observing it does not.
+
 Inside of a capture nothing is observed: what the capture holds is observed after each replay.
 """
 
@@ -31,11 +34,14 @@ from harness.recorder.capture import is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
 from harness.recorder.observer import GROUPS, Observer
+from harness.recorder.rounding import Rounding
 from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
 SUMMARY_EVENT = "cuda_graphs"
+HOOKED = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
+LINES = ("enter", "leave")
 _active: Observer | None = None
 
 
@@ -43,17 +49,31 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
+<<<<<<< HEAD
     hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
     for name in hooked:
         setattr(observer, name, _guarded(getattr(observer, name), session))
     session.finish, session.under_way = observer.finish, observer.under_way
+=======
+    rounding = Rounding(session)
+    for name in (*HOOKED, *(LINES if session.rounding else ())):
+        setattr(observer, name, _guarded(getattr(observer, name), session, rounding))
+    session.finish = observer.finish
+>>>>>>> rounding
     _hook_seeds(observer)
     _hook_optimizers(observer)
     _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
+<<<<<<< HEAD
     _watch_graphs(observer)
+=======
+    if torch.version.cuda is not None:
+        _watch_graphs(observer)
+    if session.rounding:
+        _round_at_random(observer, rounding)
+>>>>>>> rounding
     if dist.is_available() and session.world_size > 1:
         _note_collectives(observer)
     session.module_at_work = lambda error: module_of(error, observer)
@@ -65,6 +85,7 @@ def install(session: Session) -> Observer:
     return observer
 
 
+<<<<<<< HEAD
 def _note_collectives(observer: Observer) -> None:
     session, notes = observer.session, Notes(observer, observer.session.folder)
     notes.install()
@@ -79,12 +100,42 @@ def _note_collectives(observer: Observer) -> None:
 
 
 def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
+=======
+def _round_at_random(observer: Observer, rounding: Rounding) -> None:
+    begin, enter, finish = observer.begin, observer.enter, observer.session.finish
+
+    def begins() -> None:
+        begin()
+        rounding.begin()
+
+    def enters() -> None:
+        enter()
+        rounding.begin()
+
+    def finishes() -> Mapping[str, Any]:
+        with rounding.aside():
+            facts = finish()
+        rounding.end()
+        return facts
+
+    if torch.version.cuda is not None:
+        rounding.refuse_captures()
+    # What the first backward pass or a script's first step begins is begun by then.
+    observer.begin, observer.enter = begins, enters  # type: ignore[method-assign]
+    observer.session.finish = finishes
+
+
+def _guarded(
+    method: Callable[..., None], session: Session, rounding: Rounding
+) -> Callable[..., None]:
+>>>>>>> rounding
     """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> None:
         try:
-            method(*args, **kwargs)
+            with rounding.aside():
+                method(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is
             session.broken(error)
 

@@ -84,6 +84,7 @@ class Session:
         self.config: Mapping[str, Any] = spec["config"]
         self.program: Mapping[str, Any] = self.config["program"]
         self.keep: Mapping[str, Any] | None = spec.get("keep")
+        self.rounding = int(spec.get("rounding", 0))
         self.file = RecordFile(folder / f"rank{rank}.jsonl")
         self.pid = os.getpid()
         self.step = -1

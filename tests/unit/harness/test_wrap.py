@@ -123,6 +123,11 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
         code, verdict = compared(lab, a, planted, *within)
         assert code == expected
     assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
+    capsys.readouterr()
+    assert main(["compare-runs", a, planted, "--expect", "rounding"]) == ExitCode.USAGE
+    told = capsys.readouterr().err.strip()
+    assert "expected bitwise or {rtol: R}, got rounding" in told
+    assert "\n" not in told
 
 
 def test_a_rank_that_is_killed_is_named(lab: Path) -> None:
