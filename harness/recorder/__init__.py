@@ -93,8 +93,12 @@ def record(
     Args:
         model: a module, or several in a list or a mapping; None for those that optimizers train.
         optimizer: one or several; None for all that step.
-        taps: patterns of modules whose inputs and outputs are digested, as in a scenario.
+        taps: patterns of modules whose inputs, outputs or gradients are digested from now on, as in
+            a scenario and together with its own.
         deterministic: ask torch for deterministic kernels now, under the harness or not.
+
+    Raises:
+        ValueError: under the harness, one of `taps` is no pattern.
     """
     if deterministic:
         from harness.recorder.session import enforce_determinism

@@ -35,6 +35,8 @@ from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
 SUMMARY_EVENT = "cuda_graphs"
+TAPS_EVENT = "taps"
+"""Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
 _active: Observer | None = None
 
 
@@ -57,8 +59,9 @@ def install(session: Session) -> Observer:
     if dist.is_available() and session.world_size > 1:
         Notes(observer, session.folder / f"rank{session.rank}.place").install()
     session.module_at_work = lambda error: module_of(error, observer)
-    if patterns := session.config.get("taps"):
-        Taps(observer, patterns, lambda: _is_quiet(observer)).install()
+    taps = Taps(observer, lambda: _is_quiet(observer))
+    taps.add(session.config.get("taps", ()))
+    observer.add_taps = taps.add
     if session.keep is not None:
         keeper = Keeper(observer, session.keep)
         observer.keep, observer.written = keeper.take, keeper.write
@@ -81,11 +84,18 @@ def _guarded(method: Callable[..., None], session: Session) -> Callable[..., Non
 def recorder_for_script(
     model: Any, optimizer: Any, taps: tuple[str, ...]
 ) -> "ScriptRecorder | None":
-    """The recorder that a script's own lines speak to; None in a process that does not record."""
+    """The recorder that a script's own lines speak to; None in a process that does not record.
+
+    Raises:
+        ValueError: one of `taps` is no pattern.
+    """
     if _active is None:
         begin(trains=True)
     if _active is None or not _active.session.is_mine:
         return None
+    if taps:
+        _active.add_taps(taps)
+        _active.event(TAPS_EVENT, {"patterns": list(taps)})
     return ScriptRecorder(_active, _each(model), _each(optimizer))
 
 

@@ -112,6 +112,7 @@ class Observer:
         self._step_in_backward: Step | None = None
         self.keep: Callable[[int, str, Sequence[Tensor]], None] | None = None
         self.written: Callable[[int], None] = lambda _: None
+        self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._queue: list[Step] = []
