@@ -45,7 +45,7 @@ class Recorder(Protocol):
         ...
 
     def microbatch(self, loss: Any) -> None:
-        """The loss of one microbatch, a tensor of one element, in the order of the step."""
+        """The loss of one microbatch, one number or a tensor of it, in the order of the step."""
         ...
 
     def grad_norm(self, norm: Any) -> None:

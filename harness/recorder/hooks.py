@@ -123,7 +123,7 @@ class ScriptRecorder:
         yield
         self._observer.leave()
 
-    def microbatch(self, loss: Tensor) -> None:
+    def microbatch(self, loss: Any) -> None:
         """See `Recorder.microbatch`."""
         self._observer.loss(loss, is_told=True)
 

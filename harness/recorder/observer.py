@@ -11,7 +11,6 @@ on the stream that is current there.
 
 import hashlib
 import resource
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from harness.recorder.state import (
 )
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
-"""Groups that the recorder fills; a script's own have other names."""
+"""Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
 PAGE_BYTES = 4096
 HEX_CHARS = 32
 UNSEEDED = "0" * 32
@@ -154,13 +153,13 @@ class Observer:
             self.close()
         self._step_in_backward = self._here()
 
-    def loss(self, loss: Tensor, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
+    def loss(self, loss: Any, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
         """The root of a backward pass, which is a microbatch's loss if it is one number.
 
         In the capture of a graph it is where each replay will write the loss. Of a step whose
         losses the script has told, those are recorded in place of the roots.
         """
-        loss, step = getattr(loss, "_local_tensor", loss), self._here()
+        loss, step = _as_tensor(loss), self._here()
         if loss.numel() != 1 or not loss.is_floating_point():
             return
         loss = loss.detach().reshape(())
@@ -171,10 +170,7 @@ class Observer:
 
     def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         """The norm of the gradients; as `loss`."""
-        norm = getattr(norm, "_local_tensor", norm)
-        if not isinstance(norm, Tensor):
-            norm = torch.tensor(float(norm))
-        norm = norm.detach().reshape(-1)[:1].reshape(())
+        norm = _as_tensor(norm).detach().reshape(-1)[:1].reshape(())
         if graph is None:
             self._here().norm = _to_host(norm)
         else:
@@ -441,9 +437,9 @@ class Observer:
         if step.index < 0:
             self.session.write("initial", digests=digests, nonfinite=nonfinite)
         else:
-            losses = [_float_bits(loss) for loss in step.microbatches]
             self.session.write(
-                "step", step=step.index, loss=_mean(losses), microbatch_losses=losses,
+                "step", step=step.index, loss=_mean(step.microbatches),
+                microbatch_losses=[_float_bits(loss) for loss in step.microbatches],
                 grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
                 nonfinite=nonfinite, step_s=self._seconds(step), live_bytes=step.live_bytes,
                 peak_bytes=step.peak_bytes, skipped=step.skipped,
@@ -476,11 +472,7 @@ class Observer:
             digests[group] = "".join(text for text, _ in found.values())
             if bad := [name for name, (_, flag) in found.items() if flag]:
                 nonfinite[group] = bad
-        losses = enumerate(step.microbatches)
-        wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in losses
-                if loss.dtype == torch.float64}  # fmt: skip
-        host = step.host | ({"losses": _hashed(wide)} if wide else {})
-        for group, hashed in host.items():
+        for group, hashed in step.host.items():
             names.setdefault(group, []).extend(hashed)
             digests[group] = digests.get(group, "") + "".join(hashed.values())
         return names, digests, nonfinite
@@ -535,23 +527,30 @@ def _hashed(values: Mapping[str, bytes]) -> dict[str, str]:
     }
 
 
+def _as_tensor(value: Any) -> Tensor:
+    """A loss or a norm as the program gives it; a number is a float64, as Python's are."""
+    value = getattr(value, "_local_tensor", value)
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
 def _float_bits(value: Tensor) -> dict[str, Any]:
-    number = float(value.float())
-    bits = struct.pack(">f", number).hex() if number == number else _nan_bits(value)
+    """A float64 or a whole number by its 64 bits, what is narrower by those of a float32."""
+    is_wide = value.dtype == torch.float64 or not value.is_floating_point()
+    value = value.double() if is_wide else value.float()
+    # By the integer view: a Python float may not keep the pattern of a NaN.
+    pattern = int(value.view(torch.int64 if is_wide else torch.int32))
+    bits = f"{pattern & (1 << 64) - 1:016x}" if is_wide else f"{pattern & (1 << 32) - 1:08x}"
+    number = float(value)
     return {"bits": bits, "value": number if number - number == 0 else None}
 
 
-def _nan_bits(value: Tensor) -> str:
-    """The pattern of a NaN, which a Python float may not keep."""
-    return f"{int(value.float().view(torch.int32)) & 0xFFFFFFFF:08x}"
-
-
-def _mean(losses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _mean(losses: Sequence[Tensor]) -> Mapping[str, Any] | None:
     """What curves show of a step: its only loss, or the mean of its microbatches on this rank."""
     if len(losses) < 2:
-        return losses[0] if losses else None
-    bits = torch.tensor([int(loss["bits"], 16) for loss in losses], dtype=torch.int64)
-    return _float_bits(bits.to(torch.int32).view(torch.float32).double().mean())
+        return _float_bits(losses[0]) if losses else None
+    mean = torch.stack([loss.double() for loss in losses]).mean()
+    is_wide = any(loss.dtype == torch.float64 for loss in losses)
+    return _float_bits(mean if is_wide else mean.float())
 
 
 def _tap_text(rows: Tensor, place: int) -> str:

@@ -270,10 +270,11 @@ def test_a_pattern_without_a_module_compares_nothing(
     first, second = "layers.0.attn", "layers.*.atn:output"
     stated = ((first,), second) if script else ((first, second), "")
     runs = [asked(run, edit, *stated) for run in (reference, candidate)]
-    result = check(*runs, {})
+    result = check(runs[0], runs[1], {})
     assert (result.outcome, result.what) == ("error", "not_run")
     assert second in result.message
-    whole = check(*(asked(each, edit, (first,), first) for each in (reference, candidate)), {})
+    ours, theirs = (asked(each, edit, (first,), first) for each in (reference, candidate))
+    whole = check(ours, theirs, {})
     assert whole.outcome == "passed"
 
 
@@ -283,4 +284,4 @@ def test_a_pattern_of_one_run_is_judged_by_the_rows(lab: "Lab", edit: "Edits", w
     reference, _, candidate = lab.legs()
     runs = [reference, candidate]
     runs[which] = asked(runs[which], edit, (), "nothing")
-    assert check(*runs, {}).outcome == "error"
+    assert check(runs[0], runs[1], {}).outcome == "error"

@@ -199,23 +199,73 @@ def test_lbfgs_makes_one_step_of_many_evaluations(tmp_path: Path) -> None:
     assert {"weight.d", "weight.old_dirs.0"} <= digests(records, "optim", 0).keys()
 
 
-def test_float64_losses_are_compared_to_the_last_bit(tmp_path: Path) -> None:
-    """Two float64 losses that are one float32 differ in the group `losses`."""
+VALUES: dict[str, tuple[Callable[[float], Any], str]] = {
+    "float64": (lambda value: torch.tensor(value, dtype=torch.float64), ">d"),
+    "a Python float": (float, ">d"),
+    "a NumPy float64": (np.float64, ">d"),
+    "float32": (torch.tensor, ">f"),
+    "a NumPy float32": (np.float32, ">d"),
+}
+_INT = 2**24 + 1
 
-    def program(offset: float) -> Callable[[], None]:
-        def run() -> None:
-            model = nn.Linear(3, 1).double()
-            optimizer = SGD(model.parameters(), 0.0)
-            (model(torch.ones(3).double()).sum() * 0 + 1 + offset).backward()
-            optimizer.step()
 
-        return run
+@pytest.mark.parametrize("value", [1 + 2.0**-50, 1e300, float("nan"), float(_INT)])
+@pytest.mark.parametrize("kind", VALUES)
+def test_losses_and_norms_have_the_bits_that_the_program_had(
+    kind: str, value: float, tmp_path: Path
+) -> None:
+    """Nothing is rounded before it is compared: 64 bits stay 64 bits, and finite stays finite."""
+    make, form = VALUES[kind]
+    if "32" in kind:
+        value = float(torch.tensor(value))
 
-    first = recorded(program(0.0), tmp_path / "a")
-    second = recorded(program(2.0**-50), tmp_path / "b")
-    assert first.steps[0].loss == second.steps[0].loss
-    assert digests(first, "losses", 0).keys() == {"microbatch[0]"}
-    assert digests(first, "losses", 0) != digests(second, "losses", 0)
+    def program() -> None:
+        recorder = record(model_of())
+        with recorder.step():
+            recorder.microbatch(make(value))
+            recorder.grad_norm(make(value))
+
+    (step,) = recorded(program, tmp_path).steps
+    for found in (step.loss, *step.microbatch_losses, step.grad_norm):
+        assert found is not None
+        assert found.bits == struct.pack(form, value).hex()
+        assert found.value == (value if np.isfinite(value) else None)
+
+
+@pytest.mark.parametrize("norm", [_INT, torch.tensor(_INT), np.int64(_INT)])
+def test_a_whole_number_is_a_float64(norm: Any, tmp_path: Path) -> None:
+    """More digits than a float32 has are kept."""
+
+    def program() -> None:
+        recorder = record(model_of())
+        with recorder.step():
+            recorder.grad_norm(norm)
+
+    (step,) = recorded(program, tmp_path).steps
+    assert step.grad_norm is not None
+    assert step.grad_norm.value == _INT
+
+
+def test_a_float64_root_of_a_backward_pass_is_not_rounded(tmp_path: Path) -> None:
+    """Hooks record what the script's own lines would, the mean in the wider of two formats too."""
+    wide = 1 + 2.0**-50
+
+    def program() -> None:
+        model = nn.Linear(3, 1).double()
+        optimizer = SGD(model.parameters(), 0.0)
+        root = model(torch.ones(3).double()).sum() * 0
+        (root + wide).backward(retain_graph=True)
+        (root.float() + 1).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    (step,) = recorded(program, tmp_path).steps
+    assert losses(step) == [wide, 1.0]
+    assert [len(loss.bits) for loss in step.microbatch_losses] == [16, 8]
+    assert step.loss is not None
+    assert step.loss.value == (wide + 1.0) / 2
+    assert step.grad_norm is not None
+    assert len(step.grad_norm.bits) == 16
 
 
 def test_bf16_losses_are_exact_and_a_nan_keeps_its_bits(tmp_path: Path) -> None:
