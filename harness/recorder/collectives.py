@@ -32,7 +32,6 @@ COLLECTIVES = {
     "alltoall_base": "all_to_all_single", "barrier": "barrier",
 }  # fmt: skip
 """Methods of `ProcessGroup`, and what `torch.distributed` calls them."""
-WAITS = ("wait",)
 
 
 class Notes:
@@ -52,8 +51,7 @@ class Notes:
             original = getattr(dist.ProcessGroup, method, None)
             if original is not None:
                 setattr(dist.ProcessGroup, method, self._noting(original, name))
-        for name in WAITS:
-            setattr(dist.Work, name, self._waiting(getattr(dist.Work, name)))
+        dist.Work.wait = self._waiting(dist.Work.wait)  # type: ignore[method-assign]
 
     def _noting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)

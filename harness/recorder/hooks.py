@@ -5,7 +5,7 @@
     torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
     clip_grad_norm_                the gradient norm
-    GradScaler.step                steps that it skips
+    GradScaler.scale, step         losses before they are scaled; steps that it skips
 
 Inside of a capture nothing is observed: what the capture holds is observed after each replay.
 """
@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
-from harness.recorder.observer import GROUPS, Observer
+from harness.recorder.observer import GROUPS, UNSCALED, Observer
 from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
@@ -37,6 +37,7 @@ from harness.recorder.taps import Keeper, Taps, module_of
 SUMMARY_EVENT = "cuda_graphs"
 TAPS_EVENT = "taps"
 """Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
+_SCALES = "_harness_scales"
 _active: Observer | None = None
 
 
@@ -333,6 +334,36 @@ def _hook_scaler(observer: Observer) -> None:
         return result
 
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+    made = torch.amp.GradScaler.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        # Where its class has it: FSDP's scaler scales by itself, and is imported later.
+        owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
+        if not hasattr(owner.scale, _SCALES):
+            owner.scale = _scaling(owner.scale)
+
+    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
+
+
+def _scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`scale`, whose results know their losses: an infinite one is right where its loss is not."""
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if not torch.compiler.is_compiling():
+            single = isinstance(outputs, Tensor)
+            many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
+            for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
+                are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
+                if are_tensors and loss.numel() == 1 and result is not loss:
+                    setattr(result, UNSCALED, loss.detach())
+        return scaled
+
+    setattr(scale, _SCALES, True)
+    return scale
 
 
 def _replace(original: Callable[..., Any], ours: Callable[..., Any], places: Iterable[Any]) -> None:
