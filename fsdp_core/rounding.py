@@ -77,8 +77,8 @@ class RandomRounding(TorchDispatchMode):
             exact = self._product(func, args[0].double(), args[1].double(), out.dtype)
         elif exact is not None and name in ADDED and not kwargs:
             product = getattr(torch.ops.aten, ADDED[name]).default
-            wide = (each.double() for each in args[1:3])
-            exact = args[0].double() + self._product(product, *wide, out.dtype)
+            left, right = (each.double() for each in args[1:3])
+            exact = args[0].double() + self._product(product, left, right, out.dtype)
         flat_out = _flat(out)
         for result, value in zip(flat_out, _flat(exact) or [None] * len(flat_out), strict=True):
             if isinstance(result, torch.Tensor) and result.dtype in NARROW:

@@ -40,7 +40,7 @@ from harness.schema import Choice, Rule, Scenario
 from harness.settings import Leg as BuiltinLeg
 from harness.settings import overlay
 from harness.soaking import LEAST_STEPS
-from harness.tolerance import ROUNDING
+from harness.tolerance import ROUNDING, LossGap, tolerance_of
 
 Leg = BuiltinLeg | ProgramLeg
 MAX_COMBINATIONS = 50_000
@@ -336,7 +336,8 @@ class _Maker:
         plants: Mapping[str, PlantSpec | None],
     ) -> None:
         """A check with nothing to look at, or a fault with no place, would be for nothing."""
-        if "taps" in self.scenario.checks and not (candidate.taps and reference.taps):
+        taps_due = self.scenario.program is None  # a script may give its recorder some
+        if taps_due and "taps" in self.scenario.checks and not (candidate.taps and reference.taps):
             raise self.scenario.checks_origin.error(
                 "checks.taps", expected="taps in base, of the modules to compare", got="none"
             )
@@ -348,6 +349,13 @@ class _Maker:
                 got=f"{candidate.engine} against {reference.engine}",
             )
         self._check_timed(candidate, reference)
+        tolerance = tolerance_of(self.scenario.compare.expect)
+        if isinstance(tolerance, LossGap) and tolerance.over > candidate.steps:
+            raise self.scenario.compare.expect_origin.error(
+                "compare.expect.over",
+                expected=f"at most the number of steps, {candidate.steps}",
+                got=f"{tolerance.over}",
+            )
         for role, plant in plants.items():
             leg = candidate if role == "candidate" else reference
             for planted in each_of(plant):

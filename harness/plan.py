@@ -40,6 +40,11 @@ _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
 _STEP_S = {"cpu": 0.05, "cuda": 0.02}
 _FOREIGN_START_S = 8.0
 """Of a program in a fresh interpreter, most of it the import of torch."""
+_PACKAGES_OF_GPUS = (
+    ("backend", "te", "transformer-engine"),
+    ("engine", "megatron_fsdp", "megatron-fsdp"),
+)
+"""A setting's key and value, and the package that it needs, on GPUs only."""
 _FLOPS = {"cpu": 5e9, "cuda": 1e14}
 
 
@@ -177,7 +182,7 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         if spec.device == "cuda":
             return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    asked = (_lacks_device, _lacks_te, _lacks_engine, _lacks_compiler)
+    asked = (_lacks_device, _lacks_package, _lacks_compiler)
     if why := next(filter(None, (lacks(spec) for lacks in asked)), ""):
         return why
     if not spec.is_builtin:
@@ -201,23 +206,14 @@ def _lacks_device(spec: RunSpec) -> str:
     return ""
 
 
-def _lacks_te(spec: RunSpec) -> str:
-    if spec.config.get("backend") != "te":
-        return ""
-    if spec.device != "cuda":
-        return f"backend te needs a GPU, this run is on {spec.device}"
-    if not package_version("transformer-engine"):
-        return "backend te needs transformer-engine, which is not installed"
-    return ""
-
-
-def _lacks_engine(spec: RunSpec) -> str:
-    if spec.config.get("engine") != "megatron_fsdp":
-        return ""
-    if spec.device != "cuda":
-        return f"engine megatron_fsdp needs a GPU, this run is on {spec.device}"
-    if not package_version("megatron-fsdp"):
-        return "engine megatron_fsdp needs megatron-fsdp, which is not installed"
+def _lacks_package(spec: RunSpec) -> str:
+    for key, value, package in _PACKAGES_OF_GPUS:
+        if spec.config.get(key) != value:
+            continue
+        if spec.device != "cuda":
+            return f"{key} {value} needs a GPU, this run is on {spec.device}"
+        if not package_version(package):
+            return f"{key} {value} needs {package}, which is not installed"
     return ""
 
 

@@ -82,11 +82,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Which axis is compared, and which of its values is the reference."""
+    """Which axis is compared, and which of its values is the reference.
+
+    `expect_origin` is that of `over` in a tolerance that has it.
+    """
 
     axis: str
     reference: Choice
     expect: Expect
+    expect_origin: Origin
     origin: Origin
 
 
@@ -391,4 +395,6 @@ def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compa
             expected="a value beside the reference to compare with it",
             got="the reference alone",
         )
-    return Compare(name, reference, expect, node.origin)
+    stated = entries["expect"]
+    over = stated.value.get("over", stated) if isinstance(stated.value, dict) else stated
+    return Compare(name, reference, expect, over.origin, node.origin)

@@ -28,7 +28,7 @@ from harness.checks import (
 )
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
-from harness.checks.repeats import cause_of
+from harness.checks.nondeterminism import cause_of
 from harness.checks.soaked import missed_turns
 from harness.naming import aligned
 from harness.records import (

@@ -56,7 +56,6 @@ RECORDED = {
 """What torch's flight recorder calls collectives, where it is not as `torch.distributed` does."""
 BETWEEN_TWO = ("send", "recv", "recv_anysource", "monitored_barrier")
 """Methods that some groups count with their collectives, though ranks need not call as many."""
-WAITS = ("wait",)
 MOST_MARKS = 4096
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Functions of torch that give what is recorded of collectives: of NCCL, of the other backends."""
@@ -92,8 +91,7 @@ class Notes:
         for method in BETWEEN_TWO:
             original = getattr(dist.ProcessGroup, method)
             setattr(dist.ProcessGroup, method, self._between(original))
-        for name in WAITS:
-            setattr(dist.Work, name, self._waiting(getattr(dist.Work, name)))
+        dist.Work.wait = self._waiting(dist.Work.wait)  # type: ignore[method-assign]
         for name, also in self._changes():
             ours = also(getattr(dist, name))
             for place in (dist, dist.distributed_c10d, dist.device_mesh):

@@ -5,7 +5,7 @@
     torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
     clip_grad_norm_                the gradient norm
-    GradScaler.step                steps that it skips
+    GradScaler.scale, step         losses before they are scaled; steps that it skips
 
 A run that is to round at random does so from the first training forward pass on
 (`harness.recorder.rounding`); observing it does not.
@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 from harness.recorder.capture import is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
-from harness.recorder.observer import GROUPS, Observer
+from harness.recorder.observer import GROUPS, UNSCALED, Observer
 from harness.recorder.rounding import Rounding
 from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
@@ -42,6 +42,9 @@ from harness.recorder.taps import Keeper, Taps, module_of
 SUMMARY_EVENT = "cuda_graphs"
 HOOKED = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
 LINES = ("enter", "leave")
+TAPS_EVENT = "taps"
+"""Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
+_SCALES = "_harness_scales"
 _active: Observer | None = None
 
 
@@ -49,43 +52,31 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-<<<<<<< HEAD
-    hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
-    for name in hooked:
-        setattr(observer, name, _guarded(getattr(observer, name), session))
-    session.finish, session.under_way = observer.finish, observer.under_way
-=======
     rounding = Rounding(session)
     for name in (*HOOKED, *(LINES if session.rounding else ())):
         setattr(observer, name, _guarded(getattr(observer, name), session, rounding))
-    session.finish = observer.finish
->>>>>>> rounding
+    session.finish, session.under_way = observer.finish, observer.under_way
     _hook_seeds(observer)
     _hook_optimizers(observer)
     _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
-<<<<<<< HEAD
     _watch_graphs(observer)
-=======
-    if torch.version.cuda is not None:
-        _watch_graphs(observer)
     if session.rounding:
         _round_at_random(observer, rounding)
->>>>>>> rounding
     if dist.is_available() and session.world_size > 1:
         _note_collectives(observer)
     session.module_at_work = lambda error: module_of(error, observer)
-    if patterns := session.config.get("taps"):
-        Taps(observer, patterns, lambda: _is_quiet(observer)).install()
+    taps = Taps(observer, lambda: _is_quiet(observer))
+    taps.add(session.config.get("taps", ()))
+    observer.add_taps = taps.add
     if session.keep is not None:
         keeper = Keeper(observer, session.keep)
         observer.keep, observer.written = keeper.take, keeper.write
     return observer
 
 
-<<<<<<< HEAD
 def _note_collectives(observer: Observer) -> None:
     session, notes = observer.session, Notes(observer, observer.session.folder)
     notes.install()
@@ -99,8 +90,6 @@ def _note_collectives(observer: Observer) -> None:
     session.leaving = leaving
 
 
-def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
-=======
 def _round_at_random(observer: Observer, rounding: Rounding) -> None:
     begin, enter, finish = observer.begin, observer.enter, observer.session.finish
 
@@ -118,8 +107,7 @@ def _round_at_random(observer: Observer, rounding: Rounding) -> None:
         rounding.end()
         return facts
 
-    if torch.version.cuda is not None:
-        rounding.refuse_captures()
+    rounding.refuse_captures()
     # What the first backward pass or a script's first step begins is begun by then.
     observer.begin, observer.enter = begins, enters  # type: ignore[method-assign]
     observer.session.finish = finishes
@@ -128,7 +116,6 @@ def _round_at_random(observer: Observer, rounding: Rounding) -> None:
 def _guarded(
     method: Callable[..., None], session: Session, rounding: Rounding
 ) -> Callable[..., None]:
->>>>>>> rounding
     """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
 
     @functools.wraps(method)
@@ -145,11 +132,18 @@ def _guarded(
 def recorder_for_script(
     model: Any, optimizer: Any, taps: tuple[str, ...]
 ) -> "ScriptRecorder | None":
-    """The recorder that a script's own lines speak to; None in a process that does not record."""
+    """The recorder that a script's own lines speak to; None in a process that does not record.
+
+    Raises:
+        ValueError: one of `taps` is no pattern.
+    """
     if _active is None:
         begin(trains=True)
     if _active is None or not _active.session.is_mine:
         return None
+    if taps:
+        _active.add_taps(taps)
+        _active.event(TAPS_EVENT, {"patterns": list(taps)})
     return ScriptRecorder(_active, _each(model), _each(optimizer))
 
 
@@ -177,7 +171,7 @@ class ScriptRecorder:
         yield
         self._observer.leave()
 
-    def microbatch(self, loss: Tensor) -> None:
+    def microbatch(self, loss: Any) -> None:
         """See `Recorder.microbatch`."""
         self._observer.loss(loss, is_told=True)
 
@@ -387,6 +381,36 @@ def _hook_scaler(observer: Observer) -> None:
         return result
 
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+    made = torch.amp.GradScaler.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        # Where its class has it: FSDP's scaler scales by itself, and is imported later.
+        owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
+        if not hasattr(owner.scale, _SCALES):
+            owner.scale = _scaling(owner.scale)
+
+    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
+
+
+def _scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`scale`, whose results know their losses: an infinite one is right where its loss is not."""
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if not torch.compiler.is_compiling():
+            single = isinstance(outputs, Tensor)
+            many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
+            for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
+                are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
+                if are_tensors and loss.numel() == 1 and result is not loss:
+                    setattr(result, UNSCALED, loss.detach())
+        return scaled
+
+    setattr(scale, _SCALES, True)
+    return scale
 
 
 def _replace(original: Callable[..., Any], ours: Callable[..., Any], places: Iterable[Any]) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from harness.recorder.capture import HostGraph
 from harness.recorder.session import Session
 
 RANKS = 1 << 20
@@ -89,7 +90,8 @@ class Rounding:
 
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
             raise CannotRound(
-                "replays of a CUDA graph do not round at random: expected an eager reference"
+                "replays of a graph do not round at random: expected an eager reference"
             )
 
-        setattr(torch.cuda.CUDAGraph, "capture_begin", capture_begin)  # noqa: B010 - not its type
+        for kind in (torch.cuda.CUDAGraph, HostGraph):
+            setattr(kind, "capture_begin", capture_begin)  # noqa: B010 - not its type

@@ -106,10 +106,6 @@ class Session:
         if self.is_mine:
             self.file.write(kind, {"rank": self.rank, **record})
 
-    def event(self, name: str, detail: Mapping[str, Any]) -> None:
-        """Write a named fact that is not compared."""
-        self.write("event", name=name, step=self.step, detail=dict(detail))
-
     def start(self, torch: Any) -> None:
         """Write the start record, and see to it that the end of the process is recorded."""
         cuda = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

@@ -30,25 +30,33 @@ ROOT = "(root)"
 _FOLD = 0x01000193
 """Odd, so that what was folded stays in all bits; as in `fsdp_core.graph.taps`."""
 _WILD = re.compile(r"\*\*|\*")
+_PATTERN = re.compile(r"([\w*]+(?:\.[\w*]+)*)(?::(input|output|gradient))?")
+"""As `fsdp_core.config.tap_pattern`, which takes more files than a script's environment has."""
 
 
 class Taps:
     """Digests the calls of the modules that patterns mean: `layers.*.attn:output`."""
 
-    def __init__(
-        self, observer: Observer, patterns: Iterable[str], is_quiet: Callable[[], bool]
-    ) -> None:
+    def __init__(self, observer: Observer, is_quiet: Callable[[], bool]) -> None:
         self._observer, self._is_quiet = observer, is_quiet
-        self._patterns = [_pattern(text) for text in patterns]
+        self._patterns: list[tuple[re.Pattern[str], str]] = []
         self._kinds: dict[str, frozenset[str]] = {}
         self._digests: dict[tuple[Any, ...], tuple[Digester, Tensor, Tensor]] = {}
         self._calls: dict[str, int] = {}
         self._step: object = None
 
-    def install(self) -> None:
-        """Hook every module of the process."""
-        torch_modules.register_module_forward_pre_hook(self._before)
-        torch_modules.register_module_forward_hook(self._after)
+    def add(self, patterns: Iterable[str]) -> None:
+        """Digest what these mean, too; the first ones hook every module of the process.
+
+        Raises:
+            ValueError: one is no pattern.
+        """
+        added = [_pattern(text) for text in patterns]
+        if added and not self._patterns:
+            torch_modules.register_module_forward_pre_hook(self._before)
+            torch_modules.register_module_forward_hook(self._after)
+        self._patterns += added
+        self._kinds.clear()
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if INPUT in (name_kinds := self._asked(module))[1]:
@@ -123,10 +131,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _pattern(text: str) -> tuple[re.Pattern[str], str]:
-    modules, _, kind = text.partition(":")
-    escaped = modules.replace(".", r"\.")
+    if (parts := _PATTERN.fullmatch(text)) is None:
+        expected = "a module's dotted name, * and ** in it, and :input, :output or :gradient"
+        raise ValueError(f"taps: expected {expected}, got {text!r}")
+    escaped = parts[1].replace(".", r"\.")
     wild = _WILD.sub(lambda found: ".*" if found[0] == "**" else "[^.]*", escaped)
-    return re.compile(wild), kind or OUTPUT
+    return re.compile(wild), parts[2] or OUTPUT
 
 
 def module_of(error: BaseException, observer: Observer) -> str:

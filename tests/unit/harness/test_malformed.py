@@ -146,6 +146,7 @@ EXPECTED: dict[str, str] = {
     "stress_ledger": "@:8: base.stress: expected one of the legal values, got 'ledger'; legal values: jitter, poison, scramble, races",  # noqa: E501
     "stress_seed_negative": "@:8: stress_seed: expected an integer >= 0, got -1",
     "stress_seed_word": "@:8: base.stress_seed: expected an integer, got 'abc'",
+    "compare_expect_over_steps": "@:10: compare.expect.over: expected at most the number of steps, 4, got 5",  # noqa: E501
     "taps_kind": "@:8: taps: expected input, output or gradient after the colon, got 'layers.0:grad'; legal values: input, output, gradient; rule: taps_are_patterns",  # noqa: E501
     "taps_empty_pat": "@:8: taps: expected a module's dotted name, with * for one part of it and ** for any, got ''; rule: taps_are_patterns",  # noqa: E501
     "taps_str": "@:8: base.taps: expected a list of names, got 'layers.0'",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.contents import read_contents
 from harness.keeping import KeepSpec
+from harness.recorder import record
 from harness.records import RunSpec
 from tests.unit.harness.recorder.recorded import names, recorded, taps
 
@@ -80,6 +82,35 @@ def test_a_row_is_of_all_tensors(tmp_path: Path) -> None:
     assert {name for name in ours if ours[name] != theirs[name]} == {
         "first:input[0]", "first:output[0]"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", [(), ("first", "second:input")])
+def test_a_script_may_ask_for_taps(scenario: tuple[str, ...], tmp_path: Path) -> None:
+    """Patterns of `record` come to those of the scenario; one of both is one row."""
+
+    def run() -> None:
+        model = Net()
+        optimizer = SGD(model.parameters(), 0.1)
+        record(model, optimizer, taps=["second:input", "first:gradient"])
+        for _ in range(2):
+            model(torch.ones(2, 3), torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    records = recorded(run, tmp_path, taps=scenario)
+    expected = {"second:input[0]", "first:gradient[0]"}
+    expected |= {"first:output[0]"} if scenario else set()
+    assert [taps(records, step).keys() for step in range(2)] == [expected, expected]
+    (event,) = (each for each in records.events if each.name == "taps")
+    assert event.detail == {"patterns": ["second:input", "first:gradient"]}
+
+
+@pytest.mark.parametrize("pattern", ["first:inputs", "first:", "", "a b", ".first"])
+def test_what_is_no_pattern_is_refused(pattern: str, tmp_path: Path) -> None:
+    """A script's mistake ends it where it is made, as a scenario's is refused."""
+    records = recorded(lambda: record(taps=pattern), tmp_path, code=1)
+    assert records.error is not None
+    assert records.error.type == "ValueError"
+    assert repr(pattern) in records.error.message
 
 
 def test_recomputation_is_not_counted(tmp_path: Path) -> None:
