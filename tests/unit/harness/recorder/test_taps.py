@@ -32,17 +32,22 @@ class Two(nn.Module):
 class Net(nn.Module):
     """A first module of two tensors and a second of one, which may be checkpointed."""
 
-    def __init__(self, is_checkpointed: bool = False) -> None:
+    def __init__(self, how: str = "") -> None:
         super().__init__()
-        self.first, self.second = Two(), nn.Linear(3, 1)
-        self.is_checkpointed = is_checkpointed
+        self.first, self.second, self.how = Two(), nn.Linear(3, 1), how
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        if self.is_checkpointed:
-            pair = checkpoint(self.first, x, {"y": y}, use_reentrant=False)
+        if self.how == "nested":
+            pair = checkpoint(self._inner, x.requires_grad_(), y, use_reentrant=True)
+        elif self.how:
+            x.requires_grad_()  # of which a reentrant one makes gradients at all
+            pair = checkpoint(self.first, x, {"y": y}, use_reentrant=self.how == "reentrant")
         else:
             pair = self.first(x, {"y": y})
         return self.second(pair[0] + pair[1])
+
+    def _inner(self, x: Tensor, y: Tensor) -> Any:
+        return checkpoint(self.first, x, {"y": y}, use_reentrant=True)
 
 
 def program(y: float = 1.0, microbatches: int = 1, **about: Any) -> Callable[[], None]:
@@ -113,11 +118,13 @@ def test_what_is_no_pattern_is_refused(pattern: str, tmp_path: Path) -> None:
     assert repr(pattern) in records.error.message
 
 
-def test_recomputation_is_not_counted(tmp_path: Path) -> None:
-    """A checkpointed module has the rows of one that is not."""
+@pytest.mark.parametrize("how", ["not reentrant", "reentrant", "nested"])
+def test_recomputation_is_not_counted(how: str, tmp_path: Path) -> None:
+    """A checkpointed module has the rows of one that is not, gradients in the order of calls."""
     patterns = ("**:input", "**:output", "**:gradient")
-    plain = recorded(program(), tmp_path / "a", taps=patterns)
-    again = recorded(program(is_checkpointed=True), tmp_path / "b", taps=patterns)
+    plain = recorded(program(microbatches=2), tmp_path / "a", taps=patterns)
+    again = recorded(program(microbatches=2, how=how), tmp_path / "b", taps=patterns)
+    assert "first.layer:gradient[1]" in taps(plain, 1)
     for step in range(2):
         assert taps(plain, step) == taps(again, step)
     assert names(plain, "weights") == names(again, "weights")
