@@ -4,6 +4,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ class Case:
         lab: Lab | None = None,
     ) -> None:
         self.lab = lab or Lab()
-        checks = {"loss": {}, "state": {}, "finite": {}}
+        checks: dict[str, dict[str, object]] = {"loss": {}, "state": {}, "finite": {}}
         self.case: CaseSpec = self.lab.case(expect="rounding", checks=checks)
         legs = zip(self.lab.legs(), (reference, reference, candidate), strict=True)
         self.legs = [rewritten(self.lab, run, change) for run, change in legs]
@@ -65,6 +66,11 @@ class Case:
 
 SIGMA = 2.0**-12
 """Of the samples below; they are powers of two off 2, so that float32 holds them."""
+
+
+def table(errors: "np.ndarray[Any, Any]") -> Change:
+    """By step and place."""
+    return lambda step, rank, place: float(errors[step, place])
 
 
 def even(sigma: float = SIGMA) -> list[Change]:
@@ -135,9 +141,7 @@ def test_right_programs_are_refused_no_more_often_than_stated(
         errors = draw.normal(0, 1e-3, (NUM_SAMPLES + 2, lab.steps, 4))
         if walks:
             errors = errors.cumsum(1)
-        changes: list[Change] = [
-            lambda step, rank, place, of=each: float(of[step, place]) for each in errors
-        ]
+        changes = [table(each) for each in errors]
         verdict, _ = Case(changes[0], changes[2:], changes[1], lab).judged()
         alarms += verdict.outcome != "passed"
     deviation = math.sqrt(trials * stated * (1 - stated))
