@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness import machine
+from harness import machine, provenance
 from harness.errors import Infrastructure
 from harness.machine import Gpu, Machine, default_slots, describe, resolve_device, visible
 
@@ -166,4 +166,4 @@ def test_without_the_binding_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_absent_package_has_no_version() -> None:
     """Asking for a package that is not there is no error."""
-    assert machine.package_version("no-such-package-at-all") == ""
+    assert provenance.package_version("no-such-package-at-all") == ""
