@@ -4,9 +4,8 @@
       -> total power of each group over its ranks (see `row_reductions`) -> total -> scale in place
 
 torch's own `clip_grad_norm_` works on one mesh at a time, and needs a gradient on every rank. Here
-which collectives run follows from the parameters alone, so a rank that has no rows, hence no
-gradient, still takes part. Nothing waits for the device, so the whole may be captured into a CUDA
-graph.
+which collectives run follows from the parameters alone, so a rank that has no gradient still takes
+part. Nothing waits for the device, so the whole may be captured into a CUDA graph.
 """
 
 import math

@@ -149,4 +149,3 @@ def _sum(power: torch.Tensor, axis: Axis, order: float) -> torch.Tensor:
     row = torch.zeros(axis.size, dtype=power.dtype, device=power.device)
     row[axis.rank] = power
     return all_reduce(row, axis).amax()
-
