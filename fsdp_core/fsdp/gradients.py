@@ -223,7 +223,7 @@ class Gradients:
     # ---- the reduction
 
     def reduce(self, stream: Any, *, final: bool) -> list[torch.Tensor]:
-        """Reduce the full buffer, and what was carried, on `stream`; it comes after the current one.
+        """Reduce the full buffer, and what was carried, on `stream`, after the current one.
 
         All memory is made on the current stream, so that it comes from, and goes back to, what that
         stream has free.
