@@ -67,6 +67,8 @@ def fully_shard(
             list, or inside another of it; a parameter that another unit holds; a parameter that is
             not of floating point.
         RuntimeError: an inner unit is gathered, or has reductions under way.
+        NotImplementedError: a parameter with an extension of the all-gather, or of a format in
+            eight bits that does not travel as one buffer.
     """
     _refuse(shard_placement_fn, offload_policy, reshard_after_forward)
     modules = _listed(module)
@@ -168,6 +170,11 @@ def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> lis
     for parameter, name in names.items():
         if is_quantized(parameter):
             check_supported(name, parameter)
+        elif hasattr(parameter, "fsdp_pre_all_gather"):
+            raise NotImplementedError(
+                f"Expected {name} to be gathered as it is, got a {type(parameter).__name__} with "
+                "an all-gather extension, which would be ignored."
+            )
         if not parameter.is_floating_point():
             raise ValueError(f"Expected {name} to be of floating point, got {parameter.dtype}.")
         if hasattr(parameter, _HELD):

@@ -63,6 +63,8 @@ class ParamGroup:
 
     Attributes:
         num_moved: parameters that a gather put elsewhere than the gather before, so far.
+        is_unsharded: a gather of the parameters has been issued, and not been given back.
+        is_registered: the current stream has waited for it, and the modules hold them.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ParamGroup:
         self._gathered_at, self.num_moved = 0, 0
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
-        self.is_unsharded, self._is_registered = False, False
+        self.is_unsharded, self.is_registered = False, False
         self.main_weight = self._first_main_weight(sources)
         self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
         self._quantized = QuantizedWeights(sources) if is_quantized(sources[0]) else None
@@ -163,7 +165,7 @@ class ParamGroup:
         current = [o.current for o in self.owned]
         moved = any(self._is_elsewhere(p) for p in self.sharded)
         others = [i for i, p in enumerate(current) if p is not self.sharded[i]]
-        if self._is_registered or any(p.is_meta for p in current) or not (moved or others):
+        if self.is_registered or any(p.is_meta for p in current) or not (moved or others):
             return
         rows = [_own_rows(p, spec) for p, spec in zip(current, self.specs, strict=True)]
         if any(t.dtype != self.dtypes.main for t in rows):
@@ -282,13 +284,13 @@ class ParamGroup:
 
         Not before somebody waits: whoever looked at them would read what is still being written.
         """
-        if not self.is_unsharded or self._is_registered:
+        if not self.is_unsharded or self.is_registered:
             return
         for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
             if sharded.requires_grad != unsharded.requires_grad:
                 unsharded.requires_grad_(sharded.requires_grad)
         self._register(self.unsharded)
-        self._is_registered = True
+        self.is_registered = True
 
     def _gather(self, full: torch.Tensor) -> None:
         nest = self.nest
@@ -325,9 +327,9 @@ class ParamGroup:
             if self._quantized is not None:
                 self._quantized.drop_derived()
         self.is_unsharded = False
-        if self._is_registered:
+        if self.is_registered:
             self._register(self.sharded)
-            self._is_registered = False
+            self.is_registered = False
 
 
 def _own_rows(parameter: torch.Tensor, spec: RowSpec) -> torch.Tensor:

@@ -98,7 +98,7 @@ class Unit:
             self._modules_to_run.discard(id(module))
             if self._modules_to_run:
                 self._hook_output(output, self.forward_under_way or Forward())
-                return output
+                return cast_floats(output, self.policy.output_dtype)
         return self.post_forward(output)
 
     # What must happen around captures of a module that this one is inside of, where hooks are off.

@@ -126,6 +126,21 @@ def loops_over_gradients(api: Api, mesh: DeviceMesh) -> list[Any]:
     return [[tuple(grad.shape) for grad in found], wholes, near]
 
 
+def output_dtypes(api: Api, mesh: DeviceMesh) -> list[str]:
+    """Of the outputs of two modules that are one unit."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    policy = api.MixedPrecisionPolicy(output_dtype=torch.bfloat16, cast_forward_inputs=True)
+    api.fully_shard(list(model), mesh=mesh, mp_policy=policy)
+    api.fully_shard(model, mesh=mesh)
+    found: list[str] = []
+    for part in model:
+        part.register_forward_hook(lambda *seen: found.append(str(seen[2].dtype)))
+    first = model[0](rows(0))
+    model[1](first.float())
+    return found
+
+
 def skipped_by_the_last(api: Api, mesh: DeviceMesh, how: str) -> dict[str, Any]:
     """Microbatches, the last of which skips a unit: it gets what came before, in this step."""
     training = Training(api, shard(api, net(), mesh), mesh)

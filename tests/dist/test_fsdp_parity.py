@@ -379,6 +379,12 @@ def test_loops_over_gradients(warm_ranks: RankPool) -> None:
         assert len(rank["ours"][0]) == 6
 
 
+def test_output_dtype_of_several_modules(warm_ranks: RankPool) -> None:
+    """A policy's output dtype holds for each module of a unit."""
+    for rank in check(warm_ranks, "output_dtypes", sides=LIBRARIES):
+        assert rank["ours"] == ["torch.bfloat16"] * 2
+
+
 @pytest.mark.parametrize(
     ("how", "shape"), [("no sync", (2,)), ("no all-reduce", (2, 2)), ("not last", (2, 2))]
 )

@@ -167,9 +167,9 @@ def _only_registering(group: ParamGroup) -> Callable[[Any], None]:
 
     def reshard(stream: Any) -> None:
         del stream
-        if group._is_registered:
+        if group.is_registered:
             group._register(group.sharded)
-            group._is_registered = False
+            group.is_registered = False
 
     return reshard
 
