@@ -74,6 +74,13 @@ class HostGraph:
         Raises:
             CaptureRefused: something in it cannot be captured; nothing is left changed.
         """
+        with self.capturing():
+            result = function()
+        return result
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Record what runs inside, as `capture` does; results must be held as it ends."""
         undo: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
         anchors: dict[int, torch.UntypedStorage] = {}
 
@@ -88,7 +95,7 @@ class HostGraph:
         gc.disable()
         try:
             with self._device.watching_storages(recorder), HostReadGuard(), recorder:
-                result = function()
+                yield
         finally:
             if collecting:
                 gc.enable()
@@ -98,7 +105,6 @@ class HostGraph:
         self.recording = recorder.recording
         self._anchor_externals(anchors)
         self._build(anchors)
-        return result
 
     def _restore(self, storage: torch.UntypedStorage, saved: bytes) -> None:
         if saved and storage.nbytes() != len(saved):
@@ -202,6 +208,11 @@ class HostGraph:
             with _disable_current_modes():
                 for tensor, _ in self._borrowed:
                     tensor.set_()
+
+    @property
+    def arena(self) -> torch.Tensor | None:
+        """Bytes of internal storages that died during the capture; None before it."""
+        return self._arena
 
     def reset(self) -> None:
         """Drop the recorded operators and the arena."""

@@ -61,13 +61,10 @@ class Capabilities:
     """What can be asked of a program beyond its records; of the built-in trainer, all of it."""
 
     layouts: bool
-    faults: bool
-    soak: bool
-    memory_prediction: bool
 
 
-BUILTIN = Capabilities(layouts=True, faults=True, soak=True, memory_prediction=True)
-FOREIGN = Capabilities(layouts=False, faults=False, soak=False, memory_prediction=False)
+BUILTIN = Capabilities(layouts=True)
+FOREIGN = Capabilities(layouts=False)
 
 
 def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:

@@ -130,14 +130,13 @@ def output_dtypes(api: Api, mesh: DeviceMesh) -> list[str]:
     """Of the outputs of two modules that are one unit."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    policy = api.MixedPrecisionPolicy(output_dtype=torch.bfloat16, cast_forward_inputs=True)
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
     api.fully_shard(list(model), mesh=mesh, mp_policy=policy)
     api.fully_shard(model, mesh=mesh)
     found: list[str] = []
     for part in model:
         part.register_forward_hook(lambda *seen: found.append(str(seen[2].dtype)))
-    first = model[0](rows(0))
-    model[1](first.float())
+    model(rows(0))
     return found
 
 
