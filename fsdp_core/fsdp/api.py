@@ -67,8 +67,7 @@ def fully_shard(
             list, or inside another of it; a parameter that another unit holds; a parameter that is
             not of floating point.
         RuntimeError: an inner unit is gathered, or has reductions under way.
-        NotImplementedError: a parameter with an extension of the all-gather, or of a format in
-            eight bits that does not travel as one buffer.
+        NotImplementedError: a parameter that does not travel as one buffer.
     """
     _refuse(shard_placement_fn, offload_policy, reshard_after_forward)
     modules = _listed(module)

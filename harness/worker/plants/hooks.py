@@ -42,7 +42,7 @@ def _pre_hooks_lost(trainer: Trainer) -> None:
 
 def _outputs_unmarked(trainer: Trainer) -> None:
     unit = _first_unit(trainer)
-    unit._hook_output = lambda output, edges: True  # type: ignore[method-assign]
+    unit._hook_output = lambda output, forward: True  # type: ignore[method-assign]
 
 
 def _hooks_not_restored(trainer: Trainer) -> None:
