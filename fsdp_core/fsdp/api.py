@@ -63,9 +63,8 @@ def fully_shard(
         keep_grads: gradients keep their memory for ever, for graphs that outlive `zero_grad`.
 
     Raises:
-        ValueError: an argument out of range; a module that is a unit already, or twice in the
-            list, or inside another of it; a parameter that another unit holds; a parameter that is
-            not of floating point.
+        ValueError: an argument out of range; a module that is a unit, twice in the list, or inside
+            another of it; a parameter that another unit holds, or that is not of floating point.
         RuntimeError: an inner unit is gathered, or has reductions under way.
         NotImplementedError: a parameter that does not travel as one buffer.
     """

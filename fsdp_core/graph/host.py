@@ -202,12 +202,12 @@ class HostGraph:
                 for tensor, ref in self._borrowed:
                     storage = entries[ref.storage].reference()
                     assert storage is not None
-                    tensor.set_(storage, *_place(ref))  # type: ignore[call-overload]
+                    tensor.set_(storage, *_place(ref))
             yield
         finally:
             with _disable_current_modes():
                 for tensor, _ in self._borrowed:
-                    tensor.set_()
+                    tensor.set_()  # type: ignore[call-overload]
 
     @property
     def arena(self) -> torch.Tensor | None:
