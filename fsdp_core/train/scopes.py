@@ -28,7 +28,7 @@ from torch import nn
 from fsdp_core.config.scopes import BEGINS_AT
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.hooks import ExtractedHooks
+from fsdp_core.graph.hooks import PHASES, ExtractedHooks
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
 from fsdp_core.model.microbatch import Part
@@ -111,7 +111,7 @@ class Piece:
                     "which may move between replays. Leave it off, or capture full_iteration."
                 )
         for module in self.bypassed:
-            if module._forward_hooks or module._forward_pre_hooks:
+            if any(getattr(module, f"_{phase}") for phase in PHASES):
                 raise ValueError(
                     f"Expected no hooks of the {type(module).__name__} of {self.name}, got some: "
                     "a part of it is captured, and replays do not call it."
