@@ -12,7 +12,8 @@ seconds, on the CPU and on CUDA, is
 
 where arithmetic is 6 x parameters that a token meets x tokens of a step, spread over the cores on
 the CPU and over the ranks on CUDA, and host time on the CPU is multiplied by ranks over cores where
-that is above 1. The whole is what a greedy packing of these runs on the slots would take.
+that is above 1. A step that rounds at random takes `SLOWDOWN` times as long. The whole is what a
+greedy packing of these runs on the slots would take.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from harness.machine import num_cores, package_version
 from harness.plant_spec import each_of
 from harness.records import CaseSpec, Json, RunSpec
 from harness.repeats import in_turn, runs_of
+from harness.samples import SLOWDOWN
 from harness.schedule import Job, Seconds, arrange, makespan_s
 
 Device = Literal["cpu", "cuda"]
@@ -235,9 +237,11 @@ def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float
     config, world = spec.config, spec.world_size
     device = device or spec.device
     fixed, each = _START_S[device]
+    slowdown = SLOWDOWN if spec.rounding else 1.0
     if not spec.is_builtin:
         # Nothing is known of its size; the history knows after its first run.
-        return float(_FOREIGN_START_S + each * world + int(config["steps"]) * _STEP_S[device])
+        steps_s = slowdown * int(config["steps"]) * _STEP_S[device]
+        return float(_FOREIGN_START_S + each * world + steps_s)
     # Ranks of one replica work on the same tokens.
     replicas = config["parallel"]["dp_outer"] * config["parallel"]["dp"]
     sequences = config["microbatches"] * config["micro_batch_size"] * replicas
@@ -245,7 +249,7 @@ def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float
     crowd = max(1.0, world / cores) if device == "cpu" else 1.0
     workers = cores if device == "cpu" else world
     step = _STEP_S[device] * crowd + work / (_FLOPS[device] * workers)
-    steps_s, soak = config["steps"] * step, spec.soak
+    steps_s, soak = slowdown * config["steps"] * step, spec.soak
     if soak is not None and soak.is_open:
         # A step replays once at least: more often, and the soak is over sooner.
         steps_s = max(steps_s, soak.amount * (step if soak.by == "replays" else 1.0))

@@ -38,7 +38,7 @@ from harness.sections import (
 )
 from harness.settings import Leg, Setting, build_leg, decode_settings, overlay
 from harness.soak_section import Soak, decode_soak, joined
-from harness.tolerance import Expect
+from harness.tolerance import ROUNDING, Expect
 from harness.yaml_source import Node, Origin, parse_bytes, read_bytes
 
 SECTIONS = (
@@ -169,6 +169,10 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     launch = decode_launch(sections.get("launch"), overrides.sets)
     soak = decode_soak(sections.get("soak"), overrides.sets, launch.timeout_s)
     checks = decode_checks(sections["checks"], compare.expect)
+    if soak is not None and compare.expect == ROUNDING:
+        raise sections["soak"].origin.error(
+            "soak", expected="no soak with compare.expect rounding", got="one"
+        )
     if ("soak" in checks) != (soak is not None):
         raise sections["checks"].origin.error(
             "checks.soak",

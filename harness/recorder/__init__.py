@@ -21,9 +21,13 @@ hooks of torch's optimizers and of autograd see steps, losses, gradients and sta
     observer   digests of a step's tensors, on their device, written without waiting for it
     state      which tensors there are, by name
     graphs     CUDA graphs that the program captures: replays, stale addresses
+    capture    torch.cuda's graphs for programs, and in their place the host's where there is no GPU
     collectives  which collective the rank is in, for whoever has to explain a hang
+    rounding   a run whose specification says so rounds at random from its first forward pass on
 
-These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs.
+These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs;
+a capture without a GPU needs `fsdp_core.graph.host` as well, and a run that rounds at random
+`fsdp_core.rounding` and `fsdp_core.device`.
 """
 
 import contextlib

@@ -7,6 +7,9 @@
     clip_grad_norm_                the gradient norm
     GradScaler.scale, step         losses before they are scaled; steps that it skips
 
+A run that is to round at random does so from the first training forward pass on
+(`harness.recorder.rounding`); observing it does not.
+
 Inside of a capture nothing is observed: what the capture holds is observed after each replay.
 """
 
@@ -27,14 +30,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from harness.recorder.capture import is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
 from harness.recorder.observer import GROUPS, UNSCALED, Observer
+from harness.recorder.rounding import Rounding
 from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
 SUMMARY_EVENT = "cuda_graphs"
+HOOKED = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
+LINES = ("enter", "leave")
 TAPS_EVENT = "taps"
 """Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
 _SCALES = "_harness_scales"
@@ -45,20 +52,21 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
-    for name in hooked:
-        setattr(observer, name, _guarded(getattr(observer, name), session))
-    session.finish = observer.finish
+    rounding = Rounding(session)
+    for name in (*HOOKED, *(LINES if session.rounding else ())):
+        setattr(observer, name, _guarded(getattr(observer, name), session, rounding))
+    session.finish, session.under_way = observer.finish, observer.under_way
     _hook_seeds(observer)
     _hook_optimizers(observer)
     _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
-    if torch.version.cuda is not None:
-        _watch_graphs(observer)
+    _watch_graphs(observer)
+    if session.rounding:
+        _round_at_random(observer, rounding)
     if dist.is_available() and session.world_size > 1:
-        Notes(observer, session.folder / f"rank{session.rank}.place").install()
+        _note_collectives(observer)
     session.module_at_work = lambda error: module_of(error, observer)
     taps = Taps(observer, lambda: _is_quiet(observer))
     taps.add(session.config.get("taps", ()))
@@ -69,13 +77,52 @@ def install(session: Session) -> Observer:
     return observer
 
 
-def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
+def _note_collectives(observer: Observer) -> None:
+    session, notes = observer.session, Notes(observer, observer.session.folder)
+    notes.install()
+
+    def leaving(*, has_failed: bool) -> None:
+        # Others may wait for what this rank has not entered.
+        notes.settle()
+        if has_failed:
+            notes.answer(or_last=True)
+
+    session.leaving = leaving
+
+
+def _round_at_random(observer: Observer, rounding: Rounding) -> None:
+    begin, enter, finish = observer.begin, observer.enter, observer.session.finish
+
+    def begins() -> None:
+        begin()
+        rounding.begin()
+
+    def enters() -> None:
+        enter()
+        rounding.begin()
+
+    def finishes() -> Mapping[str, Any]:
+        with rounding.aside():
+            facts = finish()
+        rounding.end()
+        return facts
+
+    rounding.refuse_captures()
+    # What the first backward pass or a script's first step begins is begun by then.
+    observer.begin, observer.enter = begins, enters  # type: ignore[method-assign]
+    observer.session.finish = finishes
+
+
+def _guarded(
+    method: Callable[..., None], session: Session, rounding: Rounding
+) -> Callable[..., None]:
     """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> None:
         try:
-            method(*args, **kwargs)
+            with rounding.aside():
+                method(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is
             session.broken(error)
 
@@ -168,7 +215,7 @@ def _is_quiet(observer: Observer) -> bool:
         return True
     if observer.is_paused or observer.is_outside:
         return True
-    return cuda_is_used() and torch.cuda.is_current_stream_capturing()
+    return is_capturing() or (cuda_is_used() and torch.cuda.is_current_stream_capturing())
 
 
 def _hook_seeds(observer: Observer) -> None:
@@ -269,7 +316,7 @@ def _hook_autograd(observer: Observer) -> None:
 
 
 def _watch_graphs(observer: Observer) -> None:
-    """Watch the program's CUDA graphs; a replay that holds an optimizer's step is a step."""
+    """Watch the program's graphs; a replay that holds an optimizer's step is a step."""
     session = observer.session
     stress = tuple(session.config.get("stress", ()))
     watch = GraphWatch(observer.event, observer.named, stress)

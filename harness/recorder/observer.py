@@ -117,6 +117,7 @@ class Observer:
         self.pending = Step(-1)
         self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
         self.num_taken = 0
+        self._at_work: Step | None = None
         self._stepping: list[Stepping] = []
         self._holders: list[weakref.ref[Any]] = []
         self._only_lines = session.program.get("record") == "lines"
@@ -213,7 +214,7 @@ class Observer:
         if not self.has_trained:
             return
         self._close_if_stepped(optimizer)
-        step = self._open()
+        step = self._at_work = self._open()
         step.place_of(optimizer)
         self._stepping.append(Stepping(optimizer))
         if not self._only_holds(optimizer):
@@ -230,12 +231,15 @@ class Observer:
                 self._queue.clear()
             return
         self.num_taken += 1
+        self._at_work = None
         step = self._open()
         step.stepped.add(id(optimizer))
         inner = self._has_stepped(step, optimizer)
         if inner is not None and not step.is_explicit:
             self._observe_state(step, [*inner, optimizer])
             self._mark(step)
+        # The state before step 0 is final now; by it the run's leader knows that steps are taken.
+        self._drain(wait=False)
 
     def _has_stepped(self, step: Step, optimizer: Any) -> list[Any] | None:
         """Those that it holds and that have stepped in its step; None if another holds it."""
@@ -329,11 +333,26 @@ class Observer:
 
     def event(self, name: str, detail: Mapping[str, Any]) -> None:
         """Write a named fact, with the step that is under way or to come."""
-        self.session.write("event", name=name, step=self._next, detail=dict(detail))
+        self.session.write("event", name=name, step=max(self.under_way(), 0), detail=dict(detail))
 
-    @property
-    def num_steps(self) -> int:
-        """Steps that are over, with the one under way."""
+    def under_way(self) -> int:
+        """The step that the program is in, -1 before its first forward pass of training.
+
+        After a step's optimizers it is the next one, but for the last step that is due.
+        """
+        if not (self.has_begun or self.has_trained):
+            return -1
+        held = (self._at_work, self._step_in_backward if self.is_in_backward else None)
+        if (
+            inside := next((step.index for step in held if step and step.index >= 0), None)
+        ) is not None:
+            return inside
+        if (step := self.current) is not None and (step.is_explicit or not step.stepped):
+            return step.index
+        due = self.session.config.get("steps")
+        has_more = self.pending.losses or self.pending.told or self.pending.taps
+        if isinstance(due, int) and 0 < due <= self._next and not has_more:
+            return self._next - 1
         return self._next
 
     def finish(self) -> Mapping[str, Any]:

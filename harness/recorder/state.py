@@ -25,6 +25,8 @@ TRANSPARENT = WRAPPED[1:]
 """Wrappers that call what they wrap as a module: its calls are not to be seen twice."""
 HOLDERS_OF_GRADIENTS = ("main_grad", "decoupled_grad")
 """Attributes of a parameter in which engines keep its gradient where `grad` is empty."""
+ORIGINAL = "orig_param"
+"""Attribute of a parameter that an engine (megatron-fsdp) trains in place of this one."""
 
 
 @dataclass
@@ -123,8 +125,13 @@ class Names:
     def of(self, param: Tensor) -> str:
         """The parameter's name; `unnamed.N` for one that no module holds."""
         if not self.knows(param):
-            self._params[id(param)] = (weakref.ref(param), None, f"unnamed.{self._unnamed}")
-            self._unnamed += 1
+            original = getattr(param, ORIGINAL, None)
+            if original is not None and self.knows(original):
+                _, root, path = self._params[id(original)]
+            else:
+                root, path = None, f"unnamed.{self._unnamed}"
+                self._unnamed += 1
+            self._params[id(param)] = (weakref.ref(param), root, path)
         _, root, path = self._params[id(param)]
         return path if root is None else _join(root.prefix, path)
 
@@ -152,8 +159,9 @@ class Names:
         return found
 
     def frozen(self, trained: Iterable[Tensor]) -> Named:
-        """Parameters of all roots that no optimizer has."""
-        seen = {id(param) for param in trained}
+        """Parameters of all roots that no optimizer has, nor another in their place."""
+        trained = list(trained)
+        seen = {id(each) for param in trained for each in (param, getattr(param, ORIGINAL, param))}
         return [
             each
             for root in self.roots

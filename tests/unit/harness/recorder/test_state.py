@@ -501,6 +501,26 @@ def test_another_optimizer_takes_over_the_same_parameters(kept: bool, tmp_path: 
     assert digests(records, "weights", 1) != digests(records, "weights", 2)
 
 
+def test_a_parameter_that_is_trained_in_place_of_another_has_its_name(tmp_path: Path) -> None:
+    """As megatron-fsdp trains shards, each of which holds its parameter as `orig_param`."""
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(2, 1))
+        optimizer = SGD(model.parameters(), 0.1)
+        shards = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        for shard, original in zip(shards, model.parameters(), strict=True):
+            shard.orig_param = original  # type: ignore[attr-defined]
+        optimizer.param_groups[0]["params"] = shards
+        model(torch.ones(1, 2)).sum().backward()
+        for shard, original in zip(shards, model.parameters(), strict=True):
+            shard.grad = original.grad
+        optimizer.step()
+
+    records = recorded(program, tmp_path)
+    assert names(records, "weights") == ("0.weight", "0.bias")
+    assert names(records, "frozen") == ()
+
+
 def test_parameters_of_no_module_have_numbers(tmp_path: Path) -> None:
     """A bare tensor that an optimizer trains is recorded under a number."""
 
