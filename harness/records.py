@@ -36,8 +36,9 @@ __all__ = [
     "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
     "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
     "CheckResult", "Difference", "EndRecord", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits",
-    "InitialRecord", "Json", "NamesRecord", "Outcome", "PlantSpec", "RankExit", "RankRecords",
-    "Record", "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord",
+    "GraphUse", "InitialRecord", "Json", "NamesRecord", "Outcome", "PlantSpec", "RankExit",
+    "RankRecords", "Record", "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord",
+    "StepRecord",
     "Verdict", "What", "dumps", "parse_record", "ulp_distance",
 ]  # fmt: skip
 
@@ -317,12 +318,41 @@ class ErrorRecord(Json):
     kind: Literal["error"] = "error"
 
 
+Direction = Literal["forward", "backward", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphUse(Json):
+    """Graphs of one scope of one layer in one direction: how many were captured and launched.
+
+    `layer` is -1 for full_iteration, whose directions are `gradients` and, where the graph holds
+    it, `optimizer`.
+    """
+
+    scope: str
+    layer: int
+    direction: Direction
+    captures: int
+    replays: int
+
+    @property
+    def place(self) -> str:
+        """`layers.3 attn`; `full_iteration`."""
+        return f"layers.{self.layer} {self.scope}" if self.layer >= 0 else self.scope
+
+    @property
+    def name(self) -> str:
+        """`layers.3 attn, backward`."""
+        return f"{self.place}, {self.direction}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndRecord(Json):
     """Last line of a rank that ran every step.
 
-    `startup_s` is from process start to first step; `replays` counts launches of captured graphs;
-    `sha256` is the file's checksum (`harness.checksum`), "" in files older than it.
+    `startup_s` is from process start to first step; `replays` counts launches of captured graphs,
+    `graphs` those of the built-in trainer by scope, layer and direction; `sha256` is the file's
+    checksum (`harness.checksum`), "" in files older than it.
     """
 
     rank: int
@@ -331,8 +361,16 @@ class EndRecord(Json):
     startup_s: float
     wall_s: float
     replays: int = 0
+    graphs: tuple[GraphUse, ...] = ()
     sha256: str = ""
     kind: Literal["end"] = "end"
+
+    def to_json(self) -> dict[str, Any]:
+        """See `Json`; without graphs as before the field, or old files would not fit their sum."""
+        plain = super().to_json()
+        if not self.graphs:
+            del plain["graphs"]
+        return plain
 
 
 Record = (

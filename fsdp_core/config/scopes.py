@@ -71,6 +71,17 @@ class Graphed(Protocol):
         """Whether full_iteration holds the optimizer's step."""
 
 
+def captured_layers(run: Graphed, scope: str) -> list[int]:
+    """Layers, of the whole model, that a partial scope captures; ascending."""
+    first, last = run.graph_layers or (0, run.model.layers - 1)
+    numbers = range(first, last + 1)
+    if scope == "mlp":
+        return [number for number in numbers if not run.model.has_experts(number)]
+    if scope in _EXPERT_SCOPES:
+        return [number for number in numbers if run.model.has_experts(number)]
+    return list(numbers)
+
+
 def _error(run: Graphed, expected: str, legal: tuple[object, ...] = ()) -> ConfigError:
     return ConfigError("graph", expected=expected, got=list(run.graph), legal=legal)
 

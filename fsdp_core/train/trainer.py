@@ -56,7 +56,7 @@ from fsdp_core.train.names import (
     enter_stage,
 )
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
-from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.scopes import GraphCounts, GraphUse
 from fsdp_core.train.tapped import open_taps
 
 
@@ -114,6 +114,11 @@ class Trainer:
     def counts(self) -> GraphCounts:
         """What graphs did."""
         return self._graphs.counts
+
+    @property
+    def graph_uses(self) -> list[GraphUse]:
+        """What graphs did by scope, layer and direction; until `close`."""
+        return self._graphs.uses
 
     @property
     def compilations(self) -> list[Compilation]:
@@ -376,7 +381,9 @@ class Trainer:
         self._captured_at = index
         if self.config.graph == ("full_iteration",):
             whole = self._iteration if self.config.graph_optimizer else self._all_gradients
-            self._graphs.capture_iteration(whole)
+            opt = self.optimizer
+            moments = (opt.step_count, *opt.exp_avg, *opt.exp_avg_sq)
+            self._graphs.capture_iteration(whole, moments)
             return
         spec = self._activation(self._inputs.shape[0])
         sample = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device.torch_device)

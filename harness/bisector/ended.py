@@ -73,6 +73,8 @@ def how_it_ended(run: RunResult) -> Location | None:
         step=_step(run, flaw.step, rank, error), rank=rank, ranks=() if rank is None else (rank,),
         phase=_phase(run, flaw.what, error), quantity=flaw.what, evidence=(_told(flaw.message),),
     )  # fmt: skip
+    if flaw.module:
+        return replace(found, module=flaw.module)
     if flaw.what == "stale_address":
         return _stale(found, error)
     if flaw.what == "race":

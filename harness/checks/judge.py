@@ -63,7 +63,6 @@ NO_CONTROL: What = "no_control"
 
 INCOMPLETE: tuple[What, ...] = (
     "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
-    "not_replayed",
 )  # fmt: skip
 """Flaws of a run's records, as opposed to what ended it."""
 
@@ -200,6 +199,7 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
         )
     trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
     trouble = "is not judged" if flaw.what == SHARED_GPU else trouble
+    trouble = "did not use its graphs as asked" if flaw.what == "not_replayed" else trouble
     message = f"the {leg} {trouble}: {flaw.message}"
     if leg == "candidate":
         # Who reads one line reads the cause.
@@ -208,6 +208,8 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
             return error(name, flaw.what, f"the machine failed ({failure}): {message}")
     if leg != "candidate" or flaw.what in NO_BLAME:
         return error(name, flaw.what, message)
+    if flaw.difference is not None:
+        return failed(name, flaw.what, message, flaw.difference)
     if flaw.rank is None or flaw.step is None:
         return failed(name, flaw.what, message)
     return failed(

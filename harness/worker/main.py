@@ -44,6 +44,7 @@ from harness.records import (
     EndRecord,
     ErrorRecord,
     EventRecord,
+    GraphUse,
     RunSpec,
     StartRecord,
     What,
@@ -191,6 +192,7 @@ class _Session:
                 startup_s=startup_s,
                 wall_s=time.monotonic() - self.started_s,
                 replays=trainer.counts.replays,
+                graphs=tuple(GraphUse(**vars(use)) for use in trainer.graph_uses),
             )
         )
         self.plant.after_end()

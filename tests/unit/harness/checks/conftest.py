@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.config import TrainConfig
+from harness.checks.graph_proof import launches, owed
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
@@ -92,7 +94,9 @@ class Lab:
             ),
         )
 
-    def rank(self, rank: int, replays: int = 0) -> RankRecords:
+    def rank(self, rank: int, spec: RunSpec) -> RankRecords:
+        config = TrainConfig.from_dict(spec.config)
+        graphs = tuple(owed(config, rank, self.steps))
         return RankRecords(
             rank=rank,
             start=StartRecord(
@@ -106,7 +110,7 @@ class Lab:
             error=None,
             end=EndRecord(
                 rank=rank, steps=self.steps, peak_bytes=2000 + rank, startup_s=0.1, wall_s=1.0,
-                replays=replays,
+                replays=launches(graphs), graphs=graphs,
             ),
             problems=(),
         )  # fmt: skip
@@ -120,9 +124,7 @@ class Lab:
                 ranks=tuple(RankExit(rank=rank, code=0) for rank in ranks),
                 started_unix_s=0.0, wall_s=1.0,
             ),
-            ranks=tuple(
-                self.rank(rank, self.steps if spec.config["graph"] else 0) for rank in ranks
-            ),
+            ranks=tuple(self.rank(rank, spec) for rank in ranks),
         )  # fmt: skip
 
     def legs(self) -> tuple[RunResult, RunResult, RunResult]:
