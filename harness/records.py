@@ -54,7 +54,7 @@ What = Literal[
     "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
     "capture_refused",
     "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
-    "interrupted", "shared_gpu",
+    "interrupted", "shared_gpu", "other_parts",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)
 
