@@ -50,7 +50,8 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomp
 What = Literal[
     "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "noisy",
     "missing_step", "missing_rank",
-    "record_after_end", "corrupt_record", "empty_run", "not_replayed", "illegal_access", "oom",
+    "record_after_end", "corrupt_record", "empty_run", "not_replayed",
+    "not_compiled", "illegal_access", "oom",
     "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
     "capture_refused",
     "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
@@ -351,7 +352,8 @@ class EndRecord(Json):
     """Last line of a rank that ran every step.
 
     `startup_s` is from process start to first step; `replays` counts launches of captured graphs,
-    `graphs` those of the built-in trainer by scope, layer and direction; `sha256` is the file's
+    `graphs` those of the built-in trainer by scope, layer and direction; `compiled` names parts of
+    `config.compile` that the compiler made code of; `sha256` is the file's
     checksum (`harness.checksum`), "" in files older than it.
     """
 
@@ -362,14 +364,16 @@ class EndRecord(Json):
     wall_s: float
     replays: int = 0
     graphs: tuple[GraphUse, ...] = ()
+    compiled: tuple[str, ...] = ()
     sha256: str = ""
     kind: Literal["end"] = "end"
 
     def to_json(self) -> dict[str, Any]:
-        """See `Json`; without graphs as before the field, or old files would not fit their sum."""
+        """See `Json`; what is empty is left out, or files older than it would not fit their sum."""
         plain = super().to_json()
-        if not self.graphs:
-            del plain["graphs"]
+        for name in ("graphs", "compiled"):
+            if not plain[name]:
+                del plain[name]
         return plain
 
 

@@ -74,11 +74,16 @@ class Graphed(Protocol):
 def captured_layers(run: Graphed, scope: str) -> list[int]:
     """Layers, of the whole model, that a partial scope captures; ascending."""
     first, last = run.graph_layers or (0, run.model.layers - 1)
-    numbers = range(first, last + 1)
-    if scope == "mlp":
-        return [number for number in numbers if not run.model.has_experts(number)]
-    if scope in _EXPERT_SCOPES:
-        return [number for number in numbers if run.model.has_experts(number)]
+    return [number for number in layers_with(run.model, scope) if first <= number <= last]
+
+
+def layers_with(model: ModelConfig, part: str) -> list[int]:
+    """Layers that have a part of that name: a partial scope, or `experts`."""
+    numbers = range(model.layers)
+    if part == "mlp":
+        return [number for number in numbers if not model.has_experts(number)]
+    if part in (*_EXPERT_SCOPES, "experts"):
+        return [number for number in numbers if model.has_experts(number)]
     return list(numbers)
 
 

@@ -46,7 +46,7 @@ from fsdp_core.train.build import (
     roots,
 )
 from fsdp_core.train.captures import Captures
-from fsdp_core.train.compiled_parts import compile_parts
+from fsdp_core.train.compiled_parts import compile_parts, parts_compiled
 from fsdp_core.train.inputs import make_inputs
 from fsdp_core.train.keeping import Keeping, places_of
 from fsdp_core.train.names import (
@@ -124,6 +124,11 @@ class Trainer:
     def compilations(self) -> list[Compilation]:
         """What torch.compile compiled so far, and what of it again; until `close`."""
         return self._compiler.compilations
+
+    @property
+    def parts_compiled(self) -> tuple[str, ...]:
+        """Parts of the configuration that the compiler made code of; until `close`."""
+        return parts_compiled(self.config, self.stages, self.compilations)
 
     @property
     def data_checksum(self) -> str:

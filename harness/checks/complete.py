@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_core.config import TrainConfig
-from harness.checks.graph_proof import not_as_owed
+from harness.checks.graph_proof import not_as_owed, not_compiled
 from harness.checks.soaked import shortfall, steps_due
 from harness.checks.steps import rank_table
 from harness.infrastructure import machine_failure
@@ -141,21 +141,23 @@ def _replays_flaw(records: RankRecords, config: Mapping[str, object], steps: int
     What is captured of each layer replays in every step after the warm-up, in every microbatch.
     """
     assert records.end is not None
+    end, rank = records.end, records.rank
+    # Nothing is owed by an eager run, whatever else its configuration says.
+    owes = config.get("graph") or config.get("compile")
     try:
-        # Nothing is owed by an eager run, whatever else its configuration says.
-        plain = config if config.get("graph") else {"graph": ()}
-        short = not_as_owed(TrainConfig.from_dict(plain), records.rank, steps, records.end)
+        run = TrainConfig.from_dict(config if owes else {"graph": ()})
     except (ValueError, TypeError) as error:
         return Flaw(what="corrupt_record", message=f"the specification's config: {error}")
+    what: What = "not_compiled"
+    short = not_compiled(run, rank, end)
+    if short is None:
+        what, short = "not_replayed", not_as_owed(run, rank, steps, end)
     if short is None:
         return None
     return Flaw(
-        what="not_replayed",
-        message=f"rank {records.rank}: {short.message}",
-        rank=records.rank,
-        difference=short.difference,
-        module=short.module,
-    )
+        what=what, message=f"rank {rank}: {short.message}", rank=rank,
+        difference=short.difference, module=short.module,
+    )  # fmt: skip
 
 
 def _proof_flaw(run: RunResult) -> Flaw | None:

@@ -1,4 +1,5 @@
-"""What graphs owe: every scope of every layer captured, and replayed in each microbatch.
+"""What graphs owe: every scope of every layer captured, and replayed in each microbatch; and parts
+that are to be compiled.
 
     scope            owed by a rank                            replays
     partial ones     each layer of its pipeline stages that    (steps - warm-up) x microbatches,
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_core.config import TrainConfig
-from fsdp_core.config.scopes import captured_layers
+from fsdp_core.config.scopes import captured_layers, layers_with
 from fsdp_core.parallel.pipeline_split import split_layers
 from harness.records import Difference, Direction, EndRecord, GraphUse
 
@@ -41,9 +42,7 @@ def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
             GraphUse(scope=WHOLE, layer=-1, direction=way, captures=1, replays=number)
             for way in ways[: 1 + run.graph_optimizer]
         ]
-    layout = run.parallel
-    stages = split_layers(run.model.layers, layout.pp, layout.pp_chunks)
-    mine = {layer for stage in stages[rank // layout.stage_size % layout.pp] for layer in stage}
+    mine = _layers_of(run, rank)
     both: tuple[Direction, ...] = ("forward", "backward")
     return [
         GraphUse(
@@ -55,6 +54,26 @@ def owed(run: TrainConfig, rank: int, steps: int) -> list[GraphUse]:
         if layer in mine
         for direction in both
     ]  # fmt: skip
+
+
+def not_compiled(run: TrainConfig, rank: int, end: EndRecord) -> Short | None:
+    """The first part that a rank was to compile and ran as Python; None if there is none.
+
+    Layers share the code of a part, so each part is proven once a rank.
+    """
+    mine = _layers_of(run, rank)
+    for part in run.compile:
+        if part not in end.compiled and mine & set(layers_with(run.model, part)):
+            message = f"{part} was to be compiled, and the compiler made no code of it"
+            return Short(message, Difference(step=0, rank=rank, quantity="compiled", tensor=part))
+    return None
+
+
+def _layers_of(run: TrainConfig, rank: int) -> set[int]:
+    """Layers of a rank's pipeline stages."""
+    layout = run.parallel
+    stages = split_layers(run.model.layers, layout.pp, layout.pp_chunks)
+    return {layer for stage in stages[rank // layout.stage_size % layout.pp] for layer in stage}
 
 
 def not_as_owed(run: TrainConfig, rank: int, steps: int, end: EndRecord) -> Short | None:

@@ -65,6 +65,11 @@ INCOMPLETE: tuple[What, ...] = (
     "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
 )  # fmt: skip
 """Flaws of a run's records, as opposed to what ended it."""
+UNLIKE_ASKED: dict[What, str] = {
+    "not_replayed": "did not use its graphs as asked",
+    "not_compiled": "was not compiled as asked",
+}
+"""Flaws of whole records of a run that was another one."""
 
 
 def judge(
@@ -209,7 +214,7 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
         )
     trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
     trouble = "is not judged" if flaw.what == SHARED_GPU else trouble
-    trouble = "did not use its graphs as asked" if flaw.what == "not_replayed" else trouble
+    trouble = UNLIKE_ASKED.get(flaw.what, trouble)
     message = f"the {leg} {trouble}: {flaw.message}"
     if leg == "candidate":
         # Who reads one line reads the cause.

@@ -193,6 +193,7 @@ class _Session:
                 wall_s=time.monotonic() - self.started_s,
                 replays=trainer.counts.replays,
                 graphs=tuple(GraphUse(**vars(use)) for use in trainer.graph_uses),
+                compiled=trainer.parts_compiled,
             )
         )
         self.plant.after_end()

@@ -133,3 +133,36 @@ def test_sums_must_fit(lab: Any, edit: Any) -> None:
     end = run.ranks[1].end
     run = edit.rank(run, 1, end=dataclasses.replace(end, replays=end.replays + 1))
     assert difference(find_flaw(run)) == ("", "replays", "16", "17")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "expected"),
+    [(("attn", "mlp"), None), (("attn",), "mlp"), ((), "attn")],
+)
+def test_parts_must_be_compiled(lab: Any, edit: Any, compiled: Any, expected: Any) -> None:
+    """A part that the compiler made no code of is named, also in a run that replays all else."""
+    spec = lab.spec(graph=("attn",))
+    run = lab.run(dataclasses.replace(spec, config=spec.config | {"compile": ["attn", "mlp"]}))
+    for rank in (0, 1):
+        said = compiled if rank else ("attn", "mlp")
+        run = edit.rank(run, rank, end=dataclasses.replace(run.ranks[rank].end, compiled=said))
+    flaw = find_flaw(run)
+    if expected is None:
+        assert flaw is None
+    else:
+        assert flaw is not None
+        assert flaw.difference is not None
+        assert (flaw.what, flaw.rank, flaw.difference.tensor) == ("not_compiled", 1, expected)
+
+
+def test_stages_owe_parts_that_their_layers_have(lab: Any, edit: Any) -> None:
+    """The first stage has no experts here, the second no dense feed-forward."""
+    config = {
+        "parallel": {"pp": 2}, "compile": ["mlp", "experts"],
+        "model": {**EXPERTS, "layers": 2, "capacity_factor": 2.0},
+    }  # fmt: skip
+    spec = lab.spec()
+    run = lab.run(dataclasses.replace(spec, config=spec.config | config))
+    for rank, part in enumerate(("mlp", "experts")):
+        run = edit.rank(run, rank, end=dataclasses.replace(run.ranks[rank].end, compiled=(part,)))
+    assert find_flaw(run) is None

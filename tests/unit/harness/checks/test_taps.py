@@ -145,9 +145,9 @@ def test_a_module_taken_apart_is_said_and_not_failed(lab: "Lab", edit: "Edits") 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_module_that_ran_in_one_run_only_differs(lab: "Lab", edit: "Edits", side: int) -> None:
     """A module that nothing takes apart, and that one run never calls, is a difference there."""
-    runs = [lab.legs()[0], lab.legs()[2]]
-    runs[side] = silenced(runs[side], edit, range(2, 4), "layers.1.attn:output")
-    result = check(*runs, {})
+    runs = list(lab.legs())
+    runs[2 * side] = silenced(runs[2 * side], edit, range(2, 4), "layers.1.attn:output")
+    result = check(runs[0], runs[2], {})
     assert (result.outcome, result.what) == ("failed", "diverged")
     found = result.difference
     assert found is not None
