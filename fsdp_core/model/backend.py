@@ -109,7 +109,7 @@ class TransformerEngineBackend:
             raise BackendMissing(
                 "backend: te needs a CUDA device, and torch sees none; set backend: torch"
             )
-        _prefer_cudnn_of_torch()
+        prefer_cudnn_of_torch()
         import transformer_engine.pytorch as te
 
         from fsdp_core.model.te.experts import fuses
@@ -146,7 +146,7 @@ class TransformerEngineBackend:
         return autocast(self._te, self._fp8, axes)
 
 
-def _prefer_cudnn_of_torch() -> None:
+def prefer_cudnn_of_torch() -> None:
     """Load every part of the cuDNN that torch brings, before TransformerEngine looks for one.
 
     TransformerEngine finds a system cuDNN first. cuDNN loads its parts by name when they are

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_core.config import OptimConfig, TrainConfig
-from fsdp_core.model.backend import Backend, BackendMissing
+from fsdp_core.model.backend import Backend, BackendMissing, prefer_cudnn_of_torch
 from fsdp_core.model.decoder import DecoderStage, Layer, make_stages
 from fsdp_core.model.weights import init_weights
 from fsdp_core.optim import AdamW
@@ -122,6 +122,7 @@ def megatron_fsdp(stage: DecoderStage, config: TrainConfig, axes: Axes) -> Shard
     """
     if next(stage.parameters()).device.type != "cuda":
         raise BackendMissing("engine megatron_fsdp needs a GPU")
+    prefer_cudnn_of_torch()  # it imports TransformerEngine where that is installed
     try:
         api = importlib.import_module("megatron_fsdp")
     except ImportError as error:

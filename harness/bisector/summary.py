@@ -81,7 +81,7 @@ def causes(found: FoundCauses | None) -> list[str]:
     if found is None:
         return []
     num = len(found.candidates)
-    of = f"of {count(num, 'difference')} between the legs"
+    of = f"of {count(num, 'difference')} between the two runs"
     if not found.causes:
         # A search that was not made has its reason as a note: nothing was looked for in vain.
         why = found.notes if not found.num_questions else ()

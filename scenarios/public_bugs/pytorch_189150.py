@@ -22,6 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA st
 import torch
 from torch import nn
 
+from harness.recorder import record
+
 MODULES, BATCH, FEATURES, HIDDEN, CLASSES, TIME = 4, 32, 16, 32, 5, 15
 WARM_UPS = 3
 
@@ -116,8 +118,10 @@ def main() -> None:
             iterate()
     torch.cuda.current_stream().wait_stream(side)
     run = captured(step) if options.graph else step
+    recorder = record()  # two optimizers step in turns: only the script knows what a step is
     for number in range(options.steps):
-        run()
+        with recorder.step():
+            run()
         torch.cuda.synchronize()
         losses = ", ".join(f"{trainer.loss.item():.9f}" for trainer in trainers)
         print(f"step {number}: losses {losses}", flush=True)

@@ -162,7 +162,7 @@ def test_experts_are_fused_where_there_are_kernels(
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(backend, "_prefer_cudnn_of_torch", lambda: None)
+    monkeypatch.setattr(backend, "prefer_cudnn_of_torch", lambda: None)
     monkeypatch.setattr(precision, "recipe_of", lambda fp8: f"recipe {fp8}")
     made: Any = backend.make_backend("te", fp8=name, fused_experts=asked, dtype=torch.float16)
     assert made._fused_experts is fused

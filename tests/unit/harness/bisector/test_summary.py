@@ -86,7 +86,7 @@ def test_the_page_has_all_of_it() -> None:
     assert "1. does it fail? failed (2 runs, 1.5 s)" in text
     assert "    harness bisect dp4" in text
     assert "rank: \\`not\\` known" in text
-    assert "graph: attn (failed diverged); 1 of 2 differences between the legs" in text
+    assert "graph: attn (failed diverged); 1 of 2 differences between the two runs" in text
     assert "a note" in text
     assert "harness run scenarios/repro/x.yaml" in text
     assert "steps 8" in text
@@ -119,7 +119,7 @@ def test_searches_that_were_not_made_say_why() -> None:
     reason = "the reference differs from its own second run"
     assert causes(FoundCauses(candidates=("graph: attn",), notes=(reason,))) == [reason]
     asked = FoundCauses(candidates=("graph: attn",), notes=("odd",), num_questions=3)
-    assert causes(asked) == ["none found of 1 difference between the legs"]
+    assert causes(asked) == ["none found of 1 difference between the two runs"]
 
 
 def test_least_cases_name_the_smaller_layouts_that_pass() -> None:
