@@ -184,6 +184,10 @@ class _Session:
             self.file.write(launched.event(self.rank, self.step))
         if is_told(self.spec):
             self.file.write(digest_time_event(trainer, self.rank, self.step))
+        self._write_end(trainer, peak_bytes, startup_s)
+        self.plant.after_end()
+
+    def _write_end(self, trainer: Trainer, peak_bytes: int, startup_s: float) -> None:
         self.file.write(
             EndRecord(
                 rank=self.rank,
@@ -196,7 +200,6 @@ class _Session:
                 compiled=trainer.parts_compiled,
             )
         )
-        self.plant.after_end()
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""
