@@ -1,7 +1,7 @@
 """Does memory grow? A robust test of a series of bytes, one a step, that knows no model of noise.
 
     first quarter           left out: warm-up, captures, caches that fill
-    the rest                cut into 24 windows, of each the least value: what a step holds for a
+    the rest                cut into 24 windows of one length, from its end on, of each the least value: what a step holds for a
                             while, a sawtooth, a late free show in single values, not in the least
     jumps taken off         an increment between windows that is above the usual one by more than 5
                             times what increments differ by (median absolute deviation) is an
@@ -87,7 +87,9 @@ def slope_of(series: Sequence[float], steps_apart: float = 1.0) -> Slope:
     if len(series) < LEAST_STEPS:
         raise ValueError(f"Expected {LEAST_STEPS} values at least, got {len(series)}.")
     late = series[len(series) // 4 :]
-    edges = [i * len(late) // (EARLIER + WINDOWS) for i in range(EARLIER + WINDOWS + 1)]
+    # Of one length, or a longer window's share of a leak would count as a jump.
+    length, over = divmod(len(late), EARLIER + WINDOWS)
+    edges = [over + i * length for i in range(EARLIER + WINDOWS + 1)]
     windows = [late[a:b] for a, b in itertools.pairwise(edges)]
     found = [min(w) for w in windows]
     smooth = without_jumps(found)

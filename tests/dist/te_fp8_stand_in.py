@@ -144,7 +144,10 @@ class autocast:  # noqa: N801  (as it is there)
     ) -> None:  # fmt: skip
         assert not calibrating
         assert not enabled or recipe is not None
-        self.options = (enabled, _graph, amax_reduction_group)
+        group = amax_reduction_group
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD  # as collectives of torch take None
+        self.options = (enabled, _graph, group if getattr(recipe, "reduce_amax", True) else None)
 
     def __enter__(self) -> "autocast":
         self.saved = (Manager.enabled, Manager.graph, Manager.group, Manager.is_first)

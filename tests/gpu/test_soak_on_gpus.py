@@ -36,7 +36,7 @@ def soaked(folder: Path, wanted: str) -> dict[str, Any]:
     [
         ("unplanted", "", "no failure in 1"),
         ("nan", "nonfinite", "at step 77 on rank 0"),
-        ("small_leak", "memory_regression", "live memory of rank 0 grows by 65,5"),
+        ("small_leak", "memory_regression", "live memory of rank 0 grows by 65,536 bytes"),
         ("hang", "hang", "no rank recorded anything for 40 s; still running: rank 0"),
         ("segfault", "crashed", "rank 0 died by SIGSEGV"),
         ("illegal_access", "illegal_access", "rank 0 at step 77"),

@@ -56,8 +56,14 @@ def autocast(te: Any, fp8: str, axes: Axes, recipe: Any = None) -> Around:
     """
     if fp8 == "none":
         return Plain()
-    group = amax_group(axes) if fp8 == "delayed" else None
-    return Scaling(te, recipe_of(fp8) if recipe is None else recipe, group)
+    recipe = recipe_of(fp8) if recipe is None else recipe
+    if fp8 != "delayed":
+        return Scaling(te, recipe, None)
+    group = amax_group(axes)
+    # Of no group TransformerEngine takes the whole world: stages of a pipeline, whose microbatches
+    # end at other times, would wait for one another.
+    recipe.reduce_amax = group is not None
+    return Scaling(te, recipe, group)
 
 
 def amax_group(axes: Axes) -> dist.ProcessGroup | None:

@@ -30,6 +30,12 @@ def test_a_leak_of_64_kib_a_step_is_found(steps: int, level: int, swing: int) ->
     assert not slope.grows(limit=128 * KIB)
 
 
+@given(steps=STEPS, level=st.integers(0, 1 << 36))
+def test_a_steady_leak_is_told_to_the_byte(steps: int, level: int) -> None:
+    """However many steps the windows have left over."""
+    assert slope_of([level + 64 * KIB * n for n in range(steps)]).bytes_per_step == 64 * KIB
+
+
 def test_a_leak_is_found_behind_a_warm_up_and_in_every_nth_step() -> None:
     """Captures that hold much at first, a leak once in 20 steps, memory given back in between."""
     leak = [64 * KIB * n for n in range(2000)]
