@@ -57,6 +57,8 @@ class Location(Json):
         near: about which side of `collective` the origin lies.
         collective: what spread it, or computed it: "reduce-scatter of gradients over dp".
         element: first differing one, once somebody looked.
+        before_is_equal: whether every step before `step` is equal on every rank.
+        from_loss: whether the wrong gradient came from the loss, so that no weight was read for it.
         evidence: a sentence for each conclusion, in the order in which they were drawn.
         unknown: a sentence for each level that could not be decided, and why.
     """
@@ -74,3 +76,5 @@ class Location(Json):
     element: Element | None = None
     evidence: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    before_is_equal: bool = False
+    from_loss: bool = False

@@ -20,7 +20,7 @@ from harness.engine.crew import Crew, Job, Meeting, RankMain, flush_output, redi
 from harness.engine.gpu_evidence import kernel_words, last_module, last_place
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.neighbours import LOST
-from harness.engine.outcome import RankEvidence, classify
+from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.watch import Limits
 from harness.engine.whereabouts import place_path
@@ -80,7 +80,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         )
         for records in read_ranks(here, job.spec.world_size)
     ]
-    what, message, culprit = classify(
+    answer = classify(
         ranks,
         timed_out=crew.watch.timed_out,
         stalled_s=crew.watch.stall_s if crew.watch.stalled else None,
@@ -88,6 +88,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         failed_order=crew.watch.failed_order,
         steps=_steps_of(job.spec),
     )
+    what, message, culprit, _ = answer
     if not what:
         for rank in ranks:  # a run that ended well has no need of them
             place_path(here, rank.rank).unlink(missing_ok=True)
@@ -106,6 +107,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         wall_s=wall_s,
         attempt=job.attempt,
         undecided=what not in LOST and job.undecided == ("failed" if what else "finished"),
+        ending=ending_of(answer, ranks),
     )
     save_outcome(here, with_sender(outcome, memory_kills))
 

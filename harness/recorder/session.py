@@ -25,6 +25,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
+from harness.recorder.library_errors import failures_of
 
 SCHEMA = 1
 ENVIRONMENT_KEYS = (
@@ -136,7 +137,7 @@ class Session:
         self.write(
             "error", step=self.step, what=classify(error), type=type(error).__name__,
             message=str(error)[:MESSAGE_CHARS], traceback=text[-TRACEBACK_CHARS:],
-            module=self.module_at_work(error),
+            module=self.module_at_work(error), tensors=_names(error),
         )  # fmt: skip
         self.has_failed = True
 
@@ -179,13 +180,19 @@ def _age_s() -> float:
         return 0.0
 
 
+def _names(error: BaseException) -> tuple[str, ...]:
+    """The tensors that an error of the recorder names."""
+    return tuple(getattr(error, "names", ())) if hasattr(error, "deltazero_what") else ()
+
+
 def classify(error: BaseException) -> str:
     """What an exception means, by its type; by CUDA's own words where the type says nothing."""
     if what := getattr(error, "deltazero_what", ""):
         return str(what)
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    meant = failures_of(type(error).__name__, str(error))
+    if "out_of_memory" in meant or isinstance(error, MemoryError):
         return "oom"
-    return "illegal_access" if "illegal memory access" in str(error) else "crashed"
+    return "illegal_access" if "illegal_access" in meant else "crashed"
 
 
 def fingerprint(torch: Any, program: Mapping[str, Any]) -> dict[str, Any]:

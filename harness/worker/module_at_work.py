@@ -26,14 +26,14 @@ def module_of_error(error: BaseException, stages: Sequence[nn.Module]) -> str:
         The dotted name, "" if no frame belongs to a module or to the whole model only.
     """
     names = {id(module): name for stage in stages for name, module in stage.named_modules()}
-    for each in reversed([*_chain(error)]):
+    for each in reversed([*chain(error)]):
         found = [name for name in _owners(each.__traceback__, names) if name]
         if found:
             return found[-1]
     return ""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and its causes, outermost first."""
     seen: set[int] = set()
     at: BaseException | None = error

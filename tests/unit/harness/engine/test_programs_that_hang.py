@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.engine.crew import Crew
-from harness.engine.outcome import RankEvidence, classify
+from harness.engine.outcome import Answer, RankEvidence, classify
 from harness.engine.watch import Limits, Phase, Watch
 from harness.engine.whereabouts import Place
 from harness.records import EndRecord, RankExit, RankRecords
@@ -116,7 +116,7 @@ def rank(
 def test_a_rank_that_others_wait_for_is_named_though_it_ended_well(end: bool) -> None:
     """Exit code 0 is no alibi while another waits in a collective that it never entered."""
     ranks = [rank(0, 4, is_inside=False, end=end), rank(1, 5, is_inside=True, code=-9)]
-    what, message, culprit = classify(ranks, timed_out=True, timeout_s=10)
+    what, message, culprit, _ = classify(ranks, timed_out=True, timeout_s=10)
     assert (what, culprit) == ("hang", 0)
     assert "all_reduce" in message
     assert ("before its end record" in message) != end
@@ -125,4 +125,4 @@ def test_a_rank_that_others_wait_for_is_named_though_it_ended_well(end: bool) ->
 def test_ranks_that_all_ended_well_left_nobody_behind() -> None:
     """A collective that nobody waited for, in a run that came to its end, is no hang."""
     ranks = [rank(0, 4, is_inside=False, end=True), rank(1, 5, is_inside=True, end=True)]
-    assert classify(ranks, timed_out=False, timeout_s=10) == ("", "", None)
+    assert classify(ranks, timed_out=False, timeout_s=10) == Answer("", "", None)
