@@ -555,7 +555,11 @@ class RunOutcome(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecords:
-    """One rank's decoded file. `problems` lists lines that did not decode, as 'line N: why'."""
+    """One rank's decoded file.
+
+    `problems` lists lines that did not decode, as 'line N: why'; `after_end` the first of them
+    that follows the end record.
+    """
 
     rank: int
     start: StartRecord | None
@@ -565,6 +569,7 @@ class RankRecords:
     end: EndRecord | None
     problems: tuple[str, ...]
     initial: InitialRecord | None = None
+    after_end: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -591,7 +596,7 @@ class Difference(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult(Json):
-    """Answer of one check. `message` is one sentence for people; bisect reads the other fields."""
+    """Answer of one check. `message` is for people; `ending` is of the run that was not whole."""
 
     check: str
     outcome: Outcome
@@ -599,11 +604,16 @@ class CheckResult(Json):
     message: str
     difference: Difference | None = None
     figures: dict[str, float] = field(default_factory=dict)
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Json):
-    """The answer for one case. `what` and `message` come from the first result that decided."""
+    """The answer for one case.
+
+    `what`, `message`, `difference` and `ending` come from the first result that decided, which is
+    that of `check`: "" if none did, and in files older than the field.
+    """
 
     case_id: str
     outcome: Outcome
@@ -613,3 +623,5 @@ class Verdict(Json):
     runs: dict[str, str]
     wall_s: float
     difference: Difference | None = None
+    check: str = ""
+    ending: Ending | None = None

@@ -54,8 +54,8 @@ def how_it_ended(run: RunResult) -> Location | None:
         step=_step(run, flaw.step, rank, error), rank=rank, ranks=() if rank is None else (rank,),
         phase=_phase(run, flaw.what, error), quantity=flaw.what, evidence=(_shown(flaw.message),),
     )  # fmt: skip
-    if error is not None and flaw.what == "stale_address" and error.tensors:
-        return _stale(found, error.tensors[0])
+    if flaw.what == "stale_address":
+        return _stale(found, next(iter(error.tensors), "") if error is not None else "")
     if error is not None and flaw.what == "race" and error.race is not None:
         return _race(found, error.race)
     fault = _ending(run).collective
@@ -141,6 +141,8 @@ def _in_graphs(error: ErrorRecord) -> bool:
 
 
 def _stale(found: Location, name: str) -> Location:
+    if not name:
+        return replace(found, phase="state")
     told = f"a graph was captured over {name}, which has moved or gone since"
     return replace(
         found, phase="state", tensor=name, module=module_of(name),

@@ -58,6 +58,9 @@ class Location(Json):
         collective: what spread it, or computed it: "reduce-scatter of gradients over dp".
         element: first differing one, once somebody looked.
         before_is_equal: whether every step before `step` is equal on every rank.
+        operation: of the collective: `all-gather` of weights, `reduce-scatter` of gradients; "" of
+            others.
+        sum_hides_rank: whether a sum over ranks does not show which of them added what is wrong.
         from_loss: whether the wrong gradient came from the loss, so that no weight was read for it.
         evidence: a sentence for each conclusion, in the order in which they were drawn.
         unknown: a sentence for each level that could not be decided, and why.
@@ -78,3 +81,5 @@ class Location(Json):
     unknown: tuple[str, ...] = ()
     before_is_equal: bool = False
     from_loss: bool = False
+    operation: Literal["", "all-gather", "reduce-scatter"] = ""
+    sum_hides_rank: bool = False

@@ -198,10 +198,16 @@ def _across(found: Location, num_same: int, legs: Legs) -> Location:
     gather = f"all-gather of the weights of {unit_of(weights[0])}"
     if len(found.ranks) == 1 and num_same > 1:
         told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
-        return replace(found, near="after", collective=gather, evidence=(*found.evidence, told))
+        return replace(
+            found, near="after", collective=gather, operation="all-gather",
+            evidence=(*found.evidence, told),
+        )  # fmt: skip
     if len(found.ranks) == num_same == world:
         told = "it is wrong on every rank alike: in what they share, or before it"
-        return replace(found, near="in", collective=gather, evidence=(*found.evidence, told))
+        return replace(
+            found, near="in", collective=gather, operation="all-gather",
+            evidence=(*found.evidence, told),
+        )  # fmt: skip
     return found
 
 

@@ -89,7 +89,7 @@ def silent(run: RunResult) -> RunResult:
         ("oom", {}, ("outside", "", "")),
         ("capture_refused", {"phase": "capture", "module": "layers.0.attn"},
          ("capture", "layers.0.attn", "")),
-        ("stale_address", {}, ("outside", "", "")),
+        ("stale_address", {}, ("state", "", "")),
         ("race", {}, ("outside", "", "")),
     ],
 )  # fmt: skip
