@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.checksum import LinesChecksum
 from harness.disk import open_plain, read_tail
+from harness.errors import one_line
 from harness.naming import with_all_names
 from harness.records import (
     SCHEMA_VERSION,
@@ -201,5 +202,5 @@ class _Reading:
 
 
 def _short(error: Exception, size: int = 200) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(str(error))
     return text if len(text) <= size else f"{text[:size]}..."

@@ -41,10 +41,14 @@ _TIME_UP = ("TIMEOUT", "DEADLINE")
 
 @dataclass(frozen=True)
 class Word:
-    """What Slurm says of a job that is over: its state, "" if it is not known, and a sentence."""
+    """What Slurm says of a job that is over: its state, "" if it is not known, and a sentence.
+
+    `exit_code` is that of its script, None if it is not known.
+    """
 
     state: str = ""
     text: str = ""
+    exit_code: int | None = None
 
 
 def needs_word(reports: Mapping[int, NodeReport]) -> bool:
@@ -202,7 +206,7 @@ def _without_report(
         answer = _classified(reports, _known(ranks), 0.0)
         return answer._replace(message=f"{answer.message}; {nodes} left no report")
     # What a rank does can get its agent killed; it cannot make the agent leave without a report.
-    killed = any(f"exit code {128 + number}:" in word.text for number in (6, 7, 9, 11, 15))
+    killed = word.exit_code in [128 + number for number in (6, 7, 9, 11, 15)]
     began = any(rank.records.start is not None for rank in ranks)
     by_rank = killed and began and not cancelled_from_outside(folder)
     what: What = "crashed" if by_rank else "interrupted"
