@@ -5,7 +5,11 @@ likelier, so with mean zero (stochastic rounding; D. S. Parker, Monte Carlo Arit
 Products of matrices are computed in `PARTS` parts, each rounded, and so is their sum, as layouts
 split them; inside a product of length n its own type of accumulation adds sqrt(n) u |A| |B| with
 random signs (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41, 2019, theorem 2.4). A result that
-its type can hold is not rounded. Collectives, and operators that return nothing, run as they are.
+its type can hold is not rounded.
+
+What has no float64 form (kernels of attention on GPUs, operators of other libraries) runs as it is,
+and its result is moved by up to half a gap at random. Collectives run as they are, and so does what
+draws random numbers, which would be drawn twice otherwise.
 """
 
 import math
@@ -17,10 +21,13 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import is_fake, opens_itself
 
-WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
+WIDE = {
+    torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}  # fmt: skip
 """What products of a type are accumulated in."""
 PARTS = 4
-NARROW = (torch.float32, torch.bfloat16)
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
 MOVES = {
     "alias", "arange", "cat", "clone", "detach", "empty", "empty_like", "eq", "expand", "fill_",
     "gather", "index", "index_select", "lift_fresh", "masked_fill", "masked_fill_", "neg",
@@ -28,22 +35,26 @@ MOVES = {
     "where", "zero_", "zeros", "zeros_like", "_unsafe_view", "embedding", "full", "full_like",
 }  # fmt: skip
 """Operators that put numbers elsewhere and make none."""
+ADDED = {"addmm": "mm", "baddbmm": "bmm"}
+"""Products that something is added to."""
+MANY = ("_foreach_", "_fused_ad", "_fused_sgd")
+"""Operators of optimizers, on lists of tensors, most of which change them and return nothing."""
+EXACT_ARGUMENTS = ("state_steps", "grad_scale", "found_inf", "lr")
+"""Of those: float32 numbers that kernels on GPUs read as such."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """u: 2^-53, 2^-24 or 2^-8 for float64, float32 and bfloat16."""
+    """u: 2^-53, 2^-24, 2^-11 or 2^-8 for float64, float32, float16 and bfloat16."""
     return torch.finfo(dtype).eps / 2
 
 
 class RandomRounding(TorchDispatchMode):
-    """Compute every operator in float64 and round its result, at random, to its type.
-
-    On the CPU. Not for programs that draw random numbers: each would be drawn twice.
-    """
+    """Compute every operator in float64 and round its result, at random, to its type."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, and round what it returns."""
@@ -53,24 +64,44 @@ class RandomRounding(TorchDispatchMode):
             return NotImplemented  # what the wrapper holds comes by itself
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        if name.startswith(MANY) and not func._schema.returns:
+            return self._changed(func, args, kwargs)
         if _is_left(func, name) or not _floats((args, kwargs)):
             return func(*args, **kwargs)
         if name in ("copy_", "_to_copy"):
             return self._converted(func, args, kwargs)
         # In float64, on copies, before an in-place operator changes its arguments.
-        wide_args, wide_kwargs = tree_map_only(
-            (torch.Tensor, torch.dtype), _widened, (args, kwargs)
-        )
-        exact = func(*wide_args, **wide_kwargs)
+        exact = _in_float64(func, args, kwargs)
         out = func(*args, **kwargs)
-        if name in ("mm", "bmm"):
-            exact = self._product(func, wide_args[0], wide_args[1], out.dtype)
-        flat_out, flat_exact = (list(x) if isinstance(x, (tuple, list)) else [x]
-                                for x in (out, exact))  # fmt: skip
-        for result, value in zip(flat_out, flat_exact, strict=True):
+        if exact is not None and name in ("mm", "bmm"):
+            exact = self._product(func, args[0].double(), args[1].double(), out.dtype)
+        elif exact is not None and name in ADDED and not kwargs:
+            product = getattr(torch.ops.aten, ADDED[name]).default
+            left, right = (each.double() for each in args[1:3])
+            exact = args[0].double() + self._product(product, left, right, out.dtype)
+        flat_out = _flat(out)
+        for result, value in zip(flat_out, _flat(exact) or [None] * len(flat_out), strict=True):
             if isinstance(result, torch.Tensor) and result.dtype in NARROW:
-                result.copy_(self._rounded(value.double(), result.dtype))
+                value = self._moved(result) if value is None else value.double()
+                result.copy_(self._rounded(value, result.dtype))
         return out
+
+    def _changed(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operator that changes what it is given."""
+        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        named |= kwargs
+        wide = {
+            name: value if name in EXACT_ARGUMENTS else tree_map_only(_KINDS, _own, value)
+            for name, value in named.items()
+        }
+        func(**wide)
+        written = {each.name for each in func._schema.arguments
+                   if each.alias_info is not None and each.alias_info.is_write}  # fmt: skip
+        for name in written & named.keys():
+            for tensor, value in zip(_flat(named[name]), _flat(wide[name]), strict=True):
+                if isinstance(tensor, torch.Tensor) and tensor is not value:
+                    narrow = tensor.dtype in NARROW
+                    tensor.copy_(self._rounded(value, tensor.dtype) if narrow else value)
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
         source = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
@@ -91,7 +122,7 @@ class RandomRounding(TorchDispatchMode):
             total = part if total is None else self._rounded(total + part, dtype)
         assert total is not None
         error = math.sqrt(length) * unit_roundoff(WIDE[dtype]) * func(a.abs(), b.abs())
-        signs = torch.randint(0, 2, error.shape, generator=self._generator) * 2 - 1
+        signs = self._drawn(2, error) * 2 - 1
         noisy: torch.Tensor = total + signs * error
         return noisy
 
@@ -100,14 +131,54 @@ class RandomRounding(TorchDispatchMode):
         # The bits past the type's last become a carry with the probability that they stand for.
         dropped = 52 + int(math.log2(torch.finfo(dtype).eps))
         bits = value.contiguous().view(torch.int64)
-        carry = torch.randint(0, 1 << dropped, bits.shape, generator=self._generator)
+        carry = self._drawn(1 << dropped, bits)
         return (bits + carry).bitwise_and_(-1 << dropped).view(torch.float64)
+
+    def _moved(self, result: torch.Tensor) -> torch.Tensor:
+        """By up to half a gap, whatever way its own last rounding went."""
+        share = self._drawn(1 << 30, result).double() * 2.0**-30 - 0.5
+        return result.double() * (1 + 2 * unit_roundoff(result.dtype) * share)
+
+    def _drawn(self, below: int, like: torch.Tensor) -> torch.Tensor:
+        """Integers in [0, below), where and as many as the elements of `like`."""
+        device = like.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        generator = self._generators[device]
+        return torch.randint(0, below, like.shape, generator=generator, device=device)
+
+
+_KINDS = (torch.Tensor, torch.dtype)
 
 
 def _widened(x: torch.Tensor | torch.dtype) -> torch.Tensor | torch.dtype:
     if isinstance(x, torch.dtype):
         return torch.float64 if x in NARROW else x
     return x.double() if x.is_floating_point() else x
+
+
+def _own(x: torch.Tensor | torch.dtype) -> torch.Tensor | torch.dtype:
+    """As `_widened`; a copy also of what widening leaves as it is."""
+    wide = _widened(x)
+    return wide.clone() if isinstance(wide, torch.Tensor) and wide is x else wide
+
+
+def _in_float64(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives on widened arguments; None if it has no such form."""
+    if func.namespace not in ("aten", "prims") or _draws(func):
+        return None
+    copied = _own if func._schema.is_mutable else _widened
+    wide_args, wide_kwargs = tree_map_only(_KINDS, copied, (args, kwargs))
+    try:
+        return func(*wide_args, **wide_kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):
+        return None  # of a wrong call the narrow one raises as well
+
+
+def _flat(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (tuple, list)) else [] if x is None else [x]
 
 
 def _floats(tree: Any) -> bool:
@@ -118,8 +189,15 @@ def _floats(tree: Any) -> bool:
 
 def _is_left(func: Any, name: str) -> bool:
     """Whether an operator runs as it is."""
-    as_it_is = "c10d" in func.namespace or not func._schema.returns
-    return as_it_is or name in MOVES or _is_view(func)
+    as_it_is = "c10d" in func.namespace or func.namespace == "fsdp" or not func._schema.returns
+    draws = _draws(func) and "attention" not in name
+    return as_it_is or draws or name in MOVES or _is_view(func)
+
+
+def _draws(func: Any) -> bool:
+    """Whether it draws random numbers, or may."""
+    name = func.overloadpacket.__name__
+    return torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_for_cpu")
 
 
 def _is_view(func: Any) -> bool:

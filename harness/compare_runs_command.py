@@ -21,6 +21,7 @@ from harness.records import CaseSpec, RunResult, dumps
 from harness.report_commands import build_reports, command_line
 from harness.sections import decode_expect
 from harness.store import LEGS, OUTCOME_FILE, SPEC_FILE, RunFolder
+from harness.tolerance import ROUNDING
 from harness.yaml_source import Origin, parse_text
 
 _PATH = click.Path(path_type=Path)
@@ -50,6 +51,11 @@ def compare_runs_command(
     """
     origin = Origin("--expect")
     stated = decode_expect(parse_text(expect, origin), "expect")
+    if stated == ROUNDING:
+        raise UsageError(
+            "--expect: expected bitwise or {rtol: R}, got rounding, for which harness run makes "
+            "more runs of the reference"
+        )
     places = {"reference": reference, "control": control or reference, "candidate": candidate}
     _refuse_same(reference, candidate, control)
     runs = _runs(places)

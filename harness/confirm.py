@@ -13,9 +13,10 @@ from pathlib import Path
 from harness.checks import judge as judge_case
 from harness.errors import one_line
 from harness.records import CaseSpec, RunResult, Verdict
-from harness.repeats import runs_of
+from harness.repeats import past_legs, runs_of
 from harness.retries import beside_attempts
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
+from harness.tolerance import ROUNDING
 
 TRUSTING = ("passed", "skipped")
 """Outcomes that damage must not leave standing."""
@@ -55,15 +56,19 @@ def confirmed_in(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
 def confirmed_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
     """As `confirmed`, of a case's folder by itself, wherever it lies.
 
-    There are no timed runs in it: what is said of times is then neither believed nor denied.
+    There are no timed runs in it, nor samples of rounding: what is said of times, and of losses
+    within rounding, is then neither believed nor denied.
     """
     if stored.outcome not in TRUSTING:
         return stored
     legs = [load_run_folder(place / leg, getattr(case, leg)) for leg in LEGS]
-    if not case.repeats:
+    unheard = {"throughput"} if case.repeats else set()
+    if case.expect == ROUNDING:
+        unheard.add("loss")
+    if not unheard:
         return _held_against(stored, _judged(case, legs))
     untimed = dataclasses.replace(
-        case, repeats=0, checks={k: v for k, v in case.checks.items() if k != "throughput"}
+        case, repeats=0, checks={k: v for k, v in case.checks.items() if k not in unheard}
     )
     found = _judged(untimed, legs)
     # Where times were all that was asked for, nothing is left to judge once the records are whole.
@@ -73,8 +78,9 @@ def confirmed_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
 
 
 def _judged(case: CaseSpec, legs: Sequence[RunResult]) -> Verdict:
+    samples, repeats = past_legs(case, legs)
     try:
-        return judge_case(case, *legs[:3], repeats=legs[3:])
+        return judge_case(case, *legs[:3], samples=samples, repeats=repeats)
     except Exception as error:  # noqa: BLE001 - what a damaged plan can lead to has no end
         why = one_line(f"{type(error).__name__}: {error}")
         return Verdict(

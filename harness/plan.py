@@ -12,7 +12,8 @@ seconds, on the CPU and on CUDA, is
 
 where arithmetic is 6 x parameters that a token meets x tokens of a step, spread over the cores on
 the CPU and over the ranks on CUDA, and host time on the CPU is multiplied by ranks over cores where
-that is above 1. The whole is what a greedy packing of these runs on the slots would take.
+that is above 1. A step that rounds at random takes `SLOWDOWN` times as long. The whole is what a
+greedy packing of these runs on the slots would take.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from harness.machine import num_cores, package_version
 from harness.plant_spec import each_of
 from harness.records import CaseSpec, Json, RunSpec
 from harness.repeats import in_turn, runs_of
+from harness.samples import SLOWDOWN
 from harness.schedule import Job, Seconds, arrange, makespan_s
 
 Device = Literal["cpu", "cuda"]
@@ -38,6 +40,11 @@ _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}
 _STEP_S = {"cpu": 0.05, "cuda": 0.02}
 _FOREIGN_START_S = 8.0
 """Of a program in a fresh interpreter, most of it the import of torch."""
+_PACKAGES_OF_GPUS = (
+    ("backend", "te", "transformer-engine"),
+    ("engine", "megatron_fsdp", "megatron-fsdp"),
+)
+"""A setting's key and value, and the package that it needs, on GPUs only."""
 _FLOPS = {"cpu": 5e9, "cuda": 1e14}
 
 
@@ -175,7 +182,7 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
         if spec.device == "cuda":
             return f"needs GPUs for {spec.world_size} ranks, this machine has them for {slots}"
         return f"needs {spec.world_size} rank slots, {slots} are stated (--slots)"
-    asked = (_lacks_device, _lacks_te, _lacks_engine, _lacks_compiler)
+    asked = (_lacks_device, _lacks_package, _lacks_compiler)
     if why := next(filter(None, (lacks(spec) for lacks in asked)), ""):
         return why
     if not spec.is_builtin:
@@ -199,23 +206,14 @@ def _lacks_device(spec: RunSpec) -> str:
     return ""
 
 
-def _lacks_te(spec: RunSpec) -> str:
-    if spec.config.get("backend") != "te":
-        return ""
-    if spec.device != "cuda":
-        return f"backend te needs a GPU, this run is on {spec.device}"
-    if not package_version("transformer-engine"):
-        return "backend te needs transformer-engine, which is not installed"
-    return ""
-
-
-def _lacks_engine(spec: RunSpec) -> str:
-    if spec.config.get("engine") != "megatron_fsdp":
-        return ""
-    if spec.device != "cuda":
-        return f"engine megatron_fsdp needs a GPU, this run is on {spec.device}"
-    if not package_version("megatron-fsdp"):
-        return "engine megatron_fsdp needs megatron-fsdp, which is not installed"
+def _lacks_package(spec: RunSpec) -> str:
+    for key, value, package in _PACKAGES_OF_GPUS:
+        if spec.config.get(key) != value:
+            continue
+        if spec.device != "cuda":
+            return f"{key} {value} needs a GPU, this run is on {spec.device}"
+        if not package_version(package):
+            return f"{key} {value} needs {package}, which is not installed"
     return ""
 
 
@@ -239,9 +237,11 @@ def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float
     config, world = spec.config, spec.world_size
     device = device or spec.device
     fixed, each = _START_S[device]
+    slowdown = SLOWDOWN if spec.rounding else 1.0
     if not spec.is_builtin:
         # Nothing is known of its size; the history knows after its first run.
-        return float(_FOREIGN_START_S + each * world + int(config["steps"]) * _STEP_S[device])
+        steps_s = slowdown * int(config["steps"]) * _STEP_S[device]
+        return float(_FOREIGN_START_S + each * world + steps_s)
     # Ranks of one replica work on the same tokens.
     replicas = config["parallel"]["dp_outer"] * config["parallel"]["dp"]
     sequences = config["microbatches"] * config["micro_batch_size"] * replicas
@@ -249,7 +249,7 @@ def estimate_s(spec: RunSpec, cores: int, device: Device | None = None) -> float
     crowd = max(1.0, world / cores) if device == "cpu" else 1.0
     workers = cores if device == "cpu" else world
     step = _STEP_S[device] * crowd + work / (_FLOPS[device] * workers)
-    steps_s, soak = config["steps"] * step, spec.soak
+    steps_s, soak = slowdown * config["steps"] * step, spec.soak
     if soak is not None and soak.is_open:
         # A step replays once at least: more often, and the soak is over sooner.
         steps_s = max(steps_s, soak.amount * (step if soak.by == "replays" else 1.0))

@@ -273,7 +273,8 @@ class StepRecord(Json):
     Attributes:
         loss: mean over all tokens of the step, of all ranks, float32; of another program the mean
             of the rank's microbatches, None if it has none.
-        microbatch_losses: of the rank's own tokens, float32.
+        microbatch_losses: of the rank's own tokens, float32; of another program as it computed
+            them, before a GradScaler, float64 where they were.
         grad_norm: global gradient norm before clipping; None if the program computes none.
         digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
         nonfinite: per group, names of tensors that hold a NaN or an infinity.
@@ -469,11 +470,16 @@ class RankExit(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Entered(Json):
-    """A collective as ranks entered it; `label` is whose it is, "" if that is not known."""
+    """A collective as ranks entered it; `label` is whose it is, "" if that is not known.
+
+    `sizes` and `called_at` are those of `harness.engine.whereabouts.Place`.
+    """
 
     operator: str
     label: str = ""
     in_capture: bool = False
+    sizes: str = ""
+    called_at: str = ""
 
     def __str__(self) -> str:
         """For people: `all_reduce of layers.1`, `all_reduce in a capture`."""

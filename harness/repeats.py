@@ -17,7 +17,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, RunResult, RunSpec
+from harness.samples import samples_of
 
 FIRST_REPEAT = 2
 """Replica number of the first repeat, past a run and its control."""
@@ -41,7 +42,20 @@ def timed_pairs(case: CaseSpec) -> tuple[tuple[RunSpec, RunSpec], ...]:
 def runs_of(case: CaseSpec) -> tuple[RunSpec, ...]:
     """Every run that the case needs."""
     repeats = (spec for pair in timed_pairs(case) for spec in pair)
-    return (case.reference, case.control, case.candidate, *repeats)
+    return (*untimed_runs(case), *repeats)
+
+
+def untimed_runs(case: CaseSpec) -> tuple[RunSpec, ...]:
+    """Those that need no machine to themselves: the three legs, and samples of rounding."""
+    return (case.reference, case.control, case.candidate, *samples_of(case))
+
+
+def past_legs(
+    case: CaseSpec, runs: Sequence[RunResult]
+) -> tuple[Sequence[RunResult], Sequence[RunResult]]:
+    """Samples of rounding and timed repeats among what belongs to `runs_of`."""
+    end = 3 + len(samples_of(case))
+    return runs[3:end], runs[end:]
 
 
 def in_turn(cases: Iterable[CaseSpec]) -> tuple[RunSpec, ...]:

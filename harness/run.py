@@ -29,13 +29,13 @@ from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, RunOutcome, RunSpec, Verdict
-from harness.repeats import Turns, is_timed, runs_of
+from harness.repeats import Turns, is_timed, past_legs, runs_of
 from harness.retries import Retries, beside_attempts
 from harness.schedule import Queue, Seconds, arrange, unique_runs
 from harness.store import CASE_FILE, CASES_FILE, RunFolder
 
 Judge = Callable[..., Verdict]
-"""From a case and its three runs, and `repeats` if it has any, to a verdict."""
+"""From a case and its three runs, and `samples` and `repeats` if it has any, to a verdict."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -264,9 +264,9 @@ class _Matrix:
 
     def _judged(self, case: CaseSpec) -> Verdict:
         legs = [self._folder.load_run(spec) for spec in runs_of(case)]
-        repeats = {"repeats": legs[3:]} if case.repeats else {}
+        more = dict(zip(("samples", "repeats"), past_legs(case, legs), strict=True))
         try:
-            verdict = self._judge(case, *legs[:3], **repeats)
+            verdict = self._judge(case, *legs[:3], **{k: v for k, v in more.items() if v})
         except Exception as error:  # noqa: BLE001 - our own mistake must not cost the other cases
             path = self._folder.case_folder(case.id) / "judge_error.txt"
             told = keep_trace(path, error)

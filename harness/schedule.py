@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from harness.records import CaseSpec, RunSpec
-from harness.repeats import runs_of
+from harness.repeats import runs_of, untimed_runs
 
 Seconds = Callable[[RunSpec], float]
 """What a run is expected to take."""
@@ -92,7 +92,7 @@ def _groups(
         if case.skip_reason:
             continue
         group = grouped.setdefault(case.reference.key, {})
-        for spec in (case.reference, case.control, case.candidate):
+        for spec in untimed_runs(case):
             if spec.key not in seen:
                 seen.add(spec.key)
                 if left(spec.key):

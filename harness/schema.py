@@ -38,7 +38,7 @@ from harness.sections import (
 )
 from harness.settings import Leg, Setting, build_leg, decode_settings, overlay
 from harness.soak_section import Soak, decode_soak, joined
-from harness.tolerance import Expect
+from harness.tolerance import ROUNDING, Expect
 from harness.yaml_source import Node, Origin, parse_bytes, read_bytes
 
 SECTIONS = (
@@ -82,11 +82,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Which axis is compared, and which of its values is the reference."""
+    """Which axis is compared, and which of its values is the reference.
+
+    `expect_origin` is that of `over` in a tolerance that has it.
+    """
 
     axis: str
     reference: Choice
     expect: Expect
+    expect_origin: Origin
     origin: Origin
 
 
@@ -165,6 +169,10 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     launch = decode_launch(sections.get("launch"), overrides.sets)
     soak = decode_soak(sections.get("soak"), overrides.sets, launch.timeout_s)
     checks = decode_checks(sections["checks"], compare.expect)
+    if soak is not None and compare.expect == ROUNDING:
+        raise sections["soak"].origin.error(
+            "soak", expected="no soak with compare.expect rounding", got="one"
+        )
     if ("soak" in checks) != (soak is not None):
         raise sections["checks"].origin.error(
             "checks.soak",
@@ -387,4 +395,6 @@ def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compa
             expected="a value beside the reference to compare with it",
             got="the reference alone",
         )
-    return Compare(name, reference, expect, node.origin)
+    stated = entries["expect"]
+    over = stated.value.get("over", stated) if isinstance(stated.value, dict) else stated
+    return Compare(name, reference, expect, over.origin, node.origin)

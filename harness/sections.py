@@ -9,7 +9,7 @@ from harness.check_limits import decode_peak_memory, decode_throughput
 from harness.decode import dotted, refuse, take_bool, take_float, take_int, take_mapping, take_str
 from harness.slurm_options import DEFAULT_OPTIONS, SlurmOptions, decode_slurm
 from harness.slurm_options import KEYS as SLURM_KEYS
-from harness.tolerance import FORMS, Expect, ToleranceError, tolerance_of
+from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance_of
 from harness.yaml_source import Node, Origin, parse_text
 
 CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak", "graphs")
@@ -77,19 +77,14 @@ def split_option(option: str, text: str) -> tuple[str, Node, Origin]:
 
 
 def decode_expect(node: Node, key: str) -> Expect:
-    """`bitwise`, or a tolerance by its numbers (see `harness.tolerance`).
+    """`bitwise`, `rounding`, or a tolerance by its numbers (see `harness.tolerance`).
 
     Raises:
         ScenarioError: neither.
     """
-    forms = ("bitwise", "{rtol: 1e-5, atol: 0}", "{loss_gap: 0.01, over: 100}")
-    if node.value == "rounding":
-        # A program states no float64 reference, and what its rounding may do was not measured.
-        got = "rounding, of which nothing says how large it may be: say rtol"
-        raise refuse(node, key, "bitwise or a tolerance", got=got, legal=forms)
     if not isinstance(node.value, dict):
-        take_str(node, key, legal=forms[:1])
-        return "bitwise"
+        word = take_str(node, key, legal=("bitwise", ROUNDING))
+        return ROUNDING if word == ROUNDING else "bitwise"
     entries = take_mapping(node, key, legal=tuple(name for form in FORMS for name in form))
     expect = {
         name: float(take_int(value, f"{key}.{name}", minimum=1))

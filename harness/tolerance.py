@@ -3,8 +3,11 @@
     {rtol: R, atol: A}        every loss, microbatch loss and gradient norm of every step and rank:
                               |candidate - reference| <= A + R * |reference|
     {loss_gap: G, over: N}    the mean loss of the last N steps: |candidate - reference| <= G
+    rounding                  as far as rounding alone takes the reference, which is measured: runs
+                              of it that round at random (`harness.samples`) give the bounds
+                              (`harness.checks.spread`)
 
-In both, values are float32 as recorded and compared in float64; the bounds themselves are within.
+In all, values are float32 as recorded and compared in float64; the bounds themselves are within.
 NaN and infinity are within no tolerance, not even of themselves, and a missing value differs. The
 mean is over steps and ranks, of what each rank that records a loss has as its loss of the step.
 
@@ -19,7 +22,8 @@ from typing import Literal
 
 from harness.codec import RecordError
 
-Expect = Literal["bitwise"] | dict[str, float]
+Expect = Literal["bitwise", "rounding"] | dict[str, float]
+ROUNDING: Literal["rounding"] = "rounding"
 FORMS = (("rtol", "atol"), ("loss_gap", "over"))
 """Keys of each form; of the first one may be left out, which is 0."""
 
@@ -59,6 +63,14 @@ class LossGap:
         return f"{self.loss_gap:g} over {self.over} steps"
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding does, by measurement."""
+
+    def __str__(self) -> str:
+        return "the bounds of rounding"
+
+
 class ToleranceError(RecordError):
     """What is stated is no tolerance."""
 
@@ -67,14 +79,14 @@ class ToleranceError(RecordError):
         self.key, self.expected, self.got = key, expected, str(got)
 
 
-def tolerance_of(expect: Expect, key: str = "expect") -> Close | LossGap | None:
+def tolerance_of(expect: Expect, key: str = "expect") -> Close | LossGap | Rounding | None:
     """The tolerance that is stated, in errors as `key`; None for `bitwise`.
 
     Raises:
         ToleranceError: keys of no form, or a bound that is none.
     """
     if not isinstance(expect, Mapping):
-        return None
+        return Rounding() if expect == ROUNDING else None
     form = next((form for form in FORMS if expect and set(expect) <= set(form)), None)
     if form is None or (form == FORMS[1] and set(expect) != set(form)):
         got = ", ".join(expect) or "an empty mapping"

@@ -102,7 +102,7 @@ class _Parts:
             fields = dataclasses.fields(kind)
             properties = {field.name: self.of(hints[field.name]) for field in fields}
             if kind is FloatBits:
-                properties["bits"] = {"type": "string", "pattern": "^[0-9a-f]{8}$"}
+                properties["bits"] = {"type": "string", "pattern": "^([0-9a-f]{8}|[0-9a-f]{16})$"}
             self.defined[name] = exact(
                 properties,
                 optional=[

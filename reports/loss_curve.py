@@ -69,7 +69,7 @@ def loss_curve(reference: pd.DataFrame, candidate: pd.DataFrame, rank: int) -> L
 
 
 def _ulps(left: str, right: str) -> float:
-    a, b = (FloatBits.from_bits(int(bits, 16)) for bits in (left, right))
+    a, b = (FloatBits.from_hex(bits) for bits in (left, right))
     distance = ulp_distance(a, b)
     return float("nan") if distance is None else float(distance)
 

@@ -10,9 +10,10 @@ graph's outputs and keep their own memory. Random operators draw from the defaul
 each replay, in the recorded order, so dropout gives eager's bits.
 """
 
+import contextlib
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -68,6 +69,13 @@ class HostGraph:
         Raises:
             CaptureRefused: something in it cannot be captured; nothing is left changed.
         """
+        with self.capturing():
+            result = function()
+        return result
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Record what runs inside, as `capture` does; results must be held as it ends."""
         undo: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
         anchors: dict[int, torch.UntypedStorage] = {}
 
@@ -82,7 +90,7 @@ class HostGraph:
         gc.disable()
         try:
             with self._device.watching_storages(recorder), HostReadGuard(), recorder:
-                result = function()
+                yield
         finally:
             if collecting:
                 gc.enable()
@@ -92,7 +100,6 @@ class HostGraph:
         self.recording = recorder.recording
         self._anchor_externals(anchors)
         self._build(anchors)
-        return result
 
     def _restore(self, storage: torch.UntypedStorage, saved: bytes) -> None:
         if saved and storage.nbytes() != len(saved):
@@ -171,6 +178,11 @@ class HostGraph:
                     _wait(outputs)
                 for index, place in step.places:
                     place.copy_(outputs[index])
+
+    @property
+    def arena(self) -> torch.Tensor | None:
+        """Bytes of internal storages that died during the capture; None before it."""
+        return self._arena
 
     def reset(self) -> None:
         """Drop the recorded operators and the arena."""

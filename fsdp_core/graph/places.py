@@ -16,6 +16,7 @@ from torch import nn
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parent)
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")
 
 
 class Places:
@@ -46,10 +47,10 @@ class Places:
 
 
 def calling_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame outside torch and this package; '' if there is none."""
+    """`file:line` of the innermost frame outside torch, modes and this package, or ''."""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen")):
+        name, is_mode = frame.f_code.co_filename, frame.f_code.co_name in _OF_MODES
+        if not (is_mode or name.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen"))):
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -124,9 +124,12 @@ def _phase(run: RunResult, what: What, error: ErrorRecord | None) -> Phase:
         return "outside"
     if error is None:
         # It left no word; what it noted, or those that waited for it, say what all were doing.
+        ending = _ending(run)
+        if ending.phase:
+            return _PHASES[ending.phase]
         others = [each.error for each in run.ranks if each.error is not None]
         at_capture = any(_in_graphs(other) for other in others)
-        return "capture" if at_capture or _ending(run).module else "outside"
+        return "capture" if at_capture or ending.module else "outside"
     if has_lost_its_groups(error):
         return "outside"
     phase, config = _PHASES[error.phase], run.spec.config

@@ -170,7 +170,7 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
     failure, asker = failure_of(verdict), asker.without_journal()
 
     def run(checkout: Checkout) -> Reply:
-        legs: dict[str, Any] = {leg: _at(getattr(case, leg), checkout, top) for leg in LEGS}
+        legs: dict[str, Any] = {leg: at_commit(getattr(case, leg), checkout, top) for leg in LEGS}
         program = _program(legs["candidate"])
         if program.kind == "script" and not Path(program.target).is_file():
             return Reply(answer=UNRESOLVED, words="no verdict: the script is not in this commit")
@@ -190,13 +190,29 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
     return run
 
 
-def _at(spec: RunSpec, checkout: Checkout, top: Path) -> RunSpec:
-    """The run with the paths of a checkout; the commit makes it another run than the last one."""
+def at_commit(spec: RunSpec, checkout: Checkout, top: Path) -> RunSpec:
+    """The run with the paths of a checkout; the commit makes it another run than the last one.
+
+    So are arguments that name a file of the repository `top`, or with a slash a folder of it, from
+    where we are, if the commit has it: what it lacks, as data that git ignores, stays the user's.
+    """
 
     def moved(path: str) -> str:
         inside = Path(path).is_absolute() and Path(path).is_relative_to(top)
         return str(checkout.folder / Path(path).relative_to(top)) if inside else path
 
     program = dict(spec.config["program"])
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [argument(each) for each in value]
+        if not isinstance(value, str) or not value or "\0" in value:
+            return value
+        named = Path(value).resolve()
+        there = Path(moved(str(named)))
+        is_kept = there == named or not (named.is_file() or (os.sep in value and named.is_dir()))
+        return value if is_kept or not there.exists() else str(there)
+
     program |= {name: moved(program[name]) for name in ("target", "folder")}
+    program["args"] = {name: argument(value) for name, value in program["args"].items()}
     return replace(spec, config=spec.config | {"program": program, "commit": checkout.commit})

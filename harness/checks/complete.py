@@ -356,7 +356,9 @@ def _exit_flaw(run: RunResult) -> Flaw | None:
         if rank not in exits or exits[rank].code is None:
             return Flaw(what="missing_rank", message=f"rank {rank} has no exit state", rank=rank)
         code = exits[rank].code
-        if code != 0:
+        # The outcome says so of a process that stayed after the end of its program.
+        stayed = exits[rank].killed_by_harness and not run.outcome.what
+        if code != 0 and not stayed:
             return Flaw(
                 what="crashed" if code is not None and code > 0 else "killed",
                 message=f"rank {rank} exited with {code} after its last record",

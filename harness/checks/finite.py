@@ -3,7 +3,8 @@
 Within a step the order is that of the computation: losses, gradients, gradient norm, then what the
 optimizer wrote. A reference that is non-finite in the same place does not excuse the candidate, but
 for what is not trained: a buffer may be a mask of infinities. A step that the program skips for its
-gradients may have such gradients.
+gradients may have such gradients, and a norm of them. An infinite loss is never excused: that of a
+GradScaler is recorded before it is scaled.
 """
 
 from collections.abc import Iterator, Mapping

@@ -28,7 +28,7 @@ from harness.checks import (
 )
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
-from harness.checks.repeats import cause_of
+from harness.checks.nondeterminism import cause_of
 from harness.checks.soaked import missed_turns
 from harness.naming import aligned
 from harness.records import (
@@ -41,6 +41,7 @@ from harness.records import (
     Verdict,
     What,
 )
+from harness.samples import samples_of
 from harness.shared_gpus import SHARED_GPU
 from harness.tolerance import LossGap, tolerance_of
 
@@ -74,6 +75,7 @@ def judge(
     control: RunResult,
     candidate: RunResult,
     *,
+    samples: Sequence[RunResult] = (),
     repeats: Sequence[RunResult] = (),
     wall_s: float = 0.0,
 ) -> Verdict:
@@ -84,6 +86,7 @@ def judge(
         reference: the run that is trusted.
         control: the reference, run a second time.
         candidate: the run in question.
+        samples: runs of the reference that round at random (`harness.samples`).
         repeats: timed runs, of reference and candidate in turn (`harness.repeats`).
         wall_s: seconds that the case took, kept in the verdict.
 
@@ -98,7 +101,7 @@ def judge(
             check="case", outcome="skipped", what="unsupported", message=case.skip_reason
         )
         return _verdict(case, reason, (reason,), wall_s)
-    results = _answers(case, runs, repeats)
+    results = _answers(case, runs, samples, repeats)
     return _verdict(case, _decide(case, results), tuple(results), wall_s)
 
 
@@ -113,7 +116,10 @@ def exit_code(verdicts: Iterable[Verdict]) -> ExitCode:
 
 
 def _answers(
-    case: CaseSpec, runs: dict[str, RunResult], repeats: Sequence[RunResult]
+    case: CaseSpec,
+    runs: dict[str, RunResult],
+    samples: Sequence[RunResult],
+    repeats: Sequence[RunResult],
 ) -> list[CheckResult]:
     reference, control, candidate = runs["reference"], runs["control"], runs["candidate"]
     plan = _plan_flaw(case, runs)
@@ -140,7 +146,7 @@ def _answers(
         if name == throughput.NAME:
             answer = throughput.check(repeats[0::2], repeats[1::2], checks[name])
         else:
-            answer = _requested(case, name, checks[name], reference, candidate, flaws)
+            answer = _requested(case, name, checks[name], (reference, candidate, samples), flaws)
         # The last of the checks: what it states stands on all the others.
         results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
     return results
@@ -257,17 +263,20 @@ def _requested(
     case: CaseSpec,
     name: str,
     parameters: Mapping[str, object],
-    reference: RunResult,
-    candidate: RunResult,
+    runs: tuple[RunResult, RunResult, Sequence[RunResult]],
     flaws: dict[str, Flaw | None],
 ) -> CheckResult:
+    reference, candidate, samples = runs
     check = CHECKS.get(name)
     if check is None:
         legal = ", ".join(CHECKS)
         return error(name, "unsupported", f"no check is named {name}; legal names: {legal}")
     tolerance = tolerance_of(case.expect)
     if tolerance is not None and name == loss.NAME:
-        result = within.check(reference, candidate, tolerance)
+        due = [spec.key for spec in samples_of(case)]
+        if [run.spec.key for run in samples] != due:
+            return error(name, "not_run", f"expected the {len(due)} samples of the reference")
+        result = within.check(reference, candidate, tolerance, samples)
     else:
         result = check(reference, candidate, parameters)
     if tolerance is not None and name in EXACT:

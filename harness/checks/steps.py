@@ -1,5 +1,7 @@
 """Step records of a run by (step, rank), and how compared values are written for people."""
 
+import math
+import struct
 from collections.abc import Iterable, Mapping
 
 from harness.records import (
@@ -65,18 +67,16 @@ def shared_pairs(
 
 
 def show_float(value: FloatBits) -> str:
-    """Nine digits, which tell any two float32 apart, and the bit pattern."""
+    """The digits that tell any two floats of that width apart, and the bit pattern."""
     return f"{show_value(value)} (0x{value.bits})"
 
 
 def show_value(value: FloatBits) -> str:
     """The number alone: `2.5`, `-0`, `nan`, `-inf`."""
     if value.value is not None:
-        return f"{value.value:.9g}"
-    pattern = int(value.bits, 16)
-    if pattern & 0x007FFFFF:
-        return "nan"
-    return "-inf" if pattern & 0x80000000 else "inf"
+        return f"{value.value:.{17 if value.is_double else 9}g}"
+    number = struct.unpack(">d" if value.is_double else ">f", bytes.fromhex(value.bits))[0]
+    return "nan" if math.isnan(number) else "-inf" if number < 0 else "inf"
 
 
 def show_ranks(ranks: set[int]) -> str:

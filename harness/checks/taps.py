@@ -5,14 +5,15 @@ gradient is that of a module's output, so what differs first was computed by wha
 
 A module that was called in one leg and not at all in the other was taken apart by a graph scope, as
 experts are: that is counted and said, not failed. One that was called less often is a failure. If
-all that a pattern means was taken apart, or never runs, the pattern looked at nothing, which is an
-error. The last step decides: the first ones are eager in every leg.
+all that a pattern means was taken apart, never runs or is no module at all, the pattern looked at
+nothing, which is an error. The last step decides: the first ones are eager in every leg. Patterns
+are those of the specification and those that a script gave its recorder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_core.config import TapPattern, tap_pattern
+from fsdp_core.config import ConfigError, TapPattern, tap_pattern
 from harness.checks.answer import error, failed, passed, refuse_parameters
 from harness.checks.calls import GRADIENT, Both, calls, in_program_order, shared_rows
 from harness.checks.steps import count, rank_table, shared_pairs, show_ranks, step_table
@@ -27,6 +28,9 @@ from harness.records import (
 
 NAME = "taps"
 MISSING = "never ran"
+_WITHOUT_CALLS = (
+    "the tap {} compares nothing: it matches no module that either run called in training"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def check(
         if rank in others and others[rank].taps != start.taps:
             return error(NAME, "unsupported", f"the legs tap different modules on rank {rank}")
     if not any(start.taps for start in starts.values()):
-        return error(NAME, "unsupported", "the run taps no module: say which with taps: [...]")
+        return _no_taps(_patterns(reference, candidate))
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
@@ -66,7 +70,7 @@ def check(
     blind: str | None = f"no tapped module ran in both legs: nothing to compare{apart}"
     if equal:
         last = max(step for step, _ in pairs)
-        blind = _blind(specs, {
+        blind = _blind(specs, _patterns(reference, candidate), {
             rank: (ours[last, rank], theirs[last, rank], starts[rank])
             for step, rank in pairs if step == last
         })  # fmt: skip
@@ -76,8 +80,24 @@ def check(
     return passed(NAME, message, calls=equal, unseen=len(unseen))
 
 
+def _no_taps(patterns: Sequence[str]) -> CheckResult:
+    if patterns:
+        return error(NAME, "not_run", _WITHOUT_CALLS.format(patterns[0]))
+    return error(NAME, "unsupported", "the run taps no module: say which with taps: [...]")
+
+
+def _patterns(*runs: RunResult) -> list[str]:
+    """What the runs tap, by specification or by the script's own line."""
+    found = [text for run in runs for text in run.spec.config.get("taps", ())]
+    for event in (event for run in runs for records in run.ranks for event in records.events):
+        given = event.detail.get("patterns") if event.name == NAME else None
+        found += given if isinstance(given, list) else ()
+    return list(dict.fromkeys(map(str, found)))
+
+
 def _blind(
     specs: tuple[RunSpec, RunSpec],
+    patterns: Sequence[str],
     at_last: Mapping[int, tuple[StepRecord, StepRecord, StartRecord]],
 ) -> str | None:
     """What to say of the first pattern that compares nothing in the last step; None if all do."""
@@ -87,10 +107,15 @@ def _blind(
         for a, b in zip(*both, strict=True):
             sides = ran.setdefault(a.tap, [False, False])
             ran[a.tap] = [sides[0] or bool(a.place), sides[1] or bool(b.place)]
-    for text in specs[1].config.get("taps", ()):
-        pattern = tap_pattern(text)
+    for text in patterns:
+        try:
+            pattern = tap_pattern(text)
+        except ConfigError:
+            continue  # of a damaged record, which is a problem of its own
         meant = {tap: sides for tap, sides in ran.items() if _means(pattern, tap)}
-        if meant and not any(all(sides) for sides in meant.values()):
+        if not meant:
+            return _WITHOUT_CALLS.format(text)
+        if not any(all(sides) for sides in meant.values()):
             first, (in_ours, in_theirs) = min(meant.items())
             where = "in neither leg"
             if in_ours != in_theirs:

@@ -7,20 +7,31 @@ differs, since digests are equal or not and say nothing of how far.
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
+from harness.checks import loss
 from harness.checks.answer import error, failed, passed
 from harness.checks.loss import NAME, quantities
+from harness.checks.spread import Place, Unmeasured, measure
 from harness.checks.steps import StepTable, count, shared_pairs, show_float, step_table
 from harness.records import CheckResult, Difference, FloatBits, RunResult, StepRecord
-from harness.tolerance import Close, LossGap
+from harness.tolerance import Close, LossGap, Rounding
 
 MISSING = "missing"
 _Value = tuple[int, int, str, FloatBits | None, FloatBits | None]
 """Step, rank, quantity, and what both runs have of it."""
 
 
-def check(reference: RunResult, candidate: RunResult, tolerance: Close | LossGap) -> CheckResult:
-    """Compare losses of the (step, rank) pairs that both runs hold within a tolerance."""
+def check(
+    reference: RunResult,
+    candidate: RunResult,
+    tolerance: Close | LossGap | Rounding,
+    samples: Sequence[RunResult] = (),
+) -> CheckResult:
+    """Compare losses of the (step, rank) pairs that both runs hold within a tolerance.
+
+    `samples` are runs of the reference that round at random, for `rounding`.
+    """
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = shared_pairs(ours, theirs)
     if isinstance(tolerance, LossGap):
@@ -32,7 +43,19 @@ def check(reference: RunResult, candidate: RunResult, tolerance: Close | LossGap
     ]
     if not values:
         return error(NAME, "not_run", "the runs share no recorded loss or norm: nothing to compare")
-    return _close(values, tolerance)
+    if isinstance(tolerance, Close):
+        return _close(values, str(tolerance), lambda _, a, b: tolerance.excess(a, b))
+    try:
+        spread = measure(reference, samples)
+    except Unmeasured as why:
+        return error(NAME, why.what, str(why))
+    if spread is None:
+        exact = loss.check(reference, candidate, {})
+        message = f"no sample has rounded anything, so bits are due: {exact.message}"
+        return dataclasses.replace(exact, message=message)
+    result = _close(values, str(tolerance), spread.excess)
+    figures = result.figures | {"samples": float(len(samples)), "deviations": spread.factor}
+    return dataclasses.replace(result, figures=figures)
 
 
 def informative(result: CheckResult) -> CheckResult:
@@ -43,11 +66,16 @@ def informative(result: CheckResult) -> CheckResult:
     return dataclasses.replace(result, outcome="passed", what="", message=message)
 
 
-def _close(values: list[_Value], tolerance: Close) -> CheckResult:
+def _close(
+    values: list[_Value], tolerance: str, excess: Callable[[Place, float, float], float]
+) -> CheckResult:
     gaps = [
-        (tolerance.excess(_number(left), _number(right)), -step, -rank, name, left, right)
+        (
+            excess((step, rank, name), _number(left), _number(right)),
+            -step, -rank, name, left, right,
+        )
         for step, rank, name, left, right in values
-    ]
+    ]  # fmt: skip
     # Equal infinities are still outside: `finite` says so, too, where it was asked.
     beyond = [gap for gap in gaps if not gap[0] <= 1]
     largest = max(gaps, key=lambda gap: gap[:3])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness.disk import write_atomic
 from harness.engine.crew import Crew, Job, Meeting, RankMain
+from harness.engine.gpu_evidence import remove_pipes
 from harness.engine.job_files import NodeReport, record_sizes, report_path
 from harness.engine.leader import OpenStore
 from harness.engine.process import adopt_orphans, kill_children
@@ -66,6 +67,7 @@ def lead_share(
         crew.store = None
     finally:
         kill_children()
+    remove_pipes(Path(), job.ranks, all_went_well=False)
     problems = crew.close_outputs()
     exits = tuple(crew.watch.exits[rank] for rank in job.ranks)
     ended = any(state.killed_by_harness for state in exits)

@@ -4,6 +4,7 @@ fork the ranks -> pump what they print -> reap -> `Watch` says whom to signal ->
 """
 
 import faulthandler
+import math
 import os
 import selectors
 import signal
@@ -22,6 +23,7 @@ from harness.engine.first_failure import FirstFailure, claim
 from harness.engine.gpu_evidence import (
     ask_for_dumps,
     evidence_environment,
+    prepare_to_ask,
     with_time_for_dumps,
 )
 from harness.engine.gpus import gpu_environment
@@ -33,6 +35,8 @@ from harness.masking import Masker
 from harness.records import RunSpec
 from harness.streams import has_begun, has_end_record, rank_path
 
+LOOK_S = 2.0
+"""Between looks at whether a program's ranks have all come to their end."""
 RankMain = Callable[[RunSpec, Path, int, int], int]
 """Runs one rank: specification, folder, rank, port of the store; gives the exit code."""
 
@@ -99,6 +103,8 @@ class Crew:
         self.told_to_stop = self.was_suspended = False
         self._pids: dict[int, int] = {}
         self._recorded_bytes, self._has_begun = 0, job.spec.soak is not None
+        # The trainer leaves without the destructors in which other programs may stay.
+        self._look_s = LOOK_S if job.spec.config.get("program") is not None else math.inf
         self._outputs: list[CappedOutput] = []
         self._selector = selectors.DefaultSelector()
         self._wakeup = ChildWakeup()
@@ -107,6 +113,7 @@ class Crew:
             signal.signal(signal.SIGTERM, self._take_sigterm)
             # What Slurm sends before the SIGSTOP of a job that is suspended.
             signal.signal(signal.SIGTSTP, self._take_sigtstp)
+        prepare_to_ask(job.spec, job.folder, job.ranks)
         for rank in job.ranks:
             self._fork(job, rank_main, rank, meeting)
 
@@ -175,7 +182,7 @@ class Crew:
     def watch_to_the_end(self) -> None:
         """Wait until every rank has ended, by itself or by force; from inside the run's folder."""
         while self.watch.running:
-            patience_s = max(self.watch.deadline_s - time.monotonic(), 0.0)
+            patience_s = max(min(self.watch.deadline_s - time.monotonic(), self._look_s), 0.0)
             for key, _ in self._selector.select(patience_s):
                 if key.data is None:
                     self._wakeup.drain()
@@ -184,11 +191,17 @@ class Crew:
             self._reap()
             if self.told_to_stop:
                 self.watch.stop(time.monotonic())
+            if self._look_s < math.inf and self._all_have_ended():
+                self.watch.leaves(time.monotonic())
             if self.watch.may_stall(time.monotonic()) and self._has_recorded():
                 self.watch.progressed(time.monotonic())
             number = self.watch.advance(time.monotonic())
             if number is not None:
                 self._signal_running(number)
+
+    def _all_have_ended(self) -> bool:
+        """Whether every rank that still runs here has written its end record."""
+        return all(has_end_record(rank_path(Path(), rank)) for rank in self.watch.running)
 
     def _has_recorded(self) -> bool:
         """Whether any rank here has recorded anything since this was asked last."""

@@ -1,9 +1,11 @@
-"""What a soaked run on GPUs leaves behind when it dies or hangs: NCCL's recorder, CUDA's core dump.
+"""What a run leaves behind when it dies or hangs: NCCL's recorder, CUDA's core dump, answers.
 
-    NCCL's flight recorder   nccl_rank<R>     written by the rank's watchdog thread when the leader
-                                              asks by the pipe nccl_rank<R>.pipe
+    NCCL's flight recorder   nccl_rank<R>     of soaks and programs on GPUs; written by the rank's
+                                              watchdog thread when the leader asks by the pipe
+                                              nccl_rank<R>.pipe
+    a program's answer       rank<R>.answer   by a thread of the recorder, asked by rank<R>.ask
     CUDA's core dump         cuda<R>.core     a light one: registers and the kernel, no memory; the
-                                              program goes on and gets its error
+                                              program goes on and gets its error; of soaks
 
 What the user has set of these variables stands. A dump holds only plain values, so it is unpickled
 with all classes refused. Replays of graphs enqueue nothing that NCCL records: a rank that waits in
@@ -17,23 +19,29 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from harness.disk import read_plain
 from harness.engine.watch import Limits
-from harness.engine.whereabouts import Place, group_key, place_path, read_place
+from harness.engine.whereabouts import Place, answer_path, group_key, place_path, read_place
 from harness.records import RunSpec
 
 BUFFER_ENTRIES = 2000
 MAX_DUMP_BYTES = 256 << 20
 DUMP_S = 5.0
 """Given to watchdogs, which look for requests once a second, and write."""
+ANSWER_S = 2.0
+"""Given to a program's ranks to say where they are."""
 _COREDUMP_FLAGS = (
     "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory,"
     "skip_constbank_memory,skip_abort"
 )
+DEFAULT_GROUP = "default_pg"
+NOT_OF_PROGRAM = re.compile(r"/(site|dist)-packages/torch/|/harness/recorder/|^<|^\?\?")
+"""Files that every program's stack goes through."""
 _EXCEPTION = re.compile(r"coredump: Detected an exception of type (\w+)")
 _FRAME = re.compile(r"coredump:\s+#\d+\s+0x[0-9a-f]+\s+(\S.*)")
 """Of the stack of the warp that failed, innermost first: the last one is the kernel."""
@@ -42,8 +50,8 @@ _FRAME = re.compile(r"coredump:\s+#\d+\s+0x[0-9a-f]+\s+(\S.*)")
 def evidence_environment(
     spec: RunSpec, folder: Path, rank: int, set_already: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables that make a rank leave evidence; none but for a soak on GPUs."""
-    if spec.device != "cuda" or spec.soak is None:
+    """Variables that make a rank leave evidence; none but for soaks and programs on GPUs."""
+    if spec.device != "cuda" or not (_is_program(spec) or spec.soak is not None):
         return {}
     prefix = str(folder.absolute() / "nccl_rank")
     wanted = {
@@ -52,33 +60,68 @@ def evidence_environment(
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": prefix,
-        "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
-        "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1",
-        "CUDA_COREDUMP_SHOW_PROGRESS": "1",
-        "CUDA_COREDUMP_GENERATION_FLAGS": _COREDUMP_FLAGS,
-        "CUDA_COREDUMP_FILE": str(folder.absolute() / f"cuda{rank}.core"),
     }
+    # A core dump takes time, and in a program an error may be meant to be caught.
+    wanted |= (
+        {}
+        if spec.soak is None
+        else {
+            "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
+            "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1",
+            "CUDA_COREDUMP_SHOW_PROGRESS": "1",
+            "CUDA_COREDUMP_GENERATION_FLAGS": _COREDUMP_FLAGS,
+            "CUDA_COREDUMP_FILE": str(folder.absolute() / f"cuda{rank}.core"),
+        }
+    )
     return {name: value for name, value in wanted.items() if name not in set_already}
 
 
 def with_time_for_dumps(limits: Limits, spec: RunSpec) -> Limits:
     """As patient with ranks that are asked for stacks as their dumps need."""
-    if not evidence_environment(spec, Path(), 0, {}):
-        return limits
-    return replace(limits, stacks_s=max(limits.stacks_s, DUMP_S))
+    asks = DUMP_S if evidence_environment(spec, Path(), 0, {}) else 0.0
+    if _is_program(spec) and spec.world_size > 1:
+        asks = max(asks, ANSWER_S)
+    return replace(limits, stacks_s=max(limits.stacks_s, asks))
+
+
+def _is_program(spec: RunSpec) -> bool:
+    return spec.config.get("program") is not None
+
+
+def prepare_to_ask(spec: RunSpec, folder: Path, ranks: Iterable[int]) -> None:
+    """Make the pipes at which ranks of a program wait to be asked where they are."""
+    if not _is_program(spec) or spec.world_size == 1:
+        return
+    for rank in ranks:
+        with suppress(OSError):  # a file system without pipes: such a rank is not asked
+            os.mkfifo(folder / f"rank{rank}.ask")
 
 
 def ask_for_dumps(folder: Path, ranks: Iterable[int]) -> None:
-    """Ask watchdogs of ranks for what NCCL recorded; a rank that has none is passed over."""
-    for rank in ranks:
+    """Ask ranks where they are, by NCCL's watchdogs and by the recorder's own threads.
+
+    A rank that has neither is passed over.
+    """
+    names = ("nccl_rank{}.pipe", "rank{}.ask")
+    for path in (folder / name.format(rank) for rank in ranks for name in names):
         try:
-            fd = os.open(folder / f"nccl_rank{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENXIO):
                 continue  # no pipe, or nobody reads it
             raise
         os.write(fd, b"1\n")
         os.close(fd)
+
+
+def remove_pipes(folder: Path, ranks: Iterable[int], *, all_went_well: bool) -> None:
+    """Take away what ranks were asked by, and of a run that ended well their places, too."""
+    for rank in ranks:
+        for path in (folder / f"nccl_rank{rank}.pipe", folder / f"rank{rank}.ask"):
+            path.unlink(missing_ok=True)
+        if all_went_well:
+            place_path(folder, rank).unlink(missing_ok=True)
+            answer_path(folder, rank).unlink(missing_ok=True)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -105,14 +148,23 @@ def read_dump(path: Path) -> Place | None:
 
 
 def last_place(folder: Path, rank: int) -> Place | None:
-    """Where a rank was: by its own notes on the CPU, by NCCL's recorder on a GPU, else None."""
+    """Where a rank was: by its answer, by NCCL's recorder, or by its own notes; else None."""
+    if (answer := read_place(answer_path(folder, rank))) is not None:
+        return answer
     own = read_place(place_path(folder, rank))
-    return own if own and own.operator else read_dump(folder / f"nccl_rank{rank}")
+    dump = read_dump(folder / f"nccl_rank{rank}")
+    if own is None or not (own.operator or own.entered):
+        return dump
+    if dump is None:
+        return own
+    # NCCL counts no steps.
+    return replace(dump, step=own.step, entered=own.entered | dump.entered)
 
 
 def last_module(folder: Path, rank: int) -> str:
     """The module that a rank was in, where it noted that; else ""."""
-    own = read_place(place_path(folder, rank))
+    answer = read_place(answer_path(folder, rank))
+    own = answer or read_place(place_path(folder, rank))
     return own.module if own is not None else ""
 
 
@@ -120,21 +172,35 @@ def _place(entries: list[dict[str, Any]], groups: Mapping[str, tuple[int, ...]])
     """The first collective that is not over, or the last one."""
     if not entries:
         return None
+
+    def key_of(entry: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+        name, description = map(str, entry["process_group"])
+        return groups[name], "" if description == DEFAULT_GROUP else name
+
     entered: dict[str, int] = {}
     for entry in entries:
-        key = group_key(groups[str(entry["process_group"][0])])
+        key = group_key(*key_of(entry))
         entered[key] = max(entered.get(key, 0), int(entry["collective_seq_id"]))
     open_ones = [entry for entry in entries if entry["state"] != "completed"]
     at = open_ones[0] if open_ones else entries[-1]
-    group = groups[str(at["process_group"][0])]
+    group, name = key_of(at)
     if open_ones:
         # It waits here, whatever was enqueued after it.
-        entered[group_key(group)] = int(at["collective_seq_id"])
+        entered[group_key(group, name)] = int(at["collective_seq_id"])
     operator = str(at["profiling_name"]).rpartition(":")[2]
     return Place(
         step=-1, operator=operator, label="", group=group, is_inside=bool(open_ones),
-        entered=entered,
+        entered=entered, name=name, called_at=_called_at(at.get("frames") or []),
     )  # fmt: skip
+
+
+def _called_at(frames: list[dict[str, Any]]) -> str:
+    """The innermost line that is neither torch's nor the recorder's."""
+    for frame in frames:
+        path = PurePath(frame["filename"])
+        if not NOT_OF_PROGRAM.search(path.as_posix()):
+            return f"{path.name}:{int(frame['line'])} in {frame['name']}"
+    return ""
 
 
 def kernel_words(stderr_tail: str, folder: Path, rank: int) -> str:

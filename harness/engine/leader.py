@@ -17,13 +17,17 @@ from pathlib import Path
 
 from harness.disk import read_tail
 from harness.engine.crew import Crew, Job, Meeting, RankMain, flush_output, redirect
-from harness.engine.gpu_evidence import kernel_words, last_module, last_place
+from harness.engine.gpu_evidence import (
+    kernel_words,
+    last_module,
+    last_place,
+    remove_pipes,
+)
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.neighbours import LOST
 from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.watch import Limits
-from harness.engine.whereabouts import place_path
 from harness.errors import HarnessError
 from harness.records import ExitCode, RunOutcome, RunSpec
 from harness.store import save_outcome
@@ -89,9 +93,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         steps=_steps_of(job.spec),
     )
     what, message, culprit, _ = answer
-    if not what:
-        for rank in ranks:  # a run that ended well has no need of them
-            place_path(here, rank.rank).unlink(missing_ok=True)
+    remove_pipes(here, job.ranks, all_went_well=not what)
     if what == "illegal_access" and culprit is not None:
         words = kernel_words(tail_of(here / f"rank{culprit}.stderr"), here, culprit)
         message += f"; {words}" if words else ""

@@ -7,6 +7,7 @@
     SIGKILL, SIGTERM, ... not from the harness    killed
     any other signal, or a non-zero exit          crashed
     still running when the time was up            hang
+    the same, but every rank has its end record   nothing: the program came to its end
     could not be forked                           not_run
 
 One failing rank takes the others with it, so most of the evidence is collateral. A rank is a
@@ -18,14 +19,14 @@ running: the one with the fewest steps, else the only one whose stack does not w
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from harness.engine.whereabouts import Mismatch, Missing, Place, find_mismatch, find_missing
 from harness.infrastructure import library_failures, no_process
 from harness.recorder.library_errors import failures_of
-from harness.records import Ending, ErrorRecord, RankExit, RankRecords, What
+from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, What
 
 DISK_FULL = ("no space left on device", "disk quota exceeded")
 OUTSIDE_SIGNALS = frozenset(
@@ -92,9 +93,18 @@ class RankEvidence:
         return tuple(f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(own))
 
     @property
+    def came_to_its_end(self) -> bool:
+        """Whether its program is over, though its process may have stayed until it was killed."""
+        over = self.records.end is not None and self.records.error is None
+        return over and (self.exit.code == 0 or self.still_running)
+
+    @property
     def left_early(self) -> bool:
         """Whether it exited with 0 without an end record."""
         return self.exit.code == 0 and self.records.end is None and self.records.error is None
+
+
+_AT_WORK: dict[str, Passed] = {each: each for each in get_args(Passed)}
 
 
 class Answer(NamedTuple):
@@ -123,7 +133,11 @@ def ending_of(answer: Answer, ranks: Sequence[RankEvidence], *, machine: str = "
         killed = code is not None and code < 0 and not rank.still_running
         name = signal_name(-code) if code is not None and killed else ""
         machine = machine or no_process(rank.exit.errno)
-        return Ending(signal=name, module=rank.module, collective=fault, machine=machine)
+        phase = rank.place.phase if rank.place is not None else ""
+        return Ending(
+            signal=name, phase=_AT_WORK.get(phase, ""), module=rank.module, collective=fault,
+            machine=machine,
+        )  # fmt: skip
     return Ending(
         exception=error.type, raised_at=error.raised_at, phase=error.phase, module=error.module,
         tensor=next(iter(error.tensors), ""), collective=fault, machine=machine,
@@ -234,7 +248,7 @@ def _failures(rank: RankEvidence) -> frozenset[str]:
 
 
 def _mismatch(ranks: Sequence[RankEvidence]) -> Mismatch | None:
-    return find_mismatch({r.rank: r.place for r in ranks if r.place is not None})
+    return find_mismatch(_places(ranks))
 
 
 def _how(rank: RankEvidence) -> tuple[What, str]:
@@ -275,7 +289,7 @@ def _hang(
     running: Sequence[RankEvidence], victims: Sequence[RankEvidence], *, waited: str
 ) -> Answer:
     ordered = sorted(running, key=lambda r: r.rank)
-    steps = ", ".join(f"rank {r.rank} {_where(r)}{_inside(r)}" for r in ordered)
+    steps = ", ".join(f"rank {r.rank} {_where_now(r)}{_inside(r)}" for r in ordered)
     if waited:
         message = f"{waited}; still running: {steps}"
     else:
@@ -283,7 +297,7 @@ def _hang(
         told = _first_line(error.message) if error is not None else ""
         message = f"still running: {steps}; rank {victims[0].rank} waited and gave up: {told}"
     # Victims, too, say where they were: they gave up there.
-    places = {r.rank: r.place for r in (*running, *victims) if r.place is not None}
+    places = _places((*running, *victims))
     if (missing := find_missing(places)) is not None:
         return Answer("hang", f"{missing}; {message}", missing.ranks[0], missing)
     if (mismatch := find_mismatch(places)) is not None:
@@ -291,7 +305,7 @@ def _hang(
     hung = _hung(running)
     if hung is not None and len(running) + len(victims) > 1:
         (rank,) = (r for r in running if r.rank == hung)
-        message = f"the others waited for rank {hung}, {_where(rank)}{_inside(rank)}; {message}"
+        message = f"the others waited for rank {hung}, {_where_now(rank)}{_inside(rank)}; {message}"
     return Answer("hang", message, hung)
 
 
@@ -307,15 +321,28 @@ def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvide
 
 
 def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
-    """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
+    """Ranks that ended with 0 while others waited for them in a collective; None if none did.
+
+    Empty where all came to their end: destructors of process groups are known not to return.
+    """
+    if all(r.came_to_its_end for r in ranks):
+        return Answer("", "", None)
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
-    if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
-        return None  # all came to their end: nobody waits
-    missing = find_missing({r.rank: r.place for r in ranks if r.place is not None})
+    missing = find_missing(_places(ranks))
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
     return Answer("hang", f"{missing}; {_left(first)}", first.rank, missing)
+
+
+def _places(ranks: Sequence[RankEvidence]) -> dict[int, Place]:
+    """Where ranks are; those that gave up waiting are still in what they waited for."""
+    found = {r.rank: r.place for r in ranks if r.place is not None}
+    for r in ranks:
+        error = r.records.error
+        if r.rank in found and error is not None and "peer_lost" in library_failures(error):
+            found[r.rank] = replace(found[r.rank], is_inside=bool(found[r.rank].operator))
+    return found
 
 
 def _hung(running: Sequence[RankEvidence]) -> int | None:
@@ -369,6 +396,17 @@ def _where(rank: RankEvidence) -> str:
     if rank.last_step is not None:
         return f"after step {rank.last_step}"
     return "before its first step" if rank.records.start is not None else "before its first record"
+
+
+def _where_now(rank: RankEvidence) -> str:
+    """The same of a rank that was still running: by its answer, where it gave one."""
+    place = rank.place
+    if place is None or not (place.phase or place.at):
+        return _where(rank)
+    step = f"in step {place.step}" if place.step >= 0 else "before its first step"
+    module = f" of {place.module}" if place.module else ""
+    phase = f", {place.phase}{module}" if place.phase else ""
+    return f"{step}{phase}" + (f" at {place.at}" if place.at else "")
 
 
 def _inside(rank: RankEvidence) -> str:

@@ -45,7 +45,7 @@ class ServerProcess:
         command = [
             sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
             "--entry", entry, "--grace-s", str(limits.grace_s), "--stacks-s", str(limits.stacks_s),
-            "--output-cap-bytes", str(limits.output_cap_bytes),
+            "--leave-s", str(limits.leave_s), "--output-cap-bytes", str(limits.output_cap_bytes),
         ]  # fmt: skip
         with theirs:
             try:

@@ -18,10 +18,14 @@ from harness.records import RankExit
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How patient a leader is (seconds) and how much it stores of a rank's output (bytes)."""
+    """How patient a leader is (seconds) and how much it stores of a rank's output (bytes).
+
+    `leave_s` is for ranks that have only to exit.
+    """
 
     grace_s: float = 3.0
     stacks_s: float = 1.0
+    leave_s: float = 30.0
     output_cap_bytes: int = CAP_BYTES
 
 
@@ -50,6 +54,7 @@ class Watch:
     phase: Phase = Phase.RUNNING
     timed_out: bool = False
     stalled: bool = False
+    leaving: bool = False
     exits: dict[int, RankExit] = field(default_factory=dict)
     failed_s: dict[int, float] = field(default_factory=dict)
     deadline_s: float = field(init=False)
@@ -63,9 +68,16 @@ class Watch:
             end_s = self.started_s + self.timeout_s
             self.deadline_s = end_s if self.stall_s is None else min(end_s, now_s + self.stall_s)
 
+    def leaves(self, now_s: float) -> None:
+        """Take note that every rank left has written its end record, and has only to exit."""
+        if self.phase is Phase.RUNNING and not self.leaving:
+            self.leaving = True
+            self.deadline_s = min(self.deadline_s, now_s + self.limits.leave_s)
+
     def may_stall(self, now_s: float) -> bool:
         """Whether it must be looked at what ranks have recorded, before `advance`."""
-        return self.phase is Phase.RUNNING and self.stall_s is not None and now_s >= self.deadline_s
+        waits = self.phase is Phase.RUNNING and not self.leaving
+        return waits and self.stall_s is not None and now_s >= self.deadline_s
 
     @property
     def failed_order(self) -> list[int]:
@@ -115,7 +127,7 @@ class Watch:
             self.deadline_s = now_s + self.limits.stacks_s
             return signal.SIGKILL
         self.timed_out = now_s >= self.started_s + self.timeout_s
-        self.stalled = not self.timed_out and self.phase is Phase.RUNNING
+        self.stalled = self.phase is Phase.RUNNING and not (self.timed_out or self.leaving)
         self.phase = Phase.STACKS
         self.deadline_s = now_s + self.limits.stacks_s
         return signal.SIGUSR1

@@ -2,6 +2,8 @@
 
     rank<R>.place    one JSON object in a file that the rank maps into its memory: a write is a copy
                      of some hundred bytes, and what was written is there whatever ends the rank
+    rank<R>.answer   the same of a rank of a program, when the leader gives the run up and asks
+                     (`harness.recorder.collectives`): with what C++ called, and from where
 
 A collective is over once every rank of its group has entered it, so of two ranks of one group the
 one that entered fewer is the one that the other waits for. If it waits in another collective
@@ -38,6 +40,11 @@ class Place(Json):
         is_inside: whether it has not come back from it.
         entered: how many collectives of each group it has entered, by ranks as `0,1`.
         module: innermost module that was running, in the step that captures graphs; else "".
+        name: of the group where it is not the one of all ranks; two groups may have the same ranks.
+        sizes: of the tensors that it takes, where all ranks must have the same; "" if not known.
+        called_at: line of the program that called it, as `train.py:7 in main`; "" if not known.
+        phase: forward, backward or optimizer, whatever the rank was in; "" if not known.
+        at: line of the program that the rank was at.
     """
 
     step: int
@@ -47,11 +54,16 @@ class Place(Json):
     is_inside: bool
     entered: dict[str, int] = field(default_factory=dict)
     module: str = ""
+    name: str = ""
+    sizes: str = ""
+    called_at: str = ""
+    phase: str = ""
+    at: str = ""
 
     @property
     def key(self) -> str:
         """The group as `entered` names it."""
-        return group_key(self.group)
+        return group_key(self.group, self.name)
 
     @property
     def collective(self) -> str:
@@ -64,18 +76,29 @@ class Place(Json):
         in_capture = self.label == IN_CAPTURE
         operator = self.operator.rpartition("::")[2].strip("_")
         label = "" if in_capture else self.label
-        return Entered(operator=operator, label=label, in_capture=in_capture)
+        return Entered(
+            operator=operator, label=label, in_capture=in_capture, sizes=self.sizes,
+            called_at=self.called_at,
+        )  # fmt: skip
 
     def words(self, number: int) -> str:
         """The same with its step and its number in the group."""
         # NCCL's recorder counts no steps.
         when = f" in step {self.step}" if self.step >= 0 else ""
-        return f"{self.collective}{when} (collective {number} of ranks {self.key})"
+        group = f"ranks {group_key(self.group)}" + (f", group {self.name}" if self.name else "")
+        called = f", called at {self.called_at}" if self.called_at else ""
+        return f"{self.collective}{when} (collective {number} of {group}{called})"
 
 
-def group_key(ranks: tuple[int, ...]) -> str:
-    """A group of ranks as text."""
-    return ",".join(map(str, ranks))
+def group_key(ranks: tuple[int, ...], name: str = "") -> str:
+    """A group of ranks as text, with its name unless it is the one of all ranks."""
+    key = ",".join(map(str, ranks))
+    return f"{key} {name}" if name else key
+
+
+def answer_path(folder: Path, rank: int) -> Path:
+    """Where a rank of a program writes its place when it is asked."""
+    return folder / f"rank{rank}.answer"
 
 
 def place_path(folder: Path, rank: int) -> Path:
@@ -162,9 +185,14 @@ class Mismatch:
         return _fault(self.ranks, entered, self.others, self.expected, self.number)
 
     def __str__(self) -> str:
+        mine, theirs = self.place, self.expected
+        told = mine.collective
+        if told == theirs.collective and mine.sizes != theirs.sizes:
+            told += f" of sizes {mine.sizes}, not {theirs.sizes},"
+        called = f", called at {mine.called_at}," if mine.called_at else ""
         return (
-            f"{_names(self.ranks)} entered {self.place.collective} where {_names(self.others)} "
-            f"entered {self.expected.words(self.number)}"
+            f"{_names(self.ranks)} entered {told}{called} where {_names(self.others)} "
+            f"entered {theirs.words(self.number)}"
         )
 
 
@@ -187,17 +215,19 @@ def _names(ranks: tuple[int, ...]) -> str:
 
 def find_mismatch(places: Mapping[int, Place]) -> Mismatch | None:
     """Who waits in another collective than the rest of its group; None if all agree."""
-    met: dict[tuple[str, int], dict[tuple[str, str], list[int]]] = {}
+    met: dict[tuple[str, int], dict[tuple[str, str, str], list[int]]] = {}
     for rank, place in sorted(places.items()):
         if place.is_inside and place.group:
             at = (place.key, place.entered.get(place.key, 0))
-            met.setdefault(at, {}).setdefault((place.operator, place.label), []).append(rank)
+            what = (place.operator, place.label, place.sizes)
+            met.setdefault(at, {}).setdefault(what, []).append(rank)
     for (_, number), by_collective in met.items():
-        # Whose a collective is may be unknown: that is no difference.
-        known = all(label for _, label in by_collective)
-        sides: dict[tuple[str, str], list[int]] = {}
-        for (operator, label), ranks in by_collective.items():
-            sides.setdefault((operator, label if known else ""), []).extend(ranks)
+        # Whose a collective is, and its sizes, may be unknown: that is no difference.
+        known, sized = (all(what[i] for what in by_collective) for i in (1, 2))
+        sides: dict[tuple[str, str, str], list[int]] = {}
+        for (operator, label, sizes), ranks in by_collective.items():
+            what = (operator, label if known else "", sizes if sized else "")
+            sides.setdefault(what, []).extend(ranks)
         if len(sides) < 2:
             continue
         most = max(sides.values(), key=len)

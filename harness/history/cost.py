@@ -18,6 +18,7 @@ from harness.history.database import refusals
 from harness.history.entries import work_of
 from harness.history.ledger import History
 from harness.records import CaseSpec, RunSpec
+from harness.samples import SLOWDOWN
 
 Similar = tuple[str, int, str]
 """Preset, ranks, device."""
@@ -63,7 +64,8 @@ class CostModel:
         similar = (preset, wanted.world_size, wanted.device)
         if similar not in self.start:
             return None
-        return self.start[similar] + int(wanted.config.get("steps", 0)) * self.step[similar]
+        step_s = self.step[similar] * (SLOWDOWN if wanted.rounding else 1.0)
+        return self.start[similar] + int(wanted.config.get("steps", 0)) * step_s
 
 
 def cost_model(history: History, machine: str) -> CostModel:

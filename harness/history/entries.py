@@ -141,7 +141,9 @@ def inputs_of(case: CaseSpec) -> str:
 def work_of(spec: RunSpec) -> str:
     """Names the work that a run does: its key without time limit and replica."""
     plant = spec.plant.to_json() if spec.plant is not None else None
-    return name_of([spec.config, spec.device, spec.world_size, plant])
+    # Names of runs that round as usual are older than the others.
+    rounding = [spec.rounding] if spec.rounding else []
+    return name_of([spec.config, spec.device, spec.world_size, plant, *rounding])
 
 
 def digest_of(entry: Json) -> str:

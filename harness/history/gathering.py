@@ -182,7 +182,8 @@ def _run(
         what=outcome.what,
         device=spec.device,
         world_size=spec.world_size,
-        preset=_text(_mapping(spec.config.get("model")).get("preset")),
+        # A run that rounds at random says nothing of how long those of its preset take.
+        preset="" if spec.rounding else _text(_mapping(spec.config.get("model")).get("preset")),
         steps=_count(spec.config.get("steps")),
         started_unix_s=_seconds(outcome.started_unix_s),
         wall_s=_seconds(outcome.wall_s),

@@ -10,6 +10,7 @@ The rendezvous store is hosted by the run's leader, as torchrun's agent does.
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,6 +33,9 @@ def run_program(program: ProgramSpec, folder: Path, key: str) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if program.kind != "entry":
+        # The leader asks for stacks by it: until the recorder's `sitecustomize` has set that up,
+        # and again once the interpreter has shut down, it must not end the rank.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         words = command(program)
         os.execve(words[0], words, os.environ)
     return _call(program)

@@ -61,13 +61,11 @@ class Capabilities:
     """What can be asked of a program beyond its records; of the built-in trainer, all of it."""
 
     layouts: bool
-    faults: bool
-    soak: bool
     memory_prediction: bool
 
 
-BUILTIN = Capabilities(layouts=True, faults=True, soak=True, memory_prediction=True)
-FOREIGN = Capabilities(layouts=False, faults=False, soak=False, memory_prediction=False)
+BUILTIN = Capabilities(layouts=True, memory_prediction=True)
+FOREIGN = Capabilities(layouts=False, memory_prediction=False)
 
 
 def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:

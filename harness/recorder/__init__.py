@@ -21,9 +21,13 @@ hooks of torch's optimizers and of autograd see steps, losses, gradients and sta
     observer   digests of a step's tensors, on their device, written without waiting for it
     state      which tensors there are, by name
     graphs     CUDA graphs that the program captures: replays, stale addresses
+    capture    torch.cuda's graphs for programs, and in their place the host's where there is no GPU
     collectives  which collective the rank is in, for whoever has to explain a hang
+    rounding   a run whose specification says so rounds at random from its first forward pass on
 
-These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs.
+These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs;
+a capture without a GPU needs `fsdp_core.graph.host` as well, and a run that rounds at random
+`fsdp_core.rounding` and `fsdp_core.device`.
 """
 
 import contextlib
@@ -45,7 +49,7 @@ class Recorder(Protocol):
         ...
 
     def microbatch(self, loss: Any) -> None:
-        """The loss of one microbatch, a tensor of one element, in the order of the step."""
+        """The loss of one microbatch, one number or a tensor of it, in the order of the step."""
         ...
 
     def grad_norm(self, norm: Any) -> None:
@@ -93,8 +97,12 @@ def record(
     Args:
         model: a module, or several in a list or a mapping; None for those that optimizers train.
         optimizer: one or several; None for all that step.
-        taps: patterns of modules whose inputs and outputs are digested, as in a scenario.
+        taps: patterns of modules whose inputs, outputs or gradients are digested from now on, as in
+            a scenario and together with its own.
         deterministic: ask torch for deterministic kernels now, under the harness or not.
+
+    Raises:
+        ValueError: under the harness, one of `taps` is no pattern.
     """
     if deterministic:
         from harness.recorder.session import enforce_determinism

@@ -1,22 +1,35 @@
 """Which collective this rank is in, for whoever has to explain a hang.
 
-The methods of torch's process groups are wrapped, where Python calls them: each entry is noted in
-a file that is mapped into memory (`harness.engine.whereabouts` reads it), so what was written is
-there whatever ends the rank. DDP's reducer and functional collectives call C++ directly and are not
-seen; a rank that waits in one is seen by its stack.
+    rank<R>.place    written as it goes: the methods of torch's process groups are wrapped where
+                     Python calls them, and each entry is noted in a file that is mapped into memory
+    rank<R>.ask      a pipe that the run's leader makes and writes to once it gives the run up
+    rank<R>.answer   what a thread that waits at that pipe then writes
+
+DDP's reducer and functional collectives call C++ and pass no wrapped method. The answer has them:
+torch's own flight recorder holds every collective that is not over, with the stack that started it,
+and a group counts its collectives whoever calls them. Nothing is paid for that before the hang.
+`harness.engine.whereabouts` reads both files; what was written is there whatever ends the rank.
 """
 
 import functools
+import gc
 import json
 import mmap
+import os
+import pickle
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from harness.recorder.observer import Observer
 
@@ -26,45 +39,133 @@ COLLECTIVES = {
     "broadcast": "broadcast", "allgather": "all_gather",
     "_allgather_base": "all_gather_into_tensor",
     "allgather_into_tensor_coalesced": "all_gather_into_tensor", "gather": "gather",
+    "all_gather_single": "all_gather_into_tensor",
     "scatter": "scatter", "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor", "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single", "barrier": "barrier",
+    "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
 }  # fmt: skip
 """Methods of `ProcessGroup`, and what `torch.distributed` calls them."""
-WAITS = ("wait",)
+RECORDED = {
+    "_all_gather_base": "all_gather_into_tensor", "_allgather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor", "allreduce_coalesced": "all_reduce",
+    "all_to_all_base": "all_to_all_single", "all_reduce_barrier": "barrier",
+}  # fmt: skip
+"""What torch's flight recorder calls collectives, where it is not as `torch.distributed` does."""
+BETWEEN_TWO = ("send", "recv", "recv_anysource", "monitored_barrier")
+"""Methods that some groups count with their collectives, though ranks need not call as many."""
+MOST_MARKS = 4096
+RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
+"""Functions of torch that give what is recorded of collectives: of NCCL, of the other backends."""
+OF_TORCH = str(Path(torch.__file__).parent)
+OF_RECORDER = str(Path(__file__).parent)
+REDUCER = "DistributedDataParallel's reducer"
+SIZED = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+"""Collectives in which every rank has a tensor of one size."""
 
 
 class Notes:
-    """Keeps one rank's place."""
+    """Keeps one rank's place, and tells it when it is asked."""
 
-    def __init__(self, observer: Observer, path: Path) -> None:
-        self._observer = observer
+    def __init__(self, observer: Observer, folder: Path) -> None:
+        self._observer, rank = observer, observer.session.rank
+        self._ask, self._answer = folder / f"rank{rank}.ask", folder / f"rank{rank}.answer"
         self._entered: dict[str, int] = {}
-        self._last: dict[str, Any] = {"operator": "", "label": "", "group": []}
+        self._between_two: dict[str, int] = {}
+        self._marks: dict[tuple[str, int], tuple[str, int]] = {}
+        self._last: dict[str, Any] = {"operator": "", "label": "", "group": [], "name": ""}
+        self._is_inside = False
+        self._kept: set[Any] = set()
+        path = folder / f"rank{rank}.place"
         path.write_bytes(bytes(SIZE_BYTES))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
 
     def install(self) -> None:
-        """Wrap the collectives of every process group."""
+        """Wrap the collectives of every process group, and wait to be asked where they are."""
         for method, name in COLLECTIVES.items():
-            original = getattr(dist.ProcessGroup, method, None)
-            if original is not None:
+            if (original := getattr(dist.ProcessGroup, method, None)) is not None:
                 setattr(dist.ProcessGroup, method, self._noting(original, name))
-        for name in WAITS:
-            setattr(dist.Work, name, self._waiting(getattr(dist.Work, name)))
+        for method in BETWEEN_TWO:
+            original = getattr(dist.ProcessGroup, method)
+            setattr(dist.ProcessGroup, method, self._between(original))
+        dist.Work.wait = self._waiting(dist.Work.wait)  # type: ignore[method-assign]
+        for name, also in self._changes():
+            ours = also(getattr(dist, name))
+            for place in (dist, dist.distributed_c10d, dist.device_mesh):
+                if hasattr(place, name):
+                    setattr(place, name, ours)
+
+    def settle(self) -> None:
+        """Note how many collectives each group has entered, those that C++ called included."""
+        for group in _groups():
+            _, key, _ = _named(group)
+            if (number := self._number(group, key)) is not None:
+                self._entered[key] = number
+        if self._entered:
+            self._write(is_inside=self._is_inside)
+
+    def _changes(self) -> tuple[tuple[str, Callable[..., Any]], ...]:
+        """Functions that make and end process groups, with what is done there."""
+
+        def before_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+                self.settle()
+                # DDP's reducer has the last reference else: as a model is freed, gloo's destructor
+                # waits, with Python's lock, for a thread that needs it to free what it worked on.
+                self._kept.update(each for each in _groups() if "gloo" in dist.get_backend(each))
+                return original(*args, **kwargs)
+
+            return destroy_process_group
+
+        def after_the_start(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def init_process_group(*args: Any, **kwargs: Any) -> Any:
+                # Not earlier: torch has threads of its own from here on.
+                self._listen()
+                return original(*args, **kwargs)
+
+            return init_process_group
+
+        return ("destroy_process_group", before_the_end), ("init_process_group", after_the_start)
+
+    # --- as it goes ----------------------------------------------------------------------------
 
     def _noting(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            ranks = _ranks(group)
-            key = ",".join(map(str, ranks))
-            self._entered[key] = self._entered.get(key, 0) + 1
-            self._last = {"operator": name, "label": self._module(), "group": ranks}
+            ranks, key, group_name = _named(group)
+            number = self._number(group, key)
+            number = 1 + (self._entered.get(key, 0) if number is None else number)
+            label, step = self._module(), self._observer.under_way()
+            self._entered[key] = number
+            self._marks[key, number] = label, step
+            if len(self._marks) > MOST_MARKS:
+                del self._marks[next(iter(self._marks))]
+            sizes = _sizes(args) if name in SIZED else ""
+            self._last = {
+                "operator": name, "label": label, "group": ranks, "name": group_name,
+                "sizes": sizes,
+            }  # fmt: skip
             return self._inside(original, group, *args, **kwargs)
 
         return collective
+
+    def _between(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def between_two(group: Any, *args: Any, **kwargs: Any) -> Any:
+            before = _counted(group)
+            result = original(group, *args, **kwargs)
+            after = _counted(group)
+            if before is not None and after is not None:
+                _, key, _ = _named(group)
+                self._between_two[key] = self._between_two.get(key, 0) + after - before
+            return result
+
+        return between_two
 
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -80,30 +181,178 @@ class Notes:
         self._write(is_inside=False)
         return result
 
+    def _number(self, group: Any, key: str) -> int | None:
+        """How many collectives of a group this rank has entered; None if nobody counts."""
+        counted = _counted(group)
+        return None if counted is None else counted - self._between_two.get(key, 0)
+
     def _module(self) -> str:
         """The innermost module at work, by the stack: a hook a call would cost every program."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
+        for owner, _ in _owners(sys._getframe(2)):
             if isinstance(owner, nn.Module):
                 return self._observer.names.of_module(owner) or ""
-            frame = frame.f_back
         return ""
 
     def _write(self, *, is_inside: bool) -> None:
+        self._is_inside = is_inside
         session = self._observer.session
         if not session.is_mine:
             return
         place = self._last | {
-            "step": self._observer.num_steps, "is_inside": is_inside, "entered": self._entered,
+            "step": self._observer.under_way(), "is_inside": is_inside, "entered": self._entered,
         }  # fmt: skip
         text = json.dumps(place).encode() + b"\n"
         if len(text) <= SIZE_BYTES:
             self._map[: len(text)] = text
 
+    # --- once it is asked ----------------------------------------------------------------------
 
-def _ranks(group: Any) -> list[int]:
+    def _listen(self) -> None:
+        """Wait at the pipe, where the leader has made one: it is asked once, if ever."""
+        if not self._ask.is_fifo() or not self._observer.session.is_mine:
+            return
+        # For both ends: who only reads would wait here for the other side to come.
+        fd = os.open(self._ask, os.O_RDWR | os.O_CLOEXEC)
+        self._ask = Path()
+
+        def listen() -> None:
+            os.read(fd, 1)
+            os.close(fd)
+            self.answer()
+
+        threading.Thread(target=listen, name="deltazero", daemon=True).start()
+
+    def answer(self, *, or_last: bool = False) -> None:
+        """Write where this rank is, as far as anything knows.
+
+        `or_last`: one that failed is in no collective any more, but the last may be what failed.
+        """
+        place = self._last | ({} if or_last else self._at_work()) | {
+            "step": self._observer.under_way(), "is_inside": self._is_inside,
+        }  # fmt: skip
+        for group in _groups():
+            _, key, _ = _named(group)
+            if (number := self._number(group, key)) is not None:
+                self._entered[key] = number
+        place |= {"entered": dict(self._entered)}
+        with suppress(Exception):  # whatever a version of torch has there: the rest is known
+            place |= self._open_one(place, or_last=or_last)
+        half = self._answer.with_suffix(".tmp")
+        half.write_text(json.dumps(place) + "\n")
+        half.replace(self._answer)
+
+    def _at_work(self) -> dict[str, str]:
+        """Module, phase and line of the main thread."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        module = phase = at = ""
+        for owner, where in _owners(frame):
+            if isinstance(owner, nn.Module) and not module:
+                module = self._observer.names.of_module(owner) or ""
+                phase = phase or "forward"
+            elif isinstance(owner, Optimizer):
+                phase = phase or "optimizer"
+            code = where.f_code
+            at = at or _line(code.co_filename, where.f_lineno, code.co_name)
+        phase = "backward" if self._observer.is_in_backward else phase
+        return {"module": module, "phase": phase, "at": at}
+
+    def _open_one(self, place: dict[str, Any], *, or_last: bool) -> dict[str, Any]:
+        """The first collective that is not over, by torch's flight recorder; {} without one."""
+        entries = [entry for entry in _recorded() if not entry["is_p2p"]]
+        still_open = (e for e in entries if not e.get("retired") and e["state"] != "completed")
+        entry = min(still_open, key=lambda e: int(e["time_created_ns"]), default=None)
+        is_open = entry is not None
+        if entry is None and (or_last or self._is_inside):
+            entry = max(entries, key=lambda e: int(e["time_created_ns"]), default=None)
+        if entry is None or (
+            self._is_inside and not is_open and _operator(entry) != place["operator"]
+        ):
+            return {}
+        name = str(entry["process_group"][0])
+        group = next(group for group in _groups() if group.group_name == name)
+        ranks, key, group_name = _named(group)
+        own = (e for e in entries if str(e["process_group"][0]) == name)
+        at = int(entry["collective_seq_id"])
+        later = {int(e["collective_seq_id"]) for e in own if int(e["collective_seq_id"]) > at}
+        number = place["entered"].get(key, at) - len(later)
+        operator = _operator(entry)
+        label, step = self._marks.get((key, number), ("", place["step"]))
+        frames = entry.get("frames") or []
+        called_at = next(
+            filter(None, (_line(f["filename"], f["line"], f["name"]) for f in frames)), ""
+        )
+        # Nothing of Python lies between a backward pass and what C++ calls in it.
+        is_of_engine = (
+            frames[0]["name"] == "_engine_run_backward"
+            if frames
+            else (place.get("phase") == "backward")
+        )
+        if not label and is_of_engine and _is_ddp(group):
+            label = REDUCER
+        return {
+            "operator": operator, "label": label, "group": ranks, "name": group_name, "step": step,
+            "is_inside": is_open or self._is_inside, "entered": place["entered"] | {key: number},
+            "called_at": called_at or place.get("at", ""),
+            "sizes": str(entry["input_sizes"]) if operator in SIZED else "",
+        }  # fmt: skip
+
+
+def _recorded() -> Iterator[dict[str, Any]]:
+    for name in RECORDERS:
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            yield from pickle.loads(dump()).get("entries", ())
+
+
+def _operator(entry: dict[str, Any]) -> str:
+    name = str(entry["profiling_name"]).rpartition(":")[2]
+    return RECORDED.get(name, name)
+
+
+def _groups() -> list[Any]:
+    """Process groups of this rank that are there now."""
+    return list(dist.distributed_c10d._world.pg_names)
+
+
+def _named(group: Any) -> tuple[list[int], str, str]:
+    """Ranks of a group, its key as `whereabouts` makes it, and its name unless it is the first."""
     try:
-        return dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(group)
+        name = "" if group is dist.group.WORLD else str(group.group_name)
     except (KeyError, ValueError, RuntimeError):
-        return []
+        return [], "", ""
+    key = ",".join(map(str, ranks))
+    return ranks, f"{key} {name}" if name else key, name
+
+
+def _sizes(args: tuple[Any, ...]) -> str:
+    """Sizes of the inputs, which come after an output if there is one, as torch records them."""
+    held = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
+    return str([list(each.shape) for each in ((held,) if isinstance(held, torch.Tensor) else held)])
+
+
+def _counted(group: Any) -> int | None:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return None  # a backend that does not count
+
+
+def _is_ddp(group: Any) -> bool:
+    """Whether a DDP module reduces in this group; asked once, of a run that is given up."""
+    found = (each for each in gc.get_objects() if isinstance(each, DistributedDataParallel))
+    return any(each.process_group is group for each in found)
+
+
+def _owners(frame: FrameType | None) -> Iterator[tuple[Any, FrameType]]:
+    """Frames from the innermost on, each with its `self`."""
+    while frame is not None:
+        yield frame.f_locals.get("self"), frame
+        frame = frame.f_back
+
+
+def _line(path: str, line: int, name: str) -> str:
+    """A line of the program's own as text; "" for torch's and the recorder's."""
+    if path.startswith((OF_TORCH, OF_RECORDER, "<frozen")):
+        return ""
+    return f"{Path(path).name}:{line} in {name}"

@@ -1,5 +1,7 @@
 """Watches the CUDA graphs that a training program captures, whoever captures them.
 
+Host graphs (`harness.recorder.capture`) are watched in the same way.
+
     capture_begin   who captures and where; a dispatch mode lists what operators use and make
     capture_end     storages that are used and do not lie in the graph's memory pool: its ledger
     replay          compare the ledger, look at gradients, disturb memory if asked to, replay, count
@@ -25,6 +27,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from harness.recorder.capture import HostGraph
 from harness.recorder.graph_memory import (
     Ledger,
     Made,
@@ -43,6 +46,10 @@ from harness.recorder.graph_memory import (
 STRESSORS = ("poison", "scramble")
 TREES = "torch.compile's cudagraph trees"
 _ATTRIBUTE = "_harness_graph"
+_CONTEXTS = {
+    "torch/cuda/graphs.py": "torch.cuda.graph",
+    "harness/recorder/capture.py": "harness.recorder.capture.graph",
+}
 _METHODS = ("capture_begin", "capture_end", "replay", "reset")
 
 
@@ -84,10 +91,10 @@ class GraphInfo:
 
 
 class _Graph:
-    """What is kept of one `CUDAGraph` object."""
+    """What is kept of one `CUDAGraph` object; `real`: it is one of a GPU's."""
 
-    def __init__(self, info: GraphInfo) -> None:
-        self.info = info
+    def __init__(self, info: GraphInfo, *, real: bool) -> None:
+        self.info, self.real = info, real
         self.sight: Sight | None = None
         self.before: list[Range] = []
         self.collects = False
@@ -119,8 +126,8 @@ class GraphWatch:
             write with NaN: memory that its capture took and gave back, and results that operators
             computed in it, unless the program wrote them since. Not: buffers of `torch.empty` that
             the program holds, which may keep values between replays, and gradients. `scramble`
-            fills the free memory of the current stream with other bits each time.
-        graphs: the class to watch.
+            fills the free memory of the current stream with other bits each time; the CPU has none.
+        graphs: the classes to watch.
 
     Raises:
         ValueError: an unknown stressor.
@@ -131,28 +138,32 @@ class GraphWatch:
         report: Callable[[str, dict[str, Any]], None],
         named: Named = lambda: (),
         stress: Sequence[str] = (),
-        graphs: type = torch.cuda.CUDAGraph,
+        graphs: Sequence[type] = (torch.cuda.CUDAGraph, HostGraph),
     ) -> None:
         if unknown := [name for name in stress if name not in STRESSORS]:
             raise ValueError(f"Expected stressors of {STRESSORS}, got {unknown[0]!r}.")
         self.on_replayed: list[Callable[[GraphInfo], None]] = []
         self._report, self._named, self._graphs = report, named, graphs
         self._poisons, self._scrambles = (name in stress for name in STRESSORS)
-        self._real = issubclass(graphs, torch.cuda.CUDAGraph)
         self._infos: list[GraphInfo] = []
         self._open: list[_Graph] = []
         self._captured: weakref.WeakSet[_Graph] = weakref.WeakSet()
-        self._originals: dict[str, Any] = {}
-        self._patches: dict[str, Any] = {}
+        self._patches: list[tuple[type, str, Any, Any]] = []
         self._hook: Any = None
         self._turn = 0
 
     def install(self) -> None:
         """Begin to watch; a second call does nothing."""
-        if self._originals:
+        if self._patches:
             return
-        self._originals = {name: getattr(self._graphs, name) for name in _METHODS}
-        begin, end, replay, reset = self._originals.values()
+        for kind in self._graphs:
+            for name, patch in self._watched(*(getattr(kind, each) for each in _METHODS)).items():
+                self._patches.append((kind, name, getattr(kind, name), patch))
+                setattr(kind, name, patch)
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def _watched(self, begin: Any, end: Any, replay: Any, reset: Any) -> dict[str, Any]:
+        """What takes the place of a class's methods."""
 
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
             self._begin(graph, begin, args, kwargs)
@@ -173,17 +184,14 @@ class GraphWatch:
                 kept.clear()
 
         patches = (capture_begin, capture_end, watched_replay, watched_reset)
-        self._patches = dict(zip(_METHODS, patches, strict=True))
-        for name, patch in self._patches.items():
-            setattr(self._graphs, name, patch)
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        return dict(zip(_METHODS, patches, strict=True))
 
     def uninstall(self) -> None:
         """Stop to watch. What others have patched since stays."""
-        for name, original in self._originals.items():
-            if getattr(self._graphs, name) is self._patches[name]:
-                setattr(self._graphs, name, original)
-        self._originals = {}
+        for kind, name, original, patch in self._patches:
+            if getattr(kind, name) is patch:
+                setattr(kind, name, original)
+        self._patches = []
         if self._hook is not None:
             self._hook.remove()
 
@@ -203,8 +211,9 @@ class GraphWatch:
             begin(graph, *args, **kwargs)
             return
         pool = args[0] if args else kwargs.get("pool")
-        before = memory_of(pool)[1] if self._real and pool is not None else []
-        sight = Sight(real=self._real)
+        real = isinstance(graph, torch.cuda.CUDAGraph)
+        before = memory_of(pool)[1] if real and pool is not None else []
+        sight = Sight(real=real)
         for tensor in tensors_in(maker.inputs):
             sight.use(tensor, maker.name)
         # A graph that the garbage collector destroys breaks the capture that runs (pytorch
@@ -219,7 +228,7 @@ class GraphWatch:
             raise
         kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
         if kept is None:
-            kept = _Graph(GraphInfo(len(self._infos), maker.name, maker.place))
+            kept = _Graph(GraphInfo(len(self._infos), maker.name, maker.place), real=real)
             self._infos.append(kept.info)
             setattr(graph, _ATTRIBUTE, kept)
         kept.clear()
@@ -253,7 +262,7 @@ class GraphWatch:
         info = kept.info
         segments: list[Range] = []
         blocks: list[Range] = []
-        if self._real:
+        if kept.real:
             kept.pool, kept.device = graph.pool(), torch.device("cuda", torch.cuda.current_device())
             segments, blocks = memory_of(kept.pool)
         uses = [use for use in sight.uses.values() if not within(use.address, segments)]
@@ -266,6 +275,8 @@ class GraphWatch:
             self._enter_gradients(kept)
             if self._poisons:
                 self._enter_poison(kept, sight, segments, blocks)
+                if isinstance(graph, HostGraph):
+                    kept.scratch = list(graph.scratch())
         kept.before = []
         self._report("graph_captured", dict(vars(info)))
 
@@ -380,7 +391,7 @@ class GraphWatch:
     def _stress(self, kept: _Graph) -> None:
         if not (self._poisons or self._scrambles):
             return
-        if self._real and torch.cuda.is_current_stream_capturing():
+        if kept.real and torch.cuda.is_current_stream_capturing():
             return
         with _disable_current_modes(), torch.no_grad():
             if self._poisons:
@@ -390,7 +401,7 @@ class GraphWatch:
                     tensor = made.tensor()
                     if tensor is not None and tensor._version == made.version:
                         fill(made.address, made.nbytes, kept.device)
-            if self._scrambles and self._real:
+            if self._scrambles and kept.real:
                 self._turn += 1
                 scramble((53 * self._turn + 1) & 0xFF)
 
@@ -408,7 +419,7 @@ class _Maker:
     def of(cls, graph: Any, frame: FrameType | None) -> "_Maker | None":
         """From the stack; None for the empty graph by which the trees hold their pool."""
         lines = user_lines(frame)
-        place, by_context = lines[0] if lines else "an unknown place", False
+        place, name = lines[0] if lines else "an unknown place", "unknown"
         while frame is not None:
             code = frame.f_code
             if code.co_filename.endswith("cudagraph_trees.py"):
@@ -419,9 +430,9 @@ class _Maker:
                 found = cls._of_callables(graph, frame, place)
                 if found is not None:
                     return found
-            by_context |= code.co_filename.endswith("torch/cuda/graphs.py")
+            name = next((n for f, n in _CONTEXTS.items() if code.co_filename.endswith(f)), name)
             frame = frame.f_back
-        return cls("torch.cuda.graph" if by_context else "unknown", place)
+        return cls(name, place)
 
     @classmethod
     def _of_callables(cls, graph: Any, frame: FrameType, place: str) -> "_Maker | None":

@@ -5,7 +5,10 @@
     torch.autograd.backward        losses of microbatches
     Optimizer.step, before, after  gradients; weights, optimizer state, buffers, random states
     clip_grad_norm_                the gradient norm
-    GradScaler.step                steps that it skips
+    GradScaler.scale, step         losses before they are scaled; steps that it skips
+
+A run that is to round at random does so from the first training forward pass on
+(`harness.recorder.rounding`); observing it does not.
 
 Inside of a capture nothing is observed: what the capture holds is observed after each replay.
 """
@@ -27,14 +30,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from harness.recorder.capture import is_capturing
 from harness.recorder.collectives import Notes
 from harness.recorder.graphs import GraphInfo, GraphWatch
-from harness.recorder.observer import GROUPS, Observer
+from harness.recorder.observer import GROUPS, UNSCALED, Observer
+from harness.recorder.rounding import Rounding
 from harness.recorder.session import Session, begin
 from harness.recorder.state import Named, cuda_is_used, plain
 from harness.recorder.taps import Keeper, Taps, module_of
 
 SUMMARY_EVENT = "cuda_graphs"
+HOOKED = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
+LINES = ("enter", "leave")
+TAPS_EVENT = "taps"
+"""Names the patterns that the script itself asks for, as `harness.checks.taps` reads them."""
+_SCALES = "_harness_scales"
 _active: Observer | None = None
 
 
@@ -42,36 +52,77 @@ def install(session: Session) -> Observer:
     """Hook torch in this process; what happens from now on is recorded."""
     global _active
     observer = _active = Observer(session)
-    hooked = ("made", "begin", "backward", "before", "after", "loss", "norm", "replayed", "skip")
-    for name in hooked:
-        setattr(observer, name, _guarded(getattr(observer, name), session))
-    session.finish = observer.finish
+    rounding = Rounding(session)
+    for name in (*HOOKED, *(LINES if session.rounding else ())):
+        setattr(observer, name, _guarded(getattr(observer, name), session, rounding))
+    session.finish, session.under_way = observer.finish, observer.under_way
     _hook_seeds(observer)
     _hook_optimizers(observer)
     _hook_first_forward(observer)
     _hook_autograd(observer)
     _hook_norms(observer)
     _hook_scaler(observer)
-    if torch.version.cuda is not None:
-        _watch_graphs(observer)
+    _watch_graphs(observer)
+    if session.rounding:
+        _round_at_random(observer, rounding)
     if dist.is_available() and session.world_size > 1:
-        Notes(observer, session.folder / f"rank{session.rank}.place").install()
+        _note_collectives(observer)
     session.module_at_work = lambda error: module_of(error, observer)
-    if patterns := session.config.get("taps"):
-        Taps(observer, patterns, lambda: _is_quiet(observer)).install()
+    taps = Taps(observer, lambda: _is_quiet(observer))
+    taps.add(session.config.get("taps", ()))
+    observer.add_taps = taps.add
     if session.keep is not None:
         keeper = Keeper(observer, session.keep)
         observer.keep, observer.written = keeper.take, keeper.write
     return observer
 
 
-def _guarded(method: Callable[..., None], session: Session) -> Callable[..., None]:
+def _note_collectives(observer: Observer) -> None:
+    session, notes = observer.session, Notes(observer, observer.session.folder)
+    notes.install()
+
+    def leaving(*, has_failed: bool) -> None:
+        # Others may wait for what this rank has not entered.
+        notes.settle()
+        if has_failed:
+            notes.answer(or_last=True)
+
+    session.leaving = leaving
+
+
+def _round_at_random(observer: Observer, rounding: Rounding) -> None:
+    begin, enter, finish = observer.begin, observer.enter, observer.session.finish
+
+    def begins() -> None:
+        begin()
+        rounding.begin()
+
+    def enters() -> None:
+        enter()
+        rounding.begin()
+
+    def finishes() -> Mapping[str, Any]:
+        with rounding.aside():
+            facts = finish()
+        rounding.end()
+        return facts
+
+    rounding.refuse_captures()
+    # What the first backward pass or a script's first step begins is begun by then.
+    observer.begin, observer.enter = begins, enters  # type: ignore[method-assign]
+    observer.session.finish = finishes
+
+
+def _guarded(
+    method: Callable[..., None], session: Session, rounding: Rounding
+) -> Callable[..., None]:
     """A mistake of the recorder must not end somebody's program, nor be taken for the program's."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> None:
         try:
-            method(*args, **kwargs)
+            with rounding.aside():
+                method(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is
             session.broken(error)
 
@@ -81,11 +132,18 @@ def _guarded(method: Callable[..., None], session: Session) -> Callable[..., Non
 def recorder_for_script(
     model: Any, optimizer: Any, taps: tuple[str, ...]
 ) -> "ScriptRecorder | None":
-    """The recorder that a script's own lines speak to; None in a process that does not record."""
+    """The recorder that a script's own lines speak to; None in a process that does not record.
+
+    Raises:
+        ValueError: one of `taps` is no pattern.
+    """
     if _active is None:
         begin(trains=True)
     if _active is None or not _active.session.is_mine:
         return None
+    if taps:
+        _active.add_taps(taps)
+        _active.event(TAPS_EVENT, {"patterns": list(taps)})
     return ScriptRecorder(_active, _each(model), _each(optimizer))
 
 
@@ -113,7 +171,7 @@ class ScriptRecorder:
         yield
         self._observer.leave()
 
-    def microbatch(self, loss: Tensor) -> None:
+    def microbatch(self, loss: Any) -> None:
         """See `Recorder.microbatch`."""
         self._observer.loss(loss, is_told=True)
 
@@ -157,7 +215,7 @@ def _is_quiet(observer: Observer) -> bool:
         return True
     if observer.is_paused or observer.is_outside:
         return True
-    return cuda_is_used() and torch.cuda.is_current_stream_capturing()
+    return is_capturing() or (cuda_is_used() and torch.cuda.is_current_stream_capturing())
 
 
 def _hook_seeds(observer: Observer) -> None:
@@ -258,7 +316,7 @@ def _hook_autograd(observer: Observer) -> None:
 
 
 def _watch_graphs(observer: Observer) -> None:
-    """Watch the program's CUDA graphs; a replay that holds an optimizer's step is a step."""
+    """Watch the program's graphs; a replay that holds an optimizer's step is a step."""
     session = observer.session
     stress = tuple(session.config.get("stress", ()))
     watch = GraphWatch(observer.event, observer.named, stress)
@@ -323,6 +381,36 @@ def _hook_scaler(observer: Observer) -> None:
         return result
 
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+    made = torch.amp.GradScaler.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        # Where its class has it: FSDP's scaler scales by itself, and is imported later.
+        owner: Any = next(each for each in type(self).__mro__ if "scale" in vars(each))
+        if not hasattr(owner.scale, _SCALES):
+            owner.scale = _scaling(owner.scale)
+
+    torch.amp.GradScaler.__init__ = init  # type: ignore[method-assign]
+
+
+def _scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`scale`, whose results know their losses: an infinite one is right where its loss is not."""
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if not torch.compiler.is_compiling():
+            single = isinstance(outputs, Tensor)
+            many = [each if isinstance(each, list | tuple) else () for each in (outputs, scaled)]
+            for loss, result in [(outputs, scaled)] if single else zip(*many, strict=False):
+                are_tensors = isinstance(loss, Tensor) and isinstance(result, Tensor)
+                if are_tensors and loss.numel() == 1 and result is not loss:
+                    setattr(result, UNSCALED, loss.detach())
+        return scaled
+
+    setattr(scale, _SCALES, True)
+    return scale
 
 
 def _replace(original: Callable[..., Any], ours: Callable[..., Any], places: Iterable[Any]) -> None:

@@ -11,7 +11,6 @@ on the stream that is current there.
 
 import hashlib
 import resource
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,9 @@ from harness.recorder.state import (
 )
 
 GROUPS = ("grads", "weights", "optim", "rng", "buffers", "frozen", "losses")
-"""Groups that the recorder fills; a script's own have other names."""
+"""Groups that the recorder fills, or did once (`losses`); a script's own have other names."""
+UNSCALED = "_harness_unscaled"
+"""Attribute of a scaled loss: the loss."""
 PAGE_BYTES = 4096
 HEX_CHARS = 32
 UNSEEDED = "0" * 32
@@ -69,7 +70,7 @@ class Step:
     index: int
     is_explicit: bool = False
     groups: dict[str, list[Rows]] = field(default_factory=dict)
-    host: dict[str, dict[str, str]] = field(default_factory=dict)
+    host: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     told: list[Tensor] = field(default_factory=list)
     norm: Tensor | None = None
@@ -96,6 +97,14 @@ class Step:
         self.groups[group] = [*others, *parts]
 
 
+@dataclass
+class Stepping:
+    """An optimizer that is in its step; `inner`: those that it holds and that have stepped."""
+
+    optimizer: Any
+    inner: list[Any] = field(default_factory=list)
+
+
 class Observer:
     """Collects one rank's steps and writes their records."""
 
@@ -108,10 +117,14 @@ class Observer:
         self.pending = Step(-1)
         self.has_begun = self.has_trained = self.is_in_backward = self.is_paused = False
         self.num_taken = 0
+        self._at_work: Step | None = None
+        self._stepping: list[Stepping] = []
+        self._holders: list[weakref.ref[Any]] = []
         self._only_lines = session.program.get("record") == "lines"
         self._step_in_backward: Step | None = None
         self.keep: Callable[[int, str, Sequence[Tensor]], None] | None = None
         self.written: Callable[[int], None] = lambda _: None
+        self.add_taps: Callable[[Iterable[str]], None] = lambda _: None
         self._next = 0
         self._plans: dict[tuple[str, torch.device], tuple[list[str], Digester]] = {}
         self._queue: list[Step] = []
@@ -139,7 +152,7 @@ class Observer:
         if not self.names.is_settled:
             self.names.is_settled = True
             self.session.startup_s = time.monotonic() - self.session.started_s
-            self.session.event("environment", _environment())
+            self.event("environment", _environment())
         first = Step(-1)
         self._observe_state(first, self.optimizers)
         self._mark(first)
@@ -149,17 +162,18 @@ class Observer:
         """A backward pass is about to start; one after an optimizer's step begins the next step."""
         self.begin()
         self.has_trained = True
-        if self.current is not None and self.current.stepped and not self.current.is_explicit:
-            self.close()
+        self._close_if_stepped()
+        self._stepping.clear()  # of a step that an error has ended
         self._step_in_backward = self._here()
 
-    def loss(self, loss: Tensor, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
+    def loss(self, loss: Any, graph: GraphInfo | None = None, *, is_told: bool = False) -> None:
         """The root of a backward pass, which is a microbatch's loss if it is one number.
 
+        Of one that a GradScaler has scaled it is the loss before: a scale may be too large.
         In the capture of a graph it is where each replay will write the loss. Of a step whose
         losses the script has told, those are recorded in place of the roots.
         """
-        loss, step = getattr(loss, "_local_tensor", loss), self._here()
+        loss, step = _as_tensor(getattr(loss, UNSCALED, loss)), self._here()
         if loss.numel() != 1 or not loss.is_floating_point():
             return
         loss = loss.detach().reshape(())
@@ -170,10 +184,7 @@ class Observer:
 
     def norm(self, norm: Any, graph: GraphInfo | None = None) -> None:
         """The norm of the gradients; as `loss`."""
-        norm = getattr(norm, "_local_tensor", norm)
-        if not isinstance(norm, Tensor):
-            norm = torch.tensor(float(norm))
-        norm = norm.detach().reshape(-1)[:1].reshape(())
+        norm = _as_tensor(norm).detach().reshape(-1)[:1].reshape(())
         if graph is None:
             self._here().norm = _to_host(norm)
         else:
@@ -202,40 +213,75 @@ class Observer:
         """
         if not self.has_trained:
             return
-        step = self.current
-        if step is not None and id(optimizer) in step.stepped and not step.is_explicit:
-            self.close()
-        step = self._open()
-        if self._is_due(step):
-            self._observe_gradients(step, optimizer)
+        self._close_if_stepped(optimizer)
+        step = self._at_work = self._open()
+        step.place_of(optimizer)
+        self._stepping.append(Stepping(optimizer))
+        if not self._only_holds(optimizer):
+            self._observe_gradients(step, [optimizer])
 
     def after(self, optimizer: Any) -> None:
-        """An optimizer has stepped."""
+        """An optimizer has stepped; of several in one another the outermost ends the step.
+
+        What it does after those that it holds, as a sharded one does, is in the weights.
+        """
         if not self.has_trained:
             if self.has_begun:  # by a forward pass: what it saw was not the state before step 0
                 self.has_begun = False
                 self._queue.clear()
             return
         self.num_taken += 1
+        self._at_work = None
         step = self._open()
         step.stepped.add(id(optimizer))
-        if not step.is_explicit:
-            self._observe_state(step, [optimizer])
+        inner = self._has_stepped(step, optimizer)
+        if inner is not None and not step.is_explicit:
+            self._observe_state(step, [*inner, optimizer])
             self._mark(step)
+        # The state before step 0 is final now; by it the run's leader knows that steps are taken.
+        self._drain(wait=False)
+
+    def _has_stepped(self, step: Step, optimizer: Any) -> list[Any] | None:
+        """Those that it holds and that have stepped in its step; None if another holds it."""
+        places = [i for i, each in enumerate(self._stepping) if each.optimizer is optimizer]
+        if not places:
+            return []
+        inner = self._stepping[places[0]].inner
+        del self._stepping[places[0] :]
+        held = {id(param) for each in inner for param in parameters(each)}
+        is_holder = all(id(param) in held for param in parameters(optimizer))
+        if self._only_holds(optimizer) and not is_holder:
+            self._observe_gradients(step, [optimizer])
+        if inner and is_holder and not self._only_holds(optimizer):
+            self._holders.append(weakref.ref(optimizer))
+        if self._stepping:
+            self._stepping[-1].inner += [*inner, optimizer]
+            return None
+        return inner
+
+    def _only_holds(self, optimizer: Any) -> bool:
+        """Whether, when it stepped last, others did that have all its parameters."""
+        return any(ref() is optimizer for ref in self._holders)
+
+    def _close_if_stepped(self, optimizer: Any = None) -> None:
+        """End a step without lines of the script, in which that optimizer, or any, has stepped."""
+        step = self.current
+        if step is None or step.is_explicit:
+            return
+        if step.stepped if optimizer is None else id(optimizer) in step.stepped:
+            self.close()
 
     def replayed(self, graph: int) -> None:
         """A graph that holds an optimizer's step was replayed: that is a step of its own."""
         self.begin()
         self.has_trained = True
-        if self.current is not None and self.current.stepped and not self.current.is_explicit:
-            self.close()
+        self._close_if_stepped()
         step = self._open()
         step.stepped.add(-1)
         if (static := self._static.get(graph)) is not None:
             step.losses += map(_to_host, static.losses)
             step.norm = None if static.norm is None else _to_host(static.norm)
-        for optimizer in self.optimizers:
-            self._observe_gradients(step, optimizer)
+        self._observe_gradients(step, self.optimizers)
         if not step.is_explicit:
             self._observe_state(step, self.optimizers)
             self._mark(step)
@@ -260,9 +306,8 @@ class Observer:
     def leave(self) -> None:
         """The script says that it is over."""
         step = self._open()
-        if self._is_due(step) and "grads" not in step.groups:
-            for optimizer in self.optimizers:
-                self._observe_gradients(step, optimizer)
+        if "grads" not in step.groups:
+            self._observe_gradients(step, self.optimizers)
         stepping = [each for each in self.optimizers if id(each) in step.stepped]
         self._observe_state(step, stepping or self.optimizers)
         self._mark(step)
@@ -288,11 +333,26 @@ class Observer:
 
     def event(self, name: str, detail: Mapping[str, Any]) -> None:
         """Write a named fact, with the step that is under way or to come."""
-        self.session.write("event", name=name, step=self._next, detail=dict(detail))
+        self.session.write("event", name=name, step=max(self.under_way(), 0), detail=dict(detail))
 
-    @property
-    def num_steps(self) -> int:
-        """Steps that are over, with the one under way."""
+    def under_way(self) -> int:
+        """The step that the program is in, -1 before its first forward pass of training.
+
+        After a step's optimizers it is the next one, but for the last step that is due.
+        """
+        if not (self.has_begun or self.has_trained):
+            return -1
+        held = (self._at_work, self._step_in_backward if self.is_in_backward else None)
+        if (
+            inside := next((step.index for step in held if step and step.index >= 0), None)
+        ) is not None:
+            return inside
+        if (step := self.current) is not None and (step.is_explicit or not step.stepped):
+            return step.index
+        due = self.session.config.get("steps")
+        has_more = self.pending.losses or self.pending.told or self.pending.taps
+        if isinstance(due, int) and 0 < due <= self._next and not has_more:
+            return self._next - 1
         return self._next
 
     def finish(self) -> Mapping[str, Any]:
@@ -320,33 +380,39 @@ class Observer:
     def _is_due(self, step: Step) -> bool:
         return step.index < 0 or step.index % self.every == 0
 
-    def _observe_gradients(self, step: Step, optimizer: Any) -> None:
+    def _observe_gradients(self, step: Step, optimizers: Sequence[Any]) -> None:
         if not self._is_due(step):
             return
-        named: Named = []
-        self._know(optimizer)
-        for param in parameters(optimizer):
-            if (found := gradient(param)) is not None:
-                named += plain(self.names.of(param), found)
-        section = f"grads{step.place_of(optimizer)}"
-        step.put("grads", section, self._digest(step, "grads", section, named))
+        for optimizer, params in self._each_once(optimizers):
+            named: Named = []
+            for param in params:
+                if (found := gradient(param)) is not None:
+                    named += plain(self.names.of(param), found)
+            section = f"grads{step.place_of(optimizer)}"
+            step.put("grads", section, self._digest(step, "grads", section, named))
+
+    def _each_once(self, optimizers: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:
+        """Optimizers with those of their parameters that none before them has."""
+        seen: set[int] = set()
+        for optimizer in optimizers:
+            self._know(optimizer)
+            yield optimizer, [param for param in parameters(optimizer) if id(param) not in seen]
+            seen.update(map(id, parameters(optimizer)))
 
     def _observe_state(self, step: Step, optimizers: Sequence[Any]) -> None:
         step.live_bytes, step.peak_bytes = memory()
         if not self._is_due(step):
             return
-        for optimizer in optimizers:
-            self._know(optimizer)
+        for optimizer, params in self._each_once(optimizers):
             number = step.place_of(optimizer)
-            held = parameters(optimizer)
-            weights = [each for p in held for each in plain(self.names.of(p), p)]
+            weights = [each for p in params for each in plain(self.names.of(p), p)]
             prefix = f"optimizer{number}." if number else ""
             tensors, numbers = optimizer_state(optimizer, self.names, prefix)
             at = f"weights{number}"
             step.put("weights", at, self._digest(step, "weights", at, weights))
             at = f"optim{number}"
             step.put("optim", at, self._digest(step, "optim", at, tensors))
-            step.host.setdefault("optim", {}).update(_hashed(numbers))
+            step.host.setdefault("optim", {})[at] = _hashed(numbers)
         # What only an optimizer has that does not step must be seen all the same.
         stepping = [each for each in self.optimizers if id(each) in step.places]
         trained = [p for each in stepping for p in parameters(each)]
@@ -354,10 +420,9 @@ class Observer:
         named |= {group: gather() for group, gather in self.own.items()}
         for group, tensors in named.items():
             step.put(group, group, self._digest(step, group, group, tensors))
-        step.host["rng"] = {
-            name: UNSEEDED if name not in self.seeded else digest
-            for name, digest in _hashed(random_states(self.seeded)).items()
-        }
+        states = _hashed(random_states(self.seeded))
+        rng = {name: each if name in self.seeded else UNSEEDED for name, each in states.items()}
+        step.host["rng"] = {"rng": rng}
 
     def _know(self, optimizer: Any) -> None:
         self.add(optimizer)
@@ -440,9 +505,9 @@ class Observer:
         if step.index < 0:
             self.session.write("initial", digests=digests, nonfinite=nonfinite)
         else:
-            losses = [_float_bits(loss) for loss in step.microbatches]
             self.session.write(
-                "step", step=step.index, loss=_mean(losses), microbatch_losses=losses,
+                "step", step=step.index, loss=_mean(step.microbatches),
+                microbatch_losses=[_float_bits(loss) for loss in step.microbatches],
                 grad_norm=None if step.norm is None else _float_bits(step.norm), digests=digests,
                 nonfinite=nonfinite, step_s=self._seconds(step), live_bytes=step.live_bytes,
                 peak_bytes=step.peak_bytes, skipped=step.skipped,
@@ -475,13 +540,12 @@ class Observer:
             digests[group] = "".join(text for text, _ in found.values())
             if bad := [name for name, (_, flag) in found.items() if flag]:
                 nonfinite[group] = bad
-        losses = enumerate(step.microbatches)
-        wide = {f"microbatch[{i}]": loss.numpy().tobytes() for i, loss in losses
-                if loss.dtype == torch.float64}  # fmt: skip
-        host = step.host | ({"losses": _hashed(wide)} if wide else {})
-        for group, hashed in host.items():
-            names.setdefault(group, []).extend(hashed)
-            digests[group] = digests.get(group, "") + "".join(hashed.values())
+        for group, sections in step.host.items():
+            hashed = [each for section in sections.values() for each in section.items()]
+            known = names.setdefault(group, [])
+            # As above: numbers of two optimizers for one parameter, or a number and a tensor.
+            known += _unique((*known, *(name for name, _ in hashed)))[len(known) :]
+            digests[group] = digests.get(group, "") + "".join(digest for _, digest in hashed)
         return names, digests, nonfinite
 
     def _seconds(self, step: Step) -> float:
@@ -493,12 +557,16 @@ class Observer:
 
 def _unique(names: Iterable[str]) -> list[str]:
     """Names, those that come again with a number."""
-    seen: dict[str, int] = {}
-    found = []
+    last: dict[str, int] = {}
+    found: dict[str, None] = {}
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return found
+        number, shown = last.get(name, 1), name
+        while shown in found:
+            number += 1
+            shown = f"{name}#{number}"
+        last[name] = number
+        found[shown] = None
+    return list(found)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -534,23 +602,30 @@ def _hashed(values: Mapping[str, bytes]) -> dict[str, str]:
     }
 
 
+def _as_tensor(value: Any) -> Tensor:
+    """A loss or a norm as the program gives it; a number is a float64, as Python's are."""
+    value = getattr(value, "_local_tensor", value)
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
 def _float_bits(value: Tensor) -> dict[str, Any]:
-    number = float(value.float())
-    bits = struct.pack(">f", number).hex() if number == number else _nan_bits(value)
+    """A float64 or a whole number by its 64 bits, what is narrower by those of a float32."""
+    is_wide = value.dtype == torch.float64 or not value.is_floating_point()
+    value = value.double() if is_wide else value.float()
+    # By the integer view: a Python float may not keep the pattern of a NaN.
+    pattern = int(value.view(torch.int64 if is_wide else torch.int32))
+    bits = f"{pattern & (1 << 64) - 1:016x}" if is_wide else f"{pattern & (1 << 32) - 1:08x}"
+    number = float(value)
     return {"bits": bits, "value": number if number - number == 0 else None}
 
 
-def _nan_bits(value: Tensor) -> str:
-    """The pattern of a NaN, which a Python float may not keep."""
-    return f"{int(value.float().view(torch.int32)) & 0xFFFFFFFF:08x}"
-
-
-def _mean(losses: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _mean(losses: Sequence[Tensor]) -> Mapping[str, Any] | None:
     """What curves show of a step: its only loss, or the mean of its microbatches on this rank."""
     if len(losses) < 2:
-        return losses[0] if losses else None
-    bits = torch.tensor([int(loss["bits"], 16) for loss in losses], dtype=torch.int64)
-    return _float_bits(bits.to(torch.int32).view(torch.float32).double().mean())
+        return _float_bits(losses[0]) if losses else None
+    mean = torch.stack([loss.double() for loss in losses]).mean()
+    is_wide = any(loss.dtype == torch.float64 for loss in losses)
+    return _float_bits(mean if is_wide else mean.float())
 
 
 def _tap_text(rows: Tensor, place: int) -> str:

@@ -8,6 +8,7 @@ file. What is written here is read by `harness.streams`; the kinds of records ar
 """
 
 import atexit
+import faulthandler
 import functools
 import hashlib
 import importlib.abc
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -83,11 +85,14 @@ class Session:
         self.config: Mapping[str, Any] = spec["config"]
         self.program: Mapping[str, Any] = self.config["program"]
         self.keep: Mapping[str, Any] | None = spec.get("keep")
+        self.rounding = int(spec.get("rounding", 0))
         self.file = RecordFile(folder / f"rank{rank}.jsonl")
         self.pid = os.getpid()
         self.step = -1
         self.has_failed = self.has_ended = False
         self.module_at_work: Callable[[BaseException], str] = lambda error: ""
+        self.under_way: Callable[[], int] = lambda: -1
+        self.leaving: Callable[..., None] = lambda *, has_failed: None
         self.finish: Callable[[], Mapping[str, Any]] = dict
         self.started_s = time.monotonic() - _age_s()
         self.startup_s = 0.0
@@ -101,10 +106,6 @@ class Session:
         """Write a record of this rank; a process that this one forked writes nothing."""
         if self.is_mine:
             self.file.write(kind, {"rank": self.rank, **record})
-
-    def event(self, name: str, detail: Mapping[str, Any]) -> None:
-        """Write a named fact that is not compared."""
-        self.write("event", name=name, step=self.step, detail=dict(detail))
 
     def start(self, torch: Any) -> None:
         """Write the start record, and see to it that the end of the process is recorded."""
@@ -129,13 +130,15 @@ class Session:
         """Write what ended the program."""
         if not self.is_mine or isinstance(error, SystemExit):
             return
+        step = self.under_way()  # before what is left of it is written
         try:
+            self.leaving(has_failed=True)
             self.finish()
         except Exception as late:  # noqa: BLE001 - after a failure the device may answer nothing
             sys.stderr.write(f"recorder: the last steps are lost: {late}\n")
         text = "".join(traceback.format_exception(error))
         self.write(
-            "error", step=self.step, what=classify(error), type=type(error).__name__,
+            "error", step=step, what=classify(error), type=type(error).__name__,
             message=str(error)[:MESSAGE_CHARS], traceback=text[-TRACEBACK_CHARS:],
             module=self.module_at_work(error), tensors=_names(error),
         )  # fmt: skip
@@ -147,7 +150,7 @@ class Session:
             text = "".join(traceback.format_exception(error))
             sys.stderr.write(text)
             self.write(
-                "error", step=self.step, what="unsupported", type=type(error).__name__,
+                "error", step=self.under_way(), what="unsupported", type=type(error).__name__,
                 message=f"the recorder could not observe the program: {error}"[:MESSAGE_CHARS],
                 traceback=text[-TRACEBACK_CHARS:], module="",
             )  # fmt: skip
@@ -158,6 +161,7 @@ class Session:
         if not self.is_mine:
             return
         try:
+            self.leaving(has_failed=False)
             facts = self.finish()
         except Exception as error:  # noqa: BLE001 - as above
             self.broken(error)
@@ -310,6 +314,16 @@ def _begin_with_the_first_optimizer(folder: Path) -> None:
             original(self, *args, **kwargs)
 
     optimizer_type.__init__ = made  # type: ignore[method-assign]
+
+
+def tell_stacks() -> None:
+    """Print the stacks of all threads at SIGUSR1, and at a fatal signal, under a run's leader.
+
+    It ignores that signal in the processes that it starts; elsewhere the program may use it.
+    """
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def begin_when_torch_is_imported() -> None:

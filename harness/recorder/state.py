@@ -7,6 +7,7 @@ program put them: later a sharding engine may have replaced them for the time of
 """
 
 import gc
+import numbers
 import random
 import sys
 import weakref
@@ -230,20 +231,27 @@ def plain(name: str, value: Any) -> Named:
     local = getattr(value, "_local_tensor", None)
     if isinstance(local, Tensor):
         return plain(name, local)
-    if type(value) not in (Tensor, nn.Parameter) and hasattr(type(value), "__tensor_flatten__"):
-        parts, _ = value.__tensor_flatten__()
-        return [each for part in parts for each in plain(f"{name}.{part}", getattr(value, part))]
+    if parts := _parts(value):
+        return [each for part, held in parts for each in plain(f"{name}.{part}", held)]
     value = value.detach()
-    if isinstance(data := getattr(value, "_data", None), Tensor):  # TransformerEngine's fp8 weights
-        name, value = f"{name}._data", data
-    if value.layout == torch.sparse_coo:
-        value = value.coalesce()
-        return [(f"{name}.indices", value.indices()), (f"{name}.values", value.values())]
     if value.layout != torch.strided:
         value = value.to_dense()
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     return [] if value.device.type == "meta" else [(name, value)]
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """What a tensor is made of that is no plain one."""
+    if type(value) not in (Tensor, nn.Parameter) and hasattr(type(value), "__tensor_flatten__"):
+        return [(part, getattr(value, part)) for part in value.__tensor_flatten__()[0]]
+    value = value.detach()
+    if isinstance(getattr(value, "_data", None), Tensor):  # TransformerEngine's fp8 weights
+        return [(part, getattr(value, part, None)) for part in ("_data", "_scale_inv")]
+    if value.layout == torch.sparse_coo:
+        value = value.coalesce()
+        return [("indices", value.indices()), ("values", value.values())]
+    return []
 
 
 def gradient(param: Tensor) -> Any:
@@ -269,37 +277,37 @@ def optimizer_state(optimizer: Any, names: Names, prefix: str) -> tuple[Named, d
     compare.
     """
     tensors: Named = []
-    numbers: dict[str, bytes] = {}
+    plain_numbers: dict[str, bytes] = {}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
-                _take(f"{prefix}group{number}.{key}", value, tensors, numbers)
+                _take(f"{prefix}group{number}.{key}", value, tensors, plain_numbers)
     for param in parameters(optimizer):
         held = optimizer.state.get(param)
         if isinstance(held, Mapping):
             name = names.of(param)
             for key, value in held.items():
-                _take(f"{name}.{key}", value, tensors, numbers)
-    return tensors, numbers
+                _take(f"{name}.{key}", value, tensors, plain_numbers)
+    return tensors, plain_numbers
 
 
-def _take(name: str, value: Any, tensors: Named, numbers: dict[str, bytes]) -> None:
+def _take(name: str, value: Any, tensors: Named, plain_numbers: dict[str, bytes]) -> None:
     if isinstance(value, Tensor):
         tensors += plain(name, value)
     elif _is_number(value):
-        numbers[name] = repr(value).encode()
+        plain_numbers[name] = repr(value).encode()
     elif isinstance(value, list | tuple):
         for place, each in enumerate(value):
-            _take(f"{name}.{place}", each, tensors, numbers)
+            _take(f"{name}.{place}", each, tensors, plain_numbers)
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            _take(f"{name}.{key}", each, tensors, numbers)
+            _take(f"{name}.{key}", each, tensors, plain_numbers)
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return bool(value) and all(map(_is_number, value))
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)  # NumPy's, too
 
 
 def cuda_is_used() -> bool:

@@ -6,18 +6,24 @@
 
 Global hooks of torch see every call of every module; those whose name a pattern means are digested
 where they are. Calls without gradients and calls that a backward pass makes again, as checkpointing
-does, are passed over. Inside of a capture nothing is seen, and a replay calls no module.
+does, are passed over. A reentrant checkpoint makes its first pass without gradients, and those of
+its second one: both are seen as one call, of torch's `CheckpointFunction`, not of other libraries'.
+Inside of a capture nothing is seen, and a replay calls no module.
 """
 
+import contextlib
 import functools
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester
 from fsdp_core.graph.digest_words import NUM_LANES
@@ -30,25 +36,43 @@ ROOT = "(root)"
 _FOLD = 0x01000193
 """Odd, so that what was folded stays in all bits; as in `fsdp_core.graph.taps`."""
 _WILD = re.compile(r"\*\*|\*")
+_PATTERN = re.compile(r"([\w*]+(?:\.[\w*]+)*)(?::(input|output|gradient))?")
+"""As `fsdp_core.config.tap_pattern`, which takes more files than a script's environment has."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A pass of a reentrant checkpoint; `rows` of gradients go from its first to its second."""
+
+    is_first: bool
+    rows: deque[str] = field(default_factory=deque)
 
 
 class Taps:
     """Digests the calls of the modules that patterns mean: `layers.*.attn:output`."""
 
-    def __init__(
-        self, observer: Observer, patterns: Iterable[str], is_quiet: Callable[[], bool]
-    ) -> None:
+    def __init__(self, observer: Observer, is_quiet: Callable[[], bool]) -> None:
         self._observer, self._is_quiet = observer, is_quiet
-        self._patterns = [_pattern(text) for text in patterns]
+        self._patterns: list[tuple[re.Pattern[str], str]] = []
         self._kinds: dict[str, frozenset[str]] = {}
         self._digests: dict[tuple[Any, ...], tuple[Digester, Tensor, Tensor]] = {}
         self._calls: dict[str, int] = {}
         self._step: object = None
+        self._passes: list[_Pass] = []
 
-    def install(self) -> None:
-        """Hook every module of the process."""
-        torch_modules.register_module_forward_pre_hook(self._before)
-        torch_modules.register_module_forward_hook(self._after)
+    def add(self, patterns: Iterable[str]) -> None:
+        """Digest what these mean, too; the first ones hook every module of the process.
+
+        Raises:
+            ValueError: one is no pattern.
+        """
+        added = [_pattern(text) for text in patterns]
+        if added and not self._patterns:
+            torch_modules.register_module_forward_pre_hook(self._before)
+            torch_modules.register_module_forward_hook(self._after)
+            self._hook_checkpoints()
+        self._patterns += added
+        self._kinds.clear()
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if INPUT in (name_kinds := self._asked(module))[1]:
@@ -59,16 +83,63 @@ class Taps:
         if OUTPUT in kinds:
             self._take(name, OUTPUT, result)
         if GRADIENT in kinds:
-            first = next((each for each in _tensors(result) if each.requires_grad), None)
-            if first is not None:
-                # The row is the call's, in the order of the forward passes.
-                row = self._row(name, GRADIENT)
-                hook = functools.partial(self._take_gradient, row)
-                first.register_hook(hook)
+            is_first = bool(self._passes) and self._passes[-1].is_first
+            wants = Tensor.is_floating_point if is_first else lambda each: each.requires_grad
+            first = next(filter(wants, _tensors(result)), None)
+            if first is None or (row := self._gradient_row(name)) is None:
+                return
+            if is_first:
+                self._passes[-1].rows.append(row)
+            else:
+                first.register_hook(functools.partial(self._take_gradient, row))
+
+    def _gradient_row(self, name: str) -> str | None:
+        """The row is the call's, in the order of the forward passes."""
+        again = next((each for each in reversed(self._passes) if not each.is_first), None)
+        if again is None:
+            return self._row(name, GRADIENT)
+        is_its = bool(again.rows) and again.rows[0].rpartition("[")[0] == f"{name}:{GRADIENT}"
+        return again.rows.popleft() if is_its else None
+
+    def _hook_checkpoints(self) -> None:
+        apply, forward = vars(torch.autograd.Function)["apply"], CheckpointFunction.forward
+        backward = CheckpointFunction.backward
+        with_gradients = [False]  # inside of `forward` nobody can tell
+
+        def applied(cls: Any, *args: Any) -> Any:
+            with_gradients[0] = torch.is_grad_enabled()
+            return apply.__get__(None, cls)(*args)
+
+        def first(ctx: Any, *args: Any) -> Any:
+            if not with_gradients[0]:  # an evaluation, or part of another's first pass
+                return forward(ctx, *args)
+            with self._passing(_Pass(is_first=True)) as made:
+                ctx._harness_rows = made.rows
+                return forward(ctx, *args)
+
+        def second(ctx: Any, *gradients: Any) -> Any:
+            rows = deque(getattr(ctx, "_harness_rows", ()))
+            with self._passing(_Pass(is_first=False, rows=rows)):
+                return backward(ctx, *gradients)
+
+        CheckpointFunction.apply = classmethod(applied)  # type: ignore[assignment]
+        CheckpointFunction.forward = staticmethod(first)  # type: ignore[method-assign]
+        CheckpointFunction.backward = staticmethod(second)  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _passing(self, each: _Pass) -> Iterator[_Pass]:
+        self._passes.append(each)
+        try:
+            yield each
+        finally:
+            self._passes.remove(each)
 
     def _asked(self, module: nn.Module) -> tuple[str, frozenset[str]]:
         observer = self._observer
-        if self._is_quiet() or observer.is_in_backward or not torch.is_grad_enabled():
+        is_first = bool(self._passes) and self._passes[-1].is_first
+        if self._is_quiet() or not (is_first or torch.is_grad_enabled()):
+            return "", frozenset()
+        if observer.is_in_backward and not self._passes:
             return "", frozenset()
         name = observer.names.of_module(module)
         if name is None:
@@ -78,7 +149,8 @@ class Taps:
             self._kinds[name] = frozenset(
                 kind for pattern, kind in self._patterns if pattern.fullmatch(name)
             )
-        return name, self._kinds[name]
+        kinds = self._kinds[name]
+        return name, kinds & {GRADIENT} if observer.is_in_backward else kinds
 
     def _take_gradient(self, row: str, gradient: Tensor) -> None:
         self._digest(row, [gradient])
@@ -123,10 +195,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _pattern(text: str) -> tuple[re.Pattern[str], str]:
-    modules, _, kind = text.partition(":")
-    escaped = modules.replace(".", r"\.")
+    if (parts := _PATTERN.fullmatch(text)) is None:
+        expected = "a module's dotted name, * and ** in it, and :input, :output or :gradient"
+        raise ValueError(f"taps: expected {expected}, got {text!r}")
+    escaped = parts[1].replace(".", r"\.")
     wild = _WILD.sub(lambda found: ".*" if found[0] == "**" else "[^.]*", escaped)
-    return re.compile(wild), kind or OUTPUT
+    return re.compile(wild), parts[2] or OUTPUT
 
 
 def module_of(error: BaseException, observer: Observer) -> str:

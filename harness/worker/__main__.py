@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     limits = Limits(
         grace_s=chosen.grace_s,
         stacks_s=chosen.stacks_s,
+        leave_s=chosen.leave_s,
         output_cap_bytes=chosen.output_cap_bytes,
     )
     try:
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     patience.add_argument("--entry", default=ENTRY)
     patience.add_argument("--grace-s", type=float, default=defaults.grace_s)
     patience.add_argument("--stacks-s", type=float, default=defaults.stacks_s)
+    patience.add_argument("--leave-s", type=float, default=defaults.leave_s)
     patience.add_argument("--output-cap-bytes", type=int, default=defaults.output_cap_bytes)
     serving = commands.add_parser(
         "serve", help="fork runs for the harness at the other end of FD", parents=[patience]

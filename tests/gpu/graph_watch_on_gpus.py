@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_core.model.backend import make_backend
+from harness.recorder import capture
 from harness.recorder.graphs import GraphWatch, StaleGraphAddress
 
 WIDTH, ROWS, STEPS = 64, 16, 5
@@ -327,6 +328,24 @@ def gradients_of_a_graph(model: nn.Sequential) -> Any:
     return bits([*losses, *model.parameters()])
 
 
+def by_the_recorders_names(model: nn.Sequential) -> Any:
+    """Graphs of `harness.recorder.capture`: torch's own, of a function and of a module."""
+    static, function = batches(1)[0], capture.make_graphed_callables(model, (batches(1)[0],))
+    graph = capture.CUDAGraph()
+    assert type(graph) is torch.cuda.CUDAGraph
+    with capture.graph(graph, capture_error_mode="thread_local"):
+        result = static * 2
+    assert not capture.is_capturing()
+    losses = []
+    for x in batches(STEPS):
+        static.copy_(x)
+        graph.replay()
+        function(result.clone()).square().mean().backward()
+        losses += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+    return bits(losses)
+
+
 def scaled_with_dropout(model: nn.Sequential) -> Any:
     """Autocast, dropout and a scaler in the graph; inputs come from pinned memory inside of it."""
     torch.cuda.manual_seed(5)
@@ -425,6 +444,7 @@ RIGHT = {
     for each in (
         layers_in_one_pool,
         gradients_of_a_graph,
+        by_the_recorders_names,
         scaled_with_dropout,
         two_streams_and_a_cache,
         output_of_another_graph,

@@ -24,4 +24,5 @@ _run_next()
 if "DELTAZERO_RECORD" in os.environ:
     from harness.recorder import session
 
+    session.tell_stacks()
     session.begin_when_torch_is_imported()

@@ -28,7 +28,7 @@ EXPECTED: dict[str, str] = {
     "checks_no_evidence": "@:6: checks: expected a check that compares bits, since compare.expect is bitwise, got finite; legal values: loss, state, taps",  # noqa: E501
     "checks_parameter": "@:6: checks.loss: expected an empty mapping, {}, got the mapping {'rtol': 0.01}",  # noqa: E501
     "checks_unknown": "@:6: checks.lost: expected a known key, got 'lost' (did you mean loss?); legal values: loss, state, taps, finite, peak_memory, throughput, soak, graphs",  # noqa: E501
-    "compare_expect_close": "@:5: compare.expect: expected one of the legal values, got 'close'; legal values: bitwise",  # noqa: E501
+    "compare_expect_close": "@:5: compare.expect: expected one of the legal values, got 'close'; legal values: bitwise, rounding",  # noqa: E501
     "compare_reference_alone": "@:4: axes.graph: expected a value beside the reference to compare with it, got the reference alone",  # noqa: E501
     "compare_unknown_axis": "@:5: compare.axis: expected one of the legal values, got 'graphs' (did you mean graph?); legal values: parallel, graph",  # noqa: E501
     "compare_unknown_reference": "@:5: compare.reference: expected a value of the axis graph, got the list ['full_iteration']",  # noqa: E501
@@ -146,6 +146,7 @@ EXPECTED: dict[str, str] = {
     "stress_ledger": "@:8: base.stress: expected one of the legal values, got 'ledger'; legal values: jitter, poison, scramble, races",  # noqa: E501
     "stress_seed_negative": "@:8: stress_seed: expected an integer >= 0, got -1",
     "stress_seed_word": "@:8: base.stress_seed: expected an integer, got 'abc'",
+    "compare_expect_over_steps": "@:10: compare.expect.over: expected at most the number of steps, 4, got 5",  # noqa: E501
     "taps_kind": "@:8: taps: expected input, output or gradient after the colon, got 'layers.0:grad'; legal values: input, output, gradient; rule: taps_are_patterns",  # noqa: E501
     "taps_empty_pat": "@:8: taps: expected a module's dotted name, with * for one part of it and ** for any, got ''; rule: taps_are_patterns",  # noqa: E501
     "taps_str": "@:8: base.taps: expected a list of names, got 'layers.0'",

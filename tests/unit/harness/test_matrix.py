@@ -15,6 +15,7 @@ from harness.case_id import MAX_ID_CHARS
 from harness.errors import NothingSelected, ScenarioError
 from harness.plant_spec import PlantSpec, each_of
 from harness.records import CaseSpec
+from harness.samples import NUM_SAMPLES, samples_of
 from tests.unit.harness.small_scenario import DPS, GRAPHS, cases, ids
 
 
@@ -132,6 +133,51 @@ def test_compiled_legs_are_compared_with_compiled_ones(tmp_path: Path) -> None:
         )
     both = {"compile": ["none", ["mlp"]], "graph": ["eager", ["attn"]]}
     assert ids(tmp_path, axes=both) == ["no_compile-attn", "compile_mlp-attn"]
+
+
+def test_compiled_code_may_be_compared_within_a_tolerance(tmp_path: Path) -> None:
+    """Where bits are not due, a compiled candidate has an eager reference."""
+    for expect in ("rounding", {"rtol": 1e-5}):
+        compare = {"axis": "compile", "reference": "none", "expect": expect}
+        assert ids(
+            tmp_path, base={"compile_backend": "aot_eager"}, compare=compare,
+            axes={"compile": ["none", ["mlp"]]},
+        ) == ["compile_mlp"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        ({"graph": ["attn"]}, "graph none, for rounding to be measured, got .*attn"),
+        ({"compile": ["mlp"]}, "compile none, for rounding to be measured, got .*mlp"),
+        ({"backend": "te"}, "backend torch, for rounding to be measured, got te"),
+    ],
+)
+def test_a_reference_that_cannot_round_at_random_is_refused(
+    tmp_path: Path, base: dict[str, Any], expected: str
+) -> None:
+    """Replays and compiled kernels round as they do: one line says what is expected instead."""
+    compare = {"axis": "seed", "reference": 1, "expect": "rounding"}
+    with pytest.raises(
+        ScenarioError, match=rf"compare\.expect: expected a reference with {expected}"
+    ):
+        ids(tmp_path, base=base, axes={"seed": [1, 2]}, compare=compare)
+
+
+def test_samples_are_the_reference_but_for_what_decides_no_loss(tmp_path: Path) -> None:
+    """Six seeds of one configuration, and more time; a planted fault of the reference stays."""
+    compare = {"axis": "compile", "reference": "none", "expect": "rounding"}
+    (case,) = cases(
+        tmp_path, axes={"compile": ["none", ["mlp"]]}, compare=compare,
+        base={"plant": {"fault": "ulp", "step": 3, "legs": ["reference", "control"]},
+              "taps": ["layers.*"], "stress": ["jitter"]},
+    )  # fmt: skip
+    samples = samples_of(case)
+    assert [spec.rounding for spec in samples] == list(range(1, NUM_SAMPLES + 1))
+    for spec in samples:
+        assert spec.config == case.reference.config | {"taps": [], "stress": []}
+        assert (spec.plant, spec.world_size) == (case.reference.plant, case.reference.world_size)
+        assert spec.timeout_s > case.reference.timeout_s
 
 
 def test_a_plant_goes_into_the_candidate_alone(tmp_path: Path) -> None:

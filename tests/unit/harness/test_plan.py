@@ -1,5 +1,6 @@
 """Contracts of harness.plan."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from harness.errors import UsageError
 from harness.machine import num_cores
 from harness.plan import estimate_s, make_plan, num_parameters, resume_plan
 from harness.records import CaseSpec, PlantSpec, RunSpec
+from harness.samples import NUM_SAMPLES, SLOWDOWN
 
 
 def run(
@@ -51,6 +53,22 @@ def test_shared_runs_are_made_once() -> None:
     assert len(plan.runs) == 4
     assert [planned.serves for planned in plan.runs] == [("a", "b"), ("a", "b"), ("a",), ("b",)]
     assert [planned.key for planned in plan.runs] == [planned.spec.key for planned in plan.runs]
+
+
+def test_samples_of_rounding_are_shared_and_cost_more() -> None:
+    """Cases of one reference share six runs that round at random, each several times as long."""
+    of_two = [case("a", 2), case("b", 2, graph="full_iteration")]
+    plan = make_plan([replace(each, expect="rounding") for each in of_two], slots=8)
+    samples = [planned for planned in plan.runs if planned.spec.rounding]
+    assert len(plan.runs) == 4 + NUM_SAMPLES
+    assert [planned.serves for planned in samples] == [("a", "b")] * NUM_SAMPLES
+    plain = next(planned for planned in plan.runs if planned.spec == of_two[0].reference)
+    fixed, step = 1.1, plain.estimate_s - 1.1
+    assert samples[0].estimate_s == pytest.approx(fixed + SLOWDOWN * step)
+    resumed = resume_plan(
+        plan.cases, slots=8, finished={planned.key for planned in samples[1:]}.__contains__
+    )
+    assert len(resumed.runs) == 5
 
 
 def test_large_worlds_go_first_and_cases_stay_together() -> None:

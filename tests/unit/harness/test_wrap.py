@@ -123,6 +123,11 @@ def test_a_planted_difference_is_named_and_needs_a_control_to_be_a_failure(
         code, verdict = compared(lab, a, planted, *within)
         assert code == expected
     assert main(["bisect", case]) == ExitCode.USAGE  # it follows bits
+    capsys.readouterr()
+    assert main(["compare-runs", a, planted, "--expect", "rounding"]) == ExitCode.USAGE
+    told = capsys.readouterr().err.strip()
+    assert "expected bitwise or {rtol: R}, got rounding" in told
+    assert "\n" not in told
 
 
 def test_a_rank_that_is_killed_is_named(lab: Path) -> None:
@@ -217,6 +222,35 @@ def test_parts_share_a_run_and_the_last_one_tells(
     assert run.outcome.what == ""
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     assert wrap(alone, "run", "true") == ExitCode.USAGE
+
+
+def test_parts_by_number_share_a_run(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--part I/N`, as of torchrun on N machines: whoever ends last tells, in whatever order."""
+    for part, rank in (("2/2", "1"), ("1/2", "0")):
+        assert not (alone / "run" / "outcome.json").exists()
+        command = script(alone, RANK=rank, WORLD_SIZE="2")
+        assert wrap(alone, "run", *command, options=("--part", part)) == 0
+    run = recorded.load(alone / "run")
+    assert [state.code for state in run.outcome.ranks] == [0, 0]
+    assert run.outcome.what == ""
+    assert {path.name for path in (alone / "run").glob("part-*")} == {"part-0.json", "part-1.json"}
+    # A third joins a run that is over, and a name that is no part of N.
+    assert wrap(alone, "run", "true", options=("--part", "1/2")) == ExitCode.USAGE
+    for part in ("0/2", "3/2", "2", "a/b"):
+        capsys.readouterr()
+        assert wrap(alone, "other", "true", options=("--part", part)) == ExitCode.USAGE
+        assert "--part: expected I/N with 1 <= I <= N" in capsys.readouterr().err
+    assert not (alone / "other").exists()
+    assert main(["wrap", "--part", "1/2", "--", "true"]) == ExitCode.USAGE
+
+
+def test_a_part_that_fails_is_the_outcome_of_all(alone: Path) -> None:
+    """The rank that another machine lost is named by the part that ends last."""
+    ranks = {rank: script(alone, "--kill", RANK=rank, WORLD_SIZE="2") for rank in ("0", "1")}
+    assert wrap(alone, "run", *ranks["1"], options=("--part", "2/2")) == 128 + signal.SIGKILL
+    assert wrap(alone, "run", *ranks["0"], options=("--part", "1/2")) == ExitCode.NO_VERDICT
+    outcome = recorded.load(alone / "run").outcome
+    assert (outcome.what, outcome.culprit_rank) == ("killed", 1)
 
 
 def test_a_signal_reaches_the_command(alone: Path) -> None:

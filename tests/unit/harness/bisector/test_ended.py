@@ -154,6 +154,13 @@ def test_a_rank_that_was_killed_in_a_capture_is_where_it_noted() -> None:
     assert (found.phase, found.module, found.rank) == ("capture", "layers.0.attn", 1)
 
 
+def test_a_rank_of_a_program_that_hung_is_where_it_said() -> None:
+    """Asked as it hung, it named phase and module, which need not be of a capture."""
+    ending = Ending(phase="backward", module="encoder")
+    found = between(run_of(), silent(ended("hang", ending=ending)))
+    assert (found.phase, found.module) == ("backward", "encoder")
+
+
 def test_a_run_folder_older_than_the_fields_has_an_unknown_place() -> None:
     """It still has a step and a rank, and is not misread."""
     words = "rank 1 never entered allgather_base of layers.1 in step 2 (collective 5 of ranks 0,1)"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from harness.bisector.commit_range import Checkout
 from harness.bisector.differences import LegChanges, config_of, leaves_of, with_steps
 from harness.bisector.divergence import where_they_part
-from harness.bisector.foreign import scenario_texts, script_text
+from harness.bisector.foreign import at_commit, scenario_texts, script_text
 from harness.bisector.identity import program_code
 from harness.bisector.legs import Legs
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer
@@ -268,3 +269,31 @@ def test_a_tensor_of_one_run_alone_is_named(tmp_path: Path) -> None:
     assert (found.phase, found.tensor, found.quantity) == ("initialisation", "extra", "weights")
     assert "one run alone" in found.evidence[-1]
     assert where_they_part(Legs(run_of(tmp_path), run_of(tmp_path))) is None
+
+
+def test_arguments_that_name_files_of_the_repository_are_those_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, and folders with a slash, that the commit has; words and data of the user's stay."""
+    top, there = tmp_path / "top", tmp_path / "there"
+    for folder in (top, there):
+        (folder / "configs" / "sub").mkdir(parents=True)
+        for name in ("train.py", "configs/small.yaml", "plain.txt"):
+            (folder / name).write_text(folder.name)
+    (top / "data.bin").write_text("ignored by git")
+    (tmp_path / "outside.yaml").write_text("not of the repository")
+    monkeypatch.chdir(top / "configs")
+    args = {
+        "config": "small.yaml", "up": "../plain.txt", "all": ["sub/", "word", 3],
+        "data": "../data.bin", "mode": "sub", "absolute": str(top / "plain.txt"),
+        "outside": "../../outside.yaml", "lr": 0.1,
+    }  # fmt: skip
+    checkout = Checkout(folder=there, repository=top, commit="c" * 40, attempt=0)
+    run = at_commit(spec_of(top, args=args), checkout, top)
+    assert run.config["program"]["target"] == str(there / "train.py")
+    assert run.config["program"]["args"] == args | {
+        "config": str(there / "configs" / "small.yaml"),
+        "up": str(there / "plain.txt"),
+        "all": [str(there / "configs" / "sub"), "word", 3],
+        "absolute": str(there / "plain.txt"),
+    }

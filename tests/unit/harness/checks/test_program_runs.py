@@ -8,7 +8,7 @@ import pytest
 from harness.checks import environment, finite, state
 from harness.checks.complete import find_flaw
 from harness.checks.judge import judge
-from harness.checks.repeats import cause_of
+from harness.checks.nondeterminism import cause_of
 from harness.naming import aligned, with_all_names
 from harness.program.spec import ProgramSpec
 from harness.records import (
@@ -238,6 +238,17 @@ def test_what_excuses_a_value_that_is_not_finite(
     if outcome == "failed":
         assert answer.difference is not None
         assert (answer.difference.quantity, answer.difference.tensor) == (group, name)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_no_skipped_step_excuses_an_infinite_loss(skipped: bool) -> None:
+    """Losses are recorded before they are scaled: one that is infinite was so without a scaler."""
+    losses, steps = [0x3F800000, 0x7F800000, 0x3F800000][: len(STEPS)], (1,) if skipped else ()
+    run = run_of(STEPS, losses=losses, skipped=steps)
+    answer = finite.check(run, run, {})
+    assert answer.outcome == "failed"
+    assert answer.difference is not None
+    assert (answer.difference.quantity, answer.difference.step) == ("loss", 1)
 
 
 def changed(step: int, group: str, name: str) -> list[Held]:

@@ -7,7 +7,7 @@ import pytest
 
 from harness.checks.judge import judge
 from harness.checks.taps import check
-from harness.records import NEVER_RAN, TAP_HEX_CHARS, RunResult
+from harness.records import NEVER_RAN, TAP_HEX_CHARS, EventRecord, RunResult
 
 if TYPE_CHECKING:
     from tests.unit.harness.checks.conftest import Edits, Lab
@@ -251,3 +251,37 @@ def test_damaged_taps_are_a_flaw(lab: "Lab", edit: "Edits", taps: Any, why: str)
     assert (verdict.outcome, verdict.what) == ("failed", "corrupt_record")
     assert "rank 1, step 2: " in verdict.message
     assert why in verdict.message
+
+
+def asked(run: RunResult, edit: "Edits", scenario: tuple[str, ...], script: str = "") -> RunResult:
+    """The run of a scenario with these patterns, whose rank 0 asks for one more."""
+    events = (EventRecord(name="taps", rank=0, step=-1, detail={"patterns": [script]}),)
+    config = run.spec.config | {"taps": scenario}
+    run = replace(run, spec=replace(run.spec, config=config))
+    return edit.rank(run, 0, events=(*run.ranks[0].events, *(events if script else ())))
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_pattern_without_a_module_compares_nothing(
+    lab: "Lab", edit: "Edits", script: bool
+) -> None:
+    """A pattern that means no call of either run has no answer, whoever states it."""
+    reference, _, candidate = lab.legs()
+    first, second = "layers.0.attn", "layers.*.atn:output"
+    stated = ((first,), second) if script else ((first, second), "")
+    runs = [asked(run, edit, *stated) for run in (reference, candidate)]
+    result = check(runs[0], runs[1], {})
+    assert (result.outcome, result.what) == ("error", "not_run")
+    assert second in result.message
+    ours, theirs = (asked(each, edit, (first,), first) for each in (reference, candidate))
+    whole = check(ours, theirs, {})
+    assert whole.outcome == "passed"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pattern_of_one_run_is_judged_by_the_rows(lab: "Lab", edit: "Edits", which: int) -> None:
+    """What only one script asks for, and neither run has, has no answer either."""
+    reference, _, candidate = lab.legs()
+    runs = [reference, candidate]
+    runs[which] = asked(runs[which], edit, (), "nothing")
+    assert check(runs[0], runs[1], {}).outcome == "error"

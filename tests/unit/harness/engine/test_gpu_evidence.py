@@ -2,21 +2,35 @@
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.codec import dumps
 from harness.engine.gpu_evidence import (
+    ANSWER_S,
     ask_for_dumps,
     evidence_environment,
     kernel_words,
+    last_place,
+    prepare_to_ask,
     read_dump,
+    remove_pipes,
+    with_time_for_dumps,
 )
-from harness.engine.whereabouts import find_missing
+from harness.engine.watch import Limits
+from harness.engine.whereabouts import (
+    Place,
+    answer_path,
+    find_mismatch,
+    find_missing,
+    place_path,
+)
 from harness.records import RunSpec
 from harness.soaking import SoakSpec
-from tests.unit.harness.engine.nccl_dump import dump
+from tests.unit.harness.engine.nccl_dump import dump, dump_of
 
 
 def spec(**changes: Any) -> RunSpec:
@@ -31,6 +45,51 @@ def test_the_rank_that_a_collective_lacks_is_named(tmp_path: Path) -> None:
     places = {rank: read_dump(tmp_path / f"nccl_rank{rank}") for rank in range(2)}
     missing = find_missing({rank: place for rank, place in places.items() if place is not None})
     assert str(missing) == "rank 1 never entered all_gather_base (collective 7 of ranks 0,1)"
+
+
+def test_two_groups_of_the_same_ranks_are_counted_each(tmp_path: Path) -> None:
+    """As a mesh makes them: the first has more collectives, the rank lacks one of the second."""
+    done = [("0", "all_reduce", "completed")] * 3
+    dump_of(tmp_path / "nccl_rank0", *done, ("7", "all_reduce", "started"))
+    dump_of(tmp_path / "nccl_rank1", *done)
+    places = {rank: last_place(tmp_path, rank) for rank in range(2)}
+    missing = find_missing({rank: place for rank, place in places.items() if place is not None})
+    assert str(missing) == (
+        "rank 1 never entered all_reduce (collective 1 of ranks 0,1, group 7, "
+        "called at train.py:4 in main)"
+    )
+
+
+def test_ranks_that_call_different_collectives_are_told_from_their_dumps(tmp_path: Path) -> None:
+    """What each waits in, and the lines that called them; the step is the program's own note."""
+    calls = [("0", "all_reduce", "started"), ("0", "broadcast", "scheduled")]
+    dump_of(tmp_path / "nccl_rank0", *calls)
+    dump_of(tmp_path / "nccl_rank1", *reversed(calls))
+    own = Place(
+        step=5, operator="all_reduce", label="", group=(0, 1), is_inside=False, entered={"0,1": 9}
+    )
+    for rank in range(2):
+        place_path(tmp_path, rank).write_text(dumps(own) + "\n")
+    places = {rank: last_place(tmp_path, rank) for rank in range(2)}
+    assert all(place is not None and place.entered == {"0,1": 1} for place in places.values())
+    mismatch = find_mismatch({rank: place for rank, place in places.items() if place is not None})
+    assert str(mismatch) == (
+        "rank 1 entered broadcast, called at train.py:1 in main, where rank 0 entered all_reduce "
+        "in step 5 (collective 1 of ranks 0,1, called at train.py:1 in main)"
+    )
+
+
+def test_an_answer_comes_before_a_dump_and_a_dump_before_notes(tmp_path: Path) -> None:
+    """The answer knows module and phase; a dump has what C++ called; notes are what is left."""
+    told = Place(step=3, operator="x", label="", group=(0, 1), is_inside=True, phase="backward")
+    place_path(tmp_path, 0).write_text(dumps(replace(told, operator="own")) + "\n")
+    assert last_place(tmp_path, 0) == replace(told, operator="own")
+    dump_of(tmp_path / "nccl_rank0", ("0", "all_reduce", "started"), frames=False)
+    place = last_place(tmp_path, 0)
+    assert place is not None
+    assert (place.operator, place.called_at, place.step) == ("all_reduce", "", 3)
+    answer_path(tmp_path, 0).write_text(dumps(told) + "\n")
+    assert last_place(tmp_path, 0) == told
 
 
 @pytest.mark.parametrize(
@@ -66,6 +125,34 @@ def test_a_dump_runs_nothing(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"pg_config": {}, "entries": [Making(made)]}))
     assert read_dump(path) is None
     assert not made.exists()
+
+
+PROGRAM = {"program": {"kind": "script", "target": "/train.py", "folder": "/"}}
+
+
+def test_programs_on_gpus_have_nccls_recorder_and_no_core_dump(tmp_path: Path) -> None:
+    """An error that a program catches must not cost it a dump."""
+    found = evidence_environment(spec(soak=None, config=PROGRAM), tmp_path, 0, {})
+    assert found["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == str(tmp_path / "nccl_rank")
+    assert not any(name.startswith("CUDA_") for name in found)
+    of_cpu = spec(soak=None, device="cpu", config=PROGRAM)
+    assert evidence_environment(of_cpu, tmp_path, 0, {}) == {}
+    assert with_time_for_dumps(Limits(), of_cpu).stacks_s == ANSWER_S
+    assert with_time_for_dumps(Limits(), replace(of_cpu, world_size=1)) == Limits()
+
+
+def test_pipes_go_with_the_run_and_places_with_one_that_ended_well(tmp_path: Path) -> None:
+    """A run folder has plain files only."""
+    prepare_to_ask(spec(soak=None, config=PROGRAM), tmp_path, range(2))
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.ask", "rank1.ask"}
+    os.mkfifo(tmp_path / "nccl_rank0.pipe")
+    place_path(tmp_path, 0).touch()
+    remove_pipes(tmp_path, range(2), all_went_well=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0.place"}
+    remove_pipes(tmp_path, range(2), all_went_well=True)
+    assert not list(tmp_path.iterdir())
+    prepare_to_ask(spec(soak=None), tmp_path, range(2))
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_soaks_on_gpus_ask_for_evidence(tmp_path: Path) -> None:

@@ -126,3 +126,24 @@ def test_ranks_that_all_ended_well_left_nobody_behind() -> None:
     """A collective that nobody waited for, in a run that came to its end, is no hang."""
     ranks = [rank(0, 4, is_inside=False, end=True), rank(1, 5, is_inside=True, end=True)]
     assert classify(ranks, timed_out=False, timeout_s=10) == Answer("", "", None)
+
+
+def test_ranks_that_have_only_to_exit_are_given_a_while() -> None:
+    """After `leave_s` they are ended, which is neither a stall nor a timeout."""
+    leaving = watch(stall_s=90)
+    leaving.leaves(5.0)
+    leaving.leaves(20.0)
+    assert leaving.deadline_s == 5.0 + Limits().leave_s
+    assert not leaving.may_stall(leaving.deadline_s)
+    assert leaving.advance(leaving.deadline_s) is not None
+    assert not leaving.stalled
+    assert not leaving.timed_out
+
+
+def test_a_process_that_stays_after_its_end_record_is_no_hang() -> None:
+    """If all came to their end; if one did not, it is what others wait for."""
+    stayed = rank(0, 4, is_inside=False, code=-9, end=True)
+    for other in (rank(1, 5, is_inside=True, end=True), stayed):
+        assert classify([stayed, other], timed_out=False, timeout_s=10) == Answer("", "", None)
+    waits = rank(1, 5, is_inside=True, code=-9)
+    assert classify([stayed, waits], timed_out=False, timeout_s=10, stalled_s=5)[0] == "hang"

@@ -7,6 +7,7 @@ import pytest
 from harness.history import History, cost_model
 from harness.history.entries import RunEntry, work_of
 from harness.records import CaseSpec, RunSpec
+from harness.samples import SLOWDOWN
 from tests.unit.harness.history.nights import MACHINE, night
 
 
@@ -61,6 +62,14 @@ def test_like_runs_stand_in_for_unknown_ones(history: History) -> None:
         expect="bitwise", checks={},
     )  # fmt: skip
     assert model.expected_seconds(with_case) == pytest.approx(4.0 + 4.0 + 12.0)
+
+
+def test_runs_that_round_at_random_are_work_of_their_own(history: History) -> None:
+    """They take longer: neither they nor the runs they are samples of stand in for the other."""
+    assert work_of(spec(rounding=1)) not in {work_of(spec()), work_of(spec(rounding=2))}
+    history.record(night(values=lambda run, leg: {"wall_s": 4.0, "step_s": 0.1, "steps": 20}))
+    expected = cost_model(history, MACHINE).expected_seconds(spec(seed=7, rounding=1))
+    assert expected == pytest.approx(2.0 + 20 * 0.1 * SLOWDOWN)
 
 
 def test_runs_that_did_not_end_well_count_only_alone(history: History) -> None:

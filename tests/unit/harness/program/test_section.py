@@ -66,6 +66,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str, tuple[str, ...]]] = {
     "no version": ({"program": with_(packages={"x": ""})}, "program.packages.x", "a version", "''",
                    ()),
     "tap kind": ({"program": with_(taps=["a:outputs"])}, "taps", "", "outputs", ("input",)),
+    "mean of more steps": (
+        {"compare": {"axis": "args.amp", "reference": False,
+                     "expect": {"loss_gap": 0.1, "over": 5}}},
+        "compare.expect.over", "at most the number of steps, 4", "5", ()),
     "taps text": ({"program": with_(taps="a")}, "program.taps", "a list of patterns", "'a'", ()),
     "smaller list": ({"program": with_(smaller=["x"])}, "program.smaller", "a mapping", "list", ()),
     "determinism": ({"program": with_(determinism="on")}, "program.determinism",
@@ -145,6 +149,20 @@ def test_a_case_is_a_pair_of_commands(tmp_path: Path) -> None:
     assert (case.reference.world_size, case.reference.config["steps"]) == (2, 4)
     assert "args.amp" in case.labels
     assert "amp" in case.id
+
+
+def test_a_script_may_say_itself_what_the_check_taps_compares(tmp_path: Path) -> None:
+    """Only its records know whether it gives its recorder patterns."""
+    (case,) = cases(written(tmp_path, checks={"loss": {}, "taps": {}}))
+    assert case.checks["taps"] == {}
+
+
+def test_a_mean_may_be_over_all_steps(tmp_path: Path) -> None:
+    """The bound itself is allowed, with the steps of the case and not of the file."""
+    expect = {"loss_gap": 0.1, "over": 5}
+    compare = {"axis": "args.amp", "reference": False, "expect": expect}
+    (case,) = cases(written(tmp_path, compare=compare), sets=("steps=5",))
+    assert case.expect == expect
 
 
 def test_numbers_and_texts_of_yaml(tmp_path: Path) -> None:

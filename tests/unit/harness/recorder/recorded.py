@@ -25,11 +25,13 @@ Program = Callable[[], object]
 def record_folder(
     folder: Path,
     /, *, keep: dict[str, Any] | None = None, taps: tuple[str, ...] = (),
-                  **program: Any) -> Path:  # fmt: skip
+                  rounding: int = 0, **program: Any) -> Path:  # fmt: skip
     """A run's folder with its specification, as far as the recorder reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"program": program, "steps": 2, "taps": list(taps)}
-    (folder / "spec.json").write_text(json.dumps({"config": config, "keep": keep}))
+    (folder / "spec.json").write_text(
+        json.dumps({"config": config, "keep": keep, "rounding": rounding})
+    )
     return folder
 
 
@@ -40,7 +42,7 @@ def recorded(program: Program, folder: Path, *, code: int = 0, seed: int | None 
     Args:
         run: key of the run.
         seed: of torch's generator, before the recorder starts; None leaves it as it is.
-        about: `keep`, `taps` and keys of the program's specification.
+        about: `keep`, `taps`, `rounding` and keys of the program's specification.
     """
     record_folder(folder, **about)
     pid = os.fork()

@@ -36,7 +36,7 @@ class Watched:
         self.events: list[tuple[str, dict[str, Any]]] = []
         named = model.named_parameters if model is not None else lambda: ()
         self.watch = GraphWatch(
-            lambda name, detail: self.events.append((name, detail)), named, stress, Graph
+            lambda name, detail: self.events.append((name, detail)), named, stress, (Graph,)
         )
 
     def findings(self) -> list[str]:

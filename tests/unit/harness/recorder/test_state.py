@@ -1,10 +1,12 @@
 """Which tensors are recorded and what they are called."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -175,6 +177,181 @@ def test_a_parameter_of_two_optimizers_is_recorded_for_each(tmp_path: Path) -> N
     records = recorded(program, tmp_path)
     assert names(records, "weights") == ("weight",)
     assert {"weight.momentum_buffer", "weight.momentum_buffer#2"} <= set(names(records, "optim"))
+
+
+class Counting(SGD):
+    """Keeps a plain number for each parameter."""
+
+    def __init__(self, params: Any, start: float) -> None:
+        super().__init__(params, 0.1)
+        for param in params:
+            self.state[param]["count"] = start
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_numbers_of_two_optimizers_are_both_recorded(place: int, tmp_path: Path) -> None:
+    """Of two optimizers with a number each for one parameter, a change of either is seen."""
+
+    def program(*starts: float) -> Callable[[], None]:
+        def run() -> None:
+            model = nn.Linear(3, 1, bias=False)
+            optimizers = [Counting(list(model.parameters()), start) for start in starts]
+            model(torch.ones(3)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        return run
+
+    starts = [1.0, 1.0]
+    starts[place] = 2.0
+    first = recorded(program(1.0, 1.0), tmp_path / "a")
+    second = recorded(program(*starts), tmp_path / "b")
+    changed = ("weight.count", "weight.count#2")[place]
+    for step in (-1, 0):
+        ours, theirs = digests(first, "optim", step), digests(second, "optim", step)
+        assert {name for name in ours if ours[name] != theirs[name]} == {changed}
+
+
+@pytest.mark.parametrize("make", [float, np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_state(make: Callable[[float], Any], tmp_path: Path) -> None:
+    """A rate that NumPy computed decides the update as one of Python does."""
+
+    def program(rate: float) -> Callable[[], None]:
+        def run() -> None:
+            model = nn.Linear(3, 1)
+            optimizer = Counting(list(model.parameters()), make(rate))
+            (model(torch.ones(3)).sum() * 0).backward()
+            optimizer.step()
+
+        return run
+
+    first, second = (recorded(program(rate), tmp_path / f"{rate}") for rate in (1.0, 2.0))
+    assert digests(first, "optim", 0)["bias.count"] != digests(second, "optim", 0)["bias.count"]
+
+
+class Scaled(Tensor):
+    """As a quantized weight of TransformerEngine: bytes, and by what each is multiplied."""
+
+    _data: Tensor
+    _scale_inv: Tensor
+
+    def detach(self) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("part", ["_data", "_scale_inv"])
+def test_all_of_a_quantized_tensor_is_digested(part: str, tmp_path: Path) -> None:
+    """Equal bytes under another scale are another tensor."""
+
+    def program(**parts: float) -> Callable[[], None]:
+        def run() -> None:
+            model = nn.Linear(3, 1)
+            held = torch.zeros(3).as_subclass(Scaled)
+            held._data, held._scale_inv = (
+                torch.full((3,), parts.get(name, 1.0)) for name in ("_data", "_scale_inv")
+            )
+            recorder = record(model, SGD(model.parameters(), 0.1))
+            recorder.state("own", {"held": held})
+            with recorder.step():
+                model(torch.ones(3)).sum().backward()
+
+        return run
+
+    first = recorded(program(), tmp_path / "a")
+    second = recorded(program(**{part: 2.0}), tmp_path / "b")
+    ours, theirs = digests(first, "own", 0), digests(second, "own", 0)
+    assert {name for name in ours if ours[name] != theirs[name]} == {f"held.{part}"}
+
+
+class Container(Optimizer):
+    """Holds an optimizer a part, and may change the weights after they have stepped."""
+
+    def __init__(self, parts: Iterable[nn.Module], factor: float = 1.0) -> None:
+        params = [list(part.parameters()) for part in parts]
+        self.inner, self.factor = [SGD(held, 0.1, momentum=0.9) for held in params], factor
+        super().__init__([param for held in params for param in held], {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.inner:
+            optimizer.step()
+        if self.factor != self.factor:
+            raise ValueError("no factor")
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param *= self.factor
+
+
+def contained(factor: float, looks: Path | None = None, is_held: bool = True) -> None:
+    """Two steps of a model's two layers; `looks` lists how many tensors each call digests."""
+    from fsdp_core.graph.digest import Digester
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    container = Container(model, factor)
+    steppers: list[Any] = [container] if is_held else container.inner
+    original = Digester.__call__
+
+    def count(self: Digester, tensors: Any, out: Tensor) -> None:
+        original(self, tensors, out)
+        if looks is not None and tensors:
+            with looks.open("a") as file:
+                file.write("".join(f"{tensor.data_ptr()} " for tensor in tensors))
+
+    Digester.__call__ = count  # type: ignore[method-assign]
+    for step in range(2):
+        container.zero_grad()
+        model(torch.ones(3)).sum().backward()
+        if looks is not None and step == 1:
+            looks.write_text("")  # who holds others is known once all have stepped
+        for stepper in steppers:
+            stepper.step()
+        if looks is not None and step == 1:
+            seen = looks.read_text().split()
+            assert sorted(map(seen.count, set(seen))) == [1] * 12, seen
+
+
+def test_an_optimizer_that_holds_others_costs_no_second_look(tmp_path: Path) -> None:
+    """Four gradients, weights and momenta are digested once a step, with the right digests."""
+    held = recorded(lambda: contained(1.0, tmp_path / "looks"), tmp_path / "a")
+    alone = recorded(lambda: contained(1.0, is_held=False), tmp_path / "b")
+    assert len(held.steps) == len(alone.steps) == 2
+    for group in ("grads", "weights"):
+        for step in range(2):
+            assert digests(held, group, step) == digests(alone, group, step)
+    momenta = digests(alone, "optim", 1)
+    ours = digests(held, "optim", 1)
+    for name in ("0.weight.momentum_buffer", "1.bias.momentum_buffer"):
+        assert ours[name] == momenta[name]
+
+
+def test_what_a_holder_does_after_those_it_holds_is_recorded(tmp_path: Path) -> None:
+    """The weights of a step are those that its outermost optimizer leaves."""
+    first = recorded(lambda: contained(1.0), tmp_path / "a")
+    second = recorded(lambda: contained(0.5), tmp_path / "b")
+    assert digests(first, "grads", 0) == digests(second, "grads", 0)
+    ours, theirs = digests(first, "weights", 0), digests(second, "weights", 0)
+    assert all(ours[name] != theirs[name] for name in ours)
+
+
+def test_a_holder_that_failed_takes_nobodys_state(tmp_path: Path) -> None:
+    """After an error that the program caught, what it held steps on its own and is recorded."""
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        container = Container(model)
+        model(torch.ones(3)).sum().backward()
+        container.factor = float("nan")
+        with contextlib.suppress(ValueError):
+            container.step()
+        for _ in range(2):
+            model(torch.ones(3)).sum().backward()
+            for optimizer in container.inner:
+                optimizer.step()
+
+    records = recorded(program, tmp_path)
+    weights = [digests(records, "weights", step) for step in (-1, 1, 2)]
+    assert weights[1].keys() == weights[0].keys()
+    assert all(weights[1][name] != weights[2][name] for name in weights[0])
 
 
 def test_lazy_state_appears_under_its_parameters_name(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.contents import read_contents
 from harness.keeping import KeepSpec
+from harness.recorder import record
 from harness.records import RunSpec
 from tests.unit.harness.recorder.recorded import names, recorded, taps
 
@@ -30,17 +32,22 @@ class Two(nn.Module):
 class Net(nn.Module):
     """A first module of two tensors and a second of one, which may be checkpointed."""
 
-    def __init__(self, is_checkpointed: bool = False) -> None:
+    def __init__(self, how: str = "") -> None:
         super().__init__()
-        self.first, self.second = Two(), nn.Linear(3, 1)
-        self.is_checkpointed = is_checkpointed
+        self.first, self.second, self.how = Two(), nn.Linear(3, 1), how
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        if self.is_checkpointed:
-            pair = checkpoint(self.first, x, {"y": y}, use_reentrant=False)
+        if self.how == "nested":
+            pair = checkpoint(self._inner, x.requires_grad_(), y, use_reentrant=True)
+        elif self.how:
+            x.requires_grad_()  # of which a reentrant one makes gradients at all
+            pair = checkpoint(self.first, x, {"y": y}, use_reentrant=self.how == "reentrant")
         else:
             pair = self.first(x, {"y": y})
         return self.second(pair[0] + pair[1])
+
+    def _inner(self, x: Tensor, y: Tensor) -> Any:
+        return checkpoint(self.first, x, {"y": y}, use_reentrant=True)
 
 
 def program(y: float = 1.0, microbatches: int = 1, **about: Any) -> Callable[[], None]:
@@ -82,11 +89,42 @@ def test_a_row_is_of_all_tensors(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_recomputation_is_not_counted(tmp_path: Path) -> None:
-    """A checkpointed module has the rows of one that is not."""
+@pytest.mark.parametrize("scenario", [(), ("first", "second:input")])
+def test_a_script_may_ask_for_taps(scenario: tuple[str, ...], tmp_path: Path) -> None:
+    """Patterns of `record` come to those of the scenario; one of both is one row."""
+
+    def run() -> None:
+        model = Net()
+        optimizer = SGD(model.parameters(), 0.1)
+        record(model, optimizer, taps=["second:input", "first:gradient"])
+        for _ in range(2):
+            model(torch.ones(2, 3), torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    records = recorded(run, tmp_path, taps=scenario)
+    expected = {"second:input[0]", "first:gradient[0]"}
+    expected |= {"first:output[0]"} if scenario else set()
+    assert [taps(records, step).keys() for step in range(2)] == [expected, expected]
+    (event,) = (each for each in records.events if each.name == "taps")
+    assert event.detail == {"patterns": ["second:input", "first:gradient"]}
+
+
+@pytest.mark.parametrize("pattern", ["first:inputs", "first:", "", "a b", ".first"])
+def test_what_is_no_pattern_is_refused(pattern: str, tmp_path: Path) -> None:
+    """A script's mistake ends it where it is made, as a scenario's is refused."""
+    records = recorded(lambda: record(taps=pattern), tmp_path, code=1)
+    assert records.error is not None
+    assert records.error.type == "ValueError"
+    assert repr(pattern) in records.error.message
+
+
+@pytest.mark.parametrize("how", ["not reentrant", "reentrant", "nested"])
+def test_recomputation_is_not_counted(how: str, tmp_path: Path) -> None:
+    """A checkpointed module has the rows of one that is not, gradients in the order of calls."""
     patterns = ("**:input", "**:output", "**:gradient")
-    plain = recorded(program(), tmp_path / "a", taps=patterns)
-    again = recorded(program(is_checkpointed=True), tmp_path / "b", taps=patterns)
+    plain = recorded(program(microbatches=2), tmp_path / "a", taps=patterns)
+    again = recorded(program(microbatches=2, how=how), tmp_path / "b", taps=patterns)
+    assert "first.layer:gradient[1]" in taps(plain, 1)
     for step in range(2):
         assert taps(plain, step) == taps(again, step)
     assert names(plain, "weights") == names(again, "weights")

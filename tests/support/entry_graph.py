@@ -1,0 +1,27 @@
+"""Runs `scenarios/programs/entry_graph.yaml` over all modes of its program."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.records import Verdict
+from harness.store import read_verdict
+
+SCENARIO = Path(__file__).parents[2] / "scenarios" / "programs" / "entry_graph.yaml"
+MODES = "[eager, graph, stale_input, replaced_buffer, nothing]"
+
+
+def verdicts_of_modes(out: Path, *, ranks: int, **environ: str) -> dict[str, Verdict]:
+    """Verdicts by the candidate's mode; `environ`: variables over this process's."""
+    words = ["--axis", f"args.mode={MODES}", "--set", f"ranks={ranks}", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "run", str(SCENARIO), *words],
+        capture_output=True, text=True, check=False, timeout=240, cwd=SCENARIO.parents[2],
+        env=os.environ | environ,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    ids = [json.loads(path.read_text())["case_id"] for path in out.glob("cases/*/verdict.json")]
+    found = [read_verdict(out / "cases" / each, each) for each in ids]
+    return {each.case_id.removeprefix("mode_"): each for each in found if each is not None}

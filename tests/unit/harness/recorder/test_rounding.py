@@ -1,0 +1,119 @@
+"""A program whose run is to round at random: when it does, and what ends such a run."""
+
+import contextlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_core.rounding import RandomRounding
+from harness.recorder import record
+from harness.recorder.rounding import Rounding
+from harness.records import RankRecords
+from tests.unit.harness.recorder.recorded import losses, recorded
+
+
+def rounds() -> bool:
+    return any(isinstance(mode, RandomRounding) for mode in _get_current_dispatch_mode_stack())
+
+
+def train(*, seed: int = 1, lines: bool = False, steps: int = 3) -> None:
+    """A model of one layer; before its first forward pass nothing rounds at random."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    recorder = record(model, optimizer)
+    assert not rounds()
+    for _ in range(steps):
+        with recorder.step() if lines else contextlib.nullcontext():
+            loss = model(torch.full((8, 64), 1 / 3)).square().mean()
+            assert rounds() == bool(seed)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def run(folder: Path, seed: int, *, lines: bool = False) -> RankRecords:
+    return recorded(lambda: train(seed=seed, lines=lines), folder, rounding=seed)
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["hooks", "lines"])
+def test_a_run_rounds_at_random_from_its_first_forward_pass(tmp_path: Path, *, lines: bool) -> None:
+    """Same state before step 0; other losses with each seed, near the usual ones; then it ends."""
+    usual, one, again, two = (
+        run(tmp_path / str(number), seed, lines=lines) for number, seed in enumerate((0, 1, 1, 2))
+    )
+    for records in (usual, one, two):
+        assert records.error is None
+        assert records.end is not None
+        assert records.initial == usual.initial
+    first, other, theirs = (list(map(losses, each.steps)) for each in (one, two, usual))
+    assert first == list(map(losses, again.steps))
+    assert first != theirs
+    assert first != other
+    assert first == [pytest.approx(each, rel=1e-4) for each in theirs]
+
+
+def test_another_mode_that_ends_it_is_seen(tmp_path: Path) -> None:
+    """A sample that rounds at random for a part of its steps would state too narrow a bound."""
+
+    def program() -> None:
+        with FlopCounterMode(display=False):
+            train(steps=1)
+
+    records = recorded(program, tmp_path, rounding=1)
+    assert records.error is not None
+    assert records.error.what == "unsupported"
+    assert "dispatch mode" in records.error.message
+
+
+def test_without_a_module_the_first_backward_pass_begins(tmp_path: Path) -> None:
+    """Weights of no module have no pass through one."""
+
+    def program() -> None:
+        weight = nn.Parameter(torch.ones(8) / 3)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(2):
+            (weight / 3).square().sum().backward()
+            assert rounds()
+            optimizer.step()
+
+    assert recorded(program, tmp_path, rounding=1).error is None
+
+
+def test_where_the_mode_is_missing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's environment may lack the rest of the project."""
+    monkeypatch.setitem(sys.modules, "fsdp_core.rounding", None)
+    session: Any = SimpleNamespace(rounding=1, rank=0)
+    with pytest.raises(RuntimeError, match=r"needs fsdp_core\.rounding"):
+        Rounding(session)
+    session.rounding = 0
+    Rounding(session).begin()
+    assert not rounds()
+
+
+def test_compiled_parts_run_eagerly_and_what_was_compiled_before_is_seen(tmp_path: Path) -> None:
+    """The mode keeps the compiler out; code that was compiled earlier would not round at random."""
+
+    def compiled(*, before: bool) -> None:
+        model = nn.Linear(64, 64)
+        part = torch.compile(model, backend="eager")
+        if before:
+            with torch.no_grad():
+                part(torch.ones(8, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            part(torch.full((8, 64), 1 / 3)).square().mean().backward()
+            optimizer.step()
+
+    fine = recorded(lambda: compiled(before=False), tmp_path / "fine", rounding=1)
+    assert fine.error is None
+    late = recorded(lambda: compiled(before=True), tmp_path / "late", rounding=1)
+    assert late.error is not None
+    assert late.error.what == "unsupported"
+    assert "torch.compile" in late.error.message
