@@ -250,7 +250,8 @@ class _Session:
         sys.stderr.write(text)
         before = self._failed_before(error)
         message = masker.text(str(error))[:4000]
-        if before is not None and before.told not in message:
+        quotes = isinstance(error, CaptureAborted | CaptureLost)
+        if before is not None and not quotes:
             message += f"; before that, rank {before.rank} failed: {masker.text(before.told)}"
         try:
             self.file.write(

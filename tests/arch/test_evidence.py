@@ -69,7 +69,9 @@ def takes_apart(tree: ast.AST) -> Iterator[ast.expr]:
                 for operator, right in zip(node.ops, node.comparators, strict=True)
                 if isinstance(operator, ast.In | ast.NotIn)
             ]
-            if any(map(is_prose, looked_in)):
+            sides = (node.left, *node.comparators)
+            is_asked = any(map(is_prose, sides)) and any(map(is_wording, sides))
+            if any(map(is_prose, looked_in)) or is_asked:
                 yield node
         elif (
             isinstance(node, ast.Call)
@@ -78,6 +80,16 @@ def takes_apart(tree: ast.AST) -> Iterator[ast.expr]:
             and is_prose(node.func.value)
         ):
             yield node
+
+
+def is_wording(node: ast.expr) -> bool:
+    """Whether an expression is a certain text, in place or as a constant of a module."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return bool(text)
+        case ast.Name(id=name):
+            return name.isupper()
+    return False
 
 
 def is_prose(node: ast.expr) -> bool:
@@ -141,6 +153,7 @@ def test_no_sentence_is_taken_apart() -> None:
         ("'never entered' in outcome.message", 1), ("x.evidence[0].startswith('step')", 1),
         ("any(p in error.message.lower() for p in ps)", 1), ("str(error).partition(':')", 1),
         ("one_line(flaw.message).split()", 1), ("name.partition('.')", 0), ("a.name in b.names", 0),
+        ("found.message != NO_ANSWER", 1), ("error.message == 'gone'", 1), ("a.message != ''", 0),
         ("re.compile('x') or re.escape('y')", 0),
     ],
 )  # fmt: skip
