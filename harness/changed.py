@@ -12,7 +12,6 @@ The contents of a text corpus (`data.path`) are not looked at.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from harness.history import History
 from harness.history.entries import CaseEntry, FolderEntry, inputs_of, name_of
 from harness.history.gathering import environment_of
 from harness.machine import Machine
+from harness.provenance import record
 from harness.records import CaseSpec, dumps
-from harness.store import stored_environment
 
 MAX_FOLDERS = 500
 """The newest run folders that are looked at."""
@@ -44,11 +43,7 @@ def changed(
 
 def environment_name(here: Machine) -> str:
     """Names this machine's environment as the history does."""
-    manifest = {
-        "machine": json.loads(dumps(here)),
-        "environment": {"variables": stored_environment(os.environ)},
-    }
-    return name_of(environment_of(manifest))
+    return name_of(environment_of(record(json.loads(dumps(here)))))
 
 
 def _answers(database: Path, environment: str) -> dict[str, set[str]]:

@@ -31,6 +31,8 @@ def check_command(*, folder: Path, as_json: bool) -> int:
         return code
     tell_damage(found)
     state = f"{len(found.damage)} damaged" if found.damage else "all files as they were written"
+    if left := found.num_cases - len(found.verdicts):
+        state += f", {count(left, 'case')} without a verdict"
     click.echo(f"{count(found.num_cases, 'case')}, {count(found.num_runs, 'run')}: {state}")
     return code
 

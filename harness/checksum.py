@@ -4,8 +4,8 @@
     rank file    the end record's `sha256`: of every byte before its line, then of the rest of it
 
 They tell damage, not forgery: whoever can write a file can write its checksum. Against a verdict
-that says what its records do not, only judging again helps (`harness.checks.confirm`). Files
-without a checksum are older than checksums; they are read for what they say.
+that says what its records do not, only judging again helps (`harness.confirm`). A file without
+a checksum is damaged.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ def without_checksum(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The object of a file, once its checksum has been found to fit.
 
     Raises:
-        RecordError: it does not.
+        RecordError: it does not, or there is none.
     """
     rest = {key: value for key, value in plain.items() if key != KEY}
     if KEY not in plain:
-        return rest
+        raise RecordError(f"{name}: its checksum is gone")
     try:
         found = _of(rest)
     except (ValueError, RecursionError) as error:

@@ -110,6 +110,7 @@ def commands() -> None:
 @_options(_engine, _history, _overrides, bisect_exit)
 @click.option("--dry-run", is_flag=True, help="Print the plan, run nothing.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
+@click.option("--mixed", is_flag=True, help="With --resume: also by other code or packages.")
 @click.option("--again-killed", is_flag=True, help="With --resume: whoever killed it.")
 def run(
     *, sets: tuple[str, ...], axes: tuple[str, ...],
@@ -122,6 +123,8 @@ def run(
         history=None if no_history else database or _beside(request["resume"] or request["out"]),
         **request,
     )
+    if asked.mixed and asked.resume is None:
+        raise UsageError("--mixed: expected --resume RUN with it")
     if again_killed:
         if asked.resume is None or dry_run:
             raise UsageError("--again-killed: expected --resume RUN with it, and no --dry-run")

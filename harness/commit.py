@@ -25,14 +25,14 @@ def describe(root: Path | None = None) -> str:
     root = root or Path(__file__).parents[1]
     folders = [name for name in PACKAGES if (root / name).is_dir()]
     try:
-        commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
+        commit = git(root, "rev-parse", "--verify", "HEAD").decode().strip()
         # A package in site-packages may lie inside somebody's repository without being part of it.
-        if not folders or not _git(root, "ls-files", "--", *folders):
+        if not folders or not git(root, "ls-files", "--", *folders):
             return ""
-        changed = _git(
+        changed = git(
             root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", *folders
         )
-        added = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders)
+        added = git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders)
         if not changed and not added:
             return commit
         digest = hashlib.sha256(changed)
@@ -55,13 +55,18 @@ def same_code(recorded: str, root: Path | None = None) -> bool:
         return False
     root = root or Path(__file__).parents[1]
     try:
-        _git(root, "diff", "--quiet", recorded, "HEAD", "--", *PACKAGES)
+        git(root, "diff", "--quiet", recorded, "HEAD", "--", *PACKAGES)
     except (OSError, subprocess.SubprocessError):
         return False
     return True
 
 
-def _git(root: Path, *arguments: str) -> bytes:
+def git(root: Path, *arguments: str) -> bytes:
+    """What git prints about the repository at `root`.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no git, or it says no.
+    """
     # --no-optional-locks: looking must not get in the way of whoever works in the repository.
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     # Within a hook of git, variables name the repository that the hook is of, whatever -C says.

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from harness import commit, display, machine, recorded
+from harness import display, machine, recorded
 from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
 from harness.checksum import with_checksum
@@ -17,6 +17,7 @@ from harness.disk import link_or_copy, make_folder, write_atomic
 from harness.errors import UsageError
 from harness.lookup import DEFAULT_OUT, unused
 from harness.program.spec import POSITIONAL, program_of
+from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
 from harness.report_commands import build_reports, command_line
 from harness.sections import decode_expect
@@ -138,9 +139,7 @@ def _make_folder(
         "created": now.isoformat(timespec="seconds"),
         "command": command_line(),
         "device": case.candidate.device,
-        "machine": machine.describe(),
-        "packages": machine.installed_packages(),
-        "commit": commit.describe(),
+        **record(json.loads(dumps(machine.describe()))),
         "runs": {leg: str(place.absolute()) for leg, place in places.items()},
     }
     text = f"name: {json.dumps(SCENARIO)}\nwhy: {json.dumps(why)}\n"

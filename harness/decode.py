@@ -4,6 +4,7 @@ Strict on purpose: nothing is converted but an integer where a number is due, an
 (a string to YAML 1.1) where a number is due. A bool is never an integer, a number never a string.
 """
 
+import math
 from collections.abc import Iterable
 
 from harness.errors import ScenarioError, did_you_mean
@@ -96,7 +97,9 @@ def take_int(node: Node, key: str, *, minimum: int | None = None) -> int:
     return node.value
 
 
-def take_float(node: Node, key: str, *, above: float | None = None) -> float:
+def take_float(
+    node: Node, key: str, *, above: float | None = None, most: float = math.inf
+) -> float:
     """A finite number, as a float; integers and the plain text `1e-3` count."""
     expected = "a number" if above is None else f"a number > {above:g}"
     number: float | None = None
@@ -106,6 +109,8 @@ def take_float(node: Node, key: str, *, above: float | None = None) -> float:
         number = _exponent(node.raw)
     if number is None or number - number != 0 or (above is not None and not number > above):
         raise refuse(node, key, expected)
+    if number > most:
+        raise refuse(node, key, f"{expected} and at most {most:.0f}")
     return number
 
 

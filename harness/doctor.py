@@ -12,7 +12,8 @@ from typing import Literal
 
 import psutil
 
-from harness.machine import Machine, default_slots, package_version
+from harness.machine import Machine, default_slots
+from harness.provenance import package_version
 from harness.records import Json
 
 State = Literal["ok", "warn", "missing"]

@@ -40,7 +40,7 @@ class Signature:
             errors does, too.
         whats: what the run must have ended as.
         read: who says so: the engine, in the outcome, or the exception that a rank recorded.
-        before_any_step: whether it counts only in a run that recorded no step.
+        before_any_step: whether it counts only in a run that completed no step.
     """
 
     name: str
@@ -89,7 +89,7 @@ def signature_of(
     Args:
         outcome: how the run ended.
         errors: what its ranks recorded as their ends.
-        any_step: whether some rank recorded a step.
+        any_step: whether some rank completed a step.
     """
     for signature in SIGNATURES:
         too_late = signature.before_any_step and any_step
@@ -125,7 +125,9 @@ def machine_failure(run: RunResult) -> str:
     if any(_tells_of_the_program(records) for records in run.ranks):
         return ""
     errors = [records.error for records in run.ranks if records.error is not None]
-    return signature_of(run.outcome, errors, any_step=any(records.steps for records in run.ranks))
+    # Steps that waited to be written are lost with a failing rank; its error knows the step.
+    any_step = any(records.steps for records in run.ranks) or any(e.step > 0 for e in errors)
+    return signature_of(run.outcome, errors, any_step=any_step)
 
 
 def _tells_of_the_program(records: RankRecords) -> bool:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import commit, machine
+from harness import machine
 from harness.changed import changed
 from harness.engine.base import Engine
 from harness.engine.gpus import shared
@@ -35,9 +35,10 @@ from harness.on_slurm import MANIFEST_KEY, device_on_slurm, slots_on_slurm, stor
 from harness.plan import make_plan, resume_plan
 from harness.planned import check_whole, refuse_secrets
 from harness.program.launch import make_environments
-from harness.program.spec import program_of
+from harness.program.spec import codes_of, program_of
 from harness.progress import View
-from harness.records import CaseSpec
+from harness.provenance import changes, deciding, record
+from harness.records import CaseSpec, dumps
 from harness.request import Carried, CutShort, Prepared, Request
 from harness.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.retries import Retries, stored_limit
@@ -159,6 +160,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     if not folder.cases:
         raise NothingSelected(f"{path} holds no case")
     check_whole(path, folder.cases)
+    _refuse_other_code(folder, here, request)
     device = folder.cases[0].candidate.device
     slurm = stored_options(folder.manifest)
     _device(device, slurm, here)
@@ -171,7 +173,6 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
         )
     else:
         slots, devices = _slots_on_slurm(request.slots, folder.cases, request), ()
-
     retries = Retries(folder, stored_limit(folder.manifest))
     left = {
         key for key, spec in unique_runs(folder.cases).items() if is_left(folder, spec, retries)
@@ -194,6 +195,23 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
         retries=retries.limit,
         resumed=folder,
     )
+
+
+def _refuse_other_code(folder: RunFolder, here: Machine, request: Request) -> None:
+    """Runs of two codes or environments compare these, and not what the scenario asks.
+
+    Raises:
+        UsageError: the folder's runs were made by other code, packages or variables.
+    """
+    if request.mixed or "code" not in folder.manifest:  # made before it was recorded
+        return
+    before, now = deciding(folder.manifest), deciding(_provenance(here, folder.cases))
+    if told := changes(before, now):
+        raise UsageError(
+            f"--resume {folder.path}: expected the code, packages and variables of its runs, but "
+            f"{told}; run it anew, or make the rest as it is now with --mixed: a case with runs of "
+            "both is incomparable"
+        )
 
 
 def _is_text_of(text: str, folder: RunFolder) -> bool:
@@ -392,8 +410,11 @@ def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping
         "selected": [part.to_json() for part in prepared.selected],
         NOTES_KEY: list(prepared.notes),
         MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
-        "machine": prepared.machine,
-        "packages": machine.installed_packages(),
-        "commit": commit.describe(),
-        "environment": {"python": sys.version.split()[0], "variables": dict(os.environ)},
+        **_provenance(prepared.machine, prepared.plan.cases),
     }
+
+
+def _provenance(here: Machine, cases: Sequence[CaseSpec]) -> dict[str, Any]:
+    configs = {spec.key: spec.config for spec in unique_runs(cases).values()}
+    machine: dict[str, Any] = json.loads(dumps(here))
+    return record(machine, codes_of(configs.values()))

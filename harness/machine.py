@@ -4,20 +4,25 @@ Names of machines and people stay out: what is described here goes into reports.
 """
 
 import importlib
-import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from harness.errors import Infrastructure
+from harness.provenance import package_version
 from harness.records import Json
 
 MIN_CPU_SLOTS = 8
 SLOTS_PER_CORE = 2
+DEVICES, LISTING_S = "/dev", 20.0
+HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that leave no GPU on purpose."""
 PACKAGES = ("torch", "transformer-engine", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy")
 
 
@@ -32,7 +37,11 @@ class Gpu(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Json):
-    """The machine under us. `versions`: of installed packages; `gpu_note`: why there is no GPU."""
+    """The machine under us. `versions`: of installed packages; `gpu_note`: why there is no GPU.
+
+    `gpus_expected`: how it is known that there are GPUs, though none may be used; "" if it is not,
+    or if they are hidden on purpose.
+    """
 
     cores: int
     memory_bytes: int
@@ -42,6 +51,7 @@ class Machine(Json):
     gpus: tuple[Gpu, ...]
     gpu_driver: str
     gpu_note: str
+    gpus_expected: str = ""
 
     @property
     def torch_sees_gpus(self) -> bool:
@@ -62,7 +72,25 @@ def describe(environ: Mapping[str, str] = os.environ) -> Machine:
         gpus=gpus,
         gpu_driver=driver,
         gpu_note=note,
+        gpus_expected=_gpus_expected(environ, gpus),
     )
+
+
+def _gpus_expected(environ: Mapping[str, str], gpus: tuple[Gpu, ...]) -> str:
+    hidden = environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in HIDDEN:
+        return ""
+    if gpus:
+        return f"the driver reports {len(gpus)} x {gpus[0].name}"
+    if node := next(iter(sorted(Path(DEVICES).glob("nvidia[0-9]*"))), None):
+        return f"{node} is there"
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LISTING_S, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return "nvidia-smi lists GPUs" if listed.startswith("GPU ") else ""
 
 
 def num_cores() -> int:
@@ -72,34 +100,24 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def package_version(name: str) -> str:
-    """Version of an installed package, or "" if it is absent; the package is not imported."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def installed_packages() -> dict[str, str]:
-    """Version of every installed package, by name."""
-    found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions())
-    return {name: version for name, version in sorted(found, key=str) if name}
-
-
 def resolve_device(wanted: str, machine: Machine) -> Literal["cpu", "cuda"]:
     """The device that `auto`, `cpu` or `cuda` means here.
 
     Raises:
-        Infrastructure: cuda was asked for and cannot be had.
+        Infrastructure: cuda was asked for and cannot be had, or there are GPUs that `auto` cannot
+            take: that a run on them passes would not be known from one on the CPU.
     """
     if wanted == "cpu":
         return "cpu"
     if machine.torch_sees_gpus:
         return "cuda"
-    if wanted == "cuda":
-        why = (
-            machine.gpu_note or f"the installed torch is {machine.versions.get('torch', 'absent')}"
+    why = machine.gpu_note or f"the installed torch is {machine.versions.get('torch', 'absent')}"
+    if wanted == "auto" and machine.gpus_expected:
+        raise Infrastructure(
+            f"device: auto: expected GPUs that can be used, as {machine.gpus_expected}, but {why}; "
+            "say --device cpu to run on the CPU"
         )
+    if wanted == "cuda":
         raise Infrastructure(f"device: expected a GPU, got none ({why}); legal values: auto, cpu")
     return "cpu"
 

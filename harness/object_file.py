@@ -20,14 +20,19 @@ def told(error: Exception) -> str:
     return str(error)
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, sealed: bool = True) -> dict[str, Any]:
     """The object in a file, its checksum tried and taken off.
+
+    Args:
+        path: of the file.
+        sealed: whether it must have one; a specification has not: its key is its checksum.
 
     Raises:
         OSError: no plain file, or one that cannot be read.
         RecordError: not an object, or changed since it was written.
     """
-    return without_checksum(parsed(read_plain(path, MAX_FILE_BYTES), path.name), path.name)
+    plain = parsed(read_plain(path, MAX_FILE_BYTES), path.name)
+    return plain if not sealed and KEY not in plain else without_checksum(plain, path.name)
 
 
 def has_checksum(path: Path) -> bool:
@@ -36,14 +41,17 @@ def has_checksum(path: Path) -> bool:
 
 
 def read_listed(path: Path, checksums: object) -> bytes:
-    """A file whose checksum is in `checksums`, by its name; older folders have no such list.
+    """A file whose checksum is in `checksums`, by its name.
 
     Raises:
         OSError: no plain file, or one that cannot be read.
         RecordError: changed since it was written.
     """
     data = read_plain(path, MAX_FILE_BYTES)
-    if isinstance(checksums, Mapping) and checksums.get(path.name) != sha256(data).hexdigest():
+    listed = checksums.get(path.name) if isinstance(checksums, Mapping) else None
+    if listed is None:
+        raise RecordError(f"{path.name}: its checksum is gone")
+    if listed != sha256(data).hexdigest():
         raise RecordError(f"{path.name}: changed since it was written: its checksum does not fit")
     return data
 

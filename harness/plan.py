@@ -28,8 +28,9 @@ from fsdp_core.config import TrainConfig, built, not_built
 from harness.collector import held_off
 from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
-from harness.machine import num_cores, package_version
+from harness.machine import num_cores
 from harness.plant_spec import each_of
+from harness.provenance import package_version
 from harness.records import CaseSpec, Json, RunSpec
 from harness.repeats import in_turn, runs_of
 from harness.samples import SLOWDOWN

@@ -72,7 +72,7 @@ def read_spec(folder: Path) -> RunSpec:
             why = "it is a run folder: name one of its runs, RUN/runs/KEY"
         raise UsageError(f"{folder}: expected the folder of one recorded run; {why}")
     try:
-        spec = RunSpec.from_json(read_object(folder / SPEC_FILE))
+        spec = RunSpec.from_json(read_object(folder / SPEC_FILE, sealed=False))
     except (OSError, RecordError) as error:
         raise UsageError(f"{folder / SPEC_FILE}: {told(error)}") from error
     spec = dataclasses.replace(spec, recorded=spec.recorded or spec.key)

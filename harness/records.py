@@ -402,7 +402,7 @@ class EndRecord(Json):
     """Last line of a rank that ran every step.
 
     `startup_s` is from process start to first step; `replays` counts launches of captured graphs;
-    `sha256` is the file's checksum (`harness.checksum`), "" in files older than it.
+    `sha256` is the file's checksum (`harness.checksum`); without it the file is damaged.
     """
 
     rank: int

@@ -22,7 +22,8 @@ class Request:
 
     `slurm` are `KEY=YAML` texts over its `launch.slurm`; `paths` are files and folders that run
     together, of which `tiers` leaves some; `select` is over what the scenarios say. `history` is
-    where the run will be recorded, `costs` the one that a `shard` is cut by.
+    where the run will be recorded, `costs` the one that a `shard` is cut by. `mixed`
+    goes on with a folder of other code.
     """
 
     scenario: Path | None = None
@@ -33,6 +34,7 @@ class Request:
     costs: Path | None = None
     history: Path | None = None
     resume: Path | None = None
+    mixed: bool = False
     keyword: str | None = None
     device: str | None = None
     slots: int | None = None

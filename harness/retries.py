@@ -13,9 +13,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.checks.environment import different_keys, fingerprint
+from harness.checks.environment import different_keys
 from harness.checks.steps import rank_table, step_table
 from harness.infrastructure import machine_failure
+from harness.provenance import fingerprint
 from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,

@@ -14,6 +14,7 @@ from harness.yaml_source import Node, Origin, parse_text
 
 CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak", "graphs")
 EVIDENCE = ("loss", "state", "taps")
+MAX_SECONDS = 30 * 86400.0
 LAUNCH_KEYS = ("device", "timeout_s", "stall_s", "slots", "engine", "retries", "kernels", "slurm")
 ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
@@ -158,7 +159,7 @@ def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
     if "device" in entries:
         device = take_str(entries["device"], "launch.device", legal=DEVICES)
     seconds = {
-        name: take_float(entries[name], f"launch.{name}", above=0)
+        name: take_float(entries[name], f"launch.{name}", above=0, most=MAX_SECONDS)
         for name in ("timeout_s", "stall_s")
         if name in entries
     }

@@ -22,12 +22,13 @@ from typing import Any, Self
 from harness.checksum import with_checksum
 from harness.disk import FolderLock, link_or_copy, make_folder, refused, write_atomic
 from harness.errors import Infrastructure, UsageError
-from harness.manifest import stored_environment, without_secrets
 from harness.masking import Masker
 from harness.object_file import has_checksum, parsed, read_listed, read_object, told
+from harness.provenance import variables
 from harness.records import (
     SCHEMA_VERSION,
     CaseSpec,
+    Json,
     RecordError,
     RunOutcome,
     RunResult,
@@ -41,10 +42,14 @@ from harness.streams import read_ranks
 __all__ = [
     "CaseRuns", "RunFolder", "begin_run", "kept_folder", "load_case", "load_run_folder",
     "num_kept", "read_outcome", "read_verdict", "save_outcome", "set_aside",
-    "stored_environment", "write_atomic",
+    "write_atomic",
 ]  # fmt: skip
 
+_FOR_PEOPLE = ("why", "notes", "command")
+"""Keys of a manifest's texts that only people read: nothing is made from them again."""
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
+OWN_FOLDERS = ("runs", "cases", "report")
+"""Folders of a run folder that are written to."""
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE = "shards.json"
@@ -116,7 +121,7 @@ class RunFolder:
             raise UsageError("two cases share an id")
         make_folder(path)
         masker = Masker(os.environ)
-        told = {"schema": SCHEMA_VERSION} | without_secrets(manifest, masker)
+        told = {"schema": SCHEMA_VERSION} | _without_secrets(manifest, masker)
         kept: dict[str, Any] = json.loads(json.dumps(told))  # as `open` gives it: no tuples
         scenario_text = masker.text(scenario_text)
         folder = cls(path, kept, scenario_text, cases)
@@ -157,6 +162,9 @@ class RunFolder:
                 elif (path / SPEC_FILE).is_file():
                     why += "; it holds one recorded run, which harness compare-runs judges"
                 raise UsageError(f"{path} is not a run folder ({why})")
+            for name in OWN_FOLDERS:
+                if (path / name).is_symlink():
+                    raise RecordError(f"{name} is a link: what is written there is somebody else's")
             manifest = read_object(path / MANIFEST_FILE)
             schema = manifest.get("schema")
             if not isinstance(schema, int) or isinstance(schema, bool):
@@ -390,3 +398,17 @@ def _safe(name: str) -> str:
     if not _SAFE_NAME.fullmatch(name):
         raise UsageError(f"expected a name that is safe as a file name, got {name!r}")
     return name
+
+
+def _without_secrets(manifest: Mapping[str, Any], masker: Masker) -> dict[str, Any]:
+    return {key: _kept(key, value, masker) for key, value in manifest.items()}
+
+
+def _kept(key: str, value: Any, masker: Masker) -> Any:
+    if isinstance(value, Json):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return variables(value) if key == "variables" else _without_secrets(value, masker)
+    if isinstance(value, list):
+        return [_kept(key, entry, masker) for entry in value]
+    return masker.text(value) if isinstance(value, str) and key in _FOR_PEOPLE else value

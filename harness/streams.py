@@ -5,6 +5,8 @@ record that decodes is kept even if it is out of place, so that the checks can s
 belongs to another rank is a problem only.
 """
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,8 @@ from harness.records import (
 MAX_LINE_BYTES = 64 << 20
 END_BYTES = 4096
 """More than an end record has."""
+STEP_BYTES = 4 << 20
+"""More than a step record has of a model with 10,000 tensors."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
 
@@ -47,6 +51,15 @@ def has_begun(path: Path) -> bool:
             return any(b'"kind":"step"' in line or b'"kind":"initial"' in line for line in file)
     except OSError:
         return False
+
+
+def last_step_s(path: Path) -> float | None:
+    """Seconds of the last step that a rank's file has whole; None before there is one."""
+    for line in reversed(read_tail(path, STEP_BYTES).split(b"\n")):
+        if b'"kind":"step"' in line:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return float(json.loads(line)["step_s"])
+    return None
 
 
 def has_end_record(path: Path) -> bool:
@@ -139,9 +152,11 @@ class _Reading:
             return
         for why in self._misplaced(record, number):
             self.problem(number, why)
-        if isinstance(record, EndRecord) and record.sha256 and not after_end:
+        if isinstance(record, EndRecord) and not after_end:
+            if not record.sha256:
+                self.problem(number, "its checksum is gone")
             expected = dumps(self._checksum.sealed(record)) + "\n"
-            if line != expected.encode():
+            if record.sha256 and line != expected.encode():
                 self.problem(number, "changed since it was written: the checksum does not fit")
         self._checksum.add(line)
         if after_end:

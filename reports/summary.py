@@ -14,9 +14,10 @@ import yaml
 
 from harness.beside import Beside, Timeline, beside
 from harness.checks import exit_code
-from harness.checks.environment import different_keys, fingerprint
+from harness.checks.environment import different_keys
 from harness.disk import read_tail
 from harness.history import NOT_WRITTEN_FILE
+from harness.provenance import fingerprint
 from harness.records import CaseSpec, Outcome, RunResult, Verdict
 from harness.retries import Attempt, earlier_attempts
 from harness.store import LEGS

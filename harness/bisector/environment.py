@@ -15,29 +15,23 @@ asks for them (`launch: {kernels: true}`).
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from harness.checks.environment import fingerprint, stated_leaves
+from harness.checks.environment import stated_leaves
 from harness.codec import Json
 from harness.history.entries import work_of
-from harness.history.trend import different, flat, told
+from harness.provenance import Facts, Kind, different, facts, fingerprint, flat, told
 from harness.records import CaseSpec, RankRecords, RunResult, RunSpec
 from harness.store import LEGS, RunFolder
 
-Kind = Literal["commit", "packages", "driver", "variables", "hardware", "data", "kernels"]
 KINDS: tuple[Kind, ...] = (
     "commit", "packages", "driver", "variables", "hardware", "data", "kernels",
 )  # fmt: skip
 LEG_KINDS: tuple[Kind, ...] = ("packages", "variables", "hardware", "data", "kernels")
-MACHINE_KINDS: tuple[Kind, ...] = ("packages", "driver", "variables", "hardware")
-"""What the manifest of any run folder has."""
 LAUNCHED = "launched"
 """Name of the event with what a rank launched."""
-_PACKAGES = ("python", "torch", "cuda", "nccl", "cudnn")
+_PACKAGES = ("python", "torch", "cuda", "nccl", "cudnn", "code", "program")
 _MAX_TOLD = 3
-
-Facts = dict[Kind, dict[str, Any]]
-"""Of one side: by kind, name to value. A kind that is absent was not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +91,7 @@ def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> Environ
 
     Runs are compared that did equal work: those of equal configuration, device and plant.
     """
-    ours, theirs = facts_of_manifest(before.manifest), facts_of_manifest(after.manifest)
+    ours, theirs = facts(before.manifest), facts(after.manifest)
     for name, left, right in _pairs(before, after, case_id):
         for kinds, run in ((ours, left), (theirs, right)):
             for kind, values in facts_of_run(run).items():
@@ -166,7 +160,7 @@ def _facts_of_rank(records: RankRecords) -> Facts:
 
 
 def _kind_of(name: str) -> Kind:
-    if name in _PACKAGES:
+    if name in _PACKAGES or name.startswith("packages."):
         return "packages"
     if name == "data":
         return "data"
@@ -184,37 +178,6 @@ def _shared(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
         alike = len(of_ranks) == num_ranks and len(told_values) == 1
         shared |= {name: next(iter(of_ranks.values()))} if alike else of_ranks
     return shared
-
-
-def facts_of_manifest(manifest: Mapping[str, Any]) -> Facts:
-    """What a run folder says of the machine that it was made on."""
-    facts: Facts = {}
-    if commit := manifest.get("commit"):
-        facts["commit"] = {"commit": commit}
-    environment = manifest.get("environment")
-    if isinstance(environment, Mapping) and isinstance(environment.get("variables"), Mapping):
-        facts["variables"] = flat("", environment["variables"]) if environment["variables"] else {}
-    machine = manifest.get("machine")
-    if not isinstance(machine, Mapping):
-        return facts
-    versions = machine.get("versions")
-    packages = manifest.get("packages")
-    facts["packages"] = {
-        "python": machine.get("python"),
-        **(versions if isinstance(versions, Mapping) else {}),
-        **(packages if isinstance(packages, Mapping) else {}),
-    }
-    facts["driver"] = {"gpu_driver": machine.get("gpu_driver")}
-    gpus = machine.get("gpus")
-    facts["hardware"] = {
-        "cores": machine.get("cores"),
-        "memory_gib": round(int(machine.get("memory_bytes") or 0) / 2**30),
-        "system": machine.get("system"),
-        "gpus": [gpu.get("name") for gpu in gpus if isinstance(gpu, Mapping)]
-        if isinstance(gpus, list)
-        else [],
-    }
-    return facts
 
 
 def _pairs(

@@ -22,10 +22,9 @@ from harness.bisector.commit_range import Checkout, CommitRange, Run
 from harness.bisector.commit_runs import same_end
 from harness.bisector.differences import leaves_of
 from harness.bisector.failure import Failure, failure_of
-from harness.bisector.identity import folder_of
 from harness.bisector.questions import UNRESOLVED, Question, Reply
 from harness.program.section import OPEN
-from harness.program.spec import ProgramSpec, command_line, program_of
+from harness.program.spec import ProgramSpec, command_line, folder_of, program_of
 from harness.records import CaseSpec, RunSpec, Verdict, What
 from harness.repeats import FIRST_REPEAT
 from harness.store import LEGS

@@ -12,6 +12,7 @@ that nobody gave.
 
 import errno
 import fcntl
+import json
 import math
 import os
 import stat
@@ -21,12 +22,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
-from harness.bisector.identity import Identity
 from harness.checksum import with_checksum, without_checksum
 from harness.codec import Json, RecordError, dumps, strict_loads
 from harness.disk import make_folder, read_plain, refused
 from harness.errors import HarnessError, Infrastructure, UsageError, shown
-from harness.records import ExitCode
+from harness.machine import Machine
+from harness.program.spec import codes_of
+from harness.provenance import changes, everything, record
+from harness.records import CaseSpec, ExitCode
 
 Answer = Literal["fails", "passes", "unresolved"]
 """What runs said. `unresolved`: they could not be made, or failed in another way."""
@@ -35,6 +38,7 @@ PASSES: Final = "passes"
 UNRESOLVED: Final = "unresolved"
 
 SCHEMA = 2
+MOST_TOLD = 3
 MAX_BYTES = 1 << 28
 
 
@@ -54,6 +58,51 @@ class OutOfBudget(HarnessError):
     def __init__(self, text: str, best: Any = None) -> None:
         super().__init__(text)
         self.best = best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity(Json):
+    """What answers hold for: a journal of something else is refused.
+
+    Attributes:
+        code: of the program, or the range that is searched.
+        environment: name to value of whatever else decides bits.
+        case: id or key of the case.
+    """
+
+    code: str
+    environment: dict[str, str]
+    case: str
+
+    def differs_from(self, other: "Identity") -> str:
+        """What became of these answers' code, environment and case; "" if all is the same."""
+        return changes(self._flat(), other._flat(), MOST_TOLD)
+
+    def _flat(self) -> dict[str, str]:
+        return {"case": self.case, "code": self.code or "unknown", **self.environment}
+
+
+def identity_of(case: CaseSpec, here: Machine, environ: Mapping[str, str] = os.environ) -> Identity:
+    """What answers that are found now, on this machine, hold for."""
+    now = record(json.loads(dumps(here)), codes_of([case.candidate.config]), environ)
+    return Identity(
+        code=now["code"],
+        environment={"device": case.candidate.device, **everything(now), **_tokens(case)},
+        case=case.id,
+    )
+
+
+def _tokens(case: CaseSpec) -> dict[str, str]:
+    """The file that a case reads, if it does: its size and the time of its last change."""
+    data = case.candidate.config.get("data")
+    path = data.get("path") if isinstance(data, Mapping) else None
+    if not path:
+        return {}
+    try:
+        facts = Path(str(path)).stat()
+    except OSError as error:
+        return {"tokens": f"{path}: {error.strerror}"}
+    return {"tokens": f"{path}: {facts.st_size} bytes of {facts.st_mtime_ns}"}
 
 
 @dataclass(frozen=True, kw_only=True)

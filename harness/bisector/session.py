@@ -18,9 +18,16 @@ from harness.bisector.asking import Asker
 from harness.bisector.commit_answers import OF_COMMITS
 from harness.bisector.commit_range import resolve_range
 from harness.bisector.findings import AskedQuestion, Findings, keep_findings, read_findings
-from harness.bisector.identity import Identity, identity_of
 from harness.bisector.page import keep_page
-from harness.bisector.questions import Budget, Journal, OtherSchema, OutOfBudget, read_journal
+from harness.bisector.questions import (
+    Budget,
+    Identity,
+    Journal,
+    OtherSchema,
+    OutOfBudget,
+    identity_of,
+    read_journal,
+)
 from harness.bisector.releases import published
 from harness.bisector.stages import (
     STAGES,

@@ -17,9 +17,7 @@ from harness.bisector.commit_range import CommitRange, resolve_range
 from harness.bisector.commit_runs import case_run, question_name
 from harness.bisector.commits import CommitSearch, find_first_bad
 from harness.bisector.environment import (
-    MACHINE_KINDS,
     compare,
-    facts_of_manifest,
     of_legs,
     of_nights,
 )
@@ -35,6 +33,7 @@ from harness.bisector.worktree import Git
 from harness.checks.complete import find_flaw
 from harness.errors import shown
 from harness.program.spec import capabilities_of
+from harness.provenance import MACHINE_KINDS, facts
 from harness.records import CaseSpec, Verdict
 from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
 
@@ -119,7 +118,7 @@ def _environment(state: State) -> Findings:
     night = _night(state)
     if night is not state.asker.folder:
         here = state.asker.folder
-        sides = facts_of_manifest(night.manifest), facts_of_manifest(here.manifest)
+        sides = facts(night.manifest), facts(here.manifest)
         apart = compare("the case", "further runs", *sides, kinds=MACHINE_KINDS)
         if apart.facts:
             told.append(apart.sentence)

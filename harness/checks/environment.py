@@ -11,16 +11,18 @@ from typing import Any
 from harness.checks.answer import passed
 from harness.checks.steps import rank_table
 from harness.program.spec import ENFORCED, program_of
+from harness.provenance import fingerprint
 from harness.records import CheckResult, Difference, RankRecords, RunResult
 
 NAME = "environment"
-FINGERPRINT = "fingerprint"
 MAX_VALUE_CHARS = 80
 MAX_NAMES = 4
 NOT_OF_IT = ("deterministic",)
 """Facts of the event that are no part of the environment: a program may compare them."""
 OF_TORCH = ("cuda", "cudnn", "nccl")
 """What a release of torch brings along."""
+OF_THREADS = ("environment.OMP_NUM_THREADS", "environment.MKL_NUM_THREADS")
+"""Variables that decide how many threads torch finds."""
 
 
 def check(reference: RunResult, other: RunResult, leg: str) -> CheckResult:
@@ -68,6 +70,8 @@ def stated_leaves(reference: RunResult, other: RunResult) -> set[str]:
         return set()
     found: set[str] = set()
     ours, theirs = (each for each in programs if each is not None)
+    if (ours.kind, ours.target, ours.folder) != (theirs.kind, theirs.target, theirs.folder):
+        found.add("program")
     for name in {*ours.env, *theirs.env}:
         if ours.env.get(name) != theirs.env.get(name):
             found.add(f"environment.{name}")
@@ -77,13 +81,9 @@ def stated_leaves(reference: RunResult, other: RunResult) -> set[str]:
             found |= set(OF_TORCH) if name == "torch" else set()
     if ours.determinism != theirs.determinism:
         found |= {f"environment.{name}" for name in ENFORCED}
+    if found.intersection(OF_THREADS):
+        found.add("threads")
     return found
-
-
-def fingerprint(environment: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of an environment that decides bits: its `fingerprint`, or all of it."""
-    inner = environment.get(FINGERPRINT)
-    return inner if isinstance(inner, Mapping) else environment
 
 
 def different_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:

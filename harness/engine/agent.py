@@ -81,7 +81,7 @@ def lead_share(
             for rank, failed_s in crew.watch.failed_s.items()
         },
         timed_out=crew.watch.timed_out,
-        stalled_s=crew.watch.stall_s if crew.watch.stalled else None,
+        stalled_s=crew.watch.patience_s if crew.watch.stalled else None,
         stopped_by="SIGTERM" if crew.told_to_stop and ended else "",
         suspended=crew.was_suspended,
         record_bytes=record_sizes(Path(), job.ranks),

@@ -33,7 +33,10 @@ from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
 from harness.engine.watch import Limits, Watch
 from harness.masking import Masker
 from harness.records import RunSpec
-from harness.streams import has_begun, has_end_record, rank_path
+from harness.streams import has_begun, has_end_record, last_step_s, rank_path
+
+START_STALLS = 6
+"""Times its patience that a soak may take to its first record."""
 
 LOOK_S = 2.0
 """Between looks at whether a program's ranks have all come to their end."""
@@ -82,6 +85,42 @@ class Meeting:
     listener: socket.socket | None = None
 
 
+class Records:
+    """The records of a run's ranks on this machine, from inside the run's folder, as they grow.
+
+    `window_s`: what the steps take that a rank holds back and writes together; 0 until it is known.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.window_s = 0.0
+        self._files = [rank_path(Path(), rank) for rank in job.ranks]
+        self._soak, self._config = job.spec.soak, job.spec.config
+        self._num_bytes, self._have_begun = 0, False
+
+    def have_grown(self, run_s: float) -> bool:
+        """Whether any rank has recorded anything since this was asked last.
+
+        A run may take its time to start, to compile and to capture: `timeout_s` is the limit of
+        that, and of a soak, which has hours, `START_STALLS` times its patience.
+
+        Args:
+            run_s: seconds since the run was started.
+        """
+        if not self._have_begun:
+            self._have_begun = any(map(has_begun, self._files))
+            if self._soak is None or self._have_begun:
+                return True
+            return run_s < START_STALLS * self._soak.stall_s
+        before = self._num_bytes
+        self._num_bytes = sum(file.stat().st_size for file in self._files if file.exists())
+        if self._num_bytes <= before:
+            return False
+        held = self._config.get("flush_every", 1)
+        if self._soak is not None and isinstance(held, int) and held > 1:
+            self.window_s = held * max(last_step_s(file) or 0.0 for file in self._files)
+        return True
+
+
 class Crew:
     """The processes of one run: forks them, pumps their output, reaps them."""
 
@@ -102,7 +141,7 @@ class Crew:
         )
         self.told_to_stop = self.was_suspended = False
         self._pids: dict[int, int] = {}
-        self._recorded_bytes, self._has_begun = 0, job.spec.soak is not None
+        self._records = Records(job)
         # The trainer leaves without the destructors in which other programs may stay.
         self._look_s = LOOK_S if job.spec.config.get("program") is not None else math.inf
         self._outputs: list[CappedOutput] = []
@@ -191,10 +230,12 @@ class Crew:
             self._reap()
             if self.told_to_stop:
                 self.watch.stop(time.monotonic())
+            now_s = time.monotonic()
             if self._look_s < math.inf and self._all_have_ended():
-                self.watch.leaves(time.monotonic())
-            if self.watch.may_stall(time.monotonic()) and self._has_recorded():
-                self.watch.progressed(time.monotonic())
+                self.watch.leaves(now_s)
+            if self.watch.may_stall(now_s) and self._records.have_grown(now_s - self.started_s):
+                self.watch.window_s = self._records.window_s
+                self.watch.progressed(now_s)
             number = self.watch.advance(time.monotonic())
             if number is not None:
                 self._signal_running(number)
@@ -202,17 +243,6 @@ class Crew:
     def _all_have_ended(self) -> bool:
         """Whether every rank that still runs here has written its end record."""
         return all(has_end_record(rank_path(Path(), rank)) for rank in self.watch.running)
-
-    def _has_recorded(self) -> bool:
-        """Whether any rank here has recorded anything since this was asked last."""
-        files = [rank_path(Path(), rank) for rank in self.watch.ranks]
-        if not self._has_begun:
-            # A program may take its time to start; `timeout_s` is the limit of that.
-            self._has_begun = any(map(has_begun, files))
-            return True
-        before = self._recorded_bytes
-        self._recorded_bytes = sum(file.stat().st_size for file in files if file.exists())
-        return self._recorded_bytes > before
 
     def _reap(self) -> None:
         for pid, rank in list(self._pids.items()):

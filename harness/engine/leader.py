@@ -6,6 +6,7 @@ A leader is forked from the warm server, has no torch of its own, and must fork 
 starts a thread (the store does).
 """
 
+import errno
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.watch import Limits
 from harness.errors import HarnessError
+from harness.infrastructure import no_process
 from harness.records import ExitCode, RunOutcome, RunSpec
 from harness.store import save_outcome
 from harness.streams import read_ranks
@@ -36,6 +38,11 @@ from harness.streams import read_ranks
 OpenStore = Callable[[socket.socket], object]
 """Hosts the rendezvous store on a listening socket, until the returned object dies."""
 
+NOT_RUN = 75
+"""Exit code of a leader that could not lead its run: for want of memory, of descriptors, a port."""
+NO_PROCESS = 76
+"""The same where the kernel had no process or no memory left: a failure of the machine."""
+NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 EVIDENCE_TAIL_BYTES = 64 << 10
 
 
@@ -87,7 +94,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
     answer = classify(
         ranks,
         timed_out=crew.watch.timed_out,
-        stalled_s=crew.watch.stall_s if crew.watch.stalled else None,
+        stalled_s=crew.watch.patience_s if crew.watch.stalled else None,
         timeout_s=job.spec.timeout_s,
         failed_order=crew.watch.failed_order,
         steps=_steps_of(job.spec),
@@ -125,11 +132,18 @@ def tail_of(path: Path, size_bytes: int = EVIDENCE_TAIL_BYTES) -> str:
     return read_tail(path, size_bytes).decode(errors="replace")
 
 
+def _is_of_the_disk(error: HarnessError | OSError) -> bool:
+    """Whether what stopped a leader will stop every other, too."""
+    refusal = error if isinstance(error, OSError) else error.__cause__
+    return not isinstance(refusal, OSError) or refusal.errno in NO_DISK
+
+
 def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path) -> None:
     """Run `work` in a freshly forked process that dies with its parent; never returns.
 
-    What goes wrong ends in `stderr_path`, and in the exit code: `NO_VERDICT` if the machine
-    refused something, 1 for a mistake of ours.
+    What goes wrong ends in `stderr_path`, and in the exit code: `NO_VERDICT` if the disk is of no
+    use to any run, `NOT_RUN` or `NO_PROCESS` if the machine refused this one something, 1 for a
+    mistake of ours.
     """
     code = 1
     try:
@@ -140,7 +154,8 @@ def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path
         code = 0
     except (HarnessError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        code = int(ExitCode.NO_VERDICT)
+        refused = NO_PROCESS if no_process(getattr(error, "errno", 0)) else NOT_RUN
+        code = int(ExitCode.NO_VERDICT) if _is_of_the_disk(error) else refused
     except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
         traceback.print_exc()
     finally:

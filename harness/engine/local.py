@@ -19,7 +19,7 @@ from harness.engine.base import Slots
 from harness.engine.company import RECOVERY_S, Company
 from harness.engine.gpu_evidence import DUMP_S
 from harness.engine.gpus import mps_runs
-from harness.engine.leader import tail_of
+from harness.engine.leader import NO_PROCESS, NOT_RUN, tail_of
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.outcome import signal_name
 from harness.engine.process import kill_group
@@ -219,6 +219,10 @@ class LocalEngine:
         elif status is None:
             told = f"the run could not be started: {message.get('why', '')}"
             self._conclude(run, "not_run", told, machine=no_process(message.get("errno", 0)))
+        elif status in (NOT_RUN, NO_PROCESS):
+            told = words.split("\n")[-1] or "its leader does not say why"
+            machine = "no_process" if status == NO_PROCESS else ""
+            self._conclude(run, "not_run", f"the run could not be led: {told}", machine=machine)
         elif status == ExitCode.NO_VERDICT:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
         else:

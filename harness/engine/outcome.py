@@ -2,7 +2,7 @@
 
     how a rank ended                              what
     its own error record                          as the rank classified it
-    no space left on the disk                     interrupted (not the program's doing)
+    exit code `UNRECORDED`, no record of its end    interrupted (its records found no space)
     illegal-access or out-of-memory text, no record   illegal_access, oom
     SIGKILL, SIGTERM, ... not from the harness    killed
     any other signal, or a non-zero exit          crashed
@@ -25,10 +25,10 @@ from typing import NamedTuple, get_args
 
 from harness.engine.whereabouts import Mismatch, Missing, Place, find_mismatch, find_missing
 from harness.infrastructure import library_failures, no_process
+from harness.recorder import UNRECORDED
 from harness.recorder.library_errors import failures_of
 from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, What
 
-DISK_FULL = ("no space left on device", "disk quota exceeded")
 OUTSIDE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
 )
@@ -216,8 +216,6 @@ def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool
         return True
     if error.what not in ("", "crashed", "hang"):
         return False
-    if mentions(error.message, DISK_FULL):
-        return False
     if error.what == "hang" or "peer_lost" in library_failures(error):
         return True
     return first_silent is not None and first_silent < place
@@ -254,8 +252,6 @@ def _mismatch(ranks: Sequence[RankEvidence]) -> Mismatch | None:
 def _how(rank: RankEvidence) -> tuple[What, str]:
     """What ended this rank, and one clause that says so."""
     error, name = rank.records.error, f"rank {rank.rank}"
-    if mentions(error.message if error is not None else rank.stderr_tail, DISK_FULL):
-        return "interrupted", f"{name} could not write: no space left on the disk"
     if error is not None:
         told = _first_line(error.message)
         if error.type and error.what not in _SPEAKING:
@@ -264,6 +260,8 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
         return error.what or "crashed", f"{name} {when}: {told}"
     if rank.exit.code is None:
         return "not_run", f"{name} could not be started: {_first_line(rank.stderr_tail)}"
+    if rank.exit.code == UNRECORDED and rank.records.end is None:
+        return "interrupted", f"{name} could not write its records: no space left on the disk"
     return _how_silent(rank, rank.exit.code)
 
 
@@ -421,12 +419,6 @@ def _names(ranks: Sequence[RankEvidence]) -> str:
     numbers = sorted(r.rank for r in ranks)
     listed = ", ".join(str(number) for number in numbers)
     return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
-
-
-def mentions(text: str, phrases: Sequence[str]) -> bool:
-    """Whether one of the phrases, which are in lower case, is in the text."""
-    lower = text.lower()
-    return any(phrase in lower for phrase in phrases)
 
 
 def _first_line(text: str) -> str:

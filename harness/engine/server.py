@@ -21,6 +21,7 @@ from harness.engine.outcome import signal_name
 from harness.engine.process import kill_marked
 from harness.engine.watch import Limits
 from harness.errors import Infrastructure
+from harness.provenance import code_variables
 
 START_TIMEOUT_S = 300.0
 """How long the server may take to import torch; a cold network file system is slow."""
@@ -55,7 +56,9 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
-                    env=server_environment(os.environ) | {MARK_VARIABLE: self._mark},
+                    env=server_environment(os.environ)
+                    | code_variables()
+                    | {MARK_VARIABLE: self._mark},
                     # Its own session: Ctrl-C at the terminal is for the harness to act on.
                     start_new_session=True,
                 )

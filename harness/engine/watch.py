@@ -29,6 +29,10 @@ class Limits:
     output_cap_bytes: int = CAP_BYTES
 
 
+WINDOWS = 2
+"""Times the seconds between two writes of steps that ranks may be silent."""
+
+
 class Phase(Enum):
     """Where a run is; it only moves forward."""
 
@@ -44,6 +48,7 @@ class Watch:
 
     `stall_s` None: ranks may be silent for as long as they have time. A stall is seen between once
     and twice that long after the last record: it is looked for when it may be there, not all along.
+    `window_s`: what the steps that ranks record together take; silence within it is no stall.
     """
 
     ranks: Sequence[int]
@@ -51,6 +56,7 @@ class Watch:
     limits: Limits
     started_s: float
     stall_s: float | None = None
+    window_s: float = 0.0
     phase: Phase = Phase.RUNNING
     timed_out: bool = False
     stalled: bool = False
@@ -62,11 +68,16 @@ class Watch:
     def __post_init__(self) -> None:
         self.progressed(self.started_s)
 
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds without a record that count as a stall; None if none do."""
+        return None if self.stall_s is None else max(self.stall_s, WINDOWS * self.window_s)
+
     def progressed(self, now_s: float) -> None:
         """Take note that ranks do something, while none has failed."""
         if self.phase is Phase.RUNNING:
-            end_s = self.started_s + self.timeout_s
-            self.deadline_s = end_s if self.stall_s is None else min(end_s, now_s + self.stall_s)
+            end_s, patience_s = self.started_s + self.timeout_s, self.patience_s
+            self.deadline_s = end_s if patience_s is None else min(end_s, now_s + patience_s)
 
     def leaves(self, now_s: float) -> None:
         """Take note that every rank left has written its end record, and has only to exit."""

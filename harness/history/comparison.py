@@ -26,7 +26,8 @@ from typing import Literal
 
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry
 from harness.history.student import quantile
-from harness.history.trend import METRICS, different, facts_of, flat, told
+from harness.history.trend import METRICS, facts_of
+from harness.provenance import different, flat, told
 from harness.records import ExitCode, Json, Outcome
 
 MIN_RATIOS = {"step_s": 0.03, "peak_bytes": 0.005}

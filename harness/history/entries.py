@@ -15,12 +15,17 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from harness.records import CaseSpec, Difference, Json, Outcome, RunSpec, What
+from harness.records import CaseSpec, Difference, Json, Outcome, RecordError, RunSpec, What
 
 ID_CHARS = 16
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 MAX_INTEGER = 2**63 - 1
 """The largest integer that SQLite stores."""
+
+
+def _check_attempt(attempt: int) -> None:
+    if attempt < 0:
+        raise RecordError(f"attempt: expected an integer >= 0, got {attempt}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ class CaseEntry(Json):
         inputs: names what the answer is for: runs, expectation, limits of checks; see `inputs_of`.
         reference: key of the run; the same for `control` and `candidate`, "" for a skipped case.
         retried: earlier attempts of its runs that the machine failed, as 'leg: failure'.
+        commit: that made its candidate, where it is not the folder's.
     """
 
     case_id: str
@@ -49,6 +55,10 @@ class CaseEntry(Json):
     wall_s: float = 0.0
     inputs: str = ""
     retried: tuple[str, ...] = ()
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        _check_attempt(self.attempt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +76,7 @@ class RunEntry(Json):
         peak_bytes: of the highest rank.
         loss_bits: digest of the bits of every loss and gradient norm of every step and rank.
         state_bits: digest of every tensor's digest of every step and rank.
+        commit: that made it, where it is not the folder's.
     """
 
     key: str
@@ -88,6 +99,10 @@ class RunEntry(Json):
     replays: int = 0
     loss_bits: str = ""
     state_bits: str = ""
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        _check_attempt(self.attempt)
 
 
 @dataclass(frozen=True, kw_only=True)

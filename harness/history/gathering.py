@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 from harness.checks.complete import find_flaw
-from harness.checks.environment import fingerprint
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed
+from harness.confirm import confirmed, confirmed_alone
 from harness.errors import one_line
 from harness.history.entries import (
     MAX_INTEGER,
@@ -30,6 +29,7 @@ from harness.history.entries import (
     work_of,
 )
 from harness.infrastructure import machine_failure
+from harness.provenance import facts, fingerprint
 from harness.records import CaseSpec, RunResult, RunSpec, StepRecord, Verdict
 from harness.store import (
     LEGS,
@@ -43,8 +43,8 @@ from harness.store import (
 )
 
 MAX_TEXT_CHARS = 500
-_NOT_OF_THE_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES",)
-"""Variables that say which of several equal devices is used: no reason not to compare."""
+_NOT_COMPARED = ("code",)
+"""Of fingerprints: values of two commits are compared all the same."""
 
 
 @dataclass
@@ -59,11 +59,14 @@ class _Runs:
     """Of each run: what failure of the machine ended each of its attempts, "" for none."""
     last: dict[str, RunResult] = field(default_factory=dict)
     """The last attempt of each run, as read."""
+    commit: str = ""
+    """That made the folder."""
 
     def take(self, result: RunResult, key: str, attempt: int) -> None:
         """Enter one attempt; a later one decides whether the run is whole."""
         self.last[key] = result
-        self.entries.append(_run(result, key, attempt, self.fingerprints))
+        entry = _run(result, key, attempt, self.fingerprints)
+        self.entries.append(dataclasses.replace(entry, commit=_made_by(result, self.commit)))
         flaw = find_flaw(result)
         self.flaws[key] = "" if flaw is None else flaw.message
         failure = machine_failure(result) if result.outcome.what else ""
@@ -127,7 +130,7 @@ def _read_runs(folder: RunFolder, keys: Sequence[Mapping[str, str]]) -> _Runs:
     for case, own in zip(folder.cases, keys, strict=True):
         for leg, key in own.items():
             places.setdefault(key, (getattr(case, leg), folder.case_folder(case.id) / leg))
-    runs = _Runs()
+    runs = _Runs(commit=_text(folder.manifest.get("commit")))
     for key, (spec, sealed) in places.items():
         current = folder.run_folder(key)
         number = num_kept(current)
@@ -166,7 +169,7 @@ def _run(
     starts = [rank.start for rank in result.ranks if rank.start is not None]
     name = ""
     if starts and len(starts) == spec.world_size:
-        told = {json.dumps(_plain(fingerprint(s.environment)), sort_keys=True) for s in starts}
+        told = {json.dumps(_plain(_compared(s.environment)), sort_keys=True) for s in starts}
         content = {"ranks": [json.loads(text) for text in sorted(told)]}
         name = name_of(content)
         fingerprints[name] = content
@@ -243,14 +246,16 @@ def _answers(
         verdict = read_verdict(place, case.id)
         if verdict is not None:
             if attempt < number:
-                # The runs of an earlier answer may since have been made again.
-                yield _answer(case, verdict, attempt)
+                # Of its own links: the runs of an earlier answer may since have been made again.
+                yield _answer(case, confirmed_alone(place, case, verdict), attempt)
             elif why := runs.doubt(verdict, keys):
                 answer = _damaged(case, attempt, why)
                 yield dataclasses.replace(answer, retried=runs.retried(keys))
             else:
                 answer = _answer(case, confirmed(folder, case, verdict, runs.last), attempt)
-                yield dataclasses.replace(answer, retried=runs.retried(keys))
+                candidate = runs.last.get(keys.get("candidate", ""))
+                made_by = "" if candidate is None else _made_by(candidate, runs.commit)
+                yield dataclasses.replace(answer, retried=runs.retried(keys), commit=made_by)
         elif (place / VERDICT_FILE).exists():
             yield _damaged(case, attempt, f"its {VERDICT_FILE} does not decode")
 
@@ -288,26 +293,31 @@ def _labels(case: CaseSpec) -> dict[str, str]:
     return {_text(name): _text(value) for name, value in case.labels.items()}
 
 
-def _environment(machine: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-    if not machine:
-        return {}
-    gpus = machine.get("gpus")
-    memory = machine.get("memory_bytes")
-    return {
-        "cores": machine.get("cores"),
-        # Whole GiB: what a kernel keeps for itself differs from boot to boot.
-        "memory_gib": round(memory / 2**30) if isinstance(memory, int) else None,
-        "gpus": [_mapping(g).get("name") for g in gpus] if isinstance(gpus, list) else [],
-        "variables": {k: v for k, v in variables.items() if k not in _NOT_OF_THE_ENVIRONMENT},
-        **{key: machine.get(key) for key in ("system", "python", "versions", "gpu_driver")},
-    }
-
-
 def environment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What verdicts may depend on, of a manifest as it is read from its file."""
-    variables = _mapping(_mapping(manifest.get("environment")).get("variables"))
-    environment: dict[str, Any] = _plain(_environment(_mapping(manifest.get("machine")), variables))
+    machine = _mapping(manifest.get("machine"))
+    if not machine:
+        return {}
+    found = facts(manifest)
+    environment: dict[str, Any] = _plain(
+        {
+            **found["hardware"],
+            "variables": found.get("variables", {}),
+            **{key: machine.get(key) for key in ("python", "versions", "gpu_driver")},
+        }
+    )
     return environment
+
+
+def _compared(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in fingerprint(environment).items() if k not in _NOT_COMPARED}
+
+
+def _made_by(result: RunResult, commit: str) -> str:
+    """The commit that a run's ranks were started from, "" if it is the folder's or unknown."""
+    starts = [rank.start for rank in result.ranks if rank.start is not None]
+    found = {_text(start.environment.get("commit")) for start in starts} - {"", commit}
+    return ", ".join(sorted(found))
 
 
 def _scenario(cases: Iterable[CaseSpec]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.disk import open_plain
 from harness.errors import UsageError, one_line
 from harness.history.database import open_database, refusals, transaction
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, digest_of
@@ -31,6 +32,9 @@ from harness.history.tables import (
 from harness.records import Json, RecordError
 
 HEADER_KIND = "deltazero history"
+
+MAX_LINE_BYTES = 1 << 30
+"""Of an export: more than an entry has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +213,12 @@ class History:
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of an export after its header, with their numbers."""
     try:
-        with path.open("rb") as file:
-            _check_header(path, file.readline())
-            yield from enumerate(file, start=2)
+        with open_plain(path) as file:
+            _check_header(path, file.readline(MAX_LINE_BYTES))
+            number = 1
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                yield number, line
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -49,6 +49,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """ALTER TABLE cases ADD COLUMN retried TEXT NOT NULL DEFAULT '[]'""",
         """ALTER TABLE cases ADD COLUMN inputs TEXT NOT NULL DEFAULT ''""",
     ),
+    (
+        """ALTER TABLE cases ADD COLUMN "commit" TEXT NOT NULL DEFAULT ''""",
+        """ALTER TABLE runs ADD COLUMN "commit" TEXT NOT NULL DEFAULT ''""",
+    ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -15,6 +15,7 @@ from typing import Any
 from harness.history.changes import Change, deviation, find_changes
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry
 from harness.history.ledger import History
+from harness.provenance import different, flat, told
 from harness.records import Json, Outcome, What
 
 SAYS_NOTHING: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")
@@ -28,7 +29,6 @@ SHIFTING = (*METRICS, "step_ratio")
 """What is looked at for lasting changes."""
 MIN_TO_VARY = 5
 """Nights from which it is said how much a value varies."""
-MAX_SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,8 @@ def _night(answer: _Answer, step_ratio: float | None) -> Night:
     folder, case, run = answer.folder, answer.case, answer.run
     values = {name: of(run) if run is not None else None for name, of in METRICS.items()}
     return Night(
-        folder=folder.id, created=folder.created, commit=folder.commit, attempt=case.attempt,
+        folder=folder.id, created=folder.created, attempt=case.attempt,
+        commit=case.commit or folder.commit,
         outcome=case.outcome, what=case.what, message=case.message, retried=case.retried,
         environment=folder.environment_id, series=answer.letter, step_ratio=step_ratio, **values,
     )  # fmt: skip
@@ -303,22 +304,6 @@ def facts_of(folder: FolderEntry, run: RunEntry) -> dict[str, Any]:
     }
 
 
-def flat(name: str, value: object) -> dict[str, Any]:
-    """A nested value by dotted names."""
-    if isinstance(value, Mapping) and value:
-        inner = ((f"{name}.{key}" if name else str(key), entry) for key, entry in value.items())
-        return {path: leaf for key, entry in inner for path, leaf in flat(key, entry).items()}
-    if isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
-        return flat(name, {str(place): entry for place, entry in enumerate(value)})
-    return {name: value}
-
-
-def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
-    """Names in which two flat mappings differ, in order; 1 and True are not equal here."""
-    names = [*left, *(name for name in right if name not in left)]
-    return [n for n in names if (n in left) != (n in right) or repr(left[n]) != repr(right[n])]
-
-
 def told_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
     """What changed, as 'versions.torch: 2.12 became 2.13'; "" if there was nothing before."""
     if not left:
@@ -326,9 +311,3 @@ def told_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
     return "; ".join(
         f"{n}: {told(left, n)} became {told(right, n)}" for n in different(left, right)
     )
-
-
-def told(values: Mapping[str, Any], name: str) -> str:
-    """A value for people, cut to a readable length."""
-    text = str(values[name]) if name in values else "absent"
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 1]}…"

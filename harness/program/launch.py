@@ -17,7 +17,8 @@ from pathlib import Path
 
 import harness
 from harness.program.packages import Say, default_cache, prepare
-from harness.program.spec import ENFORCED, ProgramSpec, command_line
+from harness.program.spec import ENFORCED, ProgramSpec, command_line, folder_of
+from harness.provenance import PROGRAM_VARIABLE, code_of_scripts
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 
 SITE = Path(harness.__file__).resolve().parent / "recorder" / "site"
@@ -79,6 +80,7 @@ def environment(program: ProgramSpec, folder: Path, environ: Mapping[str, str]) 
         "ROLE_NAME": "default",
         "ROLE_RANK": environ.get("RANK", "0"),
         "ROLE_WORLD_SIZE": world_size,
+        PROGRAM_VARIABLE: code_of_scripts(folder_of(program)),
     }
     return variables | program.env
 

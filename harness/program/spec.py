@@ -5,11 +5,13 @@ keys that checks and the bisector read of the built-in trainer's configuration h
 every program.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from harness.codec import Json, RecordError
+from harness.provenance import code_of_program
 
 Kind = Literal["script", "module", "entry", "command"]
 POSITIONAL = "_"
@@ -54,6 +56,11 @@ class ProgramSpec(Json):
             raise RecordError(f"program.every: expected an integer >= 1, got {self.every}")
         if self.kind == "entry" and not all(self.target.partition(":")):
             raise RecordError(f"program.entry: expected module:function, got {self.target!r}")
+
+
+def folder_of(program: ProgramSpec) -> Path:
+    """Where a program lies: its script's folder, or that in which its module is looked for."""
+    return Path(program.target).parent if program.kind == "script" else Path(program.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +119,9 @@ def _option(name: str, value: Any) -> list[str]:
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def codes_of(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Of the programs that configurations start: name to a hash of the code, each once."""
+    programs = filter(None, map(program_of, configs))
+    return {f"program {p.target}": code_of_program(folder_of(p)) for p in programs}

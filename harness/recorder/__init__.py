@@ -25,12 +25,14 @@ hooks of torch's optimizers and of autograd see steps, losses, gradients and sta
     collectives  which collective the rank is in, for whoever has to explain a hang
     rounding   a run whose specification says so rounds at random from its first forward pass on
 
-These files, `fsdp_core.graph.digest` and its three parts, and torch are all that recording needs;
-a capture without a GPU needs `fsdp_core.graph.host` as well, and a run that rounds at random
-`fsdp_core.rounding` and `fsdp_core.device`.
+These files, `harness.provenance` with `commit` and `masking`, `fsdp_core.graph.digest` and its
+three parts, and torch are all that recording needs; a capture without a GPU needs
+`fsdp_core.graph.host` as well, and a run that rounds at random `fsdp_core.rounding` and
+`fsdp_core.device`.
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -39,6 +41,33 @@ FOLDER_VARIABLE = "DELTAZERO_RECORD"
 """Names the run's folder; where it is not set nothing is recorded."""
 RUN_VARIABLE = "DELTAZERO_RUN"
 """The key of the run, for the start record."""
+UNRECORDED = 74
+"""Exit code of a rank whose records found no space on the disk, so that none can say why it ended.
+
+It is the number that sysexits.h gives to errors of input and output.
+"""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RecordsUnwritable(OSError):
+    """A rank's records found no space on the disk: no fault of the program."""
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write a whole line of records.
+
+    Raises:
+        RecordsUnwritable: the disk has no room for it.
+        OSError: it could not be written for another reason.
+    """
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        told = f"cannot write records: {error.strerror}"
+        raise RecordsUnwritable(error.errno, told) from error
 
 
 class Recorder(Protocol):

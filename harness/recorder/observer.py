@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex
+from harness.provenance import of_gpu
 from harness.recorder.graphs import GraphInfo
 from harness.recorder.session import Session
 from harness.recorder.state import (
@@ -581,9 +582,7 @@ def _environment() -> dict[str, Any]:
     """Facts of the device and torch's switches, known only once the program has begun."""
     found: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     if cuda_is_used():
-        found["device"] = torch.cuda.get_device_name()
-        found["capability"] = list(torch.cuda.get_device_capability())
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        found |= of_gpu(torch)
     return found
 
 

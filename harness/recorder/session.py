@@ -16,7 +16,6 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import platform
 import signal
 import sys
 import time
@@ -26,16 +25,17 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
+from harness.provenance import about_rank, of_program, of_rank
+from harness.recorder import (
+    FOLDER_VARIABLE,
+    RUN_VARIABLE,
+    UNRECORDED,
+    RecordsUnwritable,
+    write_all,
+)
 from harness.recorder.library_errors import failures_of
 
 SCHEMA = 1
-ENVIRONMENT_KEYS = (
-    "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_ALGO", "NCCL_PROTO",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTORCH_CUDA_ALLOC_CONF", "TORCHDYNAMO_DISABLE",
-    "OMP_NUM_THREADS",
-)  # fmt: skip
-"""Variables that decide bits, for the fingerprint of the environment."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
 SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 MESSAGE_CHARS, TRACEBACK_CHARS = 4000, 8000
@@ -58,7 +58,8 @@ class RecordFile:
         """Write one record.
 
         Raises:
-            OSError: not the whole line could be written, as on a full disk.
+            RecordsUnwritable: the disk has no room for the whole line.
+            OSError: it could not be written for another reason.
         """
         plain = dict(record) | {"kind": kind}
         if kind == "end":
@@ -67,8 +68,7 @@ class RecordFile:
             plain["sha256"] = digest.hexdigest()
         data = (_line(plain) + "\n").encode()
         self._checksum.update(data)
-        while data:
-            data = data[os.write(self._fd, data) :]
+        write_all(self._fd, data)
 
 
 def _line(plain: Mapping[str, Any]) -> str:
@@ -105,7 +105,13 @@ class Session:
     def write(self, kind: str, **record: Any) -> None:
         """Write a record of this rank; a process that this one forked writes nothing."""
         if self.is_mine:
-            self.file.write(kind, {"rank": self.rank, **record})
+            try:
+                self.file.write(kind, {"rank": self.rank, **record})
+            except RecordsUnwritable as error:
+                # Whatever is raised in a hook becomes the program's: a full disk is not.
+                sys.stderr.write(f"recorder: {error}\n")
+                sys.stderr.flush()
+                os._exit(UNRECORDED)
 
     def start(self, torch: Any) -> None:
         """Write the start record, and see to it that the end of the process is recorded."""
@@ -113,7 +119,10 @@ class Session:
         self.write(
             "start", schema=SCHEMA, run=self.key, world_size=self.world_size, pid=os.getpid(),
             device="cuda" if cuda else "cpu", tensors={}, taps=[], tap_stages=[],
-            environment={"fingerprint": fingerprint(torch, self.program)},
+            environment={
+                "fingerprint": of_rank(torch) | of_program(self.program.get("packages", {})),
+                **about_rank(),
+            },
         )  # fmt: skip
         before = sys.excepthook
 
@@ -197,31 +206,6 @@ def classify(error: BaseException) -> str:
     if "out_of_memory" in meant or isinstance(error, MemoryError):
         return "oom"
     return "illegal_access" if "illegal_access" in meant else "crashed"
-
-
-def fingerprint(torch: Any, program: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree between two runs before their bits may be compared."""
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "environment": {k: os.environ[k] for k in ENVIRONMENT_KEYS if k in os.environ},
-        "packages": {name: package_version(name) for name in program.get("packages", {})},
-    }
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def package_version(name: str) -> str:
-    """Version of an installed package, "" without it."""
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def enforce_determinism(seed: int | None = None) -> None:

@@ -25,6 +25,7 @@ from harness.engine.job_files import (
 )
 from harness.engine.server import server_environment
 from harness.errors import Infrastructure
+from harness.provenance import code_variables
 from harness.store import OUTCOME_FILE, SPEC_FILE
 
 VISIBLE_S = 90.0
@@ -70,7 +71,7 @@ def run_job(folder: Path, name: str, agent: list[str]) -> int:
         address = "127.0.0.1" if submission.num_nodes == 1 else meeting_address()
         held.bind(("127.0.0.1" if address.startswith("127.") else "", 0))
         meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(held.getsockname()[1])}
-        environment = server_environment(os.environ) | meeting
+        environment = server_environment(os.environ) | code_variables() | meeting
         return subprocess.run(
             srun_command(submission.num_nodes, agent), env=environment, check=False
         ).returncode

@@ -7,7 +7,6 @@ and every rank is a fork of it.
 import contextlib
 import itertools
 import os
-import platform
 import sys
 import time
 import traceback
@@ -33,11 +32,14 @@ from fsdp_core.model.backend import BackendMissing
 from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
+from harness import provenance
 from harness.engine.first_failure import FirstFailure, claim, find
 from harness.engine.whereabouts import place_path
 from harness.masking import Masker
 from harness.program.launch import run_program
 from harness.program.spec import program_of
+from harness.provenance import package_version
+from harness.recorder import UNRECORDED, RecordsUnwritable
 from harness.recorder.library_errors import failures_of
 from harness.records import (
     SCHEMA_VERSION,
@@ -60,11 +62,8 @@ from harness.worker.record_file import RecordFile
 from harness.worker.rounded import rounded
 from harness.worker.soak import Soaking
 
-ENVIRONMENT_KEYS = (
-    "CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_HOSTID", "NCCL_ALGO", "NCCL_PROTO",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-)  # fmt: skip
-
+PACKAGES = ("numpy", "transformer-engine", "triton")
+"""Whose versions decide bits, torch aside."""
 MOST_MOVED = 8
 """Names of tensors that moved, in the event of a run's end."""
 PATIENCE = timedelta(seconds=1)
@@ -72,7 +71,7 @@ PATIENCE = timedelta(seconds=1)
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
-    """Run one rank to its end; 0, or 1 after an error record.
+    """Run one rank to its end; 0, 1 after an error record, `UNRECORDED` for want of disk space.
 
     Args:
         spec: the run.
@@ -84,11 +83,10 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
         return run_program(program, folder, spec.key)
     session = _Session(spec, folder, rank)
     try:
-        session.run(store_port)
-    except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
-        session.fail(error)
-        return 1
-    return 0
+        return session.run_and_record(store_port)
+    except RecordsUnwritable as error:
+        sys.stderr.write(f"{error}\n")
+        return UNRECORDED
 
 
 class _Session:
@@ -102,6 +100,17 @@ class _Session:
         self.started_unix_s = psutil.Process().create_time()
         # From here on by the clock that nobody sets.
         self.started_s = time.monotonic() - max(time.time() - self.started_unix_s, 0.0)
+
+    def run_and_record(self, store_port: int) -> int:
+        """As `rank_main`; raises `RecordsUnwritable` where not even the end can be recorded."""
+        try:
+            self.run(store_port)
+        except RecordsUnwritable:
+            raise
+        except Exception as error:  # noqa: BLE001 - the record is how a rank says what happened
+            self.fail(error)
+            return 1
+        return 0
 
     def run(self, store_port: int) -> None:
         """Train every step and write every record."""
@@ -154,6 +163,7 @@ class _Session:
                 tap_stages=tuple(trainer.taps.stages),
                 environment={
                     "fingerprint": fingerprint(trainer),
+                    **provenance.about_rank(),
                     "started_unix_s": self.started_unix_s,
                 },
             )
@@ -321,26 +331,16 @@ def classify(error: BaseException) -> What:
 
 def fingerprint(trainer: Trainer) -> dict[str, Any]:
     """What must agree between two runs before their bits may be compared."""
-    device, masker = trainer.device, Masker(os.environ)
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    device = trainer.device
+    found = provenance.of_rank(torch) | {
         "device": device.name,
         "data": trainer.data_checksum,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "environment": {
-            key: masker.text(os.environ[key]) for key in ENVIRONMENT_KEYS if key in os.environ
-        },
+        "code": os.environ.get(provenance.CODE_VARIABLE) or provenance.code(),
+        "packages": {name: version for name in PACKAGES if (version := package_version(name))},
     }
     world_size = str(dist.get_world_size())
     if (local := os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
         # Collectives may sum in another order where ranks are spread otherwise over the nodes.
         found["ranks_on_node"] = local
-    if device.is_cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-        found["cudnn"] = torch.backends.cudnn.version()
-        found["capability"] = list(torch.cuda.get_device_capability(device.torch_device))
-    return found
+    return found | (provenance.of_gpu(torch) if device.is_cuda else {})

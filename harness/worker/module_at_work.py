@@ -8,6 +8,7 @@ from types import TracebackType
 
 from torch import nn
 
+from fsdp_core.fsdp.backward import UnitBackward
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.segment import GraphedSegment
@@ -47,6 +48,7 @@ def _owners(trace: TracebackType | None, names: dict[int, str]) -> Iterator[str]
     """Names of those whose methods the frames are of, outermost first."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
+        owner = owner.unit if isinstance(owner, UnitBackward) else owner
         if isinstance(owner, Unit | ParamGroup):
             yield "" if owner.name == "root" else owner.name
         elif isinstance(owner, nn.Module):

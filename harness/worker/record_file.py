@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.checksum import LinesChecksum
+from harness.recorder import write_all
 from harness.records import EndRecord, Json, dumps
 
 LineFilter = Callable[[str], list[str]]
@@ -22,7 +23,8 @@ class RecordFile:
         """Write one record as one line; an end record with the checksum of the file.
 
         Raises:
-            OSError: the line could not be written whole, as on a full disk.
+            RecordsUnwritable: the disk has no room for the whole line.
+            OSError: it could not be written for another reason.
         """
         if isinstance(record, EndRecord):
             record = self._checksum.sealed(record)
@@ -30,11 +32,10 @@ class RecordFile:
             self.write_raw(line + "\n")
 
     def write_raw(self, text: str) -> None:
-        """Write text as it is."""
+        """Write text as it is; raises as `write`."""
         data = text.encode()
         self._checksum.add(data)
-        while data:
-            data = data[os.write(self._fd, data) :]
+        write_all(self._fd, data)
 
     def close(self) -> None:
         """Close the file; a rank leaves that to its end."""

@@ -38,7 +38,7 @@ PATTERNS = {
     "harness/masking.py": (14, "secrets, in whatever form"),
     "harness/yaml_source.py": (3, "YAML"),
     "harness/display.py": (1, "blanks that rich leaves at ends of lines"),
-    "harness/manifest.py": (1, "variables of the environment"),
+    "harness/provenance.py": (3, "variables of the environment"),
     "reports/markdown.py": (2, "Markdown's own characters"),
     "reports/normalise.py": (8, "what varies in finished reports, for a test of sameness"),
     "reports/text.py": (2, "characters that a terminal or XML does not take"),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.checksum import LinesChecksum
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -38,9 +39,13 @@ class Stream:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.file = (folder / f"rank{rank}.jsonl").open("w", buffering=1)
+        self._checksum = LinesChecksum()
 
     def write(self, record: Record) -> None:
-        self.file.write(dumps(record) + "\n")
+        record = self._checksum.sealed(record) if isinstance(record, EndRecord) else record
+        line = dumps(record) + "\n"
+        self._checksum.add(line.encode())
+        self.file.write(line)
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:

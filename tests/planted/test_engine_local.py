@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -207,7 +208,7 @@ def test_junk_in_a_record_file_is_a_problem(engine: LocalEngine, tmp_path: Path)
     run = spec({"1": "junk"})
     finish(engine, run, tmp_path)
     ranks = load_run_folder(tmp_path, run).ranks
-    assert [len(rank.problems) for rank in ranks] == [0, 2, 0, 0]
+    assert [len(rank.problems) for rank in ranks] == [0, 3, 0, 0]
 
 
 def test_ranks_are_fresh_processes_with_their_place(engine: LocalEngine, tmp_path: Path) -> None:
@@ -270,6 +271,21 @@ def test_an_idle_forkserver_dies(engine: LocalEngine, tmp_path: Path) -> None:
     os.kill(server, signal.SIGKILL)
     wait_gone(server)
     assert finish(engine, spec({}), tmp_path / "after").what == ""
+
+
+def test_a_leader_without_descriptors_ends_its_own_run_only(tmp_path: Path) -> None:
+    """A run that the machine has no room to lead was not run; the others, and the next, are."""
+    with LocalEngine(64, entry=ENTRY, limits=LIMITS) as small:
+        assert finish(small, spec({}, 1, name="first"), tmp_path / "first").what == ""
+        assert small.server_pid is not None
+        _, hard = resource.prlimit(small.server_pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(small.server_pid, resource.RLIMIT_NOFILE, (48, hard))
+        small.start(spec({"*": "hang"}, 1, name="beside"), tmp_path / "beside")
+        wait_for(tmp_path / "beside" / "hanging0")
+        outcome = finish(small, spec({}, 60, name="wide"), tmp_path / "wide")
+        assert (outcome.what, "Too many open files" in outcome.message) == ("not_run", True)
+        assert finish(small, spec({}, 2, name="next"), tmp_path / "next").what == ""
+        assert not (tmp_path / "beside" / "outcome.json").exists()
 
 
 def test_cancel_kills_and_leaves_the_folder_unfinished(engine: LocalEngine, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class FakeEngine:
         self.ends: dict[str, What] = {}
         self.spoil: Callable[[RunSpec, StepRecord], StepRecord] = lambda spec, record: record
         self.on_start: Callable[[RunSpec], None] = lambda spec: None
+        self.environment: dict[str, Any] = {"fingerprint": {"torch": "x"}}
         self.ended: list[RunOutcome] = []
         self.closed = 0
 
@@ -99,7 +100,7 @@ class FakeEngine:
         ]  # fmt: skip
         start = StartRecord(
             schema=1, run=spec.key, rank=rank, world_size=spec.world_size, pid=1, device="cpu",
-            tensors=tensors, environment={"fingerprint": {"torch": "x"}},
+            tensors=tensors, environment=self.environment,
         )  # fmt: skip
         end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
                         replays=len(steps) if spec.config["graph"] else 0)  # fmt: skip

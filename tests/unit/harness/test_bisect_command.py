@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import commit
-from harness.bisector import identity
+from harness import commit, provenance
 from harness.bisector.asking import Asker
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
@@ -286,16 +285,17 @@ def test_answers_of_another_environment_are_left_alone(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another version of a package: a folder of its own, and what differs is said first."""
+    monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.11"})
     failed_run(engine)
     command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place"]
-    monkeypatch.setattr(identity, "installed_packages", lambda: {"torch": "2.11"})
     first = run_json(capsys, *command)[1]
-    monkeypatch.setattr(identity, "installed_packages", lambda: {"torch": "2.12"})
+    monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.12"})
     code, second = run_json(capsys, *command)
     assert (code, first["environment"]) == (1, [])
     assert second["environment"] == [
         "answers of an earlier search, in out/bisect-small.dp2-attn, are left alone: "
-        "package torch 2.11 became 2.12"
+        "package torch 2.11 became 2.12",
+        "the case and further runs ran in other environments: torch 2.11 became 2.12",
     ]
     assert second["folder"] == f"{first['folder']}-2"
     assert main([*command, "--out", "out/bisect-small.dp2-attn"]) == 4

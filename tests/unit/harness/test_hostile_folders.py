@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -369,7 +370,7 @@ def test_records_whose_checksum_is_gone_are_damage(
     (path,) = made.glob("runs/*attn*/rank0.jsonl")
     path.write_bytes(re.sub(rb'"sha256":"[0-9a-f]{64}"', b'"sha256":""', path.read_bytes()))
     capsys.readouterr()
-    assert cli.main(["check", "r"]) == 6
+    assert cli.main(["check", "r"]) == 1  # the candidate's
     assert "rank0.jsonl: its checksum is gone" in capsys.readouterr().err
 
 
@@ -384,3 +385,60 @@ def test_records_of_any_shape_are_nested_no_deeper_than_they_can_be_walked(made:
                 parse_record(json.dumps(start))
         else:
             parse_record(json.dumps(start))
+
+
+def test_a_forged_candidate_without_a_checksum_does_not_pass_on_resume(made: Path) -> None:
+    """Digests of the reference in place of the candidate's, its checksum removed: no pass."""
+    (path,) = made.glob("runs/*attn*/rank0.jsonl")
+    plain = json.loads(path.read_text().splitlines()[-1])
+    del plain["sha256"]
+    lines = [*path.read_text().splitlines()[:-1], json.dumps(plain, sort_keys=True)]
+    path.write_text("\n".join(lines) + "\n")
+    for case in made.glob("cases/*"):
+        shutil.rmtree(case)
+    assert cli.main(["run", "--resume", "r", "--no-history"]) != 0
+
+
+@pytest.mark.parametrize("command", [["run", "--resume", "r"], ["check", "r"], ["report", "r"]])
+def test_a_manifest_without_checksums_is_believed_by_nobody(
+    command: list[str], made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `files` and `sha256` a plan could say anything."""
+    path = made / "manifest.json"
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in plain.items() if k not in ("files", "sha256")}))
+    assert cli.main(command) == 4
+    assert "manifest.json: its checksum is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["runs", "cases", "report"])
+def test_nothing_is_written_through_links(name: str, made: Path, tmp_path: Path) -> None:
+    """Folders that a run folder links to are somebody else's, and stay as they are."""
+    other = tmp_path / "other"
+    if (made / name).exists():
+        (made / name).rename(other)
+    else:
+        other.mkdir()
+    (made / name).symlink_to(other)
+    before = sorted(other.rglob("*"))
+    for command in (["report", "r"], ["run", "--resume", "r", "--no-history"]):
+        assert cli.main(command) == 4
+    assert sorted(other.rglob("*")) == before
+
+
+def test_a_case_without_its_answer_is_told(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are whole are not all that a check looks for."""
+    for case in made.glob("cases/*"):
+        shutil.rmtree(case)
+    assert cli.main(["check", "r"]) == 6
+    assert "1 case without a verdict" in capsys.readouterr().out
+
+
+def test_an_export_that_is_a_pipe_keeps_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is imported is a plain file."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert cli.main(["history", "--import", str(path), "--history", "h.sqlite"]) == 4
+        assert "cannot be read" in capsys.readouterr().err

@@ -1,14 +1,16 @@
 """Contracts of harness.machine."""
 
+import dataclasses
 import importlib
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness import machine
+from harness import machine, provenance
 from harness.errors import Infrastructure
 from harness.machine import Gpu, Machine, default_slots, describe, resolve_device, visible
 
@@ -37,7 +39,6 @@ def test_describe_works_anywhere_and_names_nobody() -> None:
     [
         ("auto", make(), "cpu"),
         ("auto", make(gpus=GPUS), "cuda"),
-        ("auto", make(gpus=GPUS, torch="2.13.0+cpu"), "cpu"),
         ("cpu", make(gpus=GPUS), "cpu"),
         ("cuda", make(gpus=GPUS), "cuda"),
     ],
@@ -45,6 +46,34 @@ def test_describe_works_anywhere_and_names_nobody() -> None:
 def test_auto_takes_the_gpu_if_torch_can(wanted: str, here: Machine, device: str) -> None:
     """`auto` is cuda where GPUs and a torch built for them are; cpu is always cpu."""
     assert resolve_device(wanted, here) == device
+
+
+def test_auto_does_not_fall_back_where_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that does not answer, or a torch without CUDA, is refused; hidden GPUs are not."""
+    monkeypatch.setattr(machine, "DEVICES", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _use(_nvml(init=False), monkeypatch)
+    assert resolve_device("auto", describe({})) == "cpu"
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\n")
+    smi.chmod(0o755)
+    with pytest.raises(Infrastructure, match=r"nvidia-smi lists GPUs, but .* --device cpu"):
+        resolve_device("auto", describe({}))
+    smi.unlink()
+    (tmp_path / "nvidiactl").touch()
+    assert resolve_device("auto", describe({})) == "cpu"
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(Infrastructure, match=r"nvidia0 is there, but .* --device cpu"):
+        resolve_device("auto", describe({}))
+    assert resolve_device("cpu", describe({})) == "cpu"
+    assert resolve_device("auto", describe({"CUDA_VISIBLE_DEVICES": ""})) == "cpu"
+    without = dataclasses.replace(
+        make(gpus=GPUS, torch="2.13.0+cpu"), gpus_expected="the driver reports 4 x G"
+    )
+    with pytest.raises(Infrastructure, match=r"the installed torch is 2\.13\.0\+cpu"):
+        resolve_device("auto", without)
 
 
 @pytest.mark.parametrize("here", [make(), make(gpus=GPUS, torch="2.13.0+cpu"), make(torch="")])
@@ -137,4 +166,4 @@ def test_without_the_binding_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_absent_package_has_no_version() -> None:
     """Asking for a package that is not there is no error."""
-    assert machine.package_version("no-such-package-at-all") == ""
+    assert provenance.package_version("no-such-package-at-all") == ""

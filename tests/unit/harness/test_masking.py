@@ -12,7 +12,7 @@ import pytest
 
 from harness.engine.output import TAIL_BYTES, CappedOutput
 from harness.masking import MASK, MAX_HELD_BYTES, Masker, Stream
-from harness.store import stored_environment
+from harness.provenance import variables
 
 SECRET = "correct-horse-battery"
 ENVIRON = {"MY_SERVICE_TOKEN": SECRET, "HOME": "/home/somebody", "SHORT_SECRET": "abc"}
@@ -120,10 +120,10 @@ def test_output_of_a_rank_is_masked_head_and_tail(tmp_path: Path) -> None:
 def test_the_stored_environment_holds_no_secret() -> None:
     """Variables are stored by a list of names, never one that tells of a secret, values masked."""
     environ = ENVIRON | {
-        "NCCL_ALGO": "Ring", "TORCH_HUB_TOKEN": "another-secret-1", "NCCL_DEBUG_FILE": SECRET,
+        "NCCL_ALGO": "Ring", "TORCH_HUB_TOKEN": "another-secret-1", "NCCL_IB_HCA": SECRET,
         "AWS_SESSION_TOKEN": "not-listed-at-all",
     }  # fmt: skip
-    assert stored_environment(environ) == {"NCCL_ALGO": "Ring", "NCCL_DEBUG_FILE": MASK}
+    assert variables(environ) == {"NCCL_ALGO": "Ring", "NCCL_IB_HCA": MASK}
 
 
 @pytest.mark.parametrize(

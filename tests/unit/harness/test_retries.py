@@ -22,7 +22,7 @@ from harness.records import (
     What,
 )
 from harness.retries import earlier_attempts, stored_limit
-from harness.store import RunFolder
+from harness.store import RunFolder, save_outcome
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 
 TAKEN = "DistNetworkError: EADDRINUSE, address already in use"
@@ -65,7 +65,7 @@ class FailingEngine(FakeEngine):
         ended = dataclasses.replace(
             self.ended.pop(), what=self.what, message=self.message, culprit_rank=0
         )
-        (folder / "outcome.json").write_text(json.dumps(ended.to_json()))
+        save_outcome(folder, ended)
         for path in folder.glob("rank*.jsonl"):
             lines = path.read_text().splitlines()[: 1 + self.steps_before]
             plain = [StepRecord.from_json(json.loads(line)) for line in lines[1:]]
@@ -283,6 +283,19 @@ def test_what_the_engine_saw_is_a_field(name: str, what: What) -> None:
     assert signature_of(seen) == name
     assert signature_of(dataclasses.replace(seen, what="crashed")) == ""
     assert len({signature.name for signature in SIGNATURES}) == len(SIGNATURES) == 8
+
+
+@pytest.mark.parametrize(("step", "name"), [(-1, "device_unavailable"), (0, "device_unavailable"),
+                                            (15, "")])  # fmt: skip
+def test_steps_that_waited_to_be_written_were_taken(step: int, name: str) -> None:
+    """Before any step is what the error's own step says, though no step is on record."""
+    ended = error(CUDA + BUSY, step=step)
+    records = RankRecords(
+        rank=0, start=None, steps=(), events=(), error=ended, end=None, problems=()
+    )
+    spec = RunSpec(config={"graph": []}, device="cuda", world_size=1, timeout_s=1.0)
+    run = RunResult(spec=spec, outcome=outcome("crashed", ""), ranks=(records,))
+    assert machine_failure(run) == name
 
 
 def test_a_stored_limit_is_a_count() -> None:

@@ -170,6 +170,7 @@ def test_axis_replaces_an_axis_and_may_add_one(tmp_path: Path) -> None:
         (("steps=",), (), "expected KEY=YAML"),
         (("steps=[",), (), "--set steps: syntax: expected valid YAML"),
         (("launch.tmeout_s=5",), (), "--set launch.tmeout_s: launch.tmeout_s: expected a known"),
+        (("launch.timeout_s=1e300",), (), "and at most 2592000"),
         (("launch.timeout_s=-5",), (), "--set launch.timeout_s: launch.timeout_s: expected"),
         (("graph=[attn]",), (), "--axis graph=[...]"),
         (("parallel={dp: 2}",), (), "expected a key that no axis sets"),

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness import store
+from harness.checksum import with_checksum
 from harness.errors import Infrastructure, UsageError
 from harness.records import (
     SCHEMA_VERSION,
@@ -21,6 +23,11 @@ from harness.records import (
     dumps,
 )
 from harness.store import RunFolder, begin_run, load_case, save_outcome, write_atomic
+
+
+def sealed(plain: dict[str, Any]) -> str:
+    """What a file of one object holds."""
+    return dumps(with_checksum(plain))
 
 
 def spec(graph: tuple[str, ...] = (), replica: int = 0, world_size: int = 2) -> RunSpec:
@@ -94,8 +101,8 @@ def test_only_listed_variables_are_stored(tmp_path: Path) -> None:
     stored = folder.manifest["environment"]["variables"]
     assert "hunter2" not in (folder.path / "manifest.json").read_text()
     assert sorted(stored) == [
-        "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "NVTE_FUSED_ATTN",
-        "OMP_NUM_THREADS", "PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "CUBLAS_WORKSPACE_CONFIG", "NVTE_FUSED_ATTN", "OMP_NUM_THREADS", "PYTHONHASHSEED",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     ]  # fmt: skip
 
 
@@ -134,9 +141,11 @@ def test_create_goes_on_where_a_kill_cut_it_short(tmp_path: Path) -> None:
         ("manifest.json", None, "not a run folder"),
         ("manifest.json", "{", "damaged"),
         ("manifest.json", "[]", "damaged"),
-        ("manifest.json", "{}", "schema: expected an integer"),
-        ("manifest.json", '{"schema": true}', "schema: expected an integer"),
-        ("manifest.json", '{"schema": 999}', "newer harness"),
+        ("manifest.json", "{}", "its checksum is gone"),
+        ("manifest.json", sealed({}), "schema: expected an integer"),
+        ("manifest.json", sealed({"schema": True}), "schema: expected an integer"),
+        ("manifest.json", sealed({"schema": 999}), "newer harness"),
+        ("manifest.json", sealed({"schema": 1}), "scenario.yaml: its checksum is gone"),
         ("cases.json", None, "damaged"),
         ("cases.json", "\x00", "damaged"),
         ("cases.json", "[" * 100_000, "damaged"),
@@ -233,7 +242,8 @@ def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
         (None, "interrupted", "did not finish"),
         ("{", "interrupted", "does not decode"),
         ("", "interrupted", "does not decode"),
-        (dumps(outcome("another")), "interrupted", "belongs to run another"),
+        (dumps(outcome("another")), "interrupted", "its checksum is gone"),
+        (sealed(outcome("another").to_json()), "interrupted", "belongs to run another"),
         ('{"key": 3}', "interrupted", "does not decode"),
     ],
 )

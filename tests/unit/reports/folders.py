@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checks import judge
+from harness.checksum import LinesChecksum
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
@@ -146,13 +147,14 @@ class Writer:
                 if record is not None:
                     lines.append(dumps(record))
             if stop is None:
-                lines.append(
-                    dumps(EndRecord(
-                        rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096,
-                        startup_s=0.1, wall_s=1.0,
-                        replays=self.steps if spec.config["graph"] else 0,
-                    ))
+                end = EndRecord(
+                    rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096,
+                    startup_s=0.1, wall_s=1.0,
+                    replays=self.steps if spec.config["graph"] else 0,
                 )  # fmt: skip
+                checksum = LinesChecksum()
+                checksum.add("".join(f"{line}\n" for line in lines).encode())
+                lines.append(dumps(checksum.sealed(end)))
             (path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
             (path / f"rank{rank}.stderr").write_bytes(
                 printed.encode("utf-8", "surrogatepass") if rank == (culprit or 0) else b""

@@ -12,13 +12,13 @@ import pytest
 from harness.bisector.commit_range import Checkout, CommitRange, Run, parse_range
 from harness.bisector.commit_runs import command_run
 from harness.bisector.commits import CommitSearch, find_first_bad
-from harness.bisector.identity import Identity
 from harness.bisector.questions import (
     FAILS,
     PASSES,
     UNRESOLVED,
     Answer,
     Budget,
+    Identity,
     Journal,
     OutOfBudget,
     Reply,

@@ -9,10 +9,10 @@ import pytest
 from harness.bisector.environment import (
     KINDS,
     LAUNCHED,
-    facts_of_manifest,
     of_legs,
     of_nights,
 )
+from harness.provenance import facts
 from harness.records import (
     CaseSpec,
     EventRecord,
@@ -136,7 +136,7 @@ def test_nights_are_compared_in_what_their_ranks_recorded(tmp_path: Path) -> Non
 
 def test_what_a_damaged_manifest_does_not_say_is_unknown() -> None:
     """A manifest without machine, commit or variables claims nothing."""
-    assert facts_of_manifest({"machine": "x", "environment": 3}) == {}
+    assert facts({"machine": "x", "environment": 3}) == {}
 
 
 def _night(

@@ -13,12 +13,12 @@ from harness.bisector.commit_range import Checkout
 from harness.bisector.differences import LegChanges, config_of, leaves_of, with_steps
 from harness.bisector.divergence import where_they_part
 from harness.bisector.foreign import at_commit, scenario_texts, script_text
-from harness.bisector.identity import program_code
 from harness.bisector.legs import Legs
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer
 from harness.bisector.releases import search
 from harness.bisector.repro import read_back
 from harness.bisector.words import where
+from harness.program.spec import codes_of
 from harness.records import (
     CaseSpec,
     InitialRecord,
@@ -135,10 +135,10 @@ def test_other_code_is_another_program(tmp_path: Path) -> None:
     """Answers of a search do not hold for a script that was edited."""
     script, config = tmp_path / "train.py", spec_of(tmp_path).config
     script.write_text("a = 1")
-    before = program_code(config)
-    assert program_code(config) == before
+    before = codes_of([config])
+    assert codes_of([config]) == before
     script.write_text("a = 2")
-    assert program_code(config) != before
+    assert codes_of([config]) != before
 
 
 # --- releases

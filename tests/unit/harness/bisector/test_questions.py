@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.bisector.identity import Identity
 from harness.bisector.questions import (
     Budget,
+    Identity,
     Journal,
     OutOfBudget,
     Question,

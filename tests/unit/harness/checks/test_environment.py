@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import environment
+from harness.checks import environment, judge
 
 
 def moved(run: Any, edit: Any, rank: int, values: dict[str, Any]) -> Any:
@@ -41,6 +41,28 @@ def test_any_key_makes_it_incomparable(lab: Any, edit: Any, values: dict[str, An
     assert answer.difference is not None
     assert answer.difference.rank == 1
     assert answer.difference.quantity.removeprefix("environment.") in answer.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("processor", "AMD EPYC 9654 1f2e3d4c"), ("driver", "570.1.0"), ("device", "NVIDIA H100"),
+     ("code", "0123"), ("environment", {"TORCHDYNAMO_DISABLE": "1"})],
+)  # fmt: skip
+def test_runs_on_machines_that_differ_are_incomparable(
+    lab: Any, edit: Any, name: str, value: Any
+) -> None:
+    """Another CPU, GPU, driver, code or variable: no verdict over the bits, and it is named."""
+    here = {"processor": "Intel Xeon 1f2e3d4c", "driver": "580.1.0", "device": "NVIDIA H200",
+            "code": "abcd", "environment": {}}  # fmt: skip
+    runs = []
+    for run, known in zip(lab.legs(), (here, here, here | {name: value}), strict=True):
+        for rank in (0, 1):
+            run = moved(run, edit, rank, {"fingerprint": known, "host": run.spec.key})
+        runs.append(run)
+    verdict = judge(lab.case(), *runs)
+    assert (verdict.outcome, verdict.what) == ("incomparable", "different_environment")
+    assert verdict.difference is not None
+    assert verdict.difference.quantity.startswith(("environment." + name, "environment.TORCH"))
 
 
 def test_order_of_keys_does_not_matter(lab: Any, edit: Any) -> None:

@@ -111,10 +111,8 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = 
     "gave up in odd words, later silent death": (
         [lost(0, "odd words", "hang"), rank(1, -9)], [0, 1], False, "killed", 1,
     ),
-    "disk full beside a silent death": (
-        [rank(0, -9), lost(1, "[Errno 28] No space left on device")], [0, 1], False,
-        "interrupted", 1,
-    ),
+    "full disk after a silent death": ([rank(0, -9), rank(1, 74)], [0, 1], False, "killed", 0),
+    "full disk, victims": ([lost(0), rank(1, 74)], [0, 1], False, "interrupted", 1),
     "silent death, later odd error": ([rank(0, -9), lost(1, "odd words")], [0, 1], False,
                                       "killed", 0),
     "odd error, later silent death": ([rank(0, -6), lost(1, "odd words")], [1, 0], False,
@@ -142,10 +140,16 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = 
     "time up, but one had failed": ([rank(0, -11), ended(1)], [0], True, "crashed", 0),
     "never started": ([rank(0, None, tail="fork: Resource temporarily unavailable"),
                        ended(1)], [0], False, "not_run", 0),
-    "disk full, recorded": ([rank(0, 1, what="crashed", message="[Errno 28] No space left on "
-                                  "device")], [0], False, "interrupted", 0),
-    "disk full, printed": ([rank(0, 1, tail="OSError: [Errno 28] No space left on device")], [0],
-                           False, "interrupted", 0),
+    "full disk": ([rank(0, 74)], [0], False, "interrupted", 0),
+    "the same code after the end record": ([rank(0, 74, end=True)], [0], False, "crashed", 0),
+    "another disk full, recorded": (
+        [rank(0, 1, what="crashed", message="[Errno 28] No space left on device")], [0], False,
+        "crashed", 0,
+    ),
+    "another disk full, printed": (
+        [rank(0, -11, tail="OSError: [Errno 28] No space left on device")], [0], False,
+        "crashed", 0,
+    ),
 }  # fmt: skip
 
 

@@ -1,17 +1,22 @@
 """Programs that stall or leave others behind: when a leader looks, and whom it names."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from harness.engine.crew import Crew
+from harness.engine.crew import Job, Records
 from harness.engine.outcome import Answer, RankEvidence, classify
 from harness.engine.watch import Limits, Phase, Watch
 from harness.engine.whereabouts import Place
-from harness.records import EndRecord, RankExit, RankRecords
+from harness.records import EndRecord, RankExit, RankRecords, RunSpec
+from harness.soaking import SoakSpec
 from harness.streams import has_begun, has_end_record, rank_path
+
+
+def job(soak: SoakSpec | None = None, **config: Any) -> Job:
+    spec = RunSpec(config=config, device="cpu", world_size=2, timeout_s=100, soak=soak)
+    return Job(spec=spec, folder=Path())
 
 
 def watch(ranks: int = 2, stall_s: float | None = None) -> Watch:
@@ -53,6 +58,7 @@ def test_a_stall_counts_from_the_last_progress() -> None:
 
 
 START, NAMES = '{"kind":"start"}\n', '{"kind":"names","step":-1}\n'
+STEPS_OF_4_S = '{"kind":"step","step_s":9.0}\n{"kind":"step","step_s":4.0}\n{"kind":"step","st'
 INITIAL, STEP = '{"digests":{},"kind":"initial"}\n', '{"kind":"step","step":0}\n'
 
 
@@ -85,13 +91,40 @@ def test_a_stall_is_looked_for_once_a_rank_has_begun(
 ) -> None:
     """Before that a program may be silent; afterwards each look needs new records."""
     monkeypatch.chdir(tmp_path)
-    crew: Any = SimpleNamespace(watch=watch(), _recorded_bytes=0, _has_begun=False)
+    records = Records(job())
     looks = []
     for text in ("", START, START, START + INITIAL, START + INITIAL, START + INITIAL,
                  START + INITIAL + STEP):  # fmt: skip
         rank_path(Path(), 1).write_text(text)
-        looks.append(Crew._has_recorded(crew))
+        looks.append(records.have_grown(1e6))
     assert looks == [True, True, True, True, True, False, True]
+
+
+def test_a_soak_may_be_silent_for_as_long_as_its_steps_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are written 100 at a time, of 4 s each, are no stall after 300 s, nor is a start.
+
+    One that goes on longer is.
+    """
+    monkeypatch.chdir(tmp_path)
+    soak = SoakSpec(by="steps", amount=1000, stall_s=300)
+    records, clock = Records(job(soak, flush_every=100)), watch(stall_s=soak.stall_s)
+    clock.timeout_s = 1e6
+    file = rank_path(Path(), 0)
+    file.write_text(START)
+    assert records.have_grown(300)
+    assert records.have_grown(6 * 300 - 1)
+    assert not records.have_grown(6 * 300)
+    file.write_text(START + STEPS_OF_4_S)
+    assert records.have_grown(1800)
+    assert records.have_grown(1801)
+    clock.window_s = records.window_s
+    clock.progressed(1801)
+    assert clock.patience_s == 2 * 400
+    assert not clock.may_stall(1801 + 799)
+    assert clock.may_stall(1801 + 800)
+    assert not records.have_grown(1801 + 800)
 
 
 def rank(

@@ -200,6 +200,22 @@ def test_earlier_attempts_are_kept(folder: Path) -> None:
     assert attempts == [(0, "interrupted"), (1, "")]
 
 
+def test_an_earlier_pass_that_its_own_records_contradict_is_not_recorded_as_one(
+    folder: Path,
+) -> None:
+    """A verdict that was forged and then set aside is told as what its records say."""
+    case = next(case for case in RunFolder.open(folder).cases if not case.skip_reason)
+    answers = folder / "cases" / case.id
+    kept = Path(shutil.copytree(answers, answers.with_name(f"{answers.name}.attempt0")))
+    records = kept / "candidate" / "rank0.jsonl"
+    lines = records.read_text().splitlines()
+    records.unlink()
+    records.write_text("\n".join(lines[:-2]) + "\n")
+    told = {c.attempt: c.outcome for c in gathered(folder).cases if c.case_id == case.id}
+    assert told[0] != "passed"
+    assert told[1] == "passed"
+
+
 def test_a_step_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
     """Whichever rank is late, its time is the step's; the first fifth of the steps is warm-up."""
 

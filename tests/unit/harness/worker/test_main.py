@@ -1,5 +1,6 @@
 """One rank from start to end: its record lines in order, its exit code, its classified errors."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,9 @@ from fsdp_core.model.backend import BackendMissing
 from fsdp_core.stress.clocks import Clocks
 from fsdp_core.stress.races import Access, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
+from harness import provenance
 from harness.engine.first_failure import FirstFailure, claim, find
+from harness.recorder import UNRECORDED
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -30,7 +33,7 @@ from harness.records import (
     StepRecord,
 )
 from harness.streams import rank_path, read_rank
-from harness.worker.main import _Session, classify
+from harness.worker.main import _Session, classify, rank_main
 
 Spec = Callable[..., RunSpec]
 
@@ -60,7 +63,11 @@ def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str
     assert fingerprint["torch"] == torch.__version__
     assert fingerprint["deterministic"] is True
     assert fingerprint["data"] == "synthetic-1"
+    assert fingerprint["environment"] == provenance.variables(os.environ)
     assert fingerprint["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert fingerprint["processor"] == provenance.processor() != ""
+    assert fingerprint["code"] == provenance.code()
+    assert start.environment["host"] == provenance.host()
     assert isinstance(event, EventRecord)
     assert event.name == "graphs"
     replays = {(): 0, ("attn",): 3 * 2 * 2 * 2, ("full_iteration",): 3}[graph]
@@ -70,6 +77,16 @@ def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str
     assert 0 < end.startup_s <= end.wall_s
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert end.peak_bytes >= steps[-1].peak_bytes > 0
+
+
+def test_records_without_space_are_told_by_the_exit_code(
+    spec: Spec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that cannot write its records for want of space says so by its exit code alone."""
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert rank_main(spec(), tmp_path, 0, store.port) == UNRECORDED
+    assert capsys.readouterr().err == "[Errno 28] cannot write records: No space left on device\n"
 
 
 def test_runs_of_one_specification_agree(rank: Any, spec: Spec) -> None:

@@ -15,6 +15,7 @@ from fsdp_core.device import Device
 from fsdp_core.graph.digest import digest_hex
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
+from harness.recorder import RecordsUnwritable
 from harness.records import (
     NEVER_RAN,
     EventRecord,
@@ -204,7 +205,7 @@ def test_file_appends_whole_lines(tmp_path: Path) -> None:
 
 def test_full_disk_is_an_error() -> None:
     """A line that cannot be written raises, it is not lost in silence."""
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RecordsUnwritable, match="No space left"):
         RecordFile(Path("/dev/full")).write(EventRecord(name="x", rank=0, step=0))
 
 

@@ -1,4 +1,4 @@
-"""Contracts of harness.bisector.identity: all that a verdict rests on is in it."""
+"""The fingerprint of the environment: all that a verdict rests on is in it, no secret is."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from harness import commit
-from harness.bisector import identity
-from harness.bisector.identity import identity_of, processor
+from harness import provenance
+from harness.bisector.questions import identity_of
 from harness.machine import Gpu, Machine
+from harness.provenance import code, driver, processor, variables
 from tests.unit.harness.bisector.made_up_asker import case_of, run
 
 GPU = Gpu(id="GPU-1", name="H100", memory_bytes=80)
@@ -36,7 +36,7 @@ def test_another_machine_is_another_search(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], told: str
 ) -> None:
     """Packages, GPUs, driver, cores: each is told, from what to what."""
-    monkeypatch.setattr(identity, "installed_packages", dict)
+    monkeypatch.setattr(provenance, "installed_packages", dict)
     before = identity_of(CASE, HERE, {})
     assert before.differs_from(identity_of(CASE, HERE, {"HOME": "/elsewhere"})) == ""
     assert before.differs_from(identity_of(CASE, dataclasses.replace(HERE, **changed), {})) == told
@@ -46,15 +46,15 @@ def test_packages_variables_device_and_tokens_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What is installed beside torch, what is set, where it runs, and what is read."""
-    monkeypatch.setattr(identity, "installed_packages", lambda: {"kernels": "1"})
+    monkeypatch.setattr(provenance, "installed_packages", lambda: {"kernels": "1"})
     before = identity_of(CASE, HERE, {"NCCL_ALGO": "Ring"})
     now = identity_of(CASE, HERE, {"NCCL_ALGO": "Tree"})
     assert before.differs_from(now) == "variable NCCL_ALGO Ring became Tree"
-    monkeypatch.setattr(identity, "installed_packages", lambda: {"kernels": "2"})
+    monkeypatch.setattr(provenance, "installed_packages", lambda: {"kernels": "2"})
     now = identity_of(CASE, HERE, {"NCCL_ALGO": "Ring"})
     assert before.differs_from(now) == "package kernels 1 became 2"
     with monkeypatch.context() as other:
-        other.setattr(identity, "processor", lambda: "another")
+        other.setattr(provenance, "processor", lambda: "another")
         elsewhere = identity_of(CASE, HERE, {"NCCL_ALGO": "Ring"})
         assert now.differs_from(elsewhere) == f"processor {processor()} became another"
     on_gpu = dataclasses.replace(CASE, candidate=dataclasses.replace(CASE.candidate, device="cuda"))
@@ -73,18 +73,46 @@ def test_packages_variables_device_and_tokens_count(
     assert "tokens" in before.differs_from(identity_of(reads, HERE, {}))
 
 
-def test_code_that_git_does_not_know_is_told_by_its_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Two installed versions are two codes, though neither has a commit."""
-    monkeypatch.setattr(commit, "describe", lambda: "")
-    first = identity_of(CASE, HERE, {})
-    assert first.code.startswith("files ")
-    package = tmp_path / "harness" / "bisector"
-    package.mkdir(parents=True)
-    (package / "identity.py").write_text("another")
-    monkeypatch.setattr(identity, "__file__", str(package / "identity.py"))
-    assert identity_of(CASE, HERE, {}).code not in ("", first.code)
+def test_code_is_named_by_its_contents(tmp_path: Path) -> None:
+    """What git knows of it, and files that are no code, count for nothing."""
+    file = tmp_path / "harness" / "run.py"
+    file.parent.mkdir()
+    file.write_text("a = 1")
+    before = code(tmp_path)
+    (tmp_path / "README.md").write_text("words")
+    assert code(tmp_path) == before
+    file.write_text("a = 2")
+    assert code(tmp_path) != before
+
+
+DECIDING = {
+    "TORCHDYNAMO_DISABLE": "1", "TORCHINDUCTOR_MAX_AUTOTUNE": "1", "CUDA_LAUNCH_BLOCKING": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_ALGO": "Ring", "MKL_CBWR": "AVX2",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "OMP_NUM_THREADS": "4", "NVIDIA_TF32_OVERRIDE": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "ATEN_CPU_CAPABILITY": "avx2",
+}  # fmt: skip
+
+
+def test_variables_that_decide_numbers() -> None:
+    """Those of torch, its compilers and its libraries; not where files go or what is printed."""
+    others = {
+        "HOME": "/h", "RANK": "0", "MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "1",
+        "NCCL_DEBUG": "INFO", "TORCHINDUCTOR_CACHE_DIR": "/c", "TORCH_LOGS": "+dynamo",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/runs/7", "TORCHELASTIC_RUN_ID": "7",
+        "TORCH_HUB_TOKEN": "secret-secret",
+    }  # fmt: skip
+    assert variables(DECIDING | others) == DECIDING
+
+
+def test_the_driver_is_that_of_the_kernel(tmp_path: Path) -> None:
+    """As the kernel's module says it; "" where there is none."""
+    said = tmp_path / "version"
+    said.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
+        "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1)\n"
+    )
+    assert driver(said) == "580.82.07"
+    assert driver(tmp_path / "none") == ""
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text.replace("avx2", "avx512f")])

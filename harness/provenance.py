@@ -1,0 +1,313 @@
+"""The one fingerprint of the environment: what made a run, and on what.
+
+    of a rank     in its start record      `of_rank` must agree between runs whose bits are compared
+                                           `about_rank` is told: commit, host
+    of a folder   in its manifest          `record`: code, packages, variables, hardware, programs
+
+What reads them: the gates of a verdict (`harness.checks.environment`), `--resume` (`deciding`), the
+history and `select: changed` (`for_history`), the bisector (`facts`). Values of variables have no
+secrets, a host is a hash of its name. Needs nothing but the standard library, so that the recorder
+can use it in a program's own environment.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from harness import commit
+from harness.masking import Masker, is_telling
+
+FINGERPRINT = "fingerprint"
+"""Key of a start record's environment: the part that gates verdicts."""
+CODE_VARIABLE, COMMIT_VARIABLE = "DELTAZERO_CODE", "DELTAZERO_COMMIT"
+"""What a harness tells its ranks, who were started from the same files."""
+PROGRAM_VARIABLE = "DELTAZERO_PROGRAM"
+"""The same of a program's own files."""
+PROGRAMS_KEY = "programs"
+"""Of a manifest: name of a program to a hash of its code."""
+MAX_SHOWN_CHARS = 60
+MOST_SHOWN = 4
+
+_NUMERIC = re.compile(
+    r"ATEN_CPU_CAPABILITY|CUBLAS\w*|CUDA_(?:LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|DEVICE_ORDER"
+    r"|MODULE_LOADING)|CUDNN_\w+|DNNL_\w+|GOMP_\w+|KMP_\w+|MKL_\w+|NCCL_\w+|NVIDIA_TF32_OVERRIDE"
+    r"|NVTE_\w+|OMP_(?:DYNAMIC|NUM_THREADS|SCHEDULE|THREAD_LIMIT)|ONEDNN_\w+|OPENBLAS_\w+|PYTHONHASHSEED|PYTORCH_\w+|TORCHDYNAMO_\w+"
+    r"|TORCHINDUCTOR_\w+|TORCH_\w+|TRITON_\w+"
+)
+_OF_NO_NUMBER = re.compile(
+    r"\w+_(?:DIR|FILE|HOME|PATH|PREFIX|SOCKET_IFNAME)|NCCL_DEBUG\w*|TORCH_FR_\w+"
+    r"|TORCH_LOGS\w*|TORCH_NCCL_DEBUG_\w+|TORCH_TRACE"
+)
+"""Of those above: they say where files go, what is printed, which network card is used."""
+_DRIVER, _PROCESSOR = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
+_HEAD_BYTES = 16 << 10
+"""Of /proc/cpuinfo: the first processor. The kernel asks each of them as it is read."""
+
+Kind = Literal["commit", "packages", "driver", "variables", "hardware", "data", "kernels"]
+Facts = dict[Kind, dict[str, Any]]
+"""By kind, name to value. A kind that is absent was not recorded."""
+MACHINE_KINDS: tuple[Kind, ...] = ("packages", "driver", "variables", "hardware")
+"""What the manifest of any run folder has of its machine."""
+_NOUNS: dict[Kind, str] = {"packages": "package ", "variables": "variable "}
+"""What stands before a name that says nothing by itself."""
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that decide bits, without secrets."""
+    masker = Masker(environ)
+    return {name: masker.text(value) for name, value in sorted(environ.items()) if _decides(name)}
+
+
+def _decides(name: str) -> bool:
+    is_numeric = _NUMERIC.fullmatch(name) is not None and _OF_NO_NUMBER.fullmatch(name) is None
+    return is_numeric and not is_telling(name)
+
+
+# --- of a rank --------------------------------------------------------------------------------
+
+
+def of_rank(torch: Any, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What decides the bits of a process on any device; `torch` is the module."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "machine": platform.machine(),
+        "processor": processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "environment": variables(environ),
+    }
+
+
+def of_gpu(torch: Any) -> dict[str, Any]:
+    """The same of its current GPU; only for a process that uses it."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "driver": driver(),
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def of_program(packages: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The same of a program that was asked to run with some packages."""
+    return {
+        "packages": {name: package_version(name) for name in packages},
+        **({"program": environ[PROGRAM_VARIABLE]} if PROGRAM_VARIABLE in environ else {}),
+    }
+
+
+def about_rank(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Where a process runs and by which commit; ranks of equal `host` share a machine."""
+    return {"commit": environ.get(COMMIT_VARIABLE, ""), "host": host()}
+
+
+def code_variables() -> dict[str, str]:
+    """Variables for ranks: the code that they are started from."""
+    return {CODE_VARIABLE: code(), COMMIT_VARIABLE: commit.describe()}
+
+
+def fingerprint(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a start record's environment that gates verdicts; all of it without a mark."""
+    inner = environment.get(FINGERPRINT)
+    return inner if isinstance(inner, Mapping) else environment
+
+
+# --- facts ------------------------------------------------------------------------------------
+
+
+def processor(described: Path = _PROCESSOR) -> str:
+    """The model of the CPU and a hash of what it can do: kernels are chosen by that."""
+    try:
+        with described.open("rb") as file:
+            text = file.read(_HEAD_BYTES).decode(errors="replace").strip().partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    lines = (line.partition(":") for line in text.splitlines())
+    known = {name.strip(): value.strip() for name, _, value in lines}
+    features = " ".join(sorted((known.get("flags") or known.get("Features") or "").split()))
+    model = known.get("model name") or known.get("CPU part") or platform.machine()
+    return f"{model} {hashlib.sha256(features.encode()).hexdigest()[:8]}"
+
+
+def driver(described: Path = _DRIVER) -> str:
+    """Version of the GPUs' kernel driver, "" where there is none to be seen."""
+    try:
+        found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", described.read_text(errors="replace"))
+    except OSError:
+        return ""
+    return found[0] if found else ""
+
+
+def host() -> str:
+    """A name for this machine that tells nobody which it is."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def package_version(name: str) -> str:
+    """Version of an installed package, or "" if it is absent; the package is not imported."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def installed_packages() -> dict[str, str]:
+    """Version of every installed package, by name."""
+    found = ((each.metadata["Name"], each.version) for each in importlib.metadata.distributions())
+    return {name: version for name, version in sorted(found, key=str) if name}
+
+
+def code(root: Path | None = None) -> str:
+    """Names the contents of the packages' files: equal for commits that touch other files only."""
+    root = root or Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for package in commit.PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def code_of_scripts(folder: Path) -> str:
+    """A hash of the scripts in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        with suppress(OSError):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def code_of_program(folder: Path) -> str:
+    """As `code_of_scripts`, with the state of the repository that the folder is in."""
+    digest = hashlib.sha256(code_of_scripts(folder).encode())
+    with suppress(OSError, subprocess.SubprocessError):
+        for words in (("rev-parse", "HEAD"), ("diff", "HEAD", "--binary", "--no-ext-diff")):
+            digest.update(commit.git(folder, *words))
+    return digest.hexdigest()[:16]
+
+
+# --- of a folder ------------------------------------------------------------------------------
+
+
+def record(
+    machine: Mapping[str, Any],
+    programs: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    """What a manifest says of the environment.
+
+    Args:
+        machine: `harness.machine.Machine`, as JSON.
+        programs: name to code of programs that are not the built-in one.
+        environ: of this process.
+    """
+    return {
+        "machine": machine,
+        "processor": processor(),
+        "packages": installed_packages(),
+        "commit": commit.describe(),
+        "code": code(),
+        PROGRAMS_KEY: dict(programs or {}),
+        "environment": {"python": platform.python_version(), "variables": variables(environ)},
+    }
+
+
+def facts(manifest: Mapping[str, Any]) -> Facts:
+    """What a manifest says of the environment, by kind; damage is as if it said nothing."""
+    found: Facts = {}
+    if said := {"commit": manifest.get("commit"), **_mapping(manifest.get(PROGRAMS_KEY))}:
+        found |= {"commit": said} if any(said.values()) else {}
+    stored = _mapping(manifest.get("environment")).get("variables")
+    if isinstance(stored, Mapping):
+        # Of older manifests, which kept others, too.
+        found["variables"] = {name: v for name, v in stored.items() if _decides(str(name))}
+    machine = manifest.get("machine")
+    if not isinstance(machine, Mapping):
+        return found
+    found["packages"] = {
+        "python": machine.get("python"),
+        **_mapping(machine.get("versions")),
+        **_mapping(manifest.get("packages")),
+    }
+    found["driver"] = {"gpu_driver": machine.get("gpu_driver")}
+    gpus = machine.get("gpus")
+    found["hardware"] = {
+        "cores": machine.get("cores"),
+        # Whole GiB: what a kernel keeps for itself differs from boot to boot.
+        "memory_gib": round(int(machine.get("memory_bytes") or 0) / 2**30),
+        "system": machine.get("system"),
+        "gpus": [_mapping(g).get("name") for g in gpus] if isinstance(gpus, list) else [],
+    }
+    if model := manifest.get("processor"):
+        found["hardware"]["processor"] = model
+    return found
+
+
+def deciding(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same where runs of one folder are made in several sittings, by name.
+
+    Not the machine: ranks record it, and a verdict over two of them says so.
+    """
+    found = facts(manifest)
+    plain: dict[str, Any] = {"code": manifest.get("code"), **_mapping(manifest.get(PROGRAMS_KEY))}
+    for kind in ("packages", "variables"):
+        plain |= {f"{_NOUNS[kind]}{name}": v for name, v in found.get(kind, {}).items()}
+    return plain
+
+
+def everything(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """All facts of a manifest but the commit, by name, as text: what answers of a search hold for.
+
+    The code is named by its contents.
+    """
+    named = {
+        f"{_NOUNS.get(kind, '')}{name}": str(value)
+        for kind in MACHINE_KINDS
+        for name, value in facts(manifest).get(kind, {}).items()
+    }
+    return named | {name: str(v) for name, v in _mapping(manifest.get(PROGRAMS_KEY)).items()}
+
+
+# --- differences ------------------------------------------------------------------------------
+
+
+def flat(name: str, value: object) -> dict[str, Any]:
+    """A nested value by dotted names."""
+    if isinstance(value, Mapping) and value:
+        inner = ((f"{name}.{key}" if name else str(key), entry) for key, entry in value.items())
+        return {path: leaf for key, entry in inner for path, leaf in flat(key, entry).items()}
+    if isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
+        return flat(name, {str(place): entry for place, entry in enumerate(value)})
+    return {name: value}
+
+
+def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    """Names in which two flat mappings differ, in order; 1 and True are not equal here."""
+    names = [*left, *(name for name in right if name not in left)]
+    return [n for n in names if (n in left) != (n in right) or repr(left[n]) != repr(right[n])]
+
+
+def told(values: Mapping[str, Any], name: str) -> str:
+    """A value for people, cut to a readable length."""
+    text = str(values[name]) if name in values else "absent"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 1]}…"
+
+
+def changes(left: Mapping[str, Any], right: Mapping[str, Any], most: int = MOST_SHOWN) -> str:
+    """What became of a flat mapping: 'package torch 2.11 became 2.12'; "" if it is the same."""
+    names = different(left, right)
+    words = [f"{n} {told(left, n)} became {told(right, n)}" for n in names[:most]]
+    return "; ".join([*words, *([f"{len(names) - most} more"] if len(names) > most else [])])
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
