@@ -89,7 +89,8 @@ def is_wording(node: ast.expr) -> bool:
             return bool(text)
         case ast.Name(id=name):
             return name.isupper()
-    return False
+        case _:
+            return False
 
 
 def is_prose(node: ast.expr) -> bool:
@@ -105,7 +106,8 @@ def is_prose(node: ast.expr) -> bool:
             return is_prose(inner)
         case ast.Subscript(value=inner):
             return is_prose(inner)
-    return False
+        case _:
+            return False
 
 
 def uses_of_patterns(tree: ast.AST) -> list[ast.Call]:
