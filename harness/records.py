@@ -33,50 +33,13 @@ from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
-    "ABSENT",
-    "DIGEST_GROUPS",
-    "DIGEST_HEX_CHARS",
-    "GROUP_ORDER",
-    "NEVER_RAN",
-    "OUTCOMES",
-    "RECORD_KINDS",
-    "SCHEMA_VERSION",
-    "TAP_HEX_CHARS",
-    "UNFINISHED",
-    "WHATS",
-    "CaseSpec",
-    "CheckResult",
-    "CollectiveFault",
-    "Difference",
-    "EndRecord",
-    "Ending",
-    "Entered",
-    "ErrorRecord",
-    "EventRecord",
-    "ExitCode",
-    "FloatBits",
-    "InitialRecord",
-    "Json",
-    "NamesRecord",
-    "Outcome",
-    "Passed",
-    "PlantSpec",
-    "RaceEvidence",
-    "RankExit",
-    "RankRecords",
-    "Record",
-    "RecordError",
-    "RunOutcome",
-    "RunResult",
-    "RunSpec",
-    "StartRecord",
-    "StepRecord",
-    "StreamUse",
-    "Verdict",
-    "What",
-    "dumps",
-    "parse_record",
-    "ulp_distance",
+    "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
+    "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
+    "CheckResult", "CollectiveFault", "Difference", "EndRecord", "Ending", "Entered", "ErrorRecord",
+    "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord", "Json", "NamesRecord",
+    "Outcome", "Passed", "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record",
+    "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse",
+    "Verdict", "What", "dumps", "parse_record", "ulp_distance",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -87,11 +50,12 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomp
 What = Literal[
     "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "noisy",
     "missing_step", "missing_rank",
-    "record_after_end", "corrupt_record", "empty_run", "not_replayed", "illegal_access", "oom",
+    "record_after_end", "corrupt_record", "empty_run", "not_replayed",
+    "not_compiled", "illegal_access", "oom",
     "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
     "capture_refused",
     "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
-    "interrupted", "shared_gpu",
+    "interrupted", "shared_gpu", "other_parts",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)
 
@@ -397,12 +361,42 @@ class ErrorRecord(Json):
     kind: Literal["error"] = "error"
 
 
+Direction = Literal["forward", "backward", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphUse(Json):
+    """Graphs of one scope of one layer in one direction: how many were captured and launched.
+
+    `layer` is -1 for full_iteration, whose directions are `gradients` and, where the graph holds
+    it, `optimizer`.
+    """
+
+    scope: str
+    layer: int
+    direction: Direction
+    captures: int
+    replays: int
+
+    @property
+    def place(self) -> str:
+        """`layers.3 attn`; `full_iteration`."""
+        return f"layers.{self.layer} {self.scope}" if self.layer >= 0 else self.scope
+
+    @property
+    def name(self) -> str:
+        """`layers.3 attn, backward`."""
+        return f"{self.place}, {self.direction}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndRecord(Json):
     """Last line of a rank that ran every step.
 
-    `startup_s` is from process start to first step; `replays` counts launches of captured graphs;
-    `sha256` is the file's checksum (`harness.checksum`); without it the file is damaged.
+    `startup_s` is from process start to first step; `replays` counts launches of captured graphs,
+    `graphs` those of the built-in trainer by scope, layer and direction; `compiled` names parts of
+    `config.compile` that the compiler made code of; `sha256` is the file's checksum
+    (`harness.checksum`); without it the file is damaged.
     """
 
     rank: int
@@ -411,8 +405,18 @@ class EndRecord(Json):
     startup_s: float
     wall_s: float
     replays: int = 0
+    graphs: tuple[GraphUse, ...] = ()
+    compiled: tuple[str, ...] = ()
     sha256: str = ""
     kind: Literal["end"] = "end"
+
+    def to_json(self) -> dict[str, Any]:
+        """See `Json`; what is empty is left out, or files older than it would not fit their sum."""
+        plain = super().to_json()
+        for name in ("graphs", "compiled"):
+            if not plain[name]:
+                del plain[name]
+        return plain
 
 
 Record = (

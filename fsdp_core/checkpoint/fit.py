@@ -179,8 +179,8 @@ class Fit:
             groups.append(group | values | kept)
         state: dict[int, Any] = {}
         for index in range(len(view.names)):
-            if not is_here(view.parameters[index]):
-                # What an optimizer keeps of parameters without rows here is nobody's: it stays.
+            if not view.is_torchs and not is_here(view.parameters[index]):
+                # Kernels of libraries keep nothing of parameters without rows here.
                 state |= {i: view.state[i] for i in (index,) if i in view.state}
             elif states := self._choose_states(view, index, saved["state"]):
                 state[index] = states
@@ -192,7 +192,7 @@ class Fit:
         parts = global_parts(name, parameter, self._stretched)
         made: dict[str, Any] = {}
         for each, part in parts.items():
-            if each not in saved or not is_here(part):
+            if each not in saved:
                 continue
             if before := now or made:
                 _check_names(f"states of {each}", before.keys(), saved[each].keys())

@@ -226,6 +226,11 @@ class OptimizerView:
                 own[key] = cut[each]
         return found
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether states are loaded as torch's optimizers load them."""
+        return type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+
     def load(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer a state of this layout, without change of dtype or of memory."""
         optimizer, before = self.optimizer, self.optimizer.param_groups
@@ -235,7 +240,7 @@ class OptimizerView:
                 # Graphs read a learning rate that is a tensor where it is.
                 if isinstance(value, torch.Tensor) and isinstance(new.get(key), torch.Tensor):
                     new[key] = value.copy_(new[key])
-        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        if not self.is_torchs:
             return
         for index, states in state_dict["state"].items():
             found = optimizer.state[self.parameters[index]]

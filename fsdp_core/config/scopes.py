@@ -71,6 +71,22 @@ class Graphed(Protocol):
         """Whether full_iteration holds the optimizer's step."""
 
 
+def captured_layers(run: Graphed, scope: str) -> list[int]:
+    """Layers, of the whole model, that a partial scope captures; ascending."""
+    first, last = run.graph_layers or (0, run.model.layers - 1)
+    return [number for number in layers_with(run.model, scope) if first <= number <= last]
+
+
+def layers_with(model: ModelConfig, part: str) -> list[int]:
+    """Layers that have a part of that name: a partial scope, or `experts`."""
+    numbers = range(model.layers)
+    if part == "mlp":
+        return [number for number in numbers if not model.has_experts(number)]
+    if part in (*_EXPERT_SCOPES, "experts"):
+        return [number for number in numbers if model.has_experts(number)]
+    return list(numbers)
+
+
 def _error(run: Graphed, expected: str, legal: tuple[object, ...] = ()) -> ConfigError:
     return ConfigError("graph", expected=expected, got=list(run.graph), legal=legal)
 

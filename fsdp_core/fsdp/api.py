@@ -63,10 +63,10 @@ def fully_shard(
         keep_grads: gradients keep their memory for ever, for graphs that outlive `zero_grad`.
 
     Raises:
-        ValueError: an argument out of range; a module that is a unit already, or twice in the
-            list, or inside another of it; a parameter that another unit holds; a parameter that is
-            not of floating point.
+        ValueError: an argument out of range; a module that is a unit, twice in the list, or inside
+            another of it; a parameter that another unit holds, or that is not of floating point.
         RuntimeError: an inner unit is gathered, or has reductions under way.
+        NotImplementedError: a parameter that does not travel as one buffer.
     """
     _refuse(shard_placement_fn, offload_policy, reshard_after_forward)
     modules = _listed(module)
@@ -168,6 +168,11 @@ def _own_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> lis
     for parameter, name in names.items():
         if is_quantized(parameter):
             check_supported(name, parameter)
+        elif hasattr(parameter, "fsdp_pre_all_gather"):
+            raise NotImplementedError(
+                f"Expected {name} to be gathered as it is, got a {type(parameter).__name__} with "
+                "an all-gather extension, which would be ignored."
+            )
         if not parameter.is_floating_point():
             raise ValueError(f"Expected {name} to be of floating point, got {parameter.dtype}.")
         if hasattr(parameter, _HELD):

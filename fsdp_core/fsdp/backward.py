@@ -16,7 +16,8 @@ there is one, or where a nested backward pass may bring more, only the boundary 
 
 import functools
 import weakref
-from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsdp_core.errors import TensorError
+from fsdp_core.fsdp.gradients import Use
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import Pool
 from fsdp_core.fsdp.schedule import profiled
@@ -38,6 +40,21 @@ _COPY_FRACTION = 4
 """Gradients are copied when a quarter of a group waits: few kernels, and little held twice."""
 
 
+@dataclass(eq=False)
+class Forward:
+    """One forward of a unit.
+
+    Attributes:
+        inputs: where the backward pass leaves it.
+        uses: parameters of modules that add to `main_grad` themselves.
+        task: number of the last backward pass that gave them a `main_grad`.
+    """
+
+    inputs: list[GradientEdge] = field(default_factory=list)
+    uses: dict[Place, Use] = field(default_factory=dict)
+    task: int | None = None
+
+
 class Call:
     """One forward call of a unit; called when a backward pass reaches one of its outputs.
 
@@ -48,8 +65,8 @@ class Call:
         task: number of the last backward pass that came through; None before the first.
     """
 
-    def __init__(self, backward: "UnitBackward", inputs: list[GradientEdge]) -> None:
-        self._backward, self._inputs = backward, inputs
+    def __init__(self, backward: "UnitBackward", forward: Forward) -> None:
+        self._backward, self._forward = backward, forward
         self.task: int | None = None
 
     @torch.compiler.disable
@@ -58,7 +75,7 @@ class Call:
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task = task
-            self._backward.open(self._inputs, task)
+            self._backward.open(self._forward, task)
 
 
 @torch.compiler.disable
@@ -87,7 +104,6 @@ class UnitBackward:
         # By number of the backward pass: others may run inside of it, and bring gradients too.
         self._seen: dict[int, set[Place]] = {}
         self._boundary_ahead = False
-        self._uses: dict[ParamGroup, Counter[int]] = {group: Counter() for group in unit.groups}
         self._parameters: dict[Place, nn.Parameter] = {
             (group, index): parameter
             for group in unit.groups
@@ -107,19 +123,25 @@ class UnitBackward:
         parameter.requires_grad_(trainable)
         for module, _ in group.owned[index].places:
             if getattr(module, "fuse_wgrad_accumulation", False):
-                module.register_forward_hook(lambda *_: self._count_use(place))
+                module.register_forward_pre_hook(lambda *_: self._count_use(place))
 
     @torch.compiler.disable
     def _count_use(self, place: Place) -> None:
         """For parameters whose backward kernels write into `main_grad` themselves."""
-        if torch.is_grad_enabled():
-            group, index = place
-            self._uses[group][index] += 1
+        forward = self.unit.forward_under_way
+        if not torch.is_grad_enabled() or not (forward or self.is_open):
+            return
+        uses = {} if forward is None else forward.uses
+        before, parameter = uses.get(place, Use(0, overwrites=False)), self._parameters[place]
+        overwrites = before.overwrites or getattr(parameter, "overwrite_main_grad", False)
+        uses[place] = Use(before.times + 1, overwrites=overwrites)
+        if forward is None:  # a recomputation inside of the unit, whose backward is next
+            self._expose_main_grads(uses)
 
     # ---- a pass
 
-    def open(self, inputs: list[GradientEdge], task: int) -> None:
-        """The backward pass `task` enters a forward call of the unit, to leave at `inputs`."""
+    def open(self, forward: Forward, task: int) -> None:
+        """The backward pass `task` enters a forward of the unit."""
         unit, schedule = self.unit, self.unit.schedule
         schedule.begin_backward()
         if not self.is_open:
@@ -128,26 +150,29 @@ class UnitBackward:
             planned = {place for place, p in trained if _will_run(get_gradient_edge(p))}
             self._awaited = planned - self._seen.get(task, set())
             self._awaits_all = len(planned) == len(self._parameters)
-        self._boundary_ahead |= any(map(_will_run, inputs))
+        self._boundary_ahead |= any(map(_will_run, forward.inputs))
         unit.is_prefetched = False
         if unit.unshard_in_backward:
             unit.unshard()
             unit.wait_unshard()
-        self._expose_main_grads()
+        if forward.task != task:
+            forward.task = task
+            self._expose_main_grads(forward.uses)
         unit.prefetch(unit.backward_prefetch, schedule.preceding(unit))
 
-    def _expose_main_grads(self) -> None:
-        for group, uses in self._uses.items():
-            trained = {i: used for i, used in uses.items() if group.unsharded[i].requires_grad}
-            if trained:
-                group.gradients.expose(trained, *self._make_room(group))
+    def _expose_main_grads(self, uses: Mapping[Place, Use]) -> None:
+        by_group: dict[ParamGroup, dict[int, Use]] = {}
+        for (group, index), use in uses.items():
+            if group.unsharded[index].requires_grad:
+                by_group.setdefault(group, {})[index] = use
+        for group, trained in by_group.items():
+            group.gradients.expose(trained, *self._make_room(group))
 
     def on_gradient(self, group: ParamGroup, index: int) -> None:
         """The gradient of parameter `index` of `group` has come."""
         place = (group, index)
         if not self.is_open:
             self._open_late(group, index)
-        self._uses[group].pop(index, None)
         self._awaited.discard(place)
         self._seen.setdefault(torch._C._current_graph_task_id(), set()).add(place)
         group.gradients.arrived(index)
@@ -184,20 +209,24 @@ class UnitBackward:
     def close(self) -> None:
         """The unit is done with this pass, if it is open and nothing is missing."""
         if self.is_open and not self._awaited:
-            self._close()
+            self.is_open = False
+            self.reduce()
+            if self.unit.reshard_after_backward:
+                # Last, so that the next gather finds this memory whole.
+                self.unit.reshard()
 
-    def _close(self) -> None:
-        unit, self.is_open = self.unit, False
-        for group in unit.groups:
+    def reduce(self) -> None:
+        """Start to reduce what has come, in this pass or before it, as far as this pass does."""
+        for group in self.unit.groups:
             self._copy_in(group)
-            if group.gradients.is_pending and self._reduces(group):
-                with profiled("reduce", unit.name):
-                    unit.schedule.start_reduce(group.gradients, final=self._is_final(group))
-        if unit.reshard_after_backward:
-            # Last, so that the next gather finds this memory whole.
-            unit.reshard()
+            final = self._is_final(group)
+            if self._reduces(group) and group.gradients.is_due(final=final):
+                with profiled("reduce", self.unit.name):
+                    self.unit.schedule.start_reduce(group.gradients, final=final)
 
     def _copy_in(self, group: ParamGroup) -> None:
+        if group.gradients.waiting_numel == 0:
+            return
         with torch.no_grad():
             group.gradients.copy_in(*self._make_room(group))
 
@@ -233,9 +262,6 @@ class UnitBackward:
         if raised or self._awaited:
             for group in unit.groups:
                 group.gradients.forget(unit.schedule.device.current_stream())
-        if raised:
-            for uses in self._uses.values():
-                uses.clear()
         self.is_open, self._boundary_ahead, self._awaited, self._seen = False, False, set(), {}
         unit.forget_forwards()
         if raised or unit.reshard_after_backward:

@@ -4,11 +4,11 @@
       -> total power of each group over its ranks (see `row_reductions`) -> total -> scale in place
 
 torch's own `clip_grad_norm_` works on one mesh at a time, and needs a gradient on every rank. Here
-which collectives run follows from the parameters alone, so a rank that has no rows, hence no
-gradient, still takes part. Nothing waits for the device, so the whole may be captured into a CUDA
-graph.
+which collectives run follows from the parameters alone, so a rank that has no gradient still takes
+part. Nothing waits for the device, so the whole may be captured into a CUDA graph.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,7 +39,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: one or more parameters.
-        max_norm: the largest total norm that is left as it is.
+        max_norm: the largest total norm that is left as it is; inf: no gradient is touched.
         norm_type: p > 0, inf included.
         error_if_nonfinite: raise if the norm is not finite; waits for the device.
         foreach: taken for torch's sake; torch's foreach operators know when to go one by one.
@@ -62,7 +62,6 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     groups = _groups(listed)
     total = _total(listed, groups, order, torch.float32)
-    pieces = [piece for group in groups.values() for piece in group]
     if all(parameter.dtype != torch.float64 for parameter in listed):
         total = total.float()
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -70,9 +69,7 @@ def clip_grad_norm_(
             f"Expected a finite gradient norm of order {order}, got {total.item()}; pass "
             "error_if_nonfinite=False to scale by it all the same."
         )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for alike in _alike(pieces):
-        torch._foreach_mul_(alike, factor.to(alike[0].device))
+    _scale([piece for group in groups.values() for piece in group], max_norm, total)
     return total
 
 
@@ -87,6 +84,27 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
     """
     listed = list(parameters)
     return _total(listed, _groups(listed), float(norm_type), torch.float64)
+
+
+@torch.no_grad()
+def scale_to(parameters: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale all gradients, whose total norm is `norm`, as `clip_grad_norm_` does.
+
+    Raises:
+        ValueError, NotImplementedError: as `clip_grad_norm_`.
+    """
+    groups = _groups(list(parameters)).values()
+    _scale([piece for group in groups for piece in group], max_norm, norm)
+
+
+def _scale(pieces: list[Any], max_norm: float, norm: torch.Tensor) -> None:
+    if max_norm == math.inf:
+        return  # inf / inf would be NaN, in every gradient
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for alike in _alike(pieces):
+        # Single precision at least: a factor in bfloat16 would miss the norm by 0.4 %.
+        dtype = torch.promote_types(alike[0].dtype, torch.float32)
+        torch._foreach_mul_(alike, factor.to(alike[0].device, dtype))
 
 
 def _total(

@@ -141,8 +141,14 @@ class FSDPModule:
             unit.check_finite_grads = check
 
     def zero_main_grads(self) -> None:
-        """Set every `grad` of the root's units to None; memory that `keep_grads` keeps stays."""
+        """Drop every gradient of the root's units, with sums that are not reduced yet.
+
+        Each `grad` is None then; memory that `keep_grads` keeps stays.
+        """
+        schedule = self.fsdp_schedule
+        schedule.drain(keep=0)
         for group in self.fsdp_groups:
+            group.gradients.forget(schedule.device.current_stream())
             for parameter in group.sharded:
                 parameter.grad = None
 

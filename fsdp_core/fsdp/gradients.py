@@ -11,7 +11,7 @@ main_grad      main          main    what `grad` of the parameters at rest are v
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,6 +67,13 @@ class FlatBuffers:
     def sharded(self, shard: torch.Tensor, index: int) -> RowSharded:
         """Parameter `index` over this rank's rows of it in `shard`."""
         return RowSharded.make(self.rows(shard, index), self.specs[index])
+
+
+class Use(NamedTuple):
+    """How often a forward used a parameter, and whether kernels then saw that they overwrite."""
+
+    times: int
+    overwrites: bool
 
 
 class Gradients:
@@ -137,6 +144,10 @@ class Gradients:
         """Whether the full buffer holds gradients of which no reduction is under way."""
         return self._full is not None and not self._is_reducing
 
+    def is_due(self, *, final: bool) -> bool:
+        """Whether there is a sum to reduce: of the full buffer, or what was carried, if `final`."""
+        return self.is_pending or (final and self._carried is not None)
+
     def copy_in(self, pool: Pool | None, stream: Any) -> None:
         """Move the gradients that have arrived into the full buffer.
 
@@ -175,7 +186,7 @@ class Gradients:
             self._full = self.pooled = pool.acquire(self._key, total, dtype, stream)
         self._pool, self._views = pool, self.layout.views(self._full)
 
-    def expose(self, uses: Mapping[int, int], pool: Pool | None, stream: Any) -> None:
+    def expose(self, uses: Mapping[int, Use], pool: Pool | None, stream: Any) -> None:
         """Give parameters a `main_grad` to write into, for backward kernels that add to it.
 
         The convention is Megatron's and TransformerEngine's: the kernel adds to `main_grad`, or
@@ -185,33 +196,34 @@ class Gradients:
         the user's word that their modules run once a backward pass.
 
         Args:
-            uses: how often each parameter's module was run, by number of the parameter.
+            uses: of parameters in the forward whose backward is next, by number.
             pool, stream: see `copy_in`.
 
         Raises:
-            RuntimeError: a module whose kernels overwrite was run twice before one backward pass.
+            RuntimeError: a kernel would overwrite what another, or an earlier pass, has written.
         """
         self._take_full(pool, stream)
-        for index, used in uses.items():
+        for index, use in uses.items():
             parameter: Any = self.unsharded[index]
             view = self._views[index]
             if getattr(parameter, "main_grad", None) is view:
                 continue  # exposed by an earlier call of this pass
             parameter.main_grad = view
             parameter.grad_added_to_main_grad = False
-            overwrites = any(parameter is p for p in self._overwriting)
-            if overwrites and used > 1:
+            if use.overwrites and (use.times > 1 or index in self._copied):
                 raise RuntimeError(
                     f"Expected a parameter of shape {tuple(parameter.shape)} with "
-                    f"overwrite_main_grad to be used once a backward pass, got {used} uses."
+                    "overwrite_main_grad to be used once a sum of gradients, got "
+                    f"{use.times + (index in self._copied)} uses: unset it, or run the next "
+                    "forward after this backward."
                 )
-            if index not in self._copied and not overwrites:
+            if index not in self._copied and not use.overwrites:
                 view.zero_()
 
     # ---- the reduction
 
     def reduce(self, stream: Any, *, final: bool) -> list[torch.Tensor]:
-        """Reduce the full buffer on `stream`, which comes after the current one.
+        """Reduce the full buffer, and what was carried, on `stream`, after the current one.
 
         All memory is made on the current stream, so that it comes from, and goes back to, what that
         stream has free.
@@ -225,27 +237,38 @@ class Gradients:
             Tensors that must live until `stream` has done its work.
         """
         full, nest = self._full, self.nest
-        assert full is not None
+        like = self._carried if full is None else full
+        assert like is not None
+        first = nest.grad_level if full is None else 0
         levels = nest.main_level if final else nest.grad_level
-        outputs = [full.new_empty(nest.numel(full.numel(), k + 1)) for k in range(levels)]
+        sizes = [nest.numel(self.layout.total_numel, k + 1) for k in range(first, levels)]
+        outputs = [like.new_empty(size) for size in sizes]
         written = self._copied | self._carried_from
-        rows = self._make_rows(full, outputs, written) if final else {}
+        rows = self._make_rows(like, outputs, written) if final else {}
         self._is_reducing = True
         with self._flat.device.on(stream), torch.no_grad():
-            self._zero_unwritten(full)
-            partial = nest.reduce(full, outputs[: nest.grad_level], 0)
+            partial = self._own_sum(full, outputs[: nest.grad_level - first])
             if self._carried is not None:
-                partial.add_(self._carried)
                 outputs.append(self._carried)
             self._carried, self._carried_from = (None, set()) if final else (partial, written)
             if not final:
                 return outputs
-            partial = nest.reduce(partial, outputs[nest.grad_level : levels], nest.grad_level)
+            above = outputs[nest.grad_level - first : levels - first]
+            partial = nest.reduce(partial, above, nest.grad_level)
             for group in nest.replica_groups:
                 all_reduce(partial, group)
             self._fill_rows(rows, partial)
             self._deposit(rows)
         return [*outputs, *rows.values()]
+
+    def _own_sum(self, full: torch.Tensor | None, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """The sum at the gradient's level: of the full buffer, and what was carried."""
+        if full is None:
+            assert self._carried is not None
+            return self._carried
+        self._zero_unwritten(full)
+        partial = self.nest.reduce(full, outputs, 0)
+        return partial if self._carried is None else partial.add_(self._carried)
 
     @property
     def scale(self) -> float:
@@ -253,29 +276,29 @@ class Gradients:
         return 1.0 / (self.divide_factor or self.nest.num_ranks)
 
     def _make_rows(
-        self, full: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
+        self, like: torch.Tensor, outputs: list[torch.Tensor], written: set[int]
     ) -> dict[int, torch.Tensor]:
-        """Memory of the reduced gradients of the parameters that get one and have rows here.
+        """Memory of the reduced gradients of the parameters that get one; maybe without elements.
 
         In the last output where its dtype allows it, or in the kept buffer, if nothing in it counts
         any more. Else in pieces, a parameter each, which find room between activations.
         """
         wanted = range(len(self.sharded)) if self.reduce_unused else sorted(written)
-        wanted = [i for i in wanted if self.specs[i].local_numel]
         home = self.main_grad if all(p.grad is None for p in self.sharded) else None
         if outputs and outputs[-1].dtype == self.dtypes.main:
             home = outputs[-1] = outputs[-1] if home is None else home
         if home is not None:
             return {i: self._flat.rows(home, i) for i in wanted}
         dtype = self.dtypes.main
-        return {i: full.new_empty(self.specs[i].local_shape, dtype=dtype) for i in wanted}
+        return {i: like.new_empty(self.specs[i].local_shape, dtype=dtype) for i in wanted}
 
     def _fill_rows(self, rows: dict[int, torch.Tensor], reduced: torch.Tensor) -> None:
         """Bring the sum over the ranks into `rows`, divided."""
-        if not rows:
+        here = [i for i in rows if self.specs[i].local_numel]
+        if not here:
             return
-        sources = [self._flat.rows(reduced, i) for i in rows]
-        targets = list(rows.values())
+        sources = [self._flat.rows(reduced, i) for i in here]
+        targets = [rows[i] for i in here]
         if targets[0].data_ptr() != sources[0].data_ptr():
             torch._foreach_copy_(targets, sources)
         if self.scale != 1.0:
@@ -298,8 +321,7 @@ class Gradients:
     def _deposit(self, rows: dict[int, torch.Tensor]) -> None:
         """Add the reduced gradients to `grad` of the parameters that had one in compute.
 
-        A parameter of which this rank holds no rows keeps None: fused optimizers must never see
-        tensors without elements.
+        Then hooks of `register_post_accumulate_grad_hook` run: autograd accumulates elsewhere.
         """
         old = [i for i in rows if self.sharded[i].grad is not None]
         if old:
@@ -308,6 +330,10 @@ class Gradients:
         for index in rows:
             if self.sharded[index].grad is None:
                 self.sharded[index].grad = self._grad_object(index, rows[index])
+        for index in rows:
+            parameter: Any = self.sharded[index]
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
 
     def _grad_object(self, index: int, row: torch.Tensor) -> RowSharded:
         if not self.keep:

@@ -172,7 +172,9 @@ def _on_rows(optimizer: torch.optim.Optimizer, sharded: list[Any]) -> torch.opti
     for parameter, local in rows.items():
         states = optimizer.state[parameter].items()
         state[local] = {key: getattr(value, "_local_tensor", value) for key, value in states}
-        local.grad = None if parameter.grad is None else parameter.grad._local_tensor
+        # TransformerEngine's kernels up to 2.17 go wrong over tensors without elements.
+        has = parameter.grad is not None and local.numel()
+        local.grad = parameter.grad._local_tensor if has else None
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__ | {"param_groups": groups, "state": state})
     return twin

@@ -32,7 +32,7 @@ from fsdp_core.fsdp.quantized import (
     initial_value,
     is_quantized,
 )
-from fsdp_core.fsdp.row_sharded import RowSharded
+from fsdp_core.fsdp.row_sharded import RowSharded, RowSpec
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class ParamGroup:
 
     Attributes:
         num_moved: parameters that a gather put elsewhere than the gather before, so far.
+        is_unsharded: a gather of the parameters has been issued, and not been given back.
+        is_registered: the current stream has waited for it, and the modules hold them.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ParamGroup:
         self._gathered_at, self.num_moved = 0, 0
         self._gather_steps: list[GatherStep] = []
         self.gathered_version: int | None = None
-        self.is_unsharded, self._is_registered = False, False
+        self.is_unsharded, self.is_registered = False, False
         self.main_weight = self._first_main_weight(sources)
         self.sharded = [_like(p, flat.sharded(self.main_weight, i)) for i, p in enumerate(sources)]
         self._quantized = QuantizedWeights(sources) if is_quantized(sources[0]) else None
@@ -140,10 +142,6 @@ class ParamGroup:
         """What is gathered, or computed with where it lies."""
         return self.main_weight if self.model_weight is None else self.model_weight
 
-    def holds_rows(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank has any of a sharded parameter."""
-        return bool(cast("RowSharded", parameter).to_local().numel())
-
     def local_rows(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """This rank's rows of parameter `index` as a view of `shard`, a buffer at main level."""
         return self._flat.rows(shard, index)
@@ -155,29 +153,49 @@ class ParamGroup:
     def readopt(self) -> None:
         """Take what the modules' parameters hold now as the parameters at rest.
 
-        For after `Module.to_empty` and the like, which give parameters memory of their own: their
-        rows are copied into the flat buffer, and they become views of it again.
+        For after `Module.to_empty`, `load_state_dict(assign=True)` and the like, which give
+        parameters memory of their own or put others in their place: their rows are copied into the
+        flat buffer. The parameters at rest stay who they are, but for those that were on the meta
+        device or have been moved: they are made anew. Nothing while some are still on the meta
+        device, as a unit of several modules has them.
+
+        Raises:
+            RuntimeError: they are not of the dtype of the main weights.
         """
         current = [o.current for o in self.owned]
-        if not all(isinstance(p, RowSharded) for p in current):
-            raise RuntimeError(f"Expected the parameters of {self.name} to stay sharded.")
-        locals_ = [cast("RowSharded", p).to_local() for p in current]
-        home = self.main_weight.untyped_storage()._cdata
-        moved = any(t.untyped_storage()._cdata != home for t in locals_ if t.numel())
-        if not moved and (not self.main_weight.is_meta or all(t.is_meta for t in locals_)):
+        moved = any(self._is_elsewhere(p) for p in self.sharded)
+        others = [i for i, p in enumerate(current) if p is not self.sharded[i]]
+        if self.is_registered or any(p.is_meta for p in current) or not (moved or others):
             return
-        if any(t.dtype != self.dtypes.main for t in locals_):
+        rows = [_own_rows(p, spec) for p, spec in zip(current, self.specs, strict=True)]
+        if any(t.dtype != self.dtypes.main for t in rows):
             raise RuntimeError(
                 f"Expected the parameters of {self.name} to stay {self.dtypes.main}; convert "
                 "before sharding, or use MixedPrecisionPolicy(param_dtype=...)."
             )
+        if moved:
+            self._make_anew(rows)
+        else:
+            for index in others:
+                self.local_rows(self.main_weight, index).copy_(rows[index])
+        self._register(self.sharded)
+
+    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter at rest has lost its place in the flat buffer."""
+        local = cast("RowSharded", parameter).to_local()
+        home = self.main_weight.untyped_storage()._cdata
+        lies_there = not local.numel() or local.untyped_storage()._cdata == home
+        return self.main_weight.is_meta or not lies_there
+
+    def _make_anew(self, rows: list[torch.Tensor]) -> None:
+        """The flat buffer and the parameters at rest, with what `rows` hold."""
         self.main_weight = self._flat.zeros(self.nest.main_level, self.dtypes.main)
-        for index, (old, local) in enumerate(zip(self.sharded, locals_, strict=True)):
-            self.local_rows(self.main_weight, index).copy_(local)
+        for index, (old, own) in enumerate(zip(self.sharded, rows, strict=True)):
+            self.local_rows(self.main_weight, index).copy_(own)
             # In place: the gradients share the list. A meta parameter cannot be given memory.
             self.sharded[index] = _like(old, self._flat.sharded(self.main_weight, index))
+            self.sharded[index]._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
         watch(self)
-        self._register(self.sharded)
         self._make_other_buffers()
 
     # ---- weights
@@ -266,13 +284,13 @@ class ParamGroup:
 
         Not before somebody waits: whoever looked at them would read what is still being written.
         """
-        if not self.is_unsharded or self._is_registered:
+        if not self.is_unsharded or self.is_registered:
             return
         for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
             if sharded.requires_grad != unsharded.requires_grad:
                 unsharded.requires_grad_(sharded.requires_grad)
         self._register(self.unsharded)
-        self._is_registered = True
+        self.is_registered = True
 
     def _gather(self, full: torch.Tensor) -> None:
         nest = self.nest
@@ -309,9 +327,17 @@ class ParamGroup:
             if self._quantized is not None:
                 self._quantized.drop_derived()
         self.is_unsharded = False
-        if self._is_registered:
+        if self.is_registered:
             self._register(self.sharded)
-            self._is_registered = False
+            self.is_registered = False
+
+
+def _own_rows(parameter: torch.Tensor, spec: RowSpec) -> torch.Tensor:
+    """This rank's rows of a parameter that is cut in any way, or whole; maybe a collective."""
+    value: Any = parameter.detach()
+    if isinstance(value, RowSharded) and value.row_spec == spec:
+        return value.to_local()
+    return spec.own_rows(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 
 def _like(source: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

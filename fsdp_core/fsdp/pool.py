@@ -219,7 +219,8 @@ class SlotPool:
         if home.grad_pass == self._pass:
             raise RuntimeError(
                 f"Expected the buffer of {key} to be free, but {holder} holds it, and views that "
-                "autograd saved in this pass would read foreign data; use pool dynamic."
+                "autograd saved in this pass would read foreign data; let go of outputs of "
+                "forwards that had no backward, or use pool dynamic."
             )
         return self._miss(key, *home.size)
 
@@ -303,7 +304,9 @@ class TracedPool(SlotPool):
             if self._timeline.has_begun:
                 raise RuntimeError(
                     "Expected a whole training pass before pool traced is frozen, got none; "
-                    "addresses are fixed at its end, so run one before the capture."
+                    "addresses are fixed at its end, so run one before the capture, and let go of "
+                    "outputs of forwards under grad mode that had no backward: no pass ends while "
+                    "one may still come."
                 )
             self._plan(self._timeline)
         super().freeze()

@@ -3,8 +3,9 @@
     gradients here -> one `PendingNorm` each -> torch.stack -> total power of this rank's parts
       -> one element a rank, gathered over each cutting axis, combined in rank order -> total norm
 
-A rank holds gradient objects only for parameters of which it has rows, so ranks stack different
-numbers of norms, and a collective of one entry a gradient could not meet. One of one entry can.
+A parameter that one rank uses and another does not has a gradient on one of them, so ranks may
+stack different numbers of norms, and a collective of one entry a gradient could not meet. One of
+one entry can.
 Every rank does the same sums in the same order, so all get the same bits whatever algorithm a
 backend chooses, and NaN stays NaN, which the maximum of NCCL forgets. Nothing waits for the device.
 """

@@ -8,9 +8,10 @@ A forward pass is recorded as it runs, and the next one of its kind (with or wit
 gathers ahead by that record. A pass that runs otherwise, because a module was skipped, only loses
 the overlap: what was gathered in vain is given back at its end.
 
-The end of a backward pass waits and validates. The one piece of work it does is to reduce units
-whose gradients came out of nested backward passes (reentrant checkpoints inside a unit): only then
-is it known that no more will come.
+The end of a backward pass waits and validates. The one piece of work it does is to reduce what no
+unit's own end has: gradients out of nested backward passes (reentrant checkpoints inside a unit),
+of which only then is it known that no more will come, and sums of earlier passes in units that this
+one did not enter.
 """
 
 import contextlib
@@ -252,6 +253,9 @@ class Schedule:
         current = self.device.current_stream()
         for unit in self.units:
             unit.backward.close()
+        for unit in self.units:
+            if not unit.backward.is_open:  # this pass need not have entered it
+                unit.backward.reduce()
         if self.is_last_backward:
             self.drain(keep=0)
             current.wait_stream(self.reduce_stream)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from fsdp_core.fsdp.backward import Call, UnitBackward
+from fsdp_core.fsdp.backward import Call, Forward, UnitBackward
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.precision import MixedPrecisionPolicy, cast_floats
 from fsdp_core.fsdp.schedule import Schedule, in_backward, profiled
@@ -54,15 +54,31 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.gathered_event: Any = None
         self.is_prefetched = False
-        # For each forward that has begun and not ended, where the backward pass will leave it.
-        self._open: list[list[GradientEdge]] = []
+        self._open: list[Forward] = []  # forwards that have begun and not ended
         self._modules_to_run: set[int] = set()
         for module in modules:
             module.register_forward_pre_hook(self._on_pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._on_post_forward, with_kwargs=True)
+        for module in dict.fromkeys(m for g in groups for o in g.owned for m, _ in o.places):
+            module.register_state_dict_pre_hook(self._on_state_dict)
+            module.register_load_state_dict_pre_hook(self._on_state_dict)
+            module.register_load_state_dict_post_hook(self._on_loaded)
         self.backward = UnitBackward(self)
 
     # ---- hooks
+
+    @torch.compiler.disable
+    def _on_state_dict(self, *_: Any) -> None:
+        """A state is of the parameters at rest, also where a unit stays gathered."""
+        if not self._open and not self.backward.is_open:
+            self.reshard()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _on_loaded(self, *_: Any) -> None:
+        """Loading may have put others in the place of parameters."""
+        for group in self.groups:
+            group.readopt()
 
     @torch.compiler.disable(reason=_NOT_COMPILED)
     def _on_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -81,8 +97,8 @@ class Unit:
         if len(self.modules) > 1:
             self._modules_to_run.discard(id(module))
             if self._modules_to_run:
-                self._hook_output(output, [])
-                return output
+                self._hook_output(output, self.forward_under_way or Forward())
+                return cast_floats(output, self.policy.output_dtype)
         return self.post_forward(output)
 
     # What must happen around captures of a module that this one is inside of, where hooks are off.
@@ -110,6 +126,11 @@ class Unit:
         """Whether nothing needs the gathered parameters before they are gathered again."""
         in_use = self._open or self.backward.is_open
         return not in_use and (self.is_prefetched or not self.keeps_gathered)
+
+    @property
+    def forward_under_way(self) -> Forward | None:
+        """The forward that began last and has not ended."""
+        return self._open[-1] if self._open else None
 
     def unshard(self) -> None:
         """Issue the gather on the gather stream, unless it is done or under way."""
@@ -170,14 +191,14 @@ class Unit:
             self.schedule.enter(self)
             if any(group.is_unsharded and not group.is_current for group in self.groups):
                 self.reshard()
-        self._open.append([])
+        self._open.append(Forward())
         self.is_prefetched = False
         self.unshard()
         self.wait_unshard()
         if not in_backward():
             self.prefetch(self.forward_prefetch, self.schedule.following(self))
         args, kwargs = self._cast_inputs(args, kwargs)
-        self._open[-1] = self._hook_inputs((args, kwargs))
+        self._open[-1].inputs = self._hook_inputs((args, kwargs))
         return args, kwargs
 
     def _hook_inputs(self, inputs: Any) -> list[GradientEdge]:
@@ -200,7 +221,7 @@ class Unit:
 
     def post_forward(self, output: Any) -> Any:
         """After the forward: releases, marks the outputs and casts them."""
-        is_marked = self._hook_output(output, self._open.pop() if self._open else [])
+        is_marked = self._hook_output(output, self._open.pop() if self._open else Forward())
         if not in_backward():
             is_last = self.schedule.leave(self)
             # If nothing tells when backward needs the parameters, they stay until it is over.
@@ -208,8 +229,8 @@ class Unit:
                 self.reshard()
         return cast_floats(output, self.policy.output_dtype)
 
-    def _hook_output(self, output: Any, edges: list[GradientEdge]) -> bool:
-        """Mark where the backward pass enters the unit, which leaves it at `edges`.
+    def _hook_output(self, output: Any, forward: Forward) -> bool:
+        """Mark where the backward pass enters a forward of the unit.
 
         By hooks of the nodes, which run after those of their tensors: if the tensor is another
         unit's input, that unit closes before this one opens. False if gradients may come for this
@@ -217,7 +238,7 @@ class Unit:
         """
         if not torch.is_grad_enabled() or not self.groups:
             return True
-        call, tensors = Call(self.backward, edges), _tracked(output)
+        call, tensors = Call(self.backward, forward), _tracked(output)
         for tensor in tensors:
             if tensor.grad_fn is None:
                 tensor.register_hook(call)

@@ -47,6 +47,7 @@ class GraphedModule:
         self.module, self._replays = module, replays
         self._training = module.training
         self._forward: Callable[..., Any] = module.forward
+        self._before: Callable[..., Any] | None = None
         self._is_installed = False
 
     def __call__(self, *tensors: torch.Tensor, slot: int = 0) -> Any:
@@ -72,6 +73,7 @@ class GraphedModule:
         def forward(*tensors: torch.Tensor) -> Any:
             return self(*tensors, slot=slot())
 
+        self._before = vars(self.module).get("forward")  # a compiled part has its own
         # The compiler would trace into the replay, and find nothing to compile.
         self.module.forward = torch.compiler.disable(forward)
         self._is_installed = True
@@ -79,7 +81,10 @@ class GraphedModule:
     def remove(self) -> None:
         """Make the module run eagerly again; nothing if it does."""
         if self._is_installed:
-            del self.module.forward
+            if self._before is None:
+                del self.module.forward
+            else:
+                self.module.forward = self._before
             self._is_installed = False
 
     def reset(self) -> None:

@@ -120,12 +120,15 @@ class CapturedFunction:
 
     Args:
         resolve: names every tensor that the graph may use; None leaves the ledger out.
+
+    Attributes:
+        replays: launches.
     """
 
     def __init__(
         self, maker: GraphMaker, function: Callable[[], T], resolve: Resolver | None
     ) -> None:
-        self.graph = maker.new()
+        self.graph, self.replays = maker.new(), 0
         # The function's own references (model, inputs) must live as long as the graph: a graph
         # holds addresses, and over freed memory it faults or reads what came after.
         self._function: Callable[[], Any] | None = function
@@ -141,6 +144,7 @@ class CapturedFunction:
         if self.ledger is not None:
             self.ledger.check()
         self.graph.replay()
+        self.replays += 1
         return self.result
 
     def reset(self) -> None:

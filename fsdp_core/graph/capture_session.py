@@ -105,17 +105,25 @@ class CaptureSession:
         """Meet the other ranks.
 
         Raises:
-            CaptureAborted: a rank refuses, or captures something else.
+            CaptureAborted: a rank refuses, captures something else, or cannot save its state.
         """
-        refusals = exchange_refusals(self._device, self._what, self._refusal)
-        if refusals:
-            raise CaptureAborted(self._what, refusals)
-        self._notes = CaptureNotes()
         # Graphs that are garbage already go now.
         gc.collect()
+        refusal, undo, cause = self._refusal, None, None
+        if refusal is None:
+            try:
+                # Before the handshake: a rank that has no memory for it refuses with a word.
+                undo = Undo(self._device, self._generators, self._state)
+            except Exception as error:  # noqa: BLE001  (the others must hear of any)
+                refusal, cause = _in_words(error), error
+        refusals = exchange_refusals(self._device, self._what, refusal)
+        if refusals:
+            raise CaptureAborted(self._what, refusals) from cause
+        assert undo is not None
+        self._notes = CaptureNotes()
+        self._at_end.insert(0, undo.put_back)
         self._collects = gc.isenabled()
         gc.disable()
-        self._at_end.insert(0, Undo(self._device, self._generators, self._state).put_back)
         return self
 
     def at_end(self, function: Callable[[], None]) -> None:

@@ -6,8 +6,10 @@ CUDA. Replay runs the recorded operators into the same storages and no Python of
 
 Internal storages that died during the capture share one arena, placed by their live ranges
 (first-fit, largest first), as a graph's private pool does; those that outlive the capture are the
-graph's outputs and keep their own memory. Random operators draw from the default generator again at
-each replay, in the recorded order, so dropout gives eager's bits.
+graph's outputs and keep their own memory. External storages are not kept alive: as on CUDA, what
+the program gave up since the capture is gone, and here the replay says so. Random operators draw
+from the default generator again at each replay, in the recorded order, so dropout gives eager's
+bits.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from fsdp_core.device import Device
@@ -60,7 +63,9 @@ class HostGraph:
         self._recorder = OverCompiled if holds_compiled else Recorder
         self._steps: list[_Step] = []
         self._arena: torch.Tensor | None = None
-        self._externals: list[tuple[torch.UntypedStorage, StorageEntry]] = []
+        self._externals: list[StorageEntry] = []
+        # Tensors of the steps that lie in external storages, only during a replay.
+        self._borrowed: list[tuple[torch.Tensor, TensorRef]] = []
         self.recording = Recording()
 
     def capture(self, function: Callable[[], T]) -> T:
@@ -118,7 +123,7 @@ class HostGraph:
             if storage is not None:
                 anchors[number] = storage
                 if not entry.internal:
-                    self._externals.append((storage, entry))
+                    self._externals.append(entry)
             elif not entry.internal and not entry.released:
                 raise CaptureRefused(
                     f"cannot capture {entry.made_by}: it reads a tensor that was made during the "
@@ -136,15 +141,21 @@ class HostGraph:
         arena_storage = self._arena.untyped_storage()
         starts = {number: offset for (number, _), offset in zip(dead, offsets, strict=True)}
 
+        borrowed: dict[TensorRef, torch.Tensor] = {}
+
         def rebuild(ref: TensorRef) -> torch.Tensor:
             tensor = torch.empty(0, dtype=ref.dtype)
+            entry = self.recording.storages[ref.storage]
+            if ref.storage in anchors and not entry.internal and entry.nbytes:
+                if ref.conjugate or ref.negative:  # views, which have to be made anew
+                    return _lazy(tensor.set_(anchors[ref.storage], *_place(ref)), ref)
+                return borrowed.setdefault(ref, tensor)
             if ref.storage in anchors:
-                tensor.set_(anchors[ref.storage], ref.offset, ref.size, ref.stride)
+                tensor.set_(anchors[ref.storage], *_place(ref))
             else:
                 start = starts[ref.storage] // tensor.element_size()
                 tensor.set_(arena_storage, start + ref.offset, ref.size, ref.stride)
-            tensor = tensor.conj() if ref.conjugate else tensor
-            return torch._neg_view(tensor) if ref.negative else tensor
+            return _lazy(tensor, ref)
 
         def step(operation: Operation) -> _Step:
             args, kwargs = tree_map_only(TensorRef, rebuild, (operation.args, operation.kwargs))
@@ -152,6 +163,7 @@ class HostGraph:
             return _Step(operation.func, args, kwargs, places)
 
         self._steps = [step(operation) for operation in self.recording.operations]
+        self._borrowed = [(tensor, ref) for ref, tensor in borrowed.items()]
         # Arguments live on in the steps; the descriptions are only needed by the ledger.
         self.recording.operations = []
 
@@ -159,25 +171,43 @@ class HostGraph:
         """Run the recorded operators again, into the same storages.
 
         Raises:
-            RuntimeError: not captured, or an external storage has moved or shrunk since: on CUDA
-                that is an illegal memory access or a silent read of foreign memory.
+            RuntimeError: not captured, or an external storage was freed, has moved or shrunk since:
+                on CUDA that is an illegal memory access or a silent read of foreign memory.
         """
         if not self._steps:
             raise RuntimeError("Expected a captured graph, got an empty one.")
-        for storage, entry in self._externals:
-            if storage.nbytes() < entry.nbytes or storage.data_ptr() != entry.address:
+        for entry in self._externals:
+            storage = entry.reference()
+            where = (0, 0) if storage is None else (storage.nbytes(), storage.data_ptr())
+            if where[0] < entry.nbytes or where[1] != entry.address:
                 raise RuntimeError(
                     f"illegal memory access: the storage of {entry.nbytes} bytes that "
                     f"{entry.made_by} uses was at {entry.address:#x} at capture and has "
-                    f"{storage.nbytes()} bytes at {storage.data_ptr():#x} at replay"
+                    f"{where[0]} bytes at {where[1]:#x} at replay"
                 )
-        with torch.no_grad():
+        with torch.no_grad(), self._with_externals():
             for step in self._steps:
                 outputs = flat_outputs(step.func(*step.args, **step.kwargs))
                 if "c10d" in step.func.namespace:
                     _wait(outputs)
                 for index, place in step.places:
                     place.copy_(outputs[index])
+
+    @contextlib.contextmanager
+    def _with_externals(self) -> Iterator[None]:
+        """The steps' tensors of external storages over them, seen by no dispatch mode."""
+        entries = self.recording.storages
+        try:
+            with _disable_current_modes():
+                for tensor, ref in self._borrowed:
+                    storage = entries[ref.storage].reference()
+                    assert storage is not None
+                    tensor.set_(storage, *_place(ref))
+            yield
+        finally:
+            with _disable_current_modes():
+                for tensor, _ in self._borrowed:
+                    tensor.set_()  # type: ignore[call-overload]
 
     @property
     def arena(self) -> torch.Tensor | None:
@@ -186,7 +216,16 @@ class HostGraph:
 
     def reset(self) -> None:
         """Drop the recorded operators and the arena."""
-        self._steps, self._arena, self._externals = [], None, []
+        self._steps, self._arena, self._externals, self._borrowed = [], None, [], []
+
+
+def _place(ref: TensorRef) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return ref.offset, ref.size, ref.stride
+
+
+def _lazy(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    tensor = tensor.conj() if ref.conjugate else tensor
+    return torch._neg_view(tensor) if ref.negative else tensor
 
 
 def plan_arena(ranges: list[tuple[int, int, int]]) -> tuple[list[int], int]:

@@ -5,7 +5,8 @@ at capture each external storage is entered with its address, its size and a nam
 replay the address is looked up again and must be the same.
 
     by owner    names that the program gives (parameters, gradients, buffers, inputs): the tensor is
-                looked up anew, so one that the program has replaced is found as well
+                looked up anew, so one that the program has replaced is found as well; one in memory
+                that others use in turn must be held by its owner, as it was at capture
     by place    memory that no owner names, as libraries keep it: the operator and module that used
                 it first; the storage itself is watched, so it is found if it was freed or moved
 
@@ -48,9 +49,13 @@ class AddressBook(Mapping[str, torch.Tensor]):
 
     def __init__(self) -> None:
         self._getters: dict[str, Getter] = {}
+        self._holders: dict[str, Callable[[], bool]] = {}
 
-    def enter(self, name: str, getter: Getter) -> None:
+    def enter(self, name: str, getter: Getter, is_held: Callable[[], bool] | None = None) -> None:
         """Add a name.
+
+        Args:
+            is_held: whether the owner holds the tensor's memory now, if others use it in turn.
 
         Raises:
             ValueError: the name is taken: two tensors of one name could not be told apart.
@@ -58,6 +63,13 @@ class AddressBook(Mapping[str, torch.Tensor]):
         if name in self._getters:
             raise ValueError(f"Expected a name of one tensor, got {name} again.")
         self._getters[name] = getter
+        if is_held is not None:
+            self._holders[name] = is_held
+
+    def is_held(self, name: str) -> bool:
+        """Whether what lies at the tensor's address now is the tensor's."""
+        holder = self._holders.get(name)
+        return holder is None or holder()
 
     def hold(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor that the program never replaces."""
@@ -96,6 +108,7 @@ class _Named:
     numel: int
     dtype: torch.dtype
     storage_bytes: int
+    is_held: bool
 
 
 class Ledger:
@@ -126,14 +139,10 @@ class Ledger:
         found: set[int] = set()
         self._sources: list[tuple[Resolver, list[_Named]]] = []
         for source in (resolve, own) if own is not None else (resolve,):
-            named = []
-            for name, tensor in source().items():
-                address = tensor.untyped_storage().data_ptr()
-                if tensor.numel() and address in addresses:
-                    found.add(address)
-                    named.append(_entered(name, tensor))
+            named = _named(source(), addresses)
+            found.update(address for address, _ in named)
             if named:
-                self._sources.append((source, named))
+                self._sources.append((source, [each for _, each in named]))
         self._watched = [
             (_described(entry, within), entry)
             for address, entry in entries.items()
@@ -159,12 +168,13 @@ class Ledger:
         """Compare every address with what it was at capture; no device work.
 
         Raises:
-            StaleAddress: naming every tensor that moved, shrank, vanished or was freed.
+            StaleAddress: naming every tensor that moved, shrank, vanished, was freed, or whose
+                memory its owner does not hold.
         """
         stale = [
             (each.name, why)
             for resolve, named in self._sources
-            for each, why in _moved(named, resolve().get)
+            for each, why in _moved(named, resolve())
         ]
         for name, entry in self._watched:
             storage = entry.reference()
@@ -214,17 +224,30 @@ def _external(recording: Recording, partner: Recording | None) -> dict[int, Stor
     return entries
 
 
-def _entered(name: str, tensor: torch.Tensor) -> _Named:
-    storage = tensor.untyped_storage()
-    return _Named(name, tensor.data_ptr(), tensor.numel(), tensor.dtype, storage.nbytes())
+def _named(now: Mapping[str, torch.Tensor], addresses: set[int]) -> list[tuple[int, _Named]]:
+    """Tensors whose storages lie at the addresses; of those that use one in turn, who holds it."""
+    entered = []
+    for name, tensor in now.items():
+        storage = tensor.untyped_storage()
+        if tensor.numel() and storage.data_ptr() in addresses:
+            held, shape = _is_held(now, name), (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+            entered.append(
+                (storage.data_ptr(), _Named(name, *shape, storage.nbytes(), is_held=held))
+            )
+    return entered
 
 
-def _moved(
-    named: list[_Named], get: Callable[[str], torch.Tensor | None]
-) -> Iterator[tuple[_Named, str]]:
+def _is_held(now: Mapping[str, torch.Tensor], name: str) -> bool:
+    return not isinstance(now, AddressBook) or now.is_held(name)
+
+
+def _moved(named: list[_Named], now: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Named, str]]:
     """Those that are no longer what was captured, and why."""
     for each in named:
-        tensor = get(each.name)
+        tensor = now.get(each.name)
+        if each.is_held and not _is_held(now, each.name):
+            yield each, "captured while its owner held its memory, which others may use now"
+            continue
         if (
             tensor is None
             or tensor.data_ptr() != each.address

@@ -44,7 +44,7 @@ class GraphedSegment:
 
     Attributes:
         ledgers: those of all captured graphs.
-        num_graphs: captured graphs.
+        captures: captured graphs, forward and backward.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GraphedSegment:
             raise ValueError(f"Expected at least one slot of {segment.name}, got {num_slots}.")
         self.segment = segment
         self.ledgers: list[Ledger] = []
-        self.num_graphs = 0
+        self.captures = [0, 0]
         self._maker, self._resolve = maker, resolve
         self._on_phase, self._relied = on_phase, relied
         self._slots = [Slot(maker, segment, number, on_replay) for number in range(num_slots)]
@@ -145,7 +145,7 @@ class GraphedSegment:
             )
 
     def _enter(self, recording: Recording, partner: Recording | None, slot: int) -> None:
-        self.num_graphs += 1
+        self.captures[partner is not None] += 1
         if self._resolve is not None:
             ledger = Ledger(
                 recording, self._resolve, partner, own=self._slots[slot].named_tensors,
@@ -163,6 +163,17 @@ class GraphedSegment:
         return self._slots[number]
 
     # ---- replay
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured graphs."""
+        return sum(self.captures)
+
+    @property
+    def replays(self) -> tuple[int, int]:
+        """Launches of forward and of backward graphs, of all slots."""
+        forward, backward = zip(*(slot.replays for slot in self._slots), strict=True)
+        return sum(forward), sum(backward)
 
     @property
     def is_waiting(self) -> bool:
@@ -196,4 +207,4 @@ class GraphedSegment:
         """Drop the graphs and their memory."""
         for slot in self._slots:
             slot.reset()
-        self.ledgers, self.num_graphs = [], 0
+        self.ledgers, self.captures = [], [0, 0]

@@ -65,6 +65,7 @@ class Slot:
             one.
         returns_tuple: whether the function returns a tuple.
         differentiable: for each output, whether it gets a gradient.
+        replays: launches of the forward graph, and of the backward one.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Slot:
         self._connected = self._wanted
         self._forward, self._backward = maker.new(), maker.new()
         self._is_captured = False
+        self.replays = [0, 0]
         self.returns_tuple = False
         self.differentiable: tuple[bool, ...] = ()
         self.ledgers: list[Ledger] = []
@@ -257,6 +259,7 @@ class Slot:
         for static, x in zip(self._inputs, apart, strict=True):
             static.detach().copy_(x)
         self._forward.replay()
+        self.replays[0] += 1
         self._on_replay(1)
         self._pending = weakref.ref(pending)
         self._versions = tuple(output._version for output in self._outputs)
@@ -290,6 +293,7 @@ class Slot:
                 )
             static.copy_(grad)
         self._backward.replay()
+        self.replays[1] += 1
         self._on_replay(1)
         pending.is_done = True
         if pending.after is not None:

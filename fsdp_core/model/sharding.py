@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_core.config import FsdpConfig
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.clip import total_norm
+from fsdp_core.fsdp.clip import scale_to, total_norm
 from fsdp_core.fsdp.pool import Pool
 from fsdp_core.model.decoder import DecoderStage, MoeBranch
 from fsdp_core.model.microbatch import num_averaged
@@ -90,7 +90,7 @@ def clip_grads(
     stages of the pipeline. A collective over all ranks.
 
     Args:
-        max_norm: 0 scales nothing and only returns the norm.
+        max_norm: 0 and inf scale nothing and only return the norm.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -109,8 +109,7 @@ def clip_grads(
     total = _sum(total, axes.pp, norm_type)
     norm = total if norm_type == torch.inf else total ** (1.0 / norm_type)
     if max_norm > 0:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        _scale(parameters, factor)
+        scale_to(parameters, max_norm, norm)
     return norm if parameters[0].dtype == torch.float64 else norm.float()
 
 
@@ -150,11 +149,3 @@ def _sum(power: torch.Tensor, axis: Axis, order: float) -> torch.Tensor:
     row = torch.zeros(axis.size, dtype=power.dtype, device=power.device)
     row[axis.rank] = power
     return all_reduce(row, axis).amax()
-
-
-def _scale(parameters: list[torch.Tensor], factor: torch.Tensor) -> None:
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None:
-            local = grad.to_local() if hasattr(grad, "to_local") else grad
-            local.mul_(factor.to(local.dtype))

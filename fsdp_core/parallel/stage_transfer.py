@@ -161,7 +161,13 @@ class Transfers:
         programs allow waits this early: they run where each exchange blocks as a whole.
         """
         if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._sent = [p for p in self._sent if not all(w.is_completed() for w in p.works)]
+            under_way = []
+            for posted in self._sent:
+                if all(work.is_completed() for work in posted.works):
+                    self._wait(posted)  # at once: NCCL calls a work that failed completed, too
+                else:
+                    under_way.append(posted)
+            self._sent = under_way
             return
         while self._sent:
             self._wait(self._sent.pop(0))

@@ -13,7 +13,7 @@ Graphs of all sizes share a slot's memory, as a slot holds one microbatch at a t
 
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -25,7 +25,7 @@ from fsdp_core.graph.ledger import Ledger, Resolver
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part
 from fsdp_core.parallel.dynamic_cp import DynamicContext
-from fsdp_core.train.scopes import Piece, pieces_in
+from fsdp_core.train.scopes import GraphUse, Piece, pieces_in
 from fsdp_core.train.stage_graphs import CaptureTools, LayerGraphs, StageGraphs
 from fsdp_core.train.static_parts import StaticParts
 
@@ -183,6 +183,11 @@ class DynamicGraphs:
     def num_graphs(self) -> int:
         """Captured graphs."""
         return sum(graphs.num_graphs for graphs in self._graphs)
+
+    @property
+    def uses(self) -> Iterator[GraphUse]:
+        """What they did; each slot and size by itself."""
+        return (use for graphs in self._graphs for use in graphs.uses)
 
     @property
     def ledgers(self) -> list[Ledger]:

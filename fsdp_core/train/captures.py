@@ -23,7 +23,7 @@ from fsdp_core.train.banks import Capturing, DynamicGraphs
 from fsdp_core.train.build import roots
 from fsdp_core.train.inputs import Inputs, PackInputs
 from fsdp_core.train.partial_graphs import PartialGraphs
-from fsdp_core.train.scopes import GraphCounts, refusal
+from fsdp_core.train.scopes import GraphCounts, GraphUse, refusal, sum_uses
 from fsdp_core.train.stage_graphs import CaptureTools
 
 
@@ -56,9 +56,15 @@ class Captures:
         self.counts = GraphCounts()
         self.iteration: CapturedFunction | None = None
         self.parts: PartialGraphs | DynamicGraphs | None = None
+        self._has_optimizer = False
 
-    def capture_iteration(self, function: Callable[[], None]) -> None:
+    def capture_iteration(
+        self, function: Callable[[], None], moments: Sequence[torch.Tensor]
+    ) -> None:
         """Capture scope full_iteration.
+
+        Args:
+            moments: what the optimizer's step writes; whether the graph does is counted.
 
         Raises:
             CaptureAborted: it cannot be captured, here or on another rank.
@@ -66,7 +72,7 @@ class Captures:
         """
         with self._session() as session:
             self._remember(session)
-            session.attempt(lambda: self._capture_iteration(function))
+            session.attempt(lambda: self._capture_iteration(function, moments))
         self._keep()
 
     def capture_parts(self, inputs: Inputs, sample: torch.Tensor, num_slots: int) -> None:
@@ -107,10 +113,25 @@ class Captures:
         self._quiesce()
         dist.barrier()
 
-    def _capture_iteration(self, function: Callable[[], None]) -> None:
+    def _capture_iteration(
+        self, function: Callable[[], None], moments: Sequence[torch.Tensor]
+    ) -> None:
         # At its replays parameters are at rest: guards, which look at them, cannot be checked.
         with self._compiler.captured():
             self.iteration = CapturedFunction(self._new_maker(), function, self._resolver)
+        entries = self.iteration.graph.recording.external()
+        written = {entry.address for entry in entries if entry.written}
+        self._has_optimizer = all(m.untyped_storage().data_ptr() in written for m in moments)
+
+    @property
+    def uses(self) -> list[GraphUse]:
+        """What the graphs that there are did so far, by scope, layer and direction."""
+        if self.parts is not None:
+            return sum_uses(self.parts.uses)
+        if self.iteration is None:
+            return []
+        ways = ("gradients", "optimizer") if self._has_optimizer else ("gradients",)
+        return [GraphUse("full_iteration", -1, way, 1, self.iteration.replays) for way in ways]
 
     def _new_maker(self) -> GraphMaker:
         return GraphMaker(

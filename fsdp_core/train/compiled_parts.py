@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_core.config import ConfigError, TrainConfig
-from fsdp_core.graph.compiled import Compiler
+from fsdp_core.graph.compiled import Compilation, Compiler
 from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
 from fsdp_core.model.microbatch import Part
 
@@ -39,6 +39,23 @@ def compile_parts(config: TrainConfig, stages: Sequence[DecoderStage]) -> Compil
         for number, layer in stage.numbered_layers.items():
             _compile_layer(compiler, f"layers.{number}", layer, config.compile)
     return compiler
+
+
+def parts_compiled(
+    config: TrainConfig, stages: Sequence[DecoderStage], compilations: Sequence[Compilation]
+) -> tuple[str, ...]:
+    """Those of `config.compile` for which the compiler made code, of any layer of the stages."""
+    made = {found.part for found in compilations}
+    found = set()
+    for stage in stages:
+        for number, layer in stage.numbered_layers.items():
+            name = f"layers.{number}"
+            found |= {part for part, path, _ in _whole_modules(layer) if name + path in made}
+            if f"{name}.mlp router" in made:
+                found.add("moe_router")
+            if f"{name}.mlp router and preprocess" in made:
+                found |= {"moe_router", "moe_preprocess"}
+    return tuple(part for part in config.compile if part in found)
 
 
 def _compile_layer(compiler: Compiler, name: str, layer: Layer, parts: Sequence[str]) -> None:

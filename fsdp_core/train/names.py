@@ -4,7 +4,7 @@ Each name is looked up where the program keeps the tensor, when somebody asks: a
 group, a buffer in its module, moments in the optimizer. So whoever replaces one is found out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def enter_stage(
     """
     for group in groups:
         for index, name in enumerate(group.names):
-            book.enter(name, _item(group.unsharded, index))
+            book.enter(name, _item(group.unsharded, index), _is_gathered(group))
         for kind in _FLAT:
             book.enter(f"{group.name} {kind}{suffix}", _attribute(group, kind))
         for kind in _FLAT_GRADS:
@@ -109,6 +109,11 @@ class PointerChanges:
 
 def _item(held: Sequence[torch.Tensor], index: int) -> Getter:
     return lambda: held[index]
+
+
+def _is_gathered(group: ParamGroup) -> Callable[[], bool]:
+    """Whether the gather was waited for: before, the address is right and the weights are not."""
+    return lambda: group.is_registered
 
 
 def _attribute(owner: object, name: str) -> Getter:

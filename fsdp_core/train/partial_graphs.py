@@ -5,7 +5,7 @@ a capture is refused, nothing is left of the others, and the stages stay eager.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part
-from fsdp_core.train.scopes import pieces_in
+from fsdp_core.train.scopes import GraphUse, pieces_in
 from fsdp_core.train.stage_graphs import CaptureTools, Chooser, LayerGraphs, StageGraphs
 
 
@@ -81,6 +81,11 @@ class PartialGraphs:
     def num_graphs(self) -> int:
         """Captured graphs."""
         return sum(graphs.num_graphs for graphs in itertools.chain(*self._sets))
+
+    @property
+    def uses(self) -> Iterator[GraphUse]:
+        """What they did; each slot by itself."""
+        return (use for graphs in itertools.chain(*self._sets) for use in graphs.uses)
 
     @property
     def ledgers(self) -> list[Ledger]:

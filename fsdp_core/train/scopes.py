@@ -28,7 +28,7 @@ from torch import nn
 from fsdp_core.config.scopes import BEGINS_AT
 from fsdp_core.fsdp.fsdp_module import units_in
 from fsdp_core.fsdp.unit import Unit
-from fsdp_core.graph.hooks import ExtractedHooks
+from fsdp_core.graph.hooks import PHASES, ExtractedHooks
 from fsdp_core.graph.ledger import Ledger
 from fsdp_core.model.decoder import Crossing, DecoderStage, Layer, MlpBranch, MoeBranch
 from fsdp_core.model.microbatch import Part
@@ -36,6 +36,34 @@ from fsdp_core.model.moe.layer import Routed
 from fsdp_core.model.moe.preprocess import Plan
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class GraphUse:
+    """What graphs of one scope of one layer did in one direction, in all slots and sizes.
+
+    Attributes:
+        layer: number in the model; -1 for full_iteration.
+        direction: `forward`, `backward`; of full_iteration `gradients`, and `optimizer` if the
+            graph writes every moment of the optimizer.
+        captures, replays: graphs, and launches of them.
+    """
+
+    scope: str
+    layer: int
+    direction: str
+    captures: int
+    replays: int
+
+
+def sum_uses(uses: Iterable[GraphUse]) -> list[GraphUse]:
+    """One entry for each scope, layer and direction, in the order in which they come."""
+    found: dict[tuple[str, int, str], GraphUse] = {}
+    for use in uses:
+        key = (use.scope, use.layer, use.direction)
+        before = found.get(key, GraphUse(*key, 0, 0))
+        found[key] = GraphUse(*key, before.captures + use.captures, before.replays + use.replays)
+    return list(found.values())
 
 
 @dataclass
@@ -79,6 +107,8 @@ class Piece:
 
     Attributes:
         name: `layers.3.attn`.
+        scopes: that it is captured by; the router's graph may hold what moe_preprocess names, too.
+        number: of its layer in the model.
         layer: that it is of, an FSDP unit.
         owner: the module whose forward takes x and a part, and which the replay stands in for.
         modules: what of it is captured.
@@ -88,6 +118,8 @@ class Piece:
     """
 
     name: str
+    scopes: tuple[str, ...]
+    number: int
     layer: Layer
     owner: nn.Module
     modules: tuple[nn.Module, ...]
@@ -111,7 +143,7 @@ class Piece:
                     "which may move between replays. Leave it off, or capture full_iteration."
                 )
         for module in self.bypassed:
-            if module._forward_hooks or module._forward_pre_hooks:
+            if any(getattr(module, f"_{phase}") for phase in PHASES):
                 raise ValueError(
                     f"Expected no hooks of the {type(module).__name__} of {self.name}, got some: "
                     "a part of it is captured, and replays do not call it."
@@ -135,19 +167,18 @@ class Piece:
 
 def pieces_of(number: str, layer: Layer, scopes: Sequence[str]) -> Iterator[Piece]:
     """The pieces of a layer, in the order in which they run."""
-    name = {scope: f"layers.{number}.{part}".rstrip(".") for scope, part in BEGINS_AT.items()}
-    if "layer" in scopes:
-        yield _forward_of(name["layer"], layer, layer)
-    if "attn" in scopes:
-        yield _forward_of(name["attn"], layer, layer.attn)
     branch = layer.mlp
+    if "layer" in scopes:
+        yield _forward_of("layer", number, layer, layer)
+    if "attn" in scopes:
+        yield _forward_of("attn", number, layer, layer.attn)
     if isinstance(branch, MlpBranch):
         if "mlp" in scopes:
-            yield _forward_of(name["mlp"], layer, branch)
+            yield _forward_of("mlp", number, layer, branch)
     elif "moe" in scopes:
-        yield _forward_of(name["moe"], layer, branch)
+        yield _forward_of("moe", number, layer, branch)
     elif "moe_router" in scopes:
-        yield _front_of(name["moe_router"], layer, branch, plans="moe_preprocess" in scopes)
+        yield _front_of(number, layer, branch, plans="moe_preprocess" in scopes)
 
 
 def pieces_in(
@@ -180,12 +211,19 @@ def refusal(
     return None
 
 
-def _forward_of(name: str, layer: Layer, module: nn.Module) -> Piece:
+def _name(scope: str, number: str) -> str:
+    return f"layers.{number}.{BEGINS_AT[scope]}".rstrip(".")
+
+
+def _forward_of(scope: str, number: str, layer: Layer, module: nn.Module) -> Piece:
     # Not called as a module where it is the unit: hooks act around the replay.
-    return Piece(name=name, layer=layer, owner=module, modules=(module,), run=module.forward)
+    return Piece(
+        name=_name(scope, number), scopes=(scope,), number=int(number), layer=layer, owner=module,
+        modules=(module,), run=module.forward,
+    )  # fmt: skip
 
 
-def _front_of(name: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> Piece:
+def _front_of(number: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> Piece:
     moe = branch.moe
     modules = [branch.norm, moe.router, *([moe.shared] if moe.shared is not None else [])]
     if plans:
@@ -199,7 +237,9 @@ def _front_of(name: str, layer: Layer, branch: MoeBranch, *, plans: bool) -> Pie
         return branch.rest(_crossing(outputs, has_shared=moe.shared is not None))
 
     return Piece(
-        name=f"{name} {'router and preprocess' if plans else 'router'}",
+        name=f"{_name('moe_router', number)} {'router and preprocess' if plans else 'router'}",
+        scopes=("moe_router", "moe_preprocess") if plans else ("moe_router",),
+        number=int(number),
         layer=layer,
         owner=branch,
         modules=tuple(modules),

@@ -18,7 +18,7 @@ scales of fp8 is done by `model.around`.
 everything before the capture.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -33,7 +33,7 @@ from fsdp_core.graph.segment import GraphedSegment, Segment
 from fsdp_core.model.around import Around, Begin
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.microbatch import Part
-from fsdp_core.train.scopes import GraphCounts, Outputs, Piece
+from fsdp_core.train.scopes import GraphCounts, GraphUse, Outputs, Piece
 
 
 def _over(stage: DecoderStage, piece: Piece, part: Part) -> Callable[[torch.Tensor], Outputs]:
@@ -120,6 +120,7 @@ class LayerGraphs:
         self._schedule = cast("FSDPModule", stage).fsdp_schedule
         around, self._begins = stage.around, dict[str, Begin]()
         self._graphs: dict[str, GraphedSegment] = {}
+        self._pieces = tuple(pieces)
         compiler, self._guards = tools.compiler, dict[str, list[HeldGuards]]()
         suffix = (f" {variant}" if variant else "") + (f" slot {slot}" if slot else "")
 
@@ -185,6 +186,19 @@ class LayerGraphs:
     def num_graphs(self) -> int:
         """Captured graphs."""
         return sum(graph.num_graphs for graph in self._graphs.values())
+
+    @property
+    def uses(self) -> Iterator[GraphUse]:
+        """What each piece's graphs did, scope by scope."""
+        for piece in self._pieces:
+            graph = self._graphs.get(piece.name)
+            if graph is None:
+                continue
+            for scope in piece.scopes:
+                for way, *counts in zip(
+                    ("forward", "backward"), graph.captures, graph.replays, strict=True
+                ):
+                    yield GraphUse(scope, piece.number, way, *counts)
 
     @property
     def ledgers(self) -> list[Ledger]:

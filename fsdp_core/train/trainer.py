@@ -47,7 +47,7 @@ from fsdp_core.train.build import (
     roots,
 )
 from fsdp_core.train.captures import Captures
-from fsdp_core.train.compiled_parts import compile_parts
+from fsdp_core.train.compiled_parts import compile_parts, parts_compiled
 from fsdp_core.train.inputs import make_inputs
 from fsdp_core.train.keeping import Keeping, places_of
 from fsdp_core.train.names import (
@@ -57,7 +57,7 @@ from fsdp_core.train.names import (
     enter_stage,
 )
 from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
-from fsdp_core.train.scopes import GraphCounts
+from fsdp_core.train.scopes import GraphCounts, GraphUse
 from fsdp_core.train.tapped import open_taps
 
 
@@ -117,9 +117,19 @@ class Trainer:
         return self._graphs.counts
 
     @property
+    def graph_uses(self) -> list[GraphUse]:
+        """What graphs did by scope, layer and direction; until `close`."""
+        return self._graphs.uses
+
+    @property
     def compilations(self) -> list[Compilation]:
         """What torch.compile compiled so far, and what of it again; until `close`."""
         return self._compiler.compilations
+
+    @property
+    def parts_compiled(self) -> tuple[str, ...]:
+        """Parts of the configuration that the compiler made code of; until `close`."""
+        return parts_compiled(self.config, self.stages, self.compilations)
 
     @property
     def data_checksum(self) -> str:
@@ -260,7 +270,7 @@ class Trainer:
         """A parameter that got no gradient would be updated by that of the step before."""
         for group in self.groups:
             for name, parameter in zip(group.names, group.sharded, strict=True):
-                if parameter.grad is None and group.holds_rows(parameter):
+                if parameter.grad is None:
                     message = f"Expected a gradient of {name}, got none in this step."
                     raise TensorError(message, name)
 
@@ -378,7 +388,9 @@ class Trainer:
         self._captured_at = index
         if self.config.graph == ("full_iteration",):
             whole = self._iteration if self.config.graph_optimizer else self._all_gradients
-            self._graphs.capture_iteration(whole)
+            opt = self.optimizer
+            moments = (opt.step_count, *opt.exp_avg, *opt.exp_avg_sq)
+            self._graphs.capture_iteration(whole, moments)
             return
         spec = self._activation(self._inputs.shape[0])
         sample = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device.torch_device)

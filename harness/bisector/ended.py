@@ -32,7 +32,7 @@ from harness.records import (
 
 NAMES_ITS_TENSOR: tuple[What, ...] = ("stale_address", "race", "capture_refused", "stale_guards")
 """What a run ends with that names its own cause: a difference in the same step only follows."""
-AT_CAPTURE: tuple[What, ...] = ("capture_refused", "not_replayed", "stale_guards")
+AT_CAPTURE: tuple[What, ...] = ("capture_refused", "not_replayed", "not_compiled", "stale_guards")
 LOST: tuple[What, ...] = (
     "missing_step", "missing_rank", "corrupt_record", "record_after_end", "empty_run",
 )  # fmt: skip
@@ -54,6 +54,8 @@ def how_it_ended(run: RunResult) -> Location | None:
         step=_step(run, flaw.step, rank, error), rank=rank, ranks=() if rank is None else (rank,),
         phase=_phase(run, flaw.what, error), quantity=flaw.what, evidence=(_shown(flaw.message),),
     )  # fmt: skip
+    if flaw.module:
+        return replace(found, module=flaw.module)
     if flaw.what == "stale_address":
         return _stale(found, next(iter(error.tensors), "") if error is not None else "")
     if error is not None and flaw.what == "race" and error.race is not None:

@@ -14,6 +14,7 @@ unless what it returned differs and all that it was given does not, which is its
 of such a module come last, too: backward makes its calls in another order.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -141,9 +142,9 @@ def _placed(call: Call, begins: dict[int, str]) -> Call:
 def shared_rows(
     ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
 ) -> tuple[list[Both], frozenset[str]]:
-    """The rows of a step of one rank, side by side, and taps that ran in one leg only.
+    """The rows of a step of one rank, side by side, and taps that a graph scope took apart.
 
-    Those were taken apart by a graph scope in the other leg; their rows are left out.
+    Those ran in one leg only; their rows are left out. Others that did are rows that differ.
 
     Args:
         ours, theirs: the record of the reference and of the candidate.
@@ -153,8 +154,27 @@ def shared_rows(
     legs = [calls(record, start, spec) for record, spec in zip((ours, theirs), specs, strict=True)]
     rows = [Both(ours.rank, a, b) for a, b in zip(*legs, strict=True)]
     ran = [{call.tap for call in leg if call.place} for leg in legs]
-    unseen = frozenset(ran[0] ^ ran[1])
+    unseen = frozenset(
+        tap
+        for taps, other in ((ran[0] - ran[1], specs[1]), (ran[1] - ran[0], specs[0]))
+        for tap in taps
+        if _takes_apart(other, tap.partition(":")[0])
+    )
     return [row for row in rows if row.call.tap not in unseen], unseen
+
+
+def _takes_apart(spec: RunSpec, module: str) -> bool:
+    """Whether a run calls what is inside of a module, and not the module.
+
+    The router's graph holds a part of `mlp.moe`. Of another program nothing is known: modules
+    inside of what its graphs hold are not called by a replay.
+    """
+    if not spec.is_builtin:
+        return True
+    layer, _, part = module.removeprefix("layers.").partition(".")
+    first, last = spec.config.get("graph_layers") or (0, math.inf)
+    is_captured = layer.isdecimal() and first <= int(layer) <= last
+    return part == "mlp.moe" and "moe_router" in spec.config.get("graph", ()) and is_captured
 
 
 def in_program_order(rows: Sequence[Both]) -> list[Both]:

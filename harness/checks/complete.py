@@ -9,6 +9,8 @@ missing step would otherwise be a step that did not differ.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fsdp_core.config import TrainConfig
+from harness.checks.graph_proof import not_as_owed, not_compiled
 from harness.checks.soaked import shortfall, steps_due
 from harness.checks.steps import rank_table
 from harness.infrastructure import machine_failure
@@ -18,6 +20,7 @@ from harness.records import (
     DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
     TAP_HEX_CHARS,
+    Difference,
     RankExit,
     RankRecords,
     RunResult,
@@ -40,12 +43,14 @@ NO_STEP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Flaw:
-    """Why a run is not whole. `rank` and `step` are None where they do not apply."""
+    """Why a run is not whole. None, or "" as `module`, where a field does not apply."""
 
     what: What
     message: str
     rank: int | None = None
     step: int | None = None
+    difference: Difference | None = None
+    module: str = ""
 
 
 def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
@@ -131,25 +136,26 @@ def _records_flaw(run: RunResult) -> Flaw | None:
 def _replays_flaw(records: RankRecords, config: Mapping[str, object], steps: int) -> Flaw | None:
     """A graphed leg that never replayed, or an eager one that did, would agree by testing nothing.
 
-    Every scope replays at least once in each step after the warm-up.
+    What is captured of each layer replays in every step after the warm-up, in every microbatch.
     """
     assert records.end is not None
-    rank, replays = records.rank, records.end.replays
-    warmup = config.get("graph_warmup_steps", 0)
-    least = max(steps - warmup, 1) if isinstance(warmup, int) and config.get("graph") else 0
-    if replays < least:
-        return Flaw(
-            what="not_replayed",
-            message=f"rank {rank} replayed its graphs {replays} times, expected at least {least}",
-            rank=rank,
-        )
-    if replays and not least:
-        return Flaw(
-            what="not_replayed",
-            message=f"rank {rank} of an eager run replayed graphs {replays} times",
-            rank=rank,
-        )
-    return None
+    end, rank = records.end, records.rank
+    # Nothing is owed by an eager run, whatever else its configuration says.
+    owes = config.get("graph") or config.get("compile")
+    try:
+        run = TrainConfig.from_dict(config if owes else {"graph": ()})
+    except (ValueError, TypeError) as error:
+        return Flaw(what="corrupt_record", message=f"the specification's config: {error}")
+    what: What = "not_compiled"
+    short = not_compiled(run, rank, end)
+    if short is None:
+        what, short = "not_replayed", not_as_owed(run, rank, steps, end)
+    if short is None:
+        return None
+    return Flaw(
+        what=what, message=f"rank {rank}: {short.message}", rank=rank,
+        difference=short.difference, module=short.module,
+    )  # fmt: skip
 
 
 def _proof_flaw(run: RunResult) -> Flaw | None:
@@ -356,9 +362,7 @@ def _exit_flaw(run: RunResult) -> Flaw | None:
         if rank not in exits or exits[rank].code is None:
             return Flaw(what="missing_rank", message=f"rank {rank} has no exit state", rank=rank)
         code = exits[rank].code
-        # The outcome says so of a process that stayed after the end of its program.
-        stayed = exits[rank].killed_by_harness and not run.outcome.what
-        if code != 0 and not stayed:
+        if code != 0:
             return Flaw(
                 what="crashed" if code is not None and code > 0 else "killed",
                 message=f"rank {rank} exited with {code} after its last record",

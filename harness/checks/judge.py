@@ -64,9 +64,13 @@ NO_CONTROL: What = "no_control"
 
 INCOMPLETE: tuple[What, ...] = (
     "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
-    "not_replayed",
 )  # fmt: skip
 """Flaws of a run's records, as opposed to what ended it."""
+UNLIKE_ASKED: dict[What, str] = {
+    "not_replayed": "did not use its graphs as asked",
+    "not_compiled": "was not compiled as asked",
+}
+"""Flaws of whole records of a run that was another one."""
 
 
 def judge(
@@ -92,7 +96,8 @@ def judge(
 
     Returns:
         A verdict that is `passed` only if all runs are whole, the reference equals its control, if
-        there is one, and every requested check, at least one, ran and said yes.
+        there is one, and every requested check, at least one, ran and said yes; `state` and
+        `finite` are requested of every case.
     """
     named = aligned(reference, control, candidate)
     runs = dict(zip(("reference", "control", "candidate"), named, strict=True))
@@ -140,16 +145,25 @@ def _answers(
         results.append(repeated.check(case, reference, repeats))
     # Not in the order given: a case read back from its file must be answered in the same words.
     checks = dict(case.checks)
-    if checks and not candidate.spec.is_builtin:
-        checks.setdefault(graphs.NAME, {})  # what the recorder found counts, asked for or not
+    for name in _always(candidate) if checks else ():
+        checks.setdefault(name, {})
     for name in sorted(checks, key=lambda name: (*CHECKS, name).index(name)):
-        if name == throughput.NAME:
+        if name == state.NAME and (parts := state.other_parts(reference, candidate)) is not None:
+            answer = parts
+        elif name == throughput.NAME:
             answer = throughput.check(repeats[0::2], repeats[1::2], checks[name])
         else:
             answer = _requested(case, name, checks[name], (reference, candidate, samples), flaws)
         # The last of the checks: what it states stands on all the others.
         results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
     return results
+
+
+def _always(candidate: RunResult) -> tuple[str, ...]:
+    """Checks that a scenario may set limits of, and not leave out."""
+    names = (state.NAME, finite.NAME)
+    # Of other programs what the recorder found of graphs counts, too.
+    return names if candidate.spec.is_builtin else (*names, graphs.NAME)
 
 
 def _plan_flaw(case: CaseSpec, runs: dict[str, RunResult]) -> CheckResult | None:
@@ -209,6 +223,7 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
         )
     trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
     trouble = "is not judged" if flaw.what == SHARED_GPU else trouble
+    trouble = UNLIKE_ASKED.get(flaw.what, trouble)
     message = f"the {leg} {trouble}: {flaw.message}"
     if leg == "candidate":
         # Who reads one line reads the cause.
@@ -217,6 +232,8 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
             return error(name, flaw.what, f"the machine failed ({failure}): {message}")
     if leg != "candidate" or flaw.what in NO_BLAME:
         return error(name, flaw.what, message)
+    if flaw.difference is not None:
+        return failed(name, flaw.what, message, flaw.difference)
     if flaw.rank is None or flaw.step is None:
         return failed(name, flaw.what, message)
     return failed(
@@ -303,6 +320,7 @@ def _decide(case: CaseSpec, results: list[CheckResult]) -> CheckResult:
     bad = sorted((r for r in requested if r.outcome == "failed"), key=_explains)
     if bad:
         return _without_control(bad[0]) if by_name["control"].what == NO_CONTROL else bad[0]
+    requested = [result for result in requested if result.what != state.OTHER_PARTS]
     for result in requested:
         if result.outcome == "incomparable":
             return result

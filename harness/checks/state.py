@@ -7,6 +7,7 @@ then the rank.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from harness.checks.answer import error, failed, passed, refuse_parameters
 from harness.checks.evidence import first_steps, sentence
@@ -29,9 +30,13 @@ from harness.records import (
     RunResult,
     StartRecord,
     StepRecord,
+    What,
 )
 
 NAME = "state"
+OTHER_PARTS: What = "other_parts"
+_SAME_PARTS = ("sequence_parallel", "dynamic_cp")
+"""Keys of `parallel` that leave every rank its part of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,29 @@ def check(
     ]
     evidence = first_steps(step_table(reference), step_table(candidate))
     return _failure(step, places, (len(differing), len(pairs)), evidence)
+
+
+def other_parts(reference: RunResult, candidate: RunResult) -> CheckResult | None:
+    """That ranks hold other parts of the state, which then says nothing; None where they do not."""
+    ours, theirs = (_cut_by(run.spec.config) for run in (reference, candidate))
+    if not reference.spec.is_builtin or ours == theirs:
+        return None
+    keys = sorted(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+    message = (
+        f"not compared: {', '.join(keys)} differ, so that a rank holds other parts of the state "
+        "than its counterpart; losses and taps say what can be said"
+    )
+    return CheckResult(check=NAME, outcome="skipped", what=OTHER_PARTS, message=message)
+
+
+def _cut_by(config: Mapping[str, Any]) -> dict[str, object]:
+    """What decides which part of the state a rank holds, by key."""
+    parallel, fsdp = config.get("parallel", {}), config.get("fsdp", {})
+    held = {f"parallel.{key}": n for key, n in parallel.items() if key not in _SAME_PARTS}
+    for key in ("strategy", "outer_strategy"):
+        # All others deal out the optimizer's rows alike.
+        held[f"fsdp.{key}"] = fsdp.get(key) == "no_shard"
+    return held | {"engine": config.get("engine", "ours")}
 
 
 def _num_digests(record: StepRecord | InitialRecord) -> int:

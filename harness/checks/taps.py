@@ -3,8 +3,8 @@
 The first difference is the first in program order (`calls`), which is where a fault entered. A
 gradient is that of a module's output, so what differs first was computed by what comes after it.
 
-A module that was called in one leg and not at all in the other was taken apart by a graph scope, as
-experts are: that is counted and said, not failed. One that was called less often is a failure. If
+A module that a graph scope takes apart, as the router's does experts, is called in one leg only:
+that is counted and said, not failed. Any other that ran in one leg only, or less often, differs. If
 all that a pattern means was taken apart, never runs or is no module at all, the pattern looked at
 nothing, which is an error. The last step decides: the first ones are eager in every leg. Patterns
 are those of the specification and those that a script gave its recorder.

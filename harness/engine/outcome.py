@@ -93,10 +93,9 @@ class RankEvidence:
         return tuple(f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(own))
 
     @property
-    def came_to_its_end(self) -> bool:
-        """Whether its program is over, though its process may have stayed until it was killed."""
-        over = self.records.end is not None and self.records.error is None
-        return over and (self.exit.code == 0 or self.still_running)
+    def has_ended(self) -> bool:
+        """Whether its program is over, though its process may not have exited."""
+        return self.records.end is not None and self.records.error is None
 
     @property
     def left_early(self) -> bool:
@@ -171,10 +170,13 @@ def classify(
     victims = [r for r in ordered if r.records.error is not None]
     if (left := _left_behind(ordered)) is not None:
         return left
-    if running and (timed_out or stalled_s is not None or victims):
+    stays = bool(running) and all(r.has_ended for r in ranks)
+    if running and (timed_out or stalled_s is not None or victims or stays):
         waited = f"time was up after {timeout_s:g} s" if timed_out else ""
         if stalled_s is not None:
             waited = f"no rank recorded anything for {stalled_s:g} s"
+        if stays:
+            waited = "every rank has recorded its end, and not every process exits"
         return _hang(running, victims, waited=waited)
     if victims:
         return _blame_victims(victims, ordered, steps)
@@ -319,13 +321,10 @@ def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvide
 
 
 def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
-    """Ranks that ended with 0 while others waited for them in a collective; None if none did.
-
-    Empty where all came to their end: destructors of process groups are known not to return.
-    """
-    if all(r.came_to_its_end for r in ranks):
-        return Answer("", "", None)
+    """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
+    if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
+        return None  # all came to their end: nobody waits
     missing = find_missing(_places(ranks))
     if missing is None or not set(missing.ranks) <= set(gone):
         return None

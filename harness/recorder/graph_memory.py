@@ -4,6 +4,7 @@ Host work only, but for the stressors' fills. Nothing here holds a tensor or a s
 """
 
 import contextlib
+import gc
 import os
 import sys
 import weakref
@@ -66,6 +67,52 @@ class Made(_Memory):
     version: int = 0
 
 
+class Uncounted:
+    """Inside of it, what the watch allocates brings no garbage collection nearer, and none runs.
+
+    A graph that the collector destroys breaks the capture that is under way (pytorch #195397): what
+    a program does there by itself is to be seen, and what its watch allocates should not cause it.
+    So the collector stays as the program has it, with a threshold that is higher by the watch's own
+    objects until they leave the young generation. What torch allocates to call it is counted.
+    """
+
+    def __init__(self) -> None:
+        self._ours = self._count = 0
+        self._was_on = False
+        self._threshold: tuple[int, int, int] | None = None
+
+    def begin(self) -> None:
+        """A capture begins; a threshold of 0 collects nothing anyway."""
+        self._threshold = gc.get_threshold() if gc.get_threshold()[0] else None
+        gc.callbacks.append(self._collected)
+
+    def end(self) -> None:
+        """It is over: the threshold is the program's."""
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._collected)
+        if self._threshold is not None:
+            gc.set_threshold(*self._threshold)
+        self._threshold, self._ours = None, 0
+
+    def __enter__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+        self._count = gc.get_count()[0]
+
+    def __exit__(self, *error: object) -> None:
+        if self._threshold is not None:
+            self._ours = max(self._ours + gc.get_count()[0] - self._count, 0)
+            first, *others = self._threshold
+            gc.set_threshold(first + self._ours, *others)
+        if self._was_on:
+            gc.enable()
+
+    def _collected(self, phase: str, info: object) -> None:
+        if phase == "start" and self._threshold is not None:
+            self._ours = 0
+            gc.set_threshold(*self._threshold)
+
+
 class Sight(TorchDispatchMode):
     """Lists the storages that operators use and make, until it is taken off."""
 
@@ -76,6 +123,7 @@ class Sight(TorchDispatchMode):
         self.uses: dict[int, Use] = {}
         self.made: dict[int, Made] = {}
         self.former: dict[int, int] = {}  # ranges that were made, given back and made anew
+        self.own = Uncounted()
         self._real = real
         self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
 
@@ -90,17 +138,19 @@ class Sight(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._real and not torch.cuda.is_current_stream_capturing():
             return func(*args, **kwargs)
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind(func)
-        uses, makes, computes = kind
-        if uses:
-            for tensor in tensors_in((args, kwargs)):
-                self.use(tensor, str(func))
+        with self.own:
+            kind = self._kinds.get(func)
+            if kind is None:
+                kind = self._kinds[func] = _kind(func)
+            uses, makes, computes = kind
+            if uses:
+                for tensor in tensors_in((args, kwargs)):
+                    self.use(tensor, str(func))
         out = func(*args, **kwargs)
         if makes:
-            for tensor in tensors_in(out):
-                self._make(tensor, computed=computes)
+            with self.own:
+                for tensor in tensors_in(out):
+                    self._make(tensor, computed=computes)
         return out
 
     def use(self, tensor: torch.Tensor, by: str) -> None:

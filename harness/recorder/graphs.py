@@ -15,7 +15,6 @@ their static inputs themselves and record again, and they know which outputs liv
 counted, not checked.
 """
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -97,7 +96,6 @@ class _Graph:
         self.info, self.real = info, real
         self.sight: Sight | None = None
         self.before: list[Range] = []
-        self.collects = False
         self.parameters: list[tuple[Any, str]] = []
         self.forward: _Graph | None = None
         self.nodes: set[int] = set()
@@ -216,30 +214,22 @@ class GraphWatch:
         sight = Sight(real=real)
         for tensor in tensors_in(maker.inputs):
             sight.use(tensor, maker.name)
-        # A graph that the garbage collector destroys breaks the capture that runs (pytorch
-        # #195397), and what the watch allocates would make the collector run more often.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            begin(graph, *args, **kwargs)
-        except BaseException:
-            if collects:
-                gc.enable()
-            raise
-        kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
-        if kept is None:
-            kept = _Graph(GraphInfo(len(self._infos), maker.name, maker.place), real=real)
-            self._infos.append(kept.info)
-            setattr(graph, _ATTRIBUTE, kept)
-        kept.clear()
-        kept.before, kept.collects, kept.sight = before, collects, sight
-        kept.info.maker, kept.info.place, kept.info.optimizer_steps = maker.name, maker.place, 0
-        kept.forward = getattr(maker.forward, _ATTRIBUTE, None)
-        kept.parameters = [
-            (weakref.ref(t), "") for t in tensors_in(maker.inputs) if t.is_leaf and t.requires_grad
-        ]
-        self._open.append(kept)
-        sight.__enter__()
+        begin(graph, *args, **kwargs)
+        sight.own.begin()
+        with sight.own:
+            kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
+            if kept is None:
+                kept = _Graph(GraphInfo(len(self._infos), maker.name, maker.place), real=real)
+                self._infos.append(kept.info)
+                setattr(graph, _ATTRIBUTE, kept)
+            kept.clear()
+            kept.before, kept.sight = before, sight
+            kept.info.maker, kept.info.place, kept.info.optimizer_steps = maker.name, maker.place, 0
+            kept.forward = getattr(maker.forward, _ATTRIBUTE, None)
+            leaves = (t for t in tensors_in(maker.inputs) if t.is_leaf and t.requires_grad)
+            kept.parameters = [(weakref.ref(t), "") for t in leaves]
+            self._open.append(kept)
+            sight.__enter__()
 
     def _end(self, graph: Any, end: Any) -> None:
         kept: _Graph | None = getattr(graph, _ATTRIBUTE, None)
@@ -253,8 +243,7 @@ class GraphWatch:
         try:
             end(graph)
         finally:
-            if kept.collects:
-                gc.enable()
+            sight.own.end()
         self._enter(graph, kept, sight)
 
     def _enter(self, graph: Any, kept: _Graph, sight: Sight) -> None:

@@ -46,6 +46,7 @@ from harness.records import (
     EndRecord,
     ErrorRecord,
     EventRecord,
+    GraphUse,
     RunSpec,
     StartRecord,
     What,
@@ -193,6 +194,10 @@ class _Session:
             self.file.write(launched.event(self.rank, self.step))
         if is_told(self.spec):
             self.file.write(digest_time_event(trainer, self.rank, self.step))
+        self._write_end(trainer, peak_bytes, startup_s)
+        self.plant.after_end()
+
+    def _write_end(self, trainer: Trainer, peak_bytes: int, startup_s: float) -> None:
         self.file.write(
             EndRecord(
                 rank=self.rank,
@@ -201,9 +206,10 @@ class _Session:
                 startup_s=startup_s,
                 wall_s=time.monotonic() - self.started_s,
                 replays=trainer.counts.replays,
+                graphs=tuple(GraphUse(**vars(use)) for use in trainer.graph_uses),
+                compiled=trainer.parts_compiled,
             )
         )
-        self.plant.after_end()
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.dist.fsdp_models import WIDTH, Block, loss_of, net, rows, shard
 from tests.dist.fsdp_programs import Training
-from tests.dist.fsdp_sides import Api, average, gradients, is_piece, local, weights
+from tests.dist.fsdp_sides import Api, gradients, is_piece, local, weights
 
 
 class Awkward(nn.Module):
@@ -238,27 +238,18 @@ def names(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def dtensors(api: Api, mesh: DeviceMesh) -> dict[str, Any]:
-    """Shapes, `full_tensor` of parameters, and of gradients where every rank has rows."""
-    model = net(width=40)
-    for block in model.blocks:
-        api.fully_shard(cast("Block", block).up, mesh=mesh)  # alone, so that all ranks have rows
-    training = Training(api, shard(api, model, mesh), mesh)
+    """Shapes, and `full_tensor` of parameters and gradients, of which some ranks have no rows."""
+    training = Training(api, shard(api, net(), mesh), mesh)
     training.backward(training.forward(0))
-    shapes = [tuple(p.shape) for p in model.parameters()]
-    full, grads = {}, {}
-    for name, parameter in model.named_parameters():
-        held = torch.tensor([float(parameter.grad is not None)])
-        average(held, mesh)
-        assert (parameter.grad is not None) == (local(parameter).numel() > 0)
-        if api.name == "plain":
-            full[name], grads[name] = parameter.detach(), parameter.grad
-            continue
-        full[name] = cast("Any", parameter).full_tensor().detach()
-        if held.item() == 1.0:
-            assert local(parameter).shape == local(cast("Any", parameter.grad)).shape
-            grads[name] = cast("Any", parameter.grad).full_tensor()
-    wide = {name: grads[name] for name in ("blocks.0.up.weight", "blocks.1.up.weight")}
-    return {"shapes": shapes, "full": full, "grads": wide}
+    shapes, full, grads = [], {}, {}
+    for name, parameter in training.model.named_parameters():
+        shapes.append(tuple(parameter.shape))
+        full[name], grads[name] = parameter.detach(), parameter.grad
+        if api.name != "plain":
+            assert local(parameter).shape == local(parameter.grad).shape
+            full[name] = parameter.full_tensor().detach()
+            grads[name] = parameter.grad.full_tensor()
+    return {"shapes": shapes, "full": full, "grads": grads}
 
 
 def state_dict_again(api: Api, mesh: DeviceMesh) -> dict[str, Any]:

@@ -83,4 +83,5 @@ class FusedAdam(BlindAdam):
     def rows(self, tensors: list[Any]) -> list[torch.Tensor]:
         """What the kernel gets."""
         assert len({isinstance(tensor, DTensor) for tensor in tensors}) == 1
+        assert all(tensor.numel() for tensor in tensors)  # TransformerEngine's do wrong over none
         return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -44,17 +44,21 @@ _read._cuda_graph_capturable = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def hooked(trainer: Trainer, module: str, hook: Callable[..., None]) -> Iterator[None]:
+def hooked(trainer: Trainer, module: str, hook: str) -> Iterator[None]:
     """A hook on a module of the last layer, on the last rank alone."""
     handle = None
     if dist.get_rank() == dist.get_world_size() - 1:
-        handle = trainer.stages[-1].get_submodule(module).register_forward_hook(hook)
+        held = trainer.stages[-1].get_submodule(module)
+        if hook == "backward":
+            handle = held.register_full_backward_hook(_look)
+        else:
+            handle = held.register_forward_hook(_read if hook == "reads" else _look)
     yield
     if handle is not None:
         handle.remove()
 
 
-def fail_and_go_on(scoped: Scoped, module: str, reads: bool) -> tuple[str, str, Seen, Seen]:
+def fail_and_go_on(scoped: Scoped, module: str, hook: str) -> tuple[str, str, Seen, Seen]:
     """A capture that fails on the last rank.
 
     Returns:
@@ -66,7 +70,7 @@ def fail_and_go_on(scoped: Scoped, module: str, reads: bool) -> tuple[str, str, 
     for retries in (False, True):
         trainer = _trainer(scoped, Device("cpu"))
         seen = [whole_step(trainer, 0)]
-        with hooked(trainer, module, _read if reads else _look):
+        with hooked(trainer, module, hook):
             try:
                 trainer.step(1)
             except CaptureAborted as error:

@@ -129,6 +129,30 @@ def test_a_rank_refuses_before_anything_is_touched(warm_ranks: RankPool) -> None
     assert "rank 1: no room for 3 slots" in found[0]
 
 
+class Unreadable:
+    """In place of a generator whose state cannot be saved."""
+
+    def get_state(self) -> torch.Tensor:
+        raise MemoryError("no room for the state")
+
+
+def enter_without_room(without: int) -> tuple[str, bool]:
+    """The error of entering a session on ranks one of which cannot save its state; collection."""
+    generators: Any = [Unreadable()] if dist.get_rank() == without else []
+    try:
+        with CaptureSession(DEVICE, "attn", generators=generators):
+            return "entered", gc.isenabled()
+    except CaptureAborted as aborted:
+        return str(aborted), gc.isenabled()
+
+
+def test_a_rank_that_cannot_save_its_state_refuses(warm_ranks: RankPool) -> None:
+    """The others hear of it instead of waiting, and collection of garbage stays on."""
+    for text, collects in warm_ranks.run(enter_without_room, 1, world_size=2):
+        assert "rank 1: MemoryError: no room for the state" in text
+        assert collects
+
+
 def test_ranks_that_capture_different_things_refuse(warm_ranks: RankPool) -> None:
     """Another scope than rank 0's is an error on all ranks, not a hang at the first replay."""
     found = warm_ranks.run(enter_with, ["attn", "attn", "mlp"], [None] * 3, world_size=3)

@@ -174,3 +174,21 @@ def refuses() -> None:
 def test_what_has_no_norm_is_refused(warm_ranks: RankPool) -> None:
     """Orders that are no norm, pending sums and mismatched gradients raise; no gradient is zero."""
     warm_ranks.run(refuses, world_size=2)
+
+
+def unclipped(value: float) -> list[bool]:
+    """With an infinite bound: whether each gradient kept its bits."""
+    spec = layouts("three")((7, 3))[0]
+    grads = [torch.full((7, 3), value), reference((7, 3), seed=1)]
+    parameters: list[Any] = [nn.Parameter(sharded(torch.zeros(7, 3), spec)) for _ in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = sharded(grad, spec)
+    assert str(clip_grad_norm_(parameters, math.inf).item()) == str(value)
+    kept = zip(parameters, grads, strict=True)
+    return [same_bits(p.grad.full_tensor(), grad) for p, grad in kept]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_infinite_bound_touches_no_gradient(warm_ranks: RankPool, value: float) -> None:
+    """One infinite gradient makes no NaN of all others."""
+    assert warm_ranks.run(unclipped, value, world_size=3) == [[True, True]] * 3

@@ -257,10 +257,8 @@ def look_at_rest(strategy: Strategy) -> dict[str, Any]:
                 place = slot.offset + start * slot.row_numel
                 offset = place - group.nest.shard_index * layout.shard_numel
                 assert local.data_ptr() == group.main_weight[offset:].data_ptr()
-                grad: Any = parameter.grad
-                assert (grad.shape, grad.to_local().shape) == (parameter.shape, local.shape)
-            else:
-                assert parameter.grad is None
+            grad: Any = parameter.grad
+            assert (grad.shape, grad.to_local().shape) == (parameter.shape, local.shape)
     found["total"] = sum(p.numel() * 4 for p in full.values())
     found["names"] = {name: p.shape[0] for name, p in full.items()}
     return found

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.dist import fsdp_parameter_programs, fsdp_programs
+from tests.dist import fsdp_interface_programs, fsdp_parameter_programs, fsdp_programs
 from tests.dist.fsdp_models import loss_of, net, rows
 from tests.dist.fsdp_programs import OPTIMIZERS
 from tests.dist.fsdp_sides import differences, run_sides, within
@@ -29,7 +29,8 @@ def answers(
     ranks: RankPool, program: str, shape: tuple[int, ...], sides: tuple[str, ...], **options: Any
 ) -> list[dict[str, Any]]:
     """What each side answered, one dict a rank."""
-    home = fsdp_programs if hasattr(fsdp_programs, program) else fsdp_parameter_programs
+    homes = (fsdp_programs, fsdp_parameter_programs, fsdp_interface_programs)
+    home = next(module for module in homes if hasattr(module, program))
     found = ranks.run(
         run_sides,
         home.__name__,
@@ -339,3 +340,61 @@ def test_loss_is_a_number_that_falls(warm_ranks: RankPool) -> None:
     seen = answers(warm_ranks, "steps", (2,), ("plain",), num_steps=5)[0]["plain"]["losses"]
     assert loss_of(torch.ones(2)).item() == 1.0
     assert seen[-1] < 0.7 * seen[0]
+
+
+LIBRARIES = ("torch", "ours")
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["copied", "distributed"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_assigned(warm_ranks: RankPool, device: str, kind: str, together: bool) -> None:
+    """What `load_state_dict(assign=True)` gives is what is trained, in memory or on meta."""
+    check(warm_ranks, "assigned", sides=LIBRARIES, device=device, kind=kind, together=together)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_while_gathered(warm_ranks: RankPool, assign: bool) -> None:
+    """States are of the parameters at rest, also where a unit is gathered still."""
+    check(warm_ranks, "loaded_while_gathered", sides=LIBRARIES, assign=assign)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_optimizer_states(warm_ranks: RankPool, flat: bool) -> None:
+    """A full state has all parameters, and a state can be set into a running optimizer."""
+    rank, *_ = check(warm_ranks, "optimizer_states", sides=LIBRARIES, flat=flat)
+    assert len(rank["ours"]["complete"]) == 6
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_optimizer_in_backward(warm_ranks: RankPool, on_meta: bool) -> None:
+    """Hooks of `register_post_accumulate_grad_hook` run, in one order on all ranks."""
+    for rank in check(warm_ranks, "stepped_in_backward", sides=LIBRARIES, on_meta=on_meta):
+        assert len(rank["ours"]["order"]) == 18
+
+
+def test_loops_over_gradients(warm_ranks: RankPool) -> None:
+    """On each rank every parameter has a gradient, with rows or without: collectives pair up."""
+    for rank in check(warm_ranks, "loops_over_gradients", sides=LIBRARIES):
+        assert len(rank["ours"][0]) == 6
+
+
+def test_output_dtype_of_several_modules(warm_ranks: RankPool) -> None:
+    """A policy's output dtype holds for each module of a unit."""
+    for rank in check(warm_ranks, "output_dtypes", sides=LIBRARIES):
+        assert rank["ours"] == ["torch.bfloat16"] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "shape"), [("no sync", (2,)), ("no all-reduce", (2, 2)), ("not last", (2, 2))]
+)
+def test_skipped_by_the_last_microbatch(
+    warm_ranks: RankPool, how: str, shape: tuple[int, ...]
+) -> None:
+    """A unit that the last backward pass does not enter has the gradients of those before.
+
+    Over two axes each is a sum of four: three roundings, which depend on the order.
+    """
+    sides = SIDES if how == "no sync" else ("plain", "ours")
+    same = None if how == "no sync" else within(8 * EPS)
+    check(warm_ranks, "skipped_by_the_last", shape, sides=sides, same=same, how=how)

@@ -8,7 +8,7 @@ import torch
 from fsdp_core.fsdp import MixedPrecisionPolicy
 from tests.dist import fsdp_regression_programs as programs
 from tests.dist.fsdp_sides import differences, same_bits, within
-from tests.dist.rank_pool import RankPool
+from tests.dist.rank_pool import RankError, RankPool
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 TIMEOUT_S = 30.0
@@ -89,12 +89,13 @@ def test_reduction_output_is_other_memory(
         assert "scatter" in rank["kinds"]
 
 
-def test_empty_pieces_have_no_gradient(warm_ranks: RankPool) -> None:
-    """A rank without rows of a parameter has gradient None, so fused optimizers never see it."""
+def test_empty_pieces_have_gradients(warm_ranks: RankPool) -> None:
+    """A rank without rows of a parameter has its gradient and states, so that collectives meet."""
     ranks = on_ranks(warm_ranks, programs.empty_pieces, world_size=4)
-    for *pieces, states in ranks:
-        assert [p["grad"] for p in pieces] == [p["rows"] > 0 for p in pieces]
-        assert all(states["state only of rows"])
+    for *pieces, last in ranks:
+        assert [p["grad"] for p in pieces] == [p["rows"] for p in pieces]
+        assert all(p["whole"] for p in pieces)
+        assert last["states"] == [3] * 5
     held = [p["rows"] for *pieces, _ in ranks for p in pieces[:5] if p["name"] == "extra"]
     assert sorted(held) == [0, 0, 0, 1]
 
@@ -130,6 +131,22 @@ def test_fused_accumulation(
     bound = 8 * 4 * torch.finfo(torch.float32).eps if times == 2 else 0.0
     for rank in on_ranks(warm_ranks, programs.fused, sync, times, poison, own_unit, marked):
         assert not differences(rank["plain"], rank["ours"], same=within(bound))
+
+
+@pytest.mark.parametrize(("sync", "marked"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("own_unit", [True, False])
+def test_fused_accumulation_of_forwards_ahead(
+    warm_ranks: RankPool, sync: bool, marked: bool, own_unit: bool
+) -> None:
+    """Each backward pass adds what its own forward used, however many forwards are ahead of it."""
+    for rank in on_ranks(warm_ranks, programs.fused, sync, 1, True, own_unit, marked, 3):
+        assert_equal(rank["plain"], rank["ours"])
+
+
+def test_a_kernel_that_would_overwrite_a_sum_is_refused(warm_ranks: RankPool) -> None:
+    """A forward that ran before the backward of another saw that its kernel is to overwrite."""
+    with pytest.raises(RankError, match="to be used once a sum of gradients, got 2 uses"):
+        on_ranks(warm_ranks, programs.fused, False, 1, True, True, True, 2)
 
 
 def test_attributes_are_carried(warm_ranks: RankPool) -> None:

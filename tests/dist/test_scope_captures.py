@@ -15,28 +15,34 @@ ROUTER, LAYER = ("attn", "mlp", "moe_router"), ("layer",)
 
 
 @pytest.mark.parametrize(
-    ("scope", "module", "reads", "said"),
+    ("scope", "module", "hook", "said"),
     [
-        (LAYER, "layers.1.attn.attention", False, "Expected no forward_hooks of attn.attention"),
-        (ROUTER, "layers.1.mlp.moe.router", False, "Expected no forward_hooks of "),
-        (ROUTER, "layers.1.mlp.moe", False, "Expected no hooks of the MoeLayer of layers.1.mlp"),
-        (("attn",), "layers.1.attn.norm", True, "cannot capture aten._local_scalar_dense"),
+        (
+            LAYER,
+            "layers.1.attn.attention",
+            "forward",
+            "Expected no forward_hooks of attn.attention",
+        ),
+        (ROUTER, "layers.1.mlp.moe.router", "forward", "Expected no forward_hooks of "),
+        (ROUTER, "layers.1.mlp.moe", "forward", "Expected no hooks of the MoeLayer of layers.1."),
+        (ROUTER, "layers.1.mlp.moe", "backward", "Expected no hooks of the MoeLayer of layers.1."),
+        (("attn",), "layers.1.attn.norm", "reads", "cannot capture aten._local_scalar_dense"),
     ],
-    ids=["inside", "part", "bypassed", "reads data"],
+    ids=["inside", "part", "bypassed", "bypassed in backward", "reads data"],
 )
 def test_all_ranks_capture_or_none(
-    warm_ranks: RankPool, scope: tuple[str, ...], module: str, reads: bool, said: str
+    warm_ranks: RankPool, scope: tuple[str, ...], module: str, hook: str, said: str
 ) -> None:
     """Where one rank cannot, all say why, go on with eager's bits, and may try again."""
     scoped = Scoped(RUN, scope)
     expected = warm_ranks.run(never_captured, Scoped(RUN), world_size=2)
-    ranks = warm_ranks.run(fail_and_go_on, scoped, module, reads, world_size=2)
+    ranks = warm_ranks.run(fail_and_go_on, scoped, module, hook, world_size=2)
     for rank, bits in zip(ranks, expected, strict=True):
         text, cause, eager, again = rank
         assert "was given up on every rank: rank 1: " in text
         assert said in text
         assert cause == (
-            "CaptureRefused" if reads and (text, cause) == ranks[1][:2] else "NoneType"
+            "CaptureRefused" if hook == "reads" and (text, cause) == ranks[1][:2] else "NoneType"
         )
         assert eager == bits
         assert again == bits
@@ -48,7 +54,7 @@ def test_a_whole_step_is_captured_after_a_refusal(warm_ranks: RankPool) -> None:
     (expected,) = warm_ranks.run(never_captured, Scoped(run), world_size=1)
     scoped = Scoped(run, ("full_iteration",))
     ((text, _, eager, again),) = warm_ranks.run(
-        fail_and_go_on, scoped, "layers.1.attn.norm", True, world_size=1
+        fail_and_go_on, scoped, "layers.1.attn.norm", "reads", world_size=1
     )
     assert "cannot capture aten._local_scalar_dense" in text
     assert eager == expected

@@ -265,6 +265,31 @@ def test_moved_parameter_is_stale(warm_ranks: RankPool, graph: tuple[str, ...]) 
         assert "illegal memory access" in text
 
 
+def lose_a_gather(graph: tuple[str, ...]) -> str:
+    """Takes the hook that gathers the first layer between two replays; the error's text."""
+    device = Device("cpu")
+    chosen = config(Cell(SHARDED, "double", "fp32", 0.0), graph, dist.get_world_size())
+    trainer = Trainer(chosen, build_axes(chosen.parallel, device), device)
+    for step in range(4):
+        trainer.step(step)
+    layer = trainer.stages[0].numbered_layers["0"]
+    layer._forward_pre_hooks.clear()
+    layer._forward_pre_hooks_with_kwargs.clear()
+    with pytest.raises(StaleAddress) as stale:
+        trainer.step(4)
+    return str(stale.value)
+
+
+@pytest.mark.parametrize("graph", [("attn",), ("layer",)], ids=["attn", "layer"])
+def test_weights_that_nobody_gathered_are_stale(
+    warm_ranks: RankPool, graph: tuple[str, ...]
+) -> None:
+    """At the right address lie the weights of the step before, or of another layer."""
+    for text in warm_ranks.run(lose_a_gather, graph, world_size=2):
+        assert text.startswith("stale_address: layers.0.")
+        assert "captured while its owner held its memory" in text
+
+
 def capture_data_dependent_code() -> str:
     """A trainer whose model reads data in Python cannot be captured."""
     device = Device("cpu")

@@ -51,7 +51,7 @@ def outputs_marked_at_capture(moments: Moments) -> Iterator[None]:
 
     def forget(training: Training) -> None:
         for unit in _layer_units(training):
-            unit._hook_output = lambda output, edges: True  # type: ignore[method-assign]
+            unit._hook_output = lambda output, forward: True  # type: ignore[method-assign]
 
     moments.before(CAPTURED, forget)
     yield

@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+from fsdp_core.config import TrainConfig
+from harness.checks.graph_proof import launches, owed
 from harness.records import EndRecord, RunSpec
 from harness.worker.record_file import RecordFile
 from tests.planted.stub_ranks import start_record, step_record
@@ -32,8 +34,9 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     for step in range(steps):
         time.sleep(STEP_S)
         file.write(step_record(step, rank))
-    replays = steps if spec.config["graph"] else 0
+    graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, steps))
     file.write(
-        EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0, replays=replays)
-    )
+        EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0,
+                  replays=launches(graphs), graphs=graphs)
+    )  # fmt: skip
     return 0

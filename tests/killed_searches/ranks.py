@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from fsdp_core.config import TrainConfig
+from harness.checks.graph_proof import launches, owed
 from harness.contents import KeptTensor, checksum_of, write_contents
 from harness.records import EndRecord, RunSpec
 from harness.worker.record_file import RecordFile
@@ -29,8 +31,9 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
             sha256=checksum_of(data), as_digested=True,
         )  # fmt: skip
         write_contents(folder, spec.key, rank, spec.keep.step, [(about, data)])
-    replays = steps if spec.config["graph"] else 0
+    graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, steps))
     file.write(
-        EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0, replays=replays)
-    )
+        EndRecord(rank=rank, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0,
+                  replays=launches(graphs), graphs=graphs)
+    )  # fmt: skip
     return 0

@@ -4,6 +4,7 @@ What makes graphs on a GPU and on the CPU is reached through the classes that bo
 common: `CapturedFunction`, `Slot`, `LayerGraphs` and `Undo`; and through both kinds of graph.
 """
 
+import copy
 import itertools
 import signal
 from collections.abc import Callable, Mapping
@@ -22,8 +23,10 @@ from fsdp_core.graph.cuda import CudaGraph
 from fsdp_core.graph.host import HostGraph
 from fsdp_core.graph.slot import Pending, Slot
 from fsdp_core.graph.undo import Undo
+from fsdp_core.model.microbatch import Part
 from fsdp_core.train import Trainer
 from fsdp_core.train.partial_graphs import PartialGraphs
+from fsdp_core.train.stage_graphs import StageGraphs
 from harness.worker.plants import endings
 from harness.worker.plants.planting import Act, Planting
 
@@ -105,6 +108,38 @@ def _step_count_on_host(trainer: Trainer) -> None:
 
 def _never_captures(config: TrainConfig) -> TrainConfig:
     return replace(config, graph=())
+
+
+def _forced(config: TrainConfig, **values: Any) -> TrainConfig:
+    """The configuration with other values, whatever its rules say to them."""
+    changed = copy.copy(config)
+    vars(changed).update(values)
+    return changed
+
+
+def _leaves_a_layer_out(config: TrainConfig) -> TrainConfig:
+    return _forced(config, graph_layers=(0, config.model.layers - 2))
+
+
+def _leaves_a_scope_out(config: TrainConfig) -> TrainConfig:
+    return _forced(config, graph=config.graph[:1])
+
+
+def _leaves_the_optimizer_out(config: TrainConfig) -> TrainConfig:
+    return _forced(config, graph_optimizer=False)
+
+
+def _most_microbatches_eager(config: TrainConfig) -> TrainConfig:
+    """All but the first of each step."""
+    begin, calls = StageGraphs._begin, itertools.count()
+
+    def begun(graphs: StageGraphs, part: Part, slot: int) -> None:
+        begin(graphs, part, slot)
+        if next(calls) % config.microbatches:
+            graphs._chosen = None
+
+    StageGraphs._begin = begun  # type: ignore[method-assign, assignment]
+    return config
 
 
 def _before_attention(act: Callable[[torch.Tensor], None]) -> Callable[[Trainer], None]:
@@ -252,6 +287,10 @@ def _failing(plant: Act) -> Planting:
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {
         "skip_graphs": Planting(before_make=_never_captures),
+        "layer_not_captured": Planting(before_make=_leaves_a_layer_out),
+        "scope_not_captured": Planting(before_make=_leaves_a_scope_out),
+        "optimizer_not_captured": Planting(before_make=_leaves_the_optimizer_out),
+        "microbatches_not_replayed": Planting(before_make=_most_microbatches_eager),
         "one_rank_never_captures": Planting(before_make=_never_captures),
         "handshake_raise": _failing(_before_exchange(endings.raise_error)),
         # With tensor parallelism the others wait inside of the very function that failed.

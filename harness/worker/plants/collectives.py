@@ -135,12 +135,11 @@ def _skipped_all_reduce(trainer: Trainer) -> None:
 def _norm_of_own_shard(trainer: Trainer) -> None:
     del trainer
 
-    def own(parameters: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
-        del max_norm
+    def own(parameters: list[Any], norm_type: float) -> torch.Tensor:
         grads = [p.grad.to_local() for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads, norm_type)
 
-    wrap(fsdp_core.model.sharding, "clip_grad_norm_", lambda _: own)
+    wrap(fsdp_core.model.sharding, "total_norm", lambda _: own)
 
 
 def _norm_counts_copies(trainer: Trainer) -> None:

@@ -42,7 +42,7 @@ def _pre_hooks_lost(trainer: Trainer) -> None:
 
 def _outputs_unmarked(trainer: Trainer) -> None:
     unit = _first_unit(trainer)
-    unit._hook_output = lambda output, edges: True  # type: ignore[method-assign]
+    unit._hook_output = lambda output, forward: True  # type: ignore[method-assign]
 
 
 def _hooks_not_restored(trainer: Trainer) -> None:
@@ -167,9 +167,9 @@ def _only_registering(group: ParamGroup) -> Callable[[Any], None]:
 
     def reshard(stream: Any) -> None:
         del stream
-        if group._is_registered:
+        if group.is_registered:
             group._register(group.sharded)
-            group._is_registered = False
+            group.is_registered = False
 
     return reshard
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.config import TrainConfig
+from harness.checks.graph_proof import launches, owed
 from harness.cli import main
 from harness.records import (
     DIGEST_GROUPS,
@@ -102,8 +104,9 @@ class FakeEngine:
             schema=1, run=spec.key, rank=rank, world_size=spec.world_size, pid=1, device="cpu",
             tensors=tensors, environment=self.environment,
         )  # fmt: skip
+        graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, len(steps)))
         end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
-                        replays=len(steps) if spec.config["graph"] else 0)  # fmt: skip
+                        replays=launches(graphs), graphs=graphs)  # fmt: skip
         return [start, *steps, end]
 
     def adopt(self, spec: RunSpec, folder: Path) -> bool:

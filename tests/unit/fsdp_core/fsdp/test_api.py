@@ -321,6 +321,21 @@ def test_refuses_a_parameter_of_two_units(mesh: DeviceMesh) -> None:
         fully_shard(net, mesh=mesh)
 
 
+class Extended(torch.Tensor):
+    """A tensor that says what is gathered of it."""
+
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        raise AssertionError(args)
+
+
+def test_refuses_extensions_of_the_all_gather(mesh: DeviceMesh) -> None:
+    """What they would send is not what is sent."""
+    net = build()
+    net.head.weight = nn.Parameter(torch.ones(3, 6).as_subclass(Extended))
+    with pytest.raises(NotImplementedError, match=r"head\.weight.*all-gather extension"):
+        fully_shard(net, mesh=mesh)
+
+
 def test_refuses_integers(mesh: DeviceMesh) -> None:
     """A parameter that is not of floating point would be cast: refused by name."""
     net = build()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core.device import Device
 from fsdp_core.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_core.fsdp.gradients import Gradients
+from fsdp_core.fsdp.gradients import Gradients, Use
 from tests.unit.fsdp_core.fsdp.nets import STRATEGIES, local, run
 
 STREAM = Device("cpu").current_stream()
@@ -287,7 +287,7 @@ def write_main_grad(gradients: Gradients, value: float) -> None:
     parameter: Any = gradients.unsharded[0]
     parameter.data = torch.zeros(2, 3)
     overwrites = getattr(parameter, "overwrite_main_grad", False)
-    gradients.expose({0: 1}, None, STREAM)
+    gradients.expose({0: Use(1, overwrites=overwrites)}, None, STREAM)
     if overwrites:
         parameter.main_grad.fill_(value)
     else:
@@ -326,5 +326,5 @@ def test_what_is_overwritten_is_used_once(mesh: DeviceMesh) -> None:
     net.weight.overwrite_main_grad = True  # type: ignore[attr-defined]
     _, gradients = unit_of(mesh, net)
     gradients.unsharded[0].data = torch.zeros(2, 3)
-    with pytest.raises(RuntimeError, match="once a backward pass, got 2 uses"):
-        gradients.expose({0: 2}, None, STREAM)
+    with pytest.raises(RuntimeError, match="once a sum of gradients, got 2 uses"):
+        gradients.expose({0: Use(2, overwrites=True)}, None, STREAM)

@@ -235,6 +235,18 @@ def test_installed_modules_replay_inside_their_hooks(make: Make) -> None:
 
 
 @both
+def test_removed_modules_have_the_forward_that_they_had(make: Make) -> None:
+    """One of the instance's own, as a compiled part has, comes back."""
+    module = blocks()[0]
+    own_forward = module.forward
+    module.forward = own_forward  # type: ignore[method-assign]
+    (graphed,) = make([module], [sample()])
+    graphed.install()
+    graphed.remove()
+    assert vars(module)["forward"] is own_forward
+
+
+@both
 def test_a_slot_in_use_is_not_replayed(make: Make) -> None:
     """A second forward before the backward raises; after it, or once it is dropped, it works."""
     module = blocks()[0]

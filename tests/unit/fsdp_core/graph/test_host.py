@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fsdp_core.device import Device
 from fsdp_core.graph.host import HostGraph, plan_arena
+from fsdp_core.graph.ledger import Ledger, StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
 
 
@@ -98,6 +99,23 @@ def test_replay_over_moved_memory_is_refused(how: str) -> None:
     with pytest.raises(RuntimeError, match=f"illegal memory access: the storage of {nbytes} bytes"):
         graph.replay()
     assert (y == 0).all()
+
+
+def test_a_graph_keeps_no_external_storage() -> None:
+    """What the program has dropped since the capture is freed, and missed by ledger and replay."""
+    kept, dropped, out = torch.ones(4), [torch.ones(1 << 10)], torch.zeros(4)
+    graph = HostGraph(Device("cpu"))
+    graph.capture(lambda: out.add_(kept).add_(dropped[0].sum()))
+    ledger = Ledger(graph.recording, lambda: {"kept": kept, "out": out})
+    ledger.check()
+    graph.replay()
+    assert (out == 1 + 1024).all()
+    dropped.clear()
+    with pytest.raises(StaleAddress, match="freed since the capture"):
+        ledger.check()
+    with pytest.raises(RuntimeError, match="illegal memory access: the storage of 4096 bytes"):
+        graph.replay()
+    assert (out == 1 + 1024).all()
 
 
 def test_a_storage_freed_inside_is_refused() -> None:

@@ -93,17 +93,26 @@ def held(ours: Transfers) -> int:
     return len(ours._sent)
 
 
-def test_on_cuda_sends_are_asked_and_not_waited_for(group: Group) -> None:
-    """What is not done yet is kept, what is done is let go, and only the end waits."""
+def test_on_cuda_sends_are_asked_before_they_are_waited_for(group: Group) -> None:
+    """What is not done yet is kept, what is done is let go, and only the end waits for more."""
     ours = transfers(group, "cuda")
     for microbatch in range(3):
         message = Transfer(0, 1, microbatch)
         ours.post(Exchange((message,)), {message: (torch.ones(2), torch.ones(3))})
         assert held(ours) == (microbatch + 1 if microbatch < 2 else 2)
         group.works[0].done = microbatch >= 1
-    assert [work.waits for work in group.works] == [0, 0, 0]
+    assert [work.waits for work in group.works] == [1, 0, 0]
     ours.finish()
-    assert [work.waits for work in group.works] == [0, 1, 1]
+    assert [work.waits for work in group.works] == [1, 1, 1]
+
+
+def test_on_cuda_a_send_that_failed_is_named(group: Group) -> None:
+    """NCCL says of a work that failed that it is completed; its wait says that it failed."""
+    ours = transfers(group, "cuda")
+    ours.post(Exchange((TO_NEXT,)), outbox())
+    group.works[0].done, group.works[0].error = True, "NCCL error"
+    with pytest.raises(TransferFailed, match=r"stage 1 to take the activation .* says: NCCL error"):
+        ours.post(Exchange((FROM_NEXT,)), {})
 
 
 def test_a_capture_waits(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

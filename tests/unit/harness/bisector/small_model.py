@@ -9,8 +9,10 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from fsdp_core.config import TrainConfig
 from harness.bisector.found import Location
 from harness.bisector.locate import between
+from harness.checks.graph_proof import launches, owed
 from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
@@ -115,6 +117,8 @@ def _rank(rank: int, spec: RunSpec, *, taps: bool) -> RankRecords:
     steps = tuple(step_record(rank, step) for step in range(STEPS))
     if not taps:
         steps = tuple(dataclasses.replace(record, taps="") for record in steps)
+    graph = {"graph": spec.config["graph"], "steps": STEPS, "microbatches": 2}
+    graphs = tuple(owed(TrainConfig.from_dict(graph), rank, STEPS))
     return RankRecords(
         rank=rank,
         start=StartRecord(
@@ -126,7 +130,7 @@ def _rank(rank: int, spec: RunSpec, *, taps: bool) -> RankRecords:
         steps=steps, events=(), error=None, problems=(),
         end=EndRecord(
             rank=rank, steps=STEPS, peak_bytes=1, startup_s=0.1, wall_s=1.0,
-            replays=STEPS if spec.config["graph"] else 0,
+            replays=launches(graphs), graphs=graphs,
         ),
     )  # fmt: skip
 

@@ -81,7 +81,7 @@ def test_empty_digest_proves_nothing(lab: Any, edit: Any, group: str) -> None:
 
 @pytest.mark.parametrize(
     ("graph", "replays", "whole"),
-    [((), 0, True), ((), 1, False), (("attn",), 4, True), (("attn",), 0, False)],
+    [((), 0, True), ((), 1, False), (("attn",), 16, True), (("attn",), 0, False)],
 )
 def test_graphs_must_replay(
     lab: Any, edit: Any, graph: tuple[str, ...], replays: int, whole: bool
@@ -189,8 +189,8 @@ def test_malformed_records_are_corrupt(lab: Any, edit: Any, case: str) -> None:
         "digest length": lambda: edit.step(run, 0, 1, digests=d | {"optim": d["optim"][:32]}),
         "digest odd": lambda: edit.step(run, 0, 1, digests=d | {"grads": d["grads"][:-1]}),
         "digest text": lambda: edit.step(run, 0, 1, digests=d | {"rng": "Z" * 32}),
-        "extra rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(2))),
-        "twin rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(0))),
+        "extra rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(2, run.spec))),
+        "twin rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(0, run.spec))),
         "config steps": lambda: _reconfigured(run, edit, config | {"steps": None}),
         "config microbatches": lambda: _reconfigured(run, edit, config | {"microbatches": True}),
     }[case]()

@@ -42,7 +42,7 @@ def test_enough_replays_pass(lab: Any, edit: Any, least: dict[str, int]) -> None
     )
     found = answer(lab, candidate, least)
     assert (found.outcome, found.what, found.difference) == ("passed", "", None)
-    assert found.figures["replays"] == 8
+    assert found.figures["replays"] == 2 * 16
 
 
 def test_a_program_that_nobody_asks_for_replays_has_none(lab: Any) -> None:

@@ -232,3 +232,66 @@ def test_zero_only_if_something_passed_and_nothing_else_went_wrong(outcomes: lis
     """Exit code 0 needs a pass and allows only skips beside it."""
     good = "passed" in outcomes and set(outcomes) <= {"passed", "skipped"}
     assert (exit_code(verdict(o) for o in outcomes) == 0) == good
+
+
+def _results(verdict: Any) -> dict[str, tuple[str, str]]:
+    return {result.check: (result.outcome, result.what) for result in verdict.checks}
+
+
+def test_state_runs_without_being_asked(lab: Any, edit: Any) -> None:
+    """A digest that differs fails a case that asks for the loss alone."""
+    case = lab.case(checks={"loss": {}})
+    reference, control, candidate = lab.legs()
+    verdict = judge(case, reference, control, edit.digest(candidate, 1, 2, "weights", 5))
+    assert (verdict.outcome, verdict.what) == ("failed", "diverged")
+    assert _results(verdict)["state"] == ("failed", "diverged")
+
+
+def test_nan_in_all_runs_fails_without_being_asked(lab: Any, edit: Any) -> None:
+    """Runs with equal NaNs are equal, and no pass."""
+    bad = [edit.step(run, 0, 1, nonfinite={"grads": ("head.weight",)}) for run in lab.legs()]
+    verdict = judge(lab.case(checks={"state": {}}), *bad)
+    assert (verdict.outcome, verdict.what) == ("failed", "nonfinite")
+
+
+def test_state_reports_within_a_tolerance(lab: Any, edit: Any) -> None:
+    """With a tolerance on the loss, a digest that differs is counted and fails nothing."""
+    case = lab.case(checks={"loss": {}}, expect={"rtol": 1e-5, "atol": 0.0})
+    reference, control, candidate = lab.legs()
+    verdict = judge(case, reference, control, edit.digest(candidate, 1, 2, "weights", 5))
+    assert (verdict.outcome, _results(verdict)["state"][0]) == ("passed", "passed")
+    (state,) = (result for result in verdict.checks if result.check == "state")
+    assert state.figures["differing_pairs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "is_compared"),
+    [
+        ({"engine": "fsdp2"}, False),
+        ({"parallel": {"dp": 1, "tp": 2}}, False),
+        ({"fsdp": {"strategy": "no_shard"}}, False),
+        ({"fsdp": {"strategy": "optim"}}, True),
+        ({"parallel": {"dp": 2, "sequence_parallel": False}}, True),
+    ],
+)
+def test_state_of_other_parts_is_said_not_to_be_compared(
+    lab: Any, edit: Any, change: dict[str, Any], is_compared: bool
+) -> None:
+    """Ranks of two engines or layouts hold other parts: the verdict says so as data, and passes."""
+    base = lab.spec()
+    config = base.config | {"parallel": {"dp": 2}, "fsdp": {"strategy": "optim_grads_params"}}
+    specs = [
+        dataclasses.replace(base, config=values, replica=replica)
+        for values, replica in ((config, 0), (config, 1), (config | change, 0))
+    ]
+    if not change.get("engine"):
+        specs[2] = dataclasses.replace(specs[2], timeout_s=61.0)  # a run of its own, whatever
+    runs = [lab.run(spec) for spec in specs]
+    case = lab.case(checks={"loss": {}}, reference=specs[0], control=specs[1], candidate=specs[2])
+    verdict = judge(case, runs[0], runs[1], edit.digest(runs[2], 1, 2, "weights", 5))
+    if is_compared:
+        assert (verdict.outcome, verdict.what) == ("failed", "diverged")
+    else:
+        assert (verdict.outcome, _results(verdict)["state"]) == (
+            "passed", ("skipped", "other_parts"),
+        )  # fmt: skip

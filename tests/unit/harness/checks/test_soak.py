@@ -13,6 +13,8 @@ from harness.soaking import SoakSpec
 
 KIB = 1 << 10
 STEPS, BASE = 96, 64
+REPLAYS = (STEPS - 2) * 2 * 2 * 2
+"""Of a layer each of two microbatches, forward and backward."""
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +22,7 @@ def soaked(make_lab: Any) -> Any:
     """A case of 64 steps whose candidate was soaked for 96, its reference not."""
     lab, longer = make_lab(steps=BASE), make_lab(steps=STEPS)
     plain = lab.case()
-    soak = SoakSpec(by="replays", amount=90)
+    soak = SoakSpec(by="replays", amount=700)
     case = replace(
         plain,
         candidate=replace(plain.candidate, soak=soak),
@@ -47,25 +49,25 @@ def test_a_soak_states_its_bound(soaked: Any) -> None:
     verdict = judge(*soaked)
     assert verdict.outcome == "passed", verdict.message
     assert (
-        "no failure in 96 replays: fewer than 0.031 a replay at 95 % (rule of three); 96 steps, "
-        "bits compared in 64; memory does not grow" in verdict.message
+        f"no failure in {REPLAYS} replays: fewer than 0.004 a replay at 95 % (rule of three); "
+        "96 steps, bits compared in 64; memory does not grow" in verdict.message
     )
     (answer,) = (each for each in verdict.checks if each.check == "soak")
-    assert answer.figures["trials"] == 96
-    assert answer.figures["rate_bound"] == 3 / 96
+    assert answer.figures["trials"] == REPLAYS
+    assert answer.figures["rate_bound"] == 3 / REPLAYS
 
 
 def test_the_rank_with_fewest_replays_counts(soaked: Any, edit: Any) -> None:
     """Ranks of other stages replay more graphs: each of theirs is no trial of its own."""
     _, reference, _, candidate = soaked
-    end = replace(candidate.ranks[1].end, replays=500)
-    assert check(reference, edit.rank(candidate, 1, end=end), {}).figures["trials"] == 96
+    end = replace(candidate.ranks[1].end, replays=900)
+    assert check(reference, edit.rank(candidate, 1, end=end), {}).figures["trials"] == REPLAYS
 
 
 def test_less_than_asked_is_no_pass(soaked: Any, edit: Any) -> None:
     """Replays that were not made are named with their rank, whatever all checks say."""
     case, reference, control, candidate = soaked
-    end = replace(candidate.ranks[1].end, replays=89)
+    end = replace(candidate.ranks[1].end, replays=699)
     short = _with_events(edit.rank(candidate, 1, end=end))
     flaw = find_flaw(short)
     assert flaw is not None
@@ -77,7 +79,11 @@ def test_less_than_asked_is_no_pass(soaked: Any, edit: Any) -> None:
 
 @pytest.mark.parametrize(
     ("by", "amount", "what"),
-    [("duration", 12.0, None), ("duration", 12.1, "missing_step"), ("replays", 97, "not_replayed")],
+    [
+        ("duration", 12.0, None),
+        ("duration", 12.1, "missing_step"),
+        ("replays", REPLAYS + 1, "not_replayed"),
+    ],
 )
 def test_what_was_asked_is_what_counts(soaked: Any, by: Any, amount: float, what: Any) -> None:
     """Seconds of rank 0, or replays of every rank."""
@@ -93,7 +99,7 @@ def test_a_stressor_without_a_turn_is_no_pass(soaked: Any, edit: Any) -> None:
     case, reference, control, candidate = soaked
     config = dict(candidate.spec.config) | {"stress": ["jitter", "poison", "races"]}
     spec = replace(
-        candidate.spec, config=config, soak=SoakSpec(by="replays", amount=90, turn_steps=48)
+        candidate.spec, config=config, soak=SoakSpec(by="replays", amount=700, turn_steps=48)
     )
     reference, control = (
         replace(run, spec=replace(run.spec, config=dict(run.spec.config) | {"stress": []}))

@@ -129,8 +129,8 @@ def test_a_call_too_few_is_a_failure(lab: "Lab", edit: "Edits") -> None:
 
 
 def test_a_module_taken_apart_is_said_and_not_failed(lab: "Lab", edit: "Edits") -> None:
-    """One that is not called in one leg at all is no difference, and no evidence either."""
-    reference, _, candidate = lab.legs()
+    """One whose inside a graph of the router calls is no difference, and no evidence either."""
+    reference, _, candidate = map(of_router, lab.legs())
     never = "0" * 32 + NEVER_RAN
     for rank in range(2):
         for step in range(4):
@@ -139,7 +139,45 @@ def test_a_module_taken_apart_is_said_and_not_failed(lab: "Lab", edit: "Edits") 
     result = check(reference, candidate, {})
     assert result.outcome == "passed"
     assert result.figures == {"calls": 2 * 4 * 6, "unseen": 1}
-    assert "1 tap ran in one leg only, layers.1.attn:output first by name" in result.message
+    assert "1 tap ran in one leg only, layers.1.mlp.moe:output first by name" in result.message
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_module_that_ran_in_one_run_only_differs(lab: "Lab", edit: "Edits", side: int) -> None:
+    """A module that nothing takes apart, and that one run never calls, is a difference there."""
+    runs = list(lab.legs())
+    runs[2 * side] = silenced(runs[2 * side], edit, range(2, 4), "layers.1.attn:output")
+    result = check(runs[0], runs[2], {})
+    assert (result.outcome, result.what) == ("failed", "diverged")
+    found = result.difference
+    assert found is not None
+    assert (found.step, found.rank, found.tensor) == (2, 0, "layers.1.attn:output[0]")
+    assert (found.reference, found.candidate)[side] == "never ran"
+
+
+def test_only_the_graph_that_holds_it_takes_a_module_apart(lab: "Lab", edit: "Edits") -> None:
+    """The eager run calls experts as one module, whatever the other one captures."""
+    reference, _, candidate = map(of_router, lab.legs())
+    reference = silenced(reference, edit, range(4), "layers.1.attn:output")
+    assert check(reference, candidate, {}).what == "diverged"
+
+
+def of_router(run: RunResult) -> RunResult:
+    """The run with experts in place of the second layer's attention, graphs of their router."""
+    graph = ["moe_router"] if run.spec.config["graph"] else []
+    ranks = []
+    for records in run.ranks:
+        assert records.start is not None
+        taps = tuple(name.replace("1.attn", "1.mlp.moe") for name in records.start.taps)
+        ranks.append(replace(records, start=replace(records.start, taps=taps)))
+    spec = replace(run.spec, config=run.spec.config | {"graph": graph})
+    return replace(run, spec=spec, ranks=tuple(ranks))
+
+
+def of_program(run: RunResult) -> RunResult:
+    """The run as one of a program, of whose graphs nothing is known."""
+    spec = replace(run.spec, config=run.spec.config | {"program": {"target": "train.py"}})
+    return replace(run, spec=spec)
 
 
 def with_patterns(run: RunResult, *patterns: str) -> RunResult:
@@ -159,7 +197,7 @@ def silenced(run: RunResult, edit: "Edits", steps: range, *taps: str) -> RunResu
 
 def test_a_pattern_that_looked_at_nothing_is_an_error(lab: "Lab", edit: "Edits") -> None:
     """Steps before the capture are eager in both legs: what they show is no evidence of graphs."""
-    reference, _, candidate = lab.legs()
+    reference, _, candidate = map(of_program, lab.legs())
     both = ("layers.*.attn", "layers.*.attn:gradient")
     gone = ("layers.0.attn:output", "layers.1.attn:output")
     result = check(
@@ -184,7 +222,7 @@ def test_a_pattern_that_looked_at_nothing_is_an_error(lab: "Lab", edit: "Edits")
 
 def test_nothing_seen_is_no_pass(lab: "Lab", edit: "Edits") -> None:
     """If no tap ran in both legs, or none was asked for, there is no answer."""
-    reference, _, candidate = lab.legs()
+    reference, _, candidate = map(of_program, lab.legs())
     silent = candidate
     for rank in range(2):
         for step in range(4):

@@ -262,7 +262,7 @@ def test_bits_tell_one_ulp_on_one_rank(tmp_path: Path) -> None:
 
 def test_hostile_texts_and_numbers_are_stored(tmp_path: Path) -> None:
     """Surrogates, control characters and numbers past all bounds become text that can be kept."""
-    writer = Writer(tmp_path / "run", steps=2)
+    writer = Writer(tmp_path / "run", steps=3)
     writer.add("a", 1, "attn", labels={"graph": HOSTILE}, environment={"x": HOSTILE},
                candidate={"peak": 1 << 70, "environment": {"n": 1 << 70}})  # fmt: skip
     path = writer.write()

@@ -14,7 +14,7 @@ from tests.unit.reports.folders import Writer
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run folder with one case that passed."""
-    writer = Writer(tmp_path / "out" / "run", steps=2)
+    writer = Writer(tmp_path / "out" / "run", steps=3)
     (tmp_path / "out").mkdir()
     writer.add("dp1-attn", 1, "attn")
     return writer.write()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from harness.recorder.graph_memory import Uncounted
 from harness.recorder.graphs import GraphInfo, GraphWatch, StaleGraphAddress
 
 
@@ -274,19 +275,52 @@ def test_a_capture_that_does_not_begin_leaves_nothing() -> None:
     assert watched.watch.summary()["graphs"] == []
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_no_garbage_is_collected_inside_of_a_capture(fails: bool) -> None:
-    """The watch's own objects must not have a graph destroyed there; after it, all is as before."""
-    seen = []
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_as_the_program_has_it(is_on: bool) -> None:
+    """A capture collects garbage if the program does, and leaves its thresholds as they were."""
+    held: list[Any] = []
+    seen: list[bool] = []
+    phases: list[str] = []
 
     def body() -> None:
         seen.append(gc.isenabled())
-        assert not fails
+        phases.clear()
+        for _ in range(300):
+            held.append(torch.ones(1) + 1)
+            held.extend([] for _ in range(20))
+        seen.append(bool(phases))
 
-    with watching(), contextlib.suppress(AssertionError):
-        captured(body)
-    assert seen == [False]
-    assert gc.isenabled()
+    def note(phase: str, info: dict[str, int]) -> None:
+        phases.append(phase)
+
+    before, callbacks = gc.get_threshold(), list(gc.callbacks)
+    (gc.enable if is_on else gc.disable)()
+    gc.callbacks.append(note)
+    try:
+        with watching():
+            captured(body)
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert seen == [is_on, is_on]
+    assert (gc.get_threshold(), gc.callbacks) == (before, callbacks)
+
+
+def test_what_the_watch_allocates_is_not_counted() -> None:
+    """It brings no collection nearer: the threshold grows with it, and shrinks with one."""
+    own, before = Uncounted(), gc.get_threshold()
+    own.begin()
+    try:
+        with own:
+            assert not gc.isenabled()
+            held = [{number} for number in range(100)]  # sets, as none is kept to be used again
+        assert gc.isenabled()
+        assert before[0] + len(held) // 2 <= gc.get_threshold()[0] < before[0] + 2 * len(held)
+        gc.collect()
+        assert gc.get_threshold() == before
+    finally:
+        own.end()
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("inside", [True, False])
