@@ -173,10 +173,10 @@ def test_ranks_that_have_only_to_exit_are_given_a_while() -> None:
     assert not leaving.timed_out
 
 
-def test_a_process_that_stays_after_its_end_record_is_no_hang() -> None:
-    """If all came to their end; if one did not, it is what others wait for."""
+def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
+    """Nothing passes that its user has to kill."""
     stayed = rank(0, 4, is_inside=False, code=-9, end=True)
-    for other in (rank(1, 5, is_inside=True, end=True), stayed):
-        assert classify([stayed, other], timed_out=False, timeout_s=10) == Answer("", "", None)
-    waits = rank(1, 5, is_inside=True, code=-9)
-    assert classify([stayed, waits], timed_out=False, timeout_s=10, stalled_s=5)[0] == "hang"
+    ended, waits = rank(1, 5, is_inside=True, end=True), rank(1, 5, is_inside=True, code=-9)
+    for other in (ended, stayed, waits):
+        answer = classify([stayed, other], timed_out=False, timeout_s=10, stalled_s=5)
+        assert answer.what == "hang"
