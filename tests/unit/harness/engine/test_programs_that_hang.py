@@ -177,6 +177,6 @@ def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
     """Nothing passes that its user has to kill."""
     stayed = rank(0, 4, is_inside=False, code=-9, end=True)
     ended, waits = rank(1, 5, is_inside=True, end=True), rank(1, 5, is_inside=True, code=-9)
-    for other in (ended, stayed, waits):
+    for other in (ended, waits):
         answer = classify([stayed, other], timed_out=False, timeout_s=10, stalled_s=5)
         assert answer.what == "hang"
