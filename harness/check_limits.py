@@ -14,7 +14,7 @@ What is left unsaid of `throughput` is filled in, so that a case's file says all
 from typing import Any
 
 from harness.decode import refuse, take_float, take_int, take_mapping
-from harness.formula import names_in
+from harness.formula import FormulaError, names_in
 from harness.paired import LEAST_PAIRS
 from harness.yaml_source import Node
 
@@ -60,9 +60,8 @@ def _bytes_or_formula(node: Node, key: str) -> int | str:
         return take_int(node, key, minimum=1)
     try:
         unknown = sorted(names_in(node.value) - set(FORMULA_NAMES))
-    except ValueError as error:
-        expected, _, got = str(error).removesuffix(".").partition(", got ")
-        raise refuse(node, key, expected.removeprefix("Expected "), got=got) from None
+    except FormulaError as error:
+        raise refuse(node, key, error.expected, got=error.got) from None
     if unknown:
         expected = "a formula over known names"
         raise refuse(node, key, expected, got=unknown[0], legal=FORMULA_NAMES)

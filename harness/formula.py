@@ -28,7 +28,7 @@ def names_in(text: str) -> frozenset[str]:
     is a number > 0 for none of them is a mistake, whatever the run.
 
     Raises:
-        ValueError: not a formula, or never a number > 0.
+        FormulaError: not a formula, or never a number > 0.
     """
     tree, found, draw = _parse(text), set[str](), random.Random(text)
 
@@ -36,19 +36,20 @@ def names_in(text: str) -> frozenset[str]:
         found.add(name)
         return values.setdefault(name, 2.0 ** draw.uniform(0, 50))
 
-    why = ""
+    why: FormulaError | None = None
     for _ in range(TRIALS):
         values: dict[str, float] = {}
         try:
             result = _evaluate(tree, note)
         except _NoNumber as error:
-            why = why or str(error)
+            why = why or error
             continue
         if math.isfinite(result) and result > 0:
             return frozenset(found)
         never = "which it never is" if found else f"which comes to {result:g}"
-        why = why or f"Expected a number > 0, got {text!r}, {never}."
-    raise ValueError(why)
+        why = why or FormulaError("a number > 0", f"{text!r}, {never}")
+    assert why is not None
+    raise why
 
 
 def evaluate(text: str, values: Mapping[str, float]) -> float:
@@ -60,38 +61,45 @@ def evaluate(text: str, values: Mapping[str, float]) -> float:
 
     def look_up(name: str) -> float:
         if name not in values:
-            raise ValueError(f"Expected {', '.join(sorted(values))}, got the name {name}.")
+            raise FormulaError(", ".join(sorted(values)), f"the name {name}")
         return values[name]
 
     result = _evaluate(_parse(text), look_up)
     if not math.isfinite(result):
-        raise ValueError(f"Expected a finite number, got {text!r}, which comes to {result}.")
+        raise FormulaError("a finite number", f"{text!r}, which comes to {result}")
     return result
 
 
-class _NoNumber(ValueError):
+class FormulaError(ValueError):
+    """A formula that cannot be taken: what was expected, and what was got."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        self.expected, self.got = expected, got
+        super().__init__(f"Expected {expected}, got {got}.")
+
+
+class _NoNumber(FormulaError):
     """The formula has no value for these values of its names; it may have one for others."""
 
 
 def _parse(text: str) -> ast.expr:
     if len(text) > MAX_CHARS:
-        raise ValueError(f"Expected at most {MAX_CHARS} characters, got {len(text)}.")
+        raise FormulaError(f"at most {MAX_CHARS} characters", str(len(text)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of `1if`, which is refused all the same
             return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = error.msg if isinstance(error, SyntaxError) else str(error) or "too deep"
-        raise ValueError(
-            f"Expected a formula, as in 1.2 * parameters + 64 * MiB, got {text!r}: {why}."
-        ) from error
+        expected = "a formula, as in 1.2 * parameters + 64 * MiB"
+        raise FormulaError(expected, f"{text!r}: {why}") from error
 
 
 def _as_float(value: float) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise ValueError(f"Expected a number of a float's size, got {error}.") from error
+        raise FormulaError("a number of a float's size", str(error)) from error
 
 
 def _evaluate(node: ast.expr, look_up: Callable[[str], float]) -> float:
@@ -107,13 +115,9 @@ def _evaluate(node: ast.expr, look_up: Callable[[str], float]) -> float:
             try:
                 return _OPERATORS[type(op)](*pair)
             except (ZeroDivisionError, OverflowError) as error:
-                raise _NoNumber(
-                    f"Expected a number, got {ast.unparse(node)!r}: {error}."
-                ) from error
+                raise _NoNumber("a number", f"{ast.unparse(node)!r}: {error}") from error
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             if len(args) > 1:
                 return _FUNCTIONS[name](*(_evaluate(each, look_up) for each in args))
-    raise ValueError(
-        "Expected numbers, names, + - * /, brackets, min and max of several, "
-        f"got {ast.unparse(node)!r}."
-    )
+    expected = "numbers, names, + - * /, brackets, min and max of several"
+    raise FormulaError(expected, repr(ast.unparse(node)))

@@ -3,42 +3,32 @@
 A candidate that crashed by one of them is not judged: no verdict, with the name of what failed. One
 that hung is: only its own ranks know why they did not meet.
 
-    signature           ended as        and its words say                              in
+    signature           ended as        because                                        read from
     port_in_use         crashed         the address is taken; before any step          an exception
     rendezvous_timeout  crashed, hang   ranks did not all meet; before any step        an exception
     nccl_system_error   crashed         NCCL: a call of the system or network failed   an exception
     device_unavailable  crashed         CUDA gives out no GPU; before any step         an exception
     memory_error        crashed         a GPU has an uncorrectable error of memory     an exception
-    no_process          not_run         the kernel refused a process or its memory     our own words
-    forkserver_died     interrupted     the server of this machine's runs is gone      our own words
-    node_failure        interrupted     Slurm: NODE_FAIL, BOOT_FAIL, PREEMPTED, ...    our own words
+    no_process          not_run         the kernel refused a process or its memory     a field
+    forkserver_died     interrupted     the server of this machine's runs is gone      a field
+    node_failure        interrupted     Slurm: NODE_FAIL, BOOT_FAIL, PREEMPTED, ...    a field
 
 What ended a run decides, never what a check said of it. A run whose records hold a NaN, or in which
 some rank saw an illegal access, ran out of memory or refused its graph is the program's, whatever
 else was printed: trying it again would hide what was seen.
 
 What a rank printed counts for nothing. An exception counts if the rank at fault recorded it, blames
-no other, and is of a type that torch raises for its libraries; a plain RuntimeError if it begins
-with a place in gloo's sources, or with CUDA's own words. A program that says the same by chance is
-not forgiven.
+no other, and is in the table of `harness.recorder.library_errors`. A program that says the same by
+chance is not forgiven.
 """
 
-import re
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.recorder.library_errors import failures_of
 from harness.records import ErrorRecord, RankRecords, RunOutcome, RunResult, What
-
-_DISTRIBUTED = (
-    "DistError", "DistBackendError", "DistNetworkError", "DistStoreError",
-    "RendezvousTimeoutError", "RendezvousConnectionError",
-)  # fmt: skip
-"""Types that torch.distributed raises for NCCL, the store and the network."""
-_GLOO = re.compile(r"\[(?:enforce fail at )?[^\]\s]*/gloo/[^\]\s]+:\d+\] ")
-"""How what gloo throws begins: the place in its sources."""
-_CUDA = ("AcceleratorError", "RuntimeError")
-_CUDA_WORDS = "CUDA error: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,86 +36,49 @@ class Signature:
     """One failure of the machine.
 
     Attributes:
-        name: as `launch.retries` and reports call it.
+        name: as `launch.retries` and reports call it; as `Ending.machine` or the table of library
+            errors does, too.
         whats: what the run must have ended as.
-        phrases: in lower case; one of them is in what is read.
-        read: the outcome's message, where the harness words it alone, or the exception that a rank
-            recorded, of torch.distributed or of CUDA.
+        read: who says so: the engine, in the outcome, or the exception that a rank recorded.
         before_any_step: whether it counts only in a run that completed no step.
     """
 
     name: str
     whats: tuple[What, ...]
-    phrases: tuple[str, ...]
-    read: Literal["outcome", "distributed", "cuda"]
+    read: Literal["engine", "exception"]
     before_any_step: bool = False
 
 
 SIGNATURES = (
+    Signature(name="port_in_use", whats=("crashed",), read="exception", before_any_step=True),
     Signature(
-        name="port_in_use",
-        whats=("crashed",),
-        phrases=("address already in use", "eaddrinuse"),
-        read="distributed",
-        before_any_step=True,
+        name="rendezvous_timeout", whats=("crashed", "hang"), read="exception", before_any_step=True
     ),
+    Signature(name="no_process", whats=("not_run",), read="engine"),
+    Signature(name="forkserver_died", whats=("interrupted",), read="engine"),
+    Signature(name="node_failure", whats=("interrupted",), read="engine"),
+    Signature(name="nccl_system_error", whats=("crashed",), read="exception"),
     Signature(
-        name="rendezvous_timeout",
-        whats=("crashed", "hang"),
-        phrases=(
-            "rendezvoustimeouterror", "rendezvousconnectionerror", "clients joined",
-            "timed out waiting for clients", "client socket has timed out",
-        ),
-        read="distributed",
-        before_any_step=True,
+        name="device_unavailable", whats=("crashed",), read="exception", before_any_step=True
     ),
-    Signature(
-        name="no_process",
-        whats=("not_run",),
-        phrases=("resource temporarily unavailable", "cannot allocate memory"),
-        read="outcome",
-    ),
-    Signature(
-        name="forkserver_died",
-        whats=("interrupted",),
-        phrases=("the forkserver ",),
-        read="outcome",
-    ),
-    Signature(
-        name="node_failure",
-        whats=("interrupted",),
-        phrases=(
-            "ended as node_fail", "ended as boot_fail", "ended as preempted",
-            "ended as launch_failed",
-        ),
-        read="outcome",
-    ),
-    Signature(
-        name="nccl_system_error",
-        whats=("crashed",),
-        phrases=("ncclsystemerror", "nccl error: unhandled system error"),
-        read="distributed",
-    ),
-    Signature(
-        name="device_unavailable",
-        whats=("crashed",),
-        phrases=("cuda-capable device(s) is/are busy or unavailable",),
-        read="cuda",
-        before_any_step=True,
-    ),
-    Signature(
-        name="memory_error",
-        whats=("crashed",),
-        phrases=("uncorrectable ecc error encountered",),
-        read="cuda",
-    ),
-)  # fmt: skip
+    Signature(name="memory_error", whats=("crashed",), read="exception"),
+)
 
 _OF_THE_PROGRAM: tuple[What, ...] = (
     "diverged", "nonfinite", "illegal_access", "oom", "stale_address", "stale_guards", "race",
     "capture_refused", "unsupported",
 )  # fmt: skip
 """What one rank's own error may say that makes the whole run the program's."""
+
+
+def no_process(number: int) -> str:
+    """Name of the failure of a fork, by its error number; "" if that is none of the machine's."""
+    return "no_process" if number in (errno.EAGAIN, errno.ENOMEM) else ""
+
+
+def has_lost_its_groups(error: ErrorRecord) -> bool:
+    """Whether process groups were gone."""
+    return "no_group" in library_failures(error)
 
 
 def signature_of(
@@ -142,31 +95,29 @@ def signature_of(
         too_late = signature.before_any_step and any_step
         if outcome.what not in signature.whats or too_late:
             continue
-        texts = [text.lower() for text in _texts(signature, outcome, errors)]
-        if any(phrase in text for phrase in signature.phrases for text in texts):
+        if signature.read == "engine":
+            found = outcome.ending is not None and outcome.ending.machine == signature.name
+        else:
+            found = any(signature.name in library_failures(e) for e in _at_fault(outcome, errors))
+        if found:
             return signature.name
     return ""
 
 
-def _texts(
-    signature: Signature, outcome: RunOutcome, errors: Sequence[ErrorRecord]
-) -> tuple[str, ...]:
-    """Where the phrases of a signature may stand."""
-    if signature.read == "outcome":
-        return (outcome.message,)
+def library_failures(error: ErrorRecord) -> frozenset[str]:
+    """What the exception of a rank means, by the table of library errors."""
+    return failures_of(error.type, error.message)
+
+
+def _at_fault(outcome: RunOutcome, errors: Sequence[ErrorRecord]) -> list[ErrorRecord]:
+    """Errors of who is at fault, but not of who quotes what another one said."""
     # Of a hang nobody is known to be at fault: who waited in vain says what for.
-    at_fault = [e for e in errors if outcome.what == "hang" or e.rank == outcome.culprit_rank]
-    return tuple(f"{e.type}: {e.message}" for e in at_fault if _is_from(signature.read, e))
-
-
-def _is_from(source: Literal["distributed", "cuda"], error: ErrorRecord) -> bool:
-    if error.blames not in (None, error.rank):
-        return False  # it quotes what the other one said
-    if source == "cuda":
-        return error.type in _CUDA and error.message.startswith(_CUDA_WORDS)
-    if error.type in _DISTRIBUTED:
-        return True
-    return error.type == "RuntimeError" and _GLOO.match(error.message) is not None
+    return [
+        each
+        for each in errors
+        if (outcome.what == "hang" or each.rank == outcome.culprit_rank)
+        and each.blames in (None, each.rank)
+    ]
 
 
 def machine_failure(run: RunResult) -> str:

@@ -95,9 +95,7 @@ def verdict_text(verdict: Verdict) -> Text:
     line.append(f"{verdict.outcome:<12}", style=COLOURS[verdict.outcome])
     line.append(f" {verdict.case_id}")
     if verdict.outcome != "passed":
-        # `what` often starts the message already: say it once.
-        said = verdict.message.startswith(verdict.what)
-        line.append(f"  {'' if said else verdict.what + ': '}{one_line(verdict.message)}")
+        line.append(f"  {verdict.what}: {one_line(verdict.message)}")
     for check in verdict.checks:
         if verdict.outcome == "passed" and check.check == soak.NAME:
             line.append(f"  {one_line(check.message)}")  # what so many replays prove

@@ -19,7 +19,7 @@ from harness.checksum import with_checksum
 from harness.codec import Json
 from harness.disk import write_atomic, write_once
 from harness.engine.gpu_evidence import last_place
-from harness.engine.outcome import RankEvidence, classify
+from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.engine.whereabouts import place_path
 from harness.errors import UsageError
 from harness.object_file import read_object, told
@@ -188,7 +188,8 @@ def conclude(folder: Path, spec: RunSpec, parts: Sequence[Part]) -> RunOutcome:
         _evidence(folder, read_rank(rank_path(folder, rank), rank), seen.get(rank), code)
         for rank in range(spec.world_size)
     ]
-    what, message, culprit = classify(ranks, timed_out=False, timeout_s=0.0, failed_order=order)
+    answer = classify(ranks, timed_out=False, timeout_s=0.0, failed_order=order)
+    what, message, culprit, _ = answer
     if culprit is not None and ranks[culprit].silent and culprit not in seen:
         # The code is that of the command: nobody saw the rank's own.
         message = f"rank {culprit} ended without an end record; the command {_ended(code)}"
@@ -206,6 +207,7 @@ def conclude(folder: Path, spec: RunSpec, parts: Sequence[Part]) -> RunOutcome:
         ranks=tuple(rank.exit for rank in ranks),
         started_unix_s=min(part.started_unix_s for part in parts),
         wall_s=max(part.wall_s for part in parts),
+        ending=ending_of(answer, ranks),
     )
 
 

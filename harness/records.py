@@ -35,10 +35,10 @@ from harness.tolerance import Expect, tolerance_of
 __all__ = [
     "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
     "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
-    "CheckResult", "Difference", "EndRecord", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits",
-    "GraphUse", "InitialRecord", "Json", "NamesRecord", "Outcome", "PlantSpec", "RankExit",
-    "RankRecords", "Record", "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord",
-    "StepRecord",
+    "CheckResult", "CollectiveFault", "Difference", "EndRecord", "Ending", "Entered", "ErrorRecord",
+    "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord", "Json", "NamesRecord",
+    "Outcome", "Passed", "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record",
+    "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse",
     "Verdict", "What", "dumps", "parse_record", "ulp_distance",
 ]  # fmt: skip
 
@@ -74,6 +74,9 @@ UNFINISHED = "unfinished step"
 """Name of the event of a rank that fails in a run with taps: their rows so far."""
 _SORTED = json.JSONEncoder(sort_keys=True, allow_nan=False)
 
+
+Passed = Literal["", "forward", "backward", "reduce", "optimizer", "capture", "replay"]
+"""The part of a step that an exception passed through; `replay`: of a graph of a whole step."""
 
 MAX_WORLD_SIZE = 1 << 17
 """Each rank is looked for: a damaged number must not keep a reader for ever."""
@@ -302,11 +305,45 @@ class EventRecord(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamUse(Json):
+    """An operator's use of memory on a stream; `place` is `file:line` of the program."""
+
+    operator: str
+    writes: bool
+    stream: str
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceEvidence(Json):
+    """Two uses of one tensor's memory that nothing orders.
+
+    Attributes:
+        tensor: as people name it, its unit included.
+        unit: FSDP unit that holds it, "" if none does.
+        is_gradient: whether gradients are in it, of a parameter or on their way.
+    """
+
+    tensor: str
+    unit: str
+    is_gradient: bool
+    later: StreamUse
+    earlier: StreamUse
+
+
+@dataclass(frozen=True, kw_only=True)
 class ErrorRecord(Json):
     """The exception that ended the rank, already classified by the rank itself.
 
-    `blames` is the rank that had failed before, as far as this one heard of it; `module` the dotted
-    name of the innermost module at work, "" where none was, and in files older than the field.
+    All fields from `blames` on are empty where they do not apply, and in files older than they.
+
+    Attributes:
+        blames: the rank that had failed before, as far as this one heard of it.
+        module: dotted name of the innermost module at work.
+        phase: the part of a step that the exception passed through.
+        raised_at: `file.py:line function` of the innermost frame outside of torch.
+        tensors: names that the exception gives, the worst first.
+        race: the first race, of an exception of the race detector.
     """
 
     rank: int
@@ -317,6 +354,10 @@ class ErrorRecord(Json):
     traceback: str
     blames: int | None = None
     module: str = ""
+    phase: Passed = ""
+    raised_at: str = ""
+    tensors: tuple[str, ...] = ()
+    race: RaceEvidence | None = None
     kind: Literal["error"] = "error"
 
 
@@ -420,11 +461,81 @@ def _refuse_constant(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit(Json):
-    """How one rank's process ended. `code` is negative for a signal, None if it never started."""
+    """How one rank's process ended.
+
+    `code` is negative for a signal, None if it never started, which failed with `errno`.
+    """
 
     rank: int
     code: int | None
     killed_by_harness: bool = False
+    errno: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entered(Json):
+    """A collective as ranks entered it; `label` is whose it is, "" if that is not known.
+
+    `sizes` and `called_at` are those of `harness.engine.whereabouts.Place`.
+    """
+
+    operator: str
+    label: str = ""
+    in_capture: bool = False
+    sizes: str = ""
+    called_at: str = ""
+
+    def __str__(self) -> str:
+        """For people: `all_reduce of layers.1`, `all_reduce in a capture`."""
+        whose = f" of {self.label}" if self.label else ""
+        return self.operator + (whose or (" in a capture" if self.in_capture else ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFault(Json):
+    """Ranks that a collective lacks, or that are in another one than the rest of its group.
+
+    Attributes:
+        ranks: at fault.
+        entered: what they are in; None if they wait in no collective at all.
+        others: who waits for them.
+        expected: what the others are in.
+        group: global ranks that take part in it.
+        number: how many collectives of the group that makes.
+        step: of the training; None if nobody counted.
+    """
+
+    ranks: tuple[int, ...]
+    entered: Entered | None
+    others: tuple[int, ...]
+    expected: Entered
+    group: tuple[int, ...]
+    number: int
+    step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending(Json):
+    """What ended a run, in fields: those of the rank at fault, empty where nothing is known.
+
+    Attributes:
+        exception: type of what it raised.
+        signal: name of what killed it: `SIGSEGV`.
+        raised_at, phase, module: as in its `ErrorRecord`; of a rank that was killed while graphs
+            were captured, the module that it had noted.
+        tensor: the first that it names.
+        collective: why ranks waited in vain.
+        machine: name of the machine's failure, where the engine saw it (`harness.infrastructure`).
+    """
+
+    exception: str = ""
+    signal: str = ""
+    raised_at: str = ""
+    phase: Passed = ""
+    module: str = ""
+    tensor: str = ""
+    collective: CollectiveFault | None = None
+    machine: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,7 +546,7 @@ class RunOutcome(Json):
     first (the others often only report a lost connection). `from_outside`: a SIGKILL ended it that
     neither the harness sent nor, by the kernel's own count, the kernel for want of memory.
     `undecided`: nobody knows yet whether its end was its own or that of one of the runs `tied`
-    (`harness.engine.company`).
+    (`harness.engine.company`). `ending` is None in files older than the field.
     """
 
     key: str
@@ -449,11 +560,16 @@ class RunOutcome(Json):
     from_outside: bool = False
     undecided: bool = False
     tied: tuple[str, ...] = ()
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecords:
-    """One rank's decoded file. `problems` lists lines that did not decode, as 'line N: why'."""
+    """One rank's decoded file.
+
+    `problems` lists lines that did not decode, as 'line N: why'; `after_end` the first of them
+    that follows the end record.
+    """
 
     rank: int
     start: StartRecord | None
@@ -463,6 +579,7 @@ class RankRecords:
     end: EndRecord | None
     problems: tuple[str, ...]
     initial: InitialRecord | None = None
+    after_end: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,7 +606,7 @@ class Difference(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult(Json):
-    """Answer of one check. `message` is one sentence for people."""
+    """Answer of one check. `message` is for people; `ending` is of the run that was not whole."""
 
     check: str
     outcome: Outcome
@@ -497,11 +614,16 @@ class CheckResult(Json):
     message: str
     difference: Difference | None = None
     figures: dict[str, float] = field(default_factory=dict)
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Json):
-    """The answer for one case. `what` and `message` come from the first result that decided."""
+    """The answer for one case.
+
+    `what`, `message`, `difference` and `ending` come from the first result that decided, which is
+    that of `check`: "" if none did, and in files older than the field.
+    """
 
     case_id: str
     outcome: Outcome
@@ -511,3 +633,5 @@ class Verdict(Json):
     runs: dict[str, str]
     wall_s: float
     difference: Difference | None = None
+    check: str = ""
+    ending: Ending | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harness.checksum import LinesChecksum
 from harness.disk import open_plain, read_tail
+from harness.errors import one_line
 from harness.naming import with_all_names
 from harness.records import (
     SCHEMA_VERSION,
@@ -125,12 +126,15 @@ class _Reading:
         self._error: ErrorRecord | None = None
         self._end: EndRecord | None = None
         self._problems: list[str] = []
+        self._after_end: list[str] = []
         self._num_unlisted = 0
         self._initial: InitialRecord | None = None
         self._names: list[NamesRecord] = []
         self._checksum = LinesChecksum()
 
-    def problem(self, number: int, why: str) -> None:
+    def problem(self, number: int, why: str, *, after_end: bool = False) -> None:
+        if after_end and not self._after_end:
+            self._after_end.append(f"line {number}: {why}")
         if len(self._problems) < MAX_PROBLEMS:
             self._problems.append(f"line {number}: {why}")
         else:
@@ -143,7 +147,7 @@ class _Reading:
             record = parse_record(line.decode())
         except (RecordError, UnicodeDecodeError, RecursionError) as error:
             cut = "" if line.endswith(b"\n") else f"cut short after {len(line)} bytes: "
-            self.problem(number, f"{cut}{_short(error)}{after_end}")
+            self.problem(number, f"{cut}{_short(error)}{after_end}", after_end=bool(after_end))
             self._checksum.add(line)
             return
         for why in self._misplaced(record, number):
@@ -156,7 +160,7 @@ class _Reading:
                 self.problem(number, "changed since it was written: the checksum does not fit")
         self._checksum.add(line)
         if after_end:
-            self.problem(number, f"{record.kind} record after end")
+            self.problem(number, f"{record.kind} record after end", after_end=True)
         elif self._error is not None and not isinstance(record, EventRecord):
             self.problem(number, f"{record.kind} record after an error record")
         if isinstance(record, StartRecord) or record.rank == self._rank:
@@ -207,10 +211,11 @@ class _Reading:
             end=self._end,
             problems=(*self._problems, *unlisted),
             initial=self._initial,
+            after_end=tuple(self._after_end),
         )
         return with_all_names(records, self._names) if self._names else records
 
 
 def _short(error: Exception, size: int = 200) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(str(error))
     return text if len(text) <= size else f"{text[:size]}..."

@@ -1,5 +1,8 @@
 """Cases that did not pass, by cause: what happened, in which quantity, of which tensor.
 
+Of a run that did not come to its end: by exception or signal, where it was raised, and in which
+module. All of it is in fields; a case that has none of them is a cause of its own words.
+
 Numbers inside names are taken for one another: `layers.3.attn` and `layers.7.attn` that both lose a
 digest are one cause until somebody has looked.
 """
@@ -7,7 +10,7 @@ digest are one cause until somebody has looked.
 import re
 from dataclasses import dataclass
 
-from harness.records import Outcome
+from harness.records import Ending, Outcome
 from reports.summary import OUTCOME_ORDER, CaseReport, Report
 from reports.text import one_line
 
@@ -43,9 +46,22 @@ def causes(report: Report) -> tuple[Cause, ...]:
 
 
 def _words(case: CaseReport) -> str:
-    place = case.verdict.difference
-    if place is not None:
+    place, ended = case.verdict.difference, case.verdict.ending
+    if place is not None and ended is None:
         text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
+    elif ended is not None and (ended.exception or ended.signal or ended.collective):
+        text = _ending_words(ended)
     else:
-        text = case.message
+        return one_line(case.message, MAX_WORDS)
     return one_line(_NUMBER.sub("N", text), MAX_WORDS)
+
+
+def _ending_words(ended: Ending) -> str:
+    who = ended.exception or ended.signal
+    if ended.collective is not None:
+        who = f"{who} in {ended.collective.expected}".removeprefix(" in ")
+    where = [
+        f"in {ended.phase}" if ended.phase else "", ended.module,
+        f"at {ended.raised_at}" if ended.raised_at else "",
+    ]  # fmt: skip
+    return " ".join(part for part in (who, *where) if part)

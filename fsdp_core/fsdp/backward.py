@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.gradients import Use
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import Pool
@@ -189,10 +190,11 @@ class UnitBackward:
         """
         unit = self.unit
         if not group.is_unsharded or unit.gathered_event is not None:
-            raise RuntimeError(
+            raise TensorError(
                 f"Expected backward to enter unit {unit.name!r} through its outputs, but a "
                 f"gradient of {group.names[index]!r} came before: its forward must return its "
-                "tensors in tuples, lists, dicts or registered pytree nodes."
+                "tensors in tuples, lists, dicts or registered pytree nodes.",
+                group.names[index],
             )
         unit.schedule.begin_backward()
         self.is_open, self._awaited, self._awaits_all = True, set(), False

@@ -70,7 +70,7 @@ class StaleGuards(RuntimeError):
     def __init__(self, part: str, reason: str) -> None:
         self.part = part
         super().__init__(
-            f"stale_guards: {part}: {reason} was true when its compiled code was captured and is "
+            f"{part}: {reason} was true when its compiled code was captured and is "
             "not any more, so a replay would go on with an old constant. Make it a tensor, or "
             "capture again."
         )

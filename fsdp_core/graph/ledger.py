@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_core.errors import TensorError
 from fsdp_core.graph.recorder import Recording, StorageEntry
 
 Resolver = Callable[[], Mapping[str, torch.Tensor]]
@@ -28,7 +29,7 @@ Getter = Callable[[], torch.Tensor | None]
 """Looks one tensor up where the program keeps it; None if there is none now."""
 
 
-class StaleAddress(RuntimeError):
+class StaleAddress(TensorError):
     """A graph was about to be replayed over memory that is no longer what it captured.
 
     Attributes:
@@ -36,9 +37,8 @@ class StaleAddress(RuntimeError):
     """
 
     def __init__(self, names: list[str], detail: str) -> None:
-        self.names = names
         others = f" (and {', '.join(names[1:])})" if len(names) > 1 else ""
-        super().__init__(f"stale_address: {names[0]}: {detail}{others}")
+        super().__init__(f"{names[0]}: {detail}{others}", *names)
 
 
 class AddressBook(Mapping[str, torch.Tensor]):

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_core.device import opens_itself
+from fsdp_core.fsdp.pool import GRAD
 from fsdp_core.lending import Lending, is_collective
 from fsdp_core.stress.clocks import Clocks, ClockStream
 
@@ -46,6 +47,7 @@ class Named(NamedTuple):
     name: str
     unit: str
     tensor: torch.Tensor
+    is_gradient: bool = False
 
 
 class Label(NamedTuple):
@@ -88,17 +90,23 @@ class Race:
     Attributes:
         tensor: whose memory, as far as it has a name.
         unit: FSDP unit that holds the tensor, or "".
+        is_gradient: whether gradients are in it.
     """
 
     tensor: str
     unit: str
     earlier: Access
     later: Access
+    is_gradient: bool = False
+
+    @property
+    def name(self) -> str:
+        """The tensor with its unit, unless its name says that."""
+        is_said = self.tensor.startswith(self.unit)
+        return self.tensor if is_said else f"{self.tensor} of unit {self.unit}"
 
     def __str__(self) -> str:
-        is_said = self.tensor.startswith(self.unit)
-        unit = "" if is_said else f" of unit {self.unit}"
-        return f"{self.tensor}{unit}: {self.later.told()}, {self.earlier.told()}, unordered"
+        return f"{self.name}: {self.later.told()}, {self.earlier.told()}, unordered"
 
 
 class RaceFound(RuntimeError):
@@ -111,8 +119,7 @@ class RaceFound(RuntimeError):
     def __init__(self, races: list[Race]) -> None:
         self.races = races
         more = f" (and {len(races) - 1} more)" if len(races) > 1 else ""
-        lines = [f"race: {races[0]}{more}", *(f"race: {race}" for race in races[1:8])]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([f"{races[0]}{more}", *map(str, races[1:8])]))
 
 
 @dataclass
@@ -290,27 +297,29 @@ class Races(TorchDispatchMode):
     def _require_order(self, key: int, memory: _Memory, old: Access, now: Access) -> None:
         if now.stream.comes_after(old.stream, old.time):
             return
-        tensor, unit = self._name(key, memory, now)
+        tensor, unit, is_gradient = self._name(key, memory, now)
         pair = (tensor, old.operator, old.place, old.writes, now.operator, now.place, now.writes)
         if pair not in self._seen:
             self._seen.add(pair)
-            self.found.append(Race(tensor, unit, old, now))
+            self.found.append(Race(tensor, unit, old, now, is_gradient))
 
-    def _name(self, key: int, memory: _Memory, now: Access) -> tuple[str, str]:
+    def _name(self, key: int, memory: _Memory, now: Access) -> tuple[str, str, bool]:
+        """Name and unit of what lies there, and whether it is gradients."""
         if memory.label is not None:
             owner, role = memory.label
-            return f"{role} buffer", self.units.get(owner, f"number {owner}")
-        for name, unit, tensor in self.named():
+            return f"{role} buffer", self.units.get(owner, f"number {owner}"), role == GRAD
+        for name, unit, tensor, is_gradient in self.named():
             if tensor.untyped_storage()._cdata != key or not tensor.numel():
                 continue
             start = int(tensor.storage_offset()) * tensor.element_size()
             if start < now.stop and now.start < start + tensor.numel() * tensor.element_size():
-                return name, unit
+                return name, unit, is_gradient
         made = f"memory made by {memory.made_by}"
         if memory.source is None:
-            return made, ""
+            return made, "", False
         owner, role = memory.source
-        return f"{made} for the {role} buffer", self.units.get(owner, f"number {owner}")
+        unit = self.units.get(owner, f"number {owner}")
+        return f"{made} for the {role} buffer", unit, role == GRAD
 
     def _memory_of(self, storage: torch.UntypedStorage, operator: str) -> _Memory:
         key = storage._cdata

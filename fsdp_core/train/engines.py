@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_core.config import OptimConfig, TrainConfig
+from fsdp_core.errors import TensorError
 from fsdp_core.model.backend import Backend, BackendMissing, prefer_cudnn_of_torch
 from fsdp_core.model.decoder import DecoderStage, Layer, make_stages
 from fsdp_core.model.weights import init_weights
@@ -206,7 +207,7 @@ class EngineAdamW(AdamW):
         """See that every weight has a gradient (`RuntimeError`)."""
         for name, parameter in zip(self.names, self._own, strict=True):
             if parameter.grad is None:
-                raise RuntimeError(f"Expected a gradient of {name}, got none in this step.")
+                raise TensorError(f"Expected a gradient of {name}, got none in this step.", name)
 
     def zero_grad(self) -> None:
         """Forget the gradients, as users do."""

@@ -16,6 +16,12 @@ from fsdp_core.optim import AdamW
 
 _FLAT = ("main_weight", "model_weight", "gathered")
 _FLAT_GRADS = ("main_grad", "pooled")
+_GRADS = ("main_grad", "full gradient")
+
+
+def holds_gradients(name: str) -> bool:
+    """Whether a tensor of this name has gradients in it."""
+    return name.partition(" ")[2].startswith(_GRADS)
 
 
 def enter_stage(

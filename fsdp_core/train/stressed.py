@@ -12,6 +12,7 @@ from fsdp_core.parallel.axes import Axes
 from fsdp_core.stress.races import Named
 from fsdp_core.stress.stressors import Stressors
 from fsdp_core.train.engines import EngineTrainer
+from fsdp_core.train.names import holds_gradients
 from fsdp_core.train.trainer import Trainer
 
 
@@ -50,7 +51,7 @@ class StressedTrainer(Trainer):
     def _named(self) -> Iterator[Named]:
         units = {name: group.name for group in self.groups for name in (*group.names, group.name)}
         for name, tensor in self.named_tensors().items():
-            yield Named(name, units.get(name.split(" ")[0], ""), tensor)
+            yield Named(name, units.get(name.split(" ")[0], ""), tensor, holds_gradients(name))
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from fsdp_core.config import TrainConfig, refuse_not_built
 from fsdp_core.data import mix
 from fsdp_core.determinism import make_deterministic, seed_all
 from fsdp_core.device import Device
+from fsdp_core.errors import TensorError
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.compiled import Compilation
 from fsdp_core.graph.ledger import AddressBook
@@ -270,7 +271,8 @@ class Trainer:
         for group in self.groups:
             for name, parameter in zip(group.names, group.sharded, strict=True):
                 if parameter.grad is None:
-                    raise RuntimeError(f"Expected a gradient of {name}, got none in this step.")
+                    message = f"Expected a gradient of {name}, got none in this step."
+                    raise TensorError(message, name)
 
     def redigest_state(self) -> None:
         """Digest weights and moments again, eagerly: for what changed them after the step."""

@@ -138,6 +138,7 @@ class _Search:
         self._illegal: dict[Changes, str] = {}
         self._causes: list[FoundCause] = []
         self._notes: list[str] = []
+        self._open: set[str] = set()
         self._num_questions = 0
         self._others: dict[Changes, Verdict] = {}
         self._judged: Judged | None = None
@@ -151,7 +152,7 @@ class _Search:
                 self._search_others()
                 if complete := self._explains_all():
                     # What was open is explained by the causes of the other failures.
-                    self._notes = [note for note in self._notes if "fails otherwise" not in note]
+                    self._notes = [note for note in self._notes if note not in self._open]
         except NeverFails as error:
             self._notes.append(str(error))
         except OutOfBudget as error:
@@ -216,6 +217,7 @@ class _Search:
                 )
             )  # fmt: skip
         self._notes += [*found.contradictions, *found.notes]
+        self._open |= set(found.unresolved)
 
     def _search_others(self) -> None:
         """Failures of another kind that were met on the way, the smallest set of each first."""

@@ -12,7 +12,6 @@ has nothing of the user's own checkout. An editable installation of our packages
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -34,7 +33,7 @@ from harness.engine.process import die_with_parent
 from harness.errors import Infrastructure, Interrupted, UsageError, one_line
 from harness.lookup import unused
 from harness.object_file import read_object
-from harness.records import CaseSpec, ExitCode, Verdict
+from harness.records import CaseSpec, Ending, ExitCode, Verdict
 from harness.store import CASE_FILE
 
 NO_VERDICT = 125
@@ -44,8 +43,6 @@ TAIL_BYTES = 4096
 MAX_ANSWER_BYTES = 1 << 24
 _CODES = {"failed": ExitCode.FAILED, "incomparable": ExitCode.NO_VERDICT}
 """Exit codes of outcomes that can be searched for."""
-_ENDS = re.compile(r"\b(?:[A-Z]\w*(?:Error|Exception|Exit)|SIG[A-Z]+)\b")
-"""What a crash names; a crash by another one is another failure."""
 
 SHUT_OUT = """\
 import importlib.machinery, importlib.util, os, sys
@@ -218,24 +215,35 @@ def _judged(code: int | None, answers: Path, log: Path, wanted: Verdict) -> Repl
         (verdict,) = plain["verdicts"]
         # Other commits have other fields; these three are as old as verdicts.
         outcome, what, message = (str(verdict[name]) for name in ("outcome", "what", "message"))
+        ending = _ending(verdict.get("ending"))
     except (ValueError, KeyError, TypeError):
         return Reply(
             answer=UNRESOLVED, words=f"no verdict: exit code {code} {_last_line(log)}".strip()
         )
     if outcome == "passed" and code == ExitCode.PASSED:
         return Reply(answer=PASSES, words=outcome)
-    is_same = (outcome, what) == (wanted.outcome, wanted.what) and same_end(wanted, message)
+    is_same = (outcome, what) == (wanted.outcome, wanted.what) and same_end(wanted, ending)
     if is_same and code == _CODES.get(outcome):
         return Reply(answer=FAILS, words=one_line(f"{outcome} {what}".strip()))
     words = f"no verdict: {outcome} {what} {message}"
     return Reply(answer=UNRESOLVED, words=one_line(words.strip()))
 
 
-def same_end(wanted: Verdict, message: str) -> bool:
-    """Whether a run was ended by the same exception or signal, if one is named."""
-    ends = [_ENDS.search(text) for text in (wanted.message, message)]
-    named = [found and found[0] for found in ends]
-    return wanted.what != "crashed" or named[0] == named[1]
+def _ending(plain: object) -> Ending | None:
+    """The two fields that are compared, of a harness that may have others; None of an older one."""
+    if not isinstance(plain, dict):
+        return None
+    return Ending(exception=str(plain.get("exception", "")), signal=str(plain.get("signal", "")))
+
+
+def same_end(wanted: Verdict, ending: Ending | None) -> bool:
+    """Whether a run was ended by the same exception or signal; not if only one is known."""
+    if wanted.what != "crashed" or wanted.ending is None:
+        return True
+    ours = wanted.ending
+    return ending is not None and (ours.exception, ours.signal) == (
+        ending.exception, ending.signal
+    )  # fmt: skip
 
 
 def _last_line(log: Path) -> str:

@@ -39,7 +39,7 @@ def where_they_part(legs: Legs) -> Location | None:
     step = legs.first_step()
     if step is None:
         return None
-    at_step = Location(step=step, evidence=(_step_evidence(legs, step),))
+    at_step = Location(step=step, evidence=(_step_evidence(legs, step),), before_is_equal=step > 0)
     found = record_of_the_step_before(legs, at_step) if legs.has_layouts else None
     if found is None:
         found = calls_part(legs, at_step) or _losses_part(legs, at_step)

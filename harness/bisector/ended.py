@@ -7,10 +7,9 @@
     not_replayed       graphs that were not made or not used                    capture
     lost records       the first that is missing or damaged                     outside
 
-The words of errors are our own, so what they name can be read off them.
+All of it is read from fields of the outcome and of error records; what older files lack is unknown.
 """
 
-import re
 from dataclasses import replace
 
 from harness.bisector.flow import module_of
@@ -19,7 +18,17 @@ from harness.checks.complete import find_flaw
 from harness.checks.steps import rank_table
 from harness.errors import one_line
 from harness.faults.fault import Phase
-from harness.records import ErrorRecord, RunResult, What
+from harness.infrastructure import has_lost_its_groups
+from harness.records import (
+    CollectiveFault,
+    Ending,
+    ErrorRecord,
+    Passed,
+    RaceEvidence,
+    RunResult,
+    StreamUse,
+    What,
+)
 
 NAMES_ITS_TENSOR: tuple[What, ...] = ("stale_address", "race", "capture_refused", "stale_guards")
 """What a run ends with that names its own cause: a difference in the same step only follows."""
@@ -28,39 +37,11 @@ LOST: tuple[What, ...] = (
     "missing_step", "missing_rank", "corrupt_record", "record_after_end", "empty_run",
 )  # fmt: skip
 MAX_CHARS = 300
-
-_STALE = re.compile(r"^(?:stale_address: )?(.+?): (?:captured at|freed since|.*)")
-_RACE = re.compile(r"^race: (.+?): (\S+ (?:reads|writes) on stream (\S+) at .+?), (.+), unordered")
-_STREAM = re.compile(r"on stream (\S+)")
-_NEVER = re.compile(
-    r"^ranks? (?P<ranks>[\d, ]+) never entered (?P<operator>\w+)"
-    r"(?: of (?P<label>\S+)| in a capture)?"
-    r"(?: in step (?P<step>\d+))? \(collective \d+ of ranks (?P<group>[\d,]+)\)"
-)
-_ENTERED = re.compile(
-    r"^ranks? (?P<ranks>[\d, ]+) entered (?P<operator>\w+)"
-    r"(?: of (?P<label>\S+)| in a capture)? where ranks? "
-    r"(?P<others>[\d, ]+) entered (?P<expected>\w+)(?: of (?P<whose>\S+)| in a capture)?"
-    r"(?: in step (?P<step>\d+))?"
-)
-_WHERE: tuple[tuple[re.Pattern[str], Phase], ...] = (
-    (re.compile(r"_engine_run_backward|/fsdp_core/fsdp/backward\.py"), "backward"),
-    (re.compile(r"/fsdp_core/(optim\.py|fsdp/optimizer\.py)"), "optimizer"),
-    (re.compile(r"/fsdp_core/model/"), "forward"),
-    (re.compile(r"/fsdp_core/fsdp/(clip|gradients)\.py|, in _require_grads\b"), "reduce"),
-    (re.compile(r"/fsdp_core/(parallel|fsdp)/"), "forward"),
-)
-"""Files of a traceback, by what a step does there; the first that fits."""
-_IN_CAPTURE = re.compile(r"/trainer\.py\", line \d+, in _capture\b|/fsdp_core/graph/capture")
-_NO_GROUP = re.compile(
-    r"could not resolve the process group|process group has not been initialized"
-    r"|invalid process group specified", re.IGNORECASE,
-)  # fmt: skip
-"""What torch says of groups that are not there any more."""
-_AT_WORK = re.compile(r" in module ([\w.]+)")
-"""What the engine says of a rank that left no word, if the rank had noted it."""
-_NAME = re.compile(r"[\w.]+")
-_MODULE = re.compile(r"\b(layers\.\d+(?:\.\w+)*|embedding|norm|head)\b")
+_PHASES: dict[Passed, Phase] = {
+    "": "outside", "forward": "forward", "backward": "backward", "reduce": "reduce",
+    "optimizer": "optimizer", "capture": "capture", "replay": "capture",
+}  # fmt: skip
+"""What fails in the replay of a whole step is what was captured."""
 
 
 def how_it_ended(run: RunResult) -> Location | None:
@@ -71,36 +52,39 @@ def how_it_ended(run: RunResult) -> Location | None:
     rank, error = _speaker(run, flaw.rank)
     found = Location(
         step=_step(run, flaw.step, rank, error), rank=rank, ranks=() if rank is None else (rank,),
-        phase=_phase(run, flaw.what, error), quantity=flaw.what, evidence=(_told(flaw.message),),
+        phase=_phase(run, flaw.what, error), quantity=flaw.what, evidence=(_shown(flaw.message),),
     )  # fmt: skip
     if flaw.module:
         return replace(found, module=flaw.module)
     if flaw.what == "stale_address":
-        return _stale(found, error)
-    if flaw.what == "race":
-        return _race(found, error)
-    if flaw.what in ("hang", "crashed") and (waited := _collective(found, run.outcome.message)):
-        return waited
+        return _stale(found, next(iter(error.tensors), "") if error is not None else "")
+    if error is not None and flaw.what == "race" and error.race is not None:
+        return _race(found, error.race)
+    fault = _ending(run).collective
+    if flaw.what in ("hang", "crashed") and fault is not None:
+        return _waiting(found, fault)
     return _named(found, run, error)
 
 
+def _ending(run: RunResult) -> Ending:
+    return run.outcome.ending or Ending()
+
+
 def _named(found: Location, run: RunResult, error: ErrorRecord | None) -> Location:
-    """With the module that was at work, or else the first that the words name, and the tensor."""
+    """With the module that was at work, and the tensor that the error names."""
     if error is None:
-        noted = _AT_WORK.search(run.outcome.message)
-        return replace(found, module=noted[1]) if noted else found
-    if _NO_GROUP.search(error.message):
-        told = "its process groups are gone, which no step takes away: something beside the steps"
+        return replace(found, module=_ending(run).module)
+    if has_lost_its_groups(error):
+        told = "its process groups are gone, which no step takes away: something outside of steps"
         return replace(found, evidence=(*found.evidence, told))
     if found.phase == "outside":
         return found
-    named = _MODULE.search(error.message)
-    module = error.module or (named[1] if named else "")
-    starts = [each.start for each in run.ranks if each.start is not None]
-    known = {name for start in starts for name in start.tensors.get("weights", ())}
-    tensor = next((name for name in _NAME.findall(error.message) if name in known), "")
+    tensor = next(iter(error.tensors), "")
     raised = (f"it was raised in {error.module}",) if error.module else ()
-    return replace(found, module=module, tensor=tensor, evidence=(*found.evidence, *raised))
+    return replace(
+        found, module=error.module or module_of(tensor), tensor=tensor,
+        evidence=(*found.evidence, *raised),
+    )  # fmt: skip
 
 
 def _speaker(run: RunResult, culprit: int | None) -> tuple[int | None, ErrorRecord | None]:
@@ -142,28 +126,28 @@ def _phase(run: RunResult, what: What, error: ErrorRecord | None) -> Phase:
         return "outside"
     if error is None:
         # It left no word; what it noted, or those that waited for it, say what all were doing.
-        others = (each.error for each in run.ranks if each.error is not None)
-        at_capture = any(_IN_CAPTURE.search(other.traceback) for other in others)
-        return "capture" if at_capture or _AT_WORK.search(run.outcome.message) else "outside"
-    return "outside" if _NO_GROUP.search(error.message) else _phase_of_frames(run, error)
+        ending = _ending(run)
+        if ending.phase:
+            return _PHASES[ending.phase]
+        others = [each.error for each in run.ranks if each.error is not None]
+        at_capture = any(_in_graphs(other) for other in others)
+        return "capture" if at_capture or ending.module else "outside"
+    if has_lost_its_groups(error):
+        return "outside"
+    phase, config = _PHASES[error.phase], run.spec.config
+    if phase != "outside" and config.get("graph"):
+        # No step failed before it, and what captures leave behind is new in it.
+        phase = "capture" if error.step == config.get("graph_warmup_steps") else phase
+    return phase
 
 
-def _phase_of_frames(run: RunResult, error: ErrorRecord) -> Phase:
-    # A capture calls everything that a step calls.
-    if _IN_CAPTURE.search(error.traceback):
-        return "capture"
-    inside = next((phase for place, phase in _WHERE if place.search(error.traceback)), None)
-    config = run.spec.config
-    if inside and config.get("graph") and error.step == config.get("graph_warmup_steps"):
-        return "capture"  # no step failed before it, and what captures leave behind is new in it
-    return inside or "outside"
+def _in_graphs(error: ErrorRecord) -> bool:
+    return _PHASES[error.phase] == "capture"
 
 
-def _stale(found: Location, error: ErrorRecord | None) -> Location:
-    if error is None:
-        return found
-    match = _STALE.match(error.message.partition("\n")[0])
-    name = match[1] if match else ""
+def _stale(found: Location, name: str) -> Location:
+    if not name:
+        return replace(found, phase="state")
     told = f"a graph was captured over {name}, which has moved or gone since"
     return replace(
         found, phase="state", tensor=name, module=module_of(name),
@@ -171,61 +155,52 @@ def _stale(found: Location, error: ErrorRecord | None) -> Location:
     )  # fmt: skip
 
 
-def _race(found: Location, error: ErrorRecord | None) -> Location:
-    match = _RACE.match(error.message.partition("\n")[0]) if error is not None else None
-    if match is None:
-        return found
-    tensor, later, earlier = match[1], match[2], match[4]
-    streams = _STREAM.findall(f"{later} {earlier}")
-    phase: Phase = "forward"
-    if any("reduce" in stream for stream in streams) or "grad" in tensor:
-        phase = "reduce"
-    unit = tensor.rpartition(" of unit ")[2] if " of unit " in tensor else tensor.split(" ")[0]
-    module = unit if unit.startswith("layers.") else module_of(tensor)
-    if unit == "root" and phase == "forward":
+def _race(found: Location, race: RaceEvidence) -> Location:
+    streams = {race.later.stream, race.earlier.stream}
+    phase: Phase = "reduce" if "reduce" in streams or race.is_gradient else "forward"
+    module = module_of(race.tensor) if race.unit in ("", "root") else race.unit
+    if race.unit == "root" and not module and phase == "forward":
         module = "embedding"  # the first of the root's modules
-    near: Near = "after" if any("gather" in s or "reduce" in s for s in streams) else ""
+    near: Near = "after" if streams & {"gather", "reduce"} else ""
     collective = ""
     if near:
         collective = "reduce-scatter of gradients" if phase == "reduce" else "all-gather of weights"
-    told = (f"later: {later}", f"earlier: {earlier}", "no wait says which of the two comes first")
+    told = (
+        f"later: {_use(race.later)}", f"earlier: {_use(race.earlier)}",
+        "no wait says which of the two comes first",
+    )  # fmt: skip
     return replace(
-        found, phase=phase, tensor=tensor, module=module, near=near, collective=collective,
-        evidence=(f"the memory of {tensor} is used twice", *told),
+        found, phase=phase, tensor=race.tensor, module=module, near=near, collective=collective,
+        evidence=(f"the memory of {race.tensor} is used twice", *told),
     )  # fmt: skip
 
 
-def _collective(found: Location, message: str) -> Location | None:
+def _use(use: StreamUse) -> str:
+    verb = "writes" if use.writes else "reads"
+    return f"{use.operator} {verb} on stream {use.stream} at {use.place}"
+
+
+def _waiting(found: Location, fault: CollectiveFault) -> Location:
     """The collective that ranks wait in for each other, as the engine found it out."""
-    if match := _NEVER.match(message):
-        told = "the others wait in it; the ranks that are missing wait in no collective at all"
-        return _waiting(found, match, told, near="before", phase=None)
-    if match := _ENTERED.match(message):
-        whose = f" of {match['whose']}" if match["whose"] else ""
-        told = f"ranks {match['others'].strip()} are in {match['expected']}{whose}"
-        phase: Phase = "reduce" if "reduce" in match["expected"] else "forward"
-        return _waiting(found, match, told, near="in", phase=phase)
-    return None
-
-
-def _waiting(
-    found: Location, match: re.Match[str], told: str, *, near: Near, phase: Phase | None
-) -> Location:
-    ranks = tuple(int(rank) for rank in match["ranks"].split(","))
-    label = match["label"] or ""
-    step = match["step"]
-    if " in a capture" in match[0]:
+    near: Near = "before" if fault.entered is None else "in"
+    mine = fault.expected if fault.entered is None else fault.entered
+    phase: Phase | None = found.phase
+    told = "the others wait in it; the ranks that are missing wait in no collective at all"
+    if fault.entered is not None:
+        told = f"ranks {', '.join(map(str, fault.others))} are in {fault.expected}"
+        phase = "reduce" if "reduce" in fault.expected.operator else "forward"
+    if fault.expected.in_capture or mine.in_capture:
         phase = "capture"
         told += "; some capture graphs there, others do not, or are further"
     return replace(
-        found, rank=ranks[0], ranks=ranks, near=near, phase=phase or found.phase,
-        module=label if label.startswith("layers.") else "",
-        step=int(step) if step else found.step,
-        collective=match["operator"] + (f" of {label}" if label else ""),
+        found, rank=fault.ranks[0], ranks=fault.ranks, near=near, phase=phase,
+        module=mine.label if mine.label.startswith("layers.") else "",
+        step=found.step if fault.step is None else fault.step,
+        collective=mine.operator + (f" of {mine.label}" if mine.label else ""),
         evidence=(*found.evidence, told),
     )  # fmt: skip
 
 
-def _told(message: str) -> str:
+def _shown(message: str) -> str:
     text = one_line(message)
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."

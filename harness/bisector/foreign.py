@@ -182,7 +182,7 @@ def commit_run(case: CaseSpec, verdict: Verdict, asker: Asker, top: Path) -> Run
         )  # fmt: skip
         found = asker.ask(question, "").verdict
         answer = failure.answer(found)
-        if answer == "fails" and not same_end(verdict, found.message):
+        if answer == "fails" and not same_end(verdict, found.ending):
             answer = UNRESOLVED
         return Reply(answer=answer, words=brief(found))
 

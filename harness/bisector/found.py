@@ -57,6 +57,11 @@ class Location(Json):
         near: about which side of `collective` the origin lies.
         collective: what spread it, or computed it: "reduce-scatter of gradients over dp".
         element: first differing one, once somebody looked.
+        before_is_equal: whether every step before `step` is equal on every rank.
+        operation: of the collective: `all-gather` of weights, `reduce-scatter` of gradients; "" of
+            others.
+        sum_hides_rank: whether a sum over ranks does not show which of them added what is wrong.
+        from_loss: whether the wrong gradient came from the loss, so that no weight was read for it.
         evidence: a sentence for each conclusion, in the order in which they were drawn.
         unknown: a sentence for each level that could not be decided, and why.
     """
@@ -74,3 +79,7 @@ class Location(Json):
     element: Element | None = None
     evidence: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    before_is_equal: bool = False
+    from_loss: bool = False
+    operation: Literal["", "all-gather", "reduce-scatter"] = ""
+    sum_hides_rank: bool = False

@@ -46,8 +46,16 @@ class _Rank:
 
 def with_givers(found: Location, legs: Legs) -> Location:
     """The place, with the ranks at which what is wrong entered its collective."""
+    found = _looked_into(found, legs)
+    if not found.sum_hides_rank:
+        return found
+    why = "rank: the sum over ranks does not show who added what is wrong"
+    return replace(found, unknown=(*found.unknown, why))
+
+
+def _looked_into(found: Location, legs: Legs) -> Location:
     is_sum = found.quantity == "grads" and found.near in ("before", "in")
-    is_gather = found.near == "in" and found.collective.startswith("all-gather of the weights")
+    is_gather = found.near == "in" and found.operation == "all-gather"
     if found.step is None or not (is_sum or is_gather):
         return found
     name = found.tensor if is_sum else found.module
@@ -93,9 +101,8 @@ def _kind(call: GivenCall) -> tuple[str, tuple[int, ...]]:
 
 def _decided(found: Location, wrong: Sequence[int], world: int, unit: str) -> Location:
     what = "gradients" if found.quantity == "grads" else "weights"
-    into = f"into the {found.collective.partition(' of ')[0]} of {unit}"
-    unknown = tuple(each for each in found.unknown if not each.startswith("rank: "))
-    found = replace(found, unknown=unknown)
+    into = f"into the {found.operation or 'collective'} of {unit}"
+    found = replace(found, sum_hides_rank=False)
     if not wrong:
         told = f"what every rank gave {into} is equal: it went wrong in it, or after it"
         if found.phase == "backward" and found.quantity == "grads":

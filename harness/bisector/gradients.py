@@ -48,7 +48,7 @@ def _side(found: Location, tensors: Sequence[Tensor], names: list[str], legs: Le
     if not legs.has_layouts:
         told = "they are recorded as the optimizer receives them, after any reduction over ranks"
         return replace(
-            found, phase="backward", evidence=(*found.evidence, told), unknown=_whose(found, world)
+            found, phase="backward", evidence=(*found.evidence, told), sum_hides_rank=world > 1
         )
     held = {(t.name, t.rank): t.differs for t in tensors if t.name in names}
     spared = sorted({rank for (_, rank), bad in held.items() if not bad})
@@ -68,7 +68,7 @@ def _side(found: Location, tensors: Sequence[Tensor], names: list[str], legs: Le
         return replace(
             found, phase="backward", near="before" if world > 1 else "",
             collective=REDUCTION if world > 1 else "", evidence=(*found.evidence, told),
-            unknown=_whose(found, world),
+            operation="reduce-scatter" if world > 1 else "", sum_hides_rank=world > 1,
         )  # fmt: skip
     if world == 1:
         return replace(found, phase="backward")
@@ -82,21 +82,15 @@ def _side(found: Location, tensors: Sequence[Tensor], names: list[str], legs: Le
         one = units[0].partition(" ")[0] if len(units) == 1 else ROOT
         module = "" if one == ROOT else one
         found = replace(found, module=module, rank=wrong[0], ranks=tuple(wrong))
-    return replace(_reduce(found, "in", told), unknown=_whose(found, world))
+    return replace(_reduce(found, "in", told), sum_hides_rank=True)
 
 
 def _reduce(found: Location, near: str, told: str) -> Location:
     assert near in ("in", "after")
     return replace(
         found, phase="reduce", near="in" if near == "in" else "after", collective=REDUCTION,
-        evidence=(*found.evidence, told),
+        operation="reduce-scatter", evidence=(*found.evidence, told),
     )  # fmt: skip
-
-
-def _whose(found: Location, world: int) -> tuple[str, ...]:
-    if world == 1:
-        return found.unknown
-    return (*found.unknown, "rank: the sum over ranks does not show who added what is wrong")
 
 
 def _is_whole_unit(names: list[str], tensors: Sequence[Tensor]) -> bool:

@@ -9,7 +9,6 @@
 A difference comes before an end of the run in the same step or later, unless that names its cause.
 """
 
-import re
 from dataclasses import replace
 
 from harness.bisector.divergence import where_they_part
@@ -24,7 +23,8 @@ from harness.provenance import fingerprint
 from harness.records import RunResult, Verdict
 from harness.store import CaseRuns
 
-_WORST = re.compile(r"the worst rank \((\d+)\)")
+_WORST = ("rank", "growth_rank", "leak_rank")
+"""Figures of checks that are the number of the worst rank."""
 MOST_FACTS = 5
 NOTHING = Location(unknown=("everything: the records of both legs are whole and equal",))
 
@@ -119,9 +119,8 @@ def _beyond_limits(reference: RunResult, candidate: RunResult, verdict: Verdict 
     bad = next((c for c in verdict.checks if c.outcome == "failed"), None) if verdict else None
     if bad is None:
         return NOTHING
-    rank = None if bad.difference is None else bad.difference.rank
-    if rank is None and (worst := _WORST.search(bad.message)):
-        rank = int(worst[1])
+    worst = next((int(bad.figures[name]) for name in _WORST if name in bad.figures), None)
+    rank = worst if bad.difference is None else bad.difference.rank
     found = Location(
         step=None if bad.difference is None else bad.difference.step, phase="outside",
         quantity=bad.what, rank=rank, ranks=() if rank is None else (rank,),

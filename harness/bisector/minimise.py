@@ -71,6 +71,7 @@ class Causes(Json):
         num_questions: that were asked, what was known before and what is illegal not counted.
         contradictions: a sentence for each pair of answers that are not monotone.
         notes: a sentence for each thing that could not be found out, and why.
+        unresolved: the same of sets that cannot be run or fail otherwise.
     """
 
     causes: tuple[Cause, ...]
@@ -79,6 +80,7 @@ class Causes(Json):
     num_questions: int
     contradictions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unresolved: tuple[str, ...] = ()
 
 
 def _any(changes: Changes) -> bool:
@@ -120,6 +122,7 @@ class Minimiser:
         self._confirmed = {s for s, answer in self._answers.items() if answer == PASSES}
         self._found: list[Cause] = []
         self._notes: list[str] = []
+        self._open: list[str] = []
 
     # --- one answer
 
@@ -249,7 +252,7 @@ class Minimiser:
             NeverFails: all changes together do not fail.
             OutOfBudget: of the test; `best` is a `Causes` of what was found.
         """
-        self._found, self._notes, complete = [], [], False
+        self._found, self._notes, self._open, complete = [], [], [], False
         try:
             complete = self._grow_tree(limit)
             self._confirm_contradictions()
@@ -302,7 +305,9 @@ class Minimiser:
         if self._fails(rest) or not path:
             return rest, True
         if self.answer(rest) == UNRESOLVED:
-            self._note(f"without {self._words(path)} it cannot be run, or fails otherwise")
+            self._note(
+                f"without {self._words(path)} it cannot be run, or fails otherwise", is_open=True
+            )
             return None, False
         return (None if self._passes_after_all(rest) else rest), True
 
@@ -359,6 +364,7 @@ class Minimiser:
                 for small, large in self._contradicting()
             ),
             notes=tuple(self._notes),
+            unresolved=tuple(self._open),
         )
 
     def _without_one(self, kept: tuple[str, ...]) -> list[Changes]:
@@ -374,6 +380,8 @@ class Minimiser:
             return "all changes"
         return " + ".join(ordered) or "none of the changes"
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, *, is_open: bool = False) -> None:
+        if is_open and text not in self._open:
+            self._open.append(text)
         if text not in self._notes:
             self._notes.append(text)

@@ -16,7 +16,7 @@ from harness.bisector.found import Location
 from harness.bisector.legs import INPUT, OUTPUT, Legs, Row
 from harness.checks.steps import show_ranks
 
-FROM_LOSS = "it is the first gradient of its microbatch: it comes from the loss"
+_FROM_LOSS = "it is the first gradient of its microbatch: it comes from the loss"
 
 
 def calls_part(legs: Legs, at_step: Location) -> Location | None:
@@ -165,9 +165,12 @@ def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
             evidence=(*found.evidence, "nothing that later stages computed differs"),
         )  # fmt: skip
     if begins:
-        told.append(FROM_LOSS)
+        told.append(_FROM_LOSS)
         module = first.module
-    return replace(found, phase="backward", module=module, evidence=(*found.evidence, *told))
+    return replace(
+        found, phase="backward", module=module, from_loss=begins,
+        evidence=(*found.evidence, *told),
+    )  # fmt: skip
 
 
 def _of_same_microbatch(first: Row, rows: Sequence[Row]) -> list[Row]:
@@ -190,15 +193,21 @@ def _across(found: Location, num_same: int, legs: Legs) -> Location:
         return found
     if not legs.has_layouts:
         return found  # nobody knows whether ranks gather weights
-    if FROM_LOSS in found.evidence:
+    if found.from_loss:
         return found  # no weight is read on the way
     gather = f"all-gather of the weights of {unit_of(weights[0])}"
     if len(found.ranks) == 1 and num_same > 1:
         told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
-        return replace(found, near="after", collective=gather, evidence=(*found.evidence, told))
+        return replace(
+            found, near="after", collective=gather, operation="all-gather",
+            evidence=(*found.evidence, told),
+        )  # fmt: skip
     if len(found.ranks) == num_same == world:
         told = "it is wrong on every rank alike: in what they share, or before it"
-        return replace(found, near="in", collective=gather, evidence=(*found.evidence, told))
+        return replace(
+            found, near="in", collective=gather, operation="all-gather",
+            evidence=(*found.evidence, told),
+        )  # fmt: skip
     return found
 
 

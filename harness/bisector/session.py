@@ -105,6 +105,7 @@ class _Sitting:
         self._search, self._asker = search, asker
         self._folder, self._began_s = asker.folder.path, time.monotonic()
         self._before = read_findings(self._folder)
+        self._has_verdict = False
         case = search.case
         self._found = Findings(
             case_id=case.id, scenario=case.scenario, outcome="error", what="not_run",
@@ -171,6 +172,7 @@ class _Sitting:
         return found(first_apart(self._search.case, steps, self._asker, seen=keep))
 
     def _judged(self, verdict: Verdict) -> Findings:
+        self._has_verdict = True
         return replace(
             self._found, outcome=verdict.outcome, what=verdict.what, message=verdict.message
         )
@@ -178,7 +180,7 @@ class _Sitting:
     def _stop(self, found: Findings, why: str) -> Findings:
         """Keep what is known; of stages not come to in this sitting, what the last one knew."""
         if (before := self._before) is not None:
-            asked = found if found.message != NO_ANSWER else before
+            asked = found if self._has_verdict else before
             found = replace(
                 found, outcome=asked.outcome, what=asked.what, message=asked.message,
                 **{name: getattr(found, name) or getattr(before, name) for name in _OF_STAGES},

@@ -70,7 +70,7 @@ def since(place: Location | None) -> str:
         return "before step 0"
     if place.step == 0:
         return "the first step"
-    if not any(told.startswith(("step 0 is equal", "steps 0 to ")) for told in place.evidence):
+    if not place.before_is_equal:
         return f"step {place.step}"
     before = "step 0 is" if place.step == 1 else f"steps 0 to {place.step - 1} are"
     return f"step {place.step}; {before} equal on every rank"

@@ -39,8 +39,6 @@ NO_STEP = (
     ": the recorder saw no step of a torch optimizer after a backward pass; "
     "say where steps are with `with recorder.step():` of harness.recorder.record"
 )
-AFTER_END = "after end"
-"""How a reader of record files words its problem with a line that follows the end record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +196,9 @@ def _rank_flaw(
 def _lines_flaw(records: RankRecords) -> Flaw | None:
     rank = records.rank
     # A line after the end may be out of sequence too; what it says of itself comes first.
-    after_end = [problem for problem in records.problems if problem.endswith(AFTER_END)]
-    for problem in (*after_end, *records.problems):
+    for problem in (*records.after_end, *records.problems):
         return Flaw(
-            what="record_after_end" if after_end else "corrupt_record",
+            what="record_after_end" if records.after_end else "corrupt_record",
             message=f"rank {rank}: {problem}",
             rank=rank,
         )

@@ -130,7 +130,10 @@ def _answers(
     plan = _plan_flaw(case, runs)
     flaws = {leg: find_flaw(run) for leg, run in runs.items()}
     results = [] if plan is None else [plan]
-    results += [_records_answer(leg, runs[leg], flaw) for leg, flaw in flaws.items()]
+    results += [
+        dataclasses.replace(_records_answer(leg, run, flaws[leg]), ending=run.outcome.ending)
+        for leg, run in runs.items()
+    ]
     results.append(environment.check(reference, control, "control"))
     results.append(environment.check(reference, candidate, "candidate"))
     results.append(
@@ -385,4 +388,6 @@ def _verdict(
         },
         wall_s=wall_s,
         difference=decided.difference,
+        check=decided.check,
+        ending=decided.ending,
     )

@@ -35,8 +35,8 @@ def seen_by(row: Row) -> str:
     """`state: diverged`; in capitals what should not be."""
     if row.status != "detected":
         return row.status.upper()
-    said = f"{row.check}: {row.what}" if row.check and row.check != row.what else row.what
-    return said.removeprefix("records: ")
+    is_said = row.check in ("", "records", row.what)
+    return row.what if is_said else f"{row.check}: {row.what}"
 
 
 def steps_of(row: Row) -> str:

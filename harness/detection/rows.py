@@ -225,10 +225,7 @@ def _decided(verdict: Verdict) -> str:
         return ""
     if verdict.what in BY_NAME:
         return BY_NAME[verdict.what]
-    for answer in verdict.checks:
-        if answer.what == verdict.what and verdict.message.startswith(answer.message):
-            return answer.check.partition(":")[0]
-    return ""
+    return verdict.check.partition(":")[0]
 
 
 def _step(each: Judged) -> int | None:

@@ -24,15 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.engine.neighbours import LOST, OF_COMPANY, Decision, End, Neighbours
-from harness.engine.outcome import mentions
-from harness.infrastructure import machine_failure
+from harness.infrastructure import library_failures, machine_failure
 from harness.records import RankRecords, RunOutcome, RunResult, RunSpec, What
 from harness.shared_gpus import SHARED_GPU
 from harness.store import kept_folder, num_kept, read_outcome, save_outcome, set_aside
 from harness.streams import rank_path, read_ranks
 
-DEVICE_WORDS = ("cuda", "nccl", "cublas", "cudnn")
-"""In what a rank says, in lower case, of a failure that may be the device's."""
 REFUSED = "device_unavailable"
 """A failure of the machine (`harness.infrastructure`): no rank was given a GPU."""
 RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
@@ -247,8 +244,7 @@ def _is_own(outcome: RunOutcome, culprit: RankRecords | None) -> bool:
         return True  # by somebody, or by itself: MPS sends no signal
     if culprit is None or culprit.error is None or outcome.what in OF_COMPANY:
         return False
-    error = culprit.error
-    return not mentions(f"{error.type} {error.message} {error.traceback}", DEVICE_WORDS)
+    return "of_device" not in library_failures(culprit.error)
 
 
 # --- what a run that was made alone says ------------------------------------------------------

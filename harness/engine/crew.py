@@ -168,7 +168,7 @@ class Crew:
         except OSError as error:
             os.write(write_fd, f"fork: {error}\n".encode())
             os.close(write_fd)
-            self.watch.ended(rank, None, time.monotonic())
+            self.watch.ended(rank, None, time.monotonic(), number=error.errno or 0)
             return
         if pid == 0:
             self._become_rank(job, rank_main, rank, meeting, write_fd, leader_pid)

@@ -26,10 +26,11 @@ from harness.engine.gpu_evidence import (
 )
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.neighbours import LOST
-from harness.engine.outcome import RankEvidence, classify
+from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.watch import Limits
 from harness.errors import HarnessError
+from harness.infrastructure import no_process
 from harness.records import ExitCode, RunOutcome, RunSpec
 from harness.store import save_outcome
 from harness.streams import read_ranks
@@ -39,6 +40,8 @@ OpenStore = Callable[[socket.socket], object]
 
 NOT_RUN = 75
 """Exit code of a leader that could not lead its run: for want of memory, of descriptors, a port."""
+NO_PROCESS = 76
+"""The same where the kernel had no process or no memory left: a failure of the machine."""
 NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 EVIDENCE_TAIL_BYTES = 64 << 10
 
@@ -88,7 +91,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         )
         for records in read_ranks(here, job.spec.world_size)
     ]
-    what, message, culprit = classify(
+    answer = classify(
         ranks,
         timed_out=crew.watch.timed_out,
         stalled_s=crew.watch.patience_s if crew.watch.stalled else None,
@@ -96,6 +99,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         failed_order=crew.watch.failed_order,
         steps=_steps_of(job.spec),
     )
+    what, message, culprit, _ = answer
     remove_pipes(here, job.ranks, all_went_well=not what)
     if what == "illegal_access" and culprit is not None:
         words = kernel_words(tail_of(here / f"rank{culprit}.stderr"), here, culprit)
@@ -112,6 +116,7 @@ def _write_outcome(job: Job, crew: Crew, started_unix_s: float, memory_kills: in
         wall_s=wall_s,
         attempt=job.attempt,
         undecided=what not in LOST and job.undecided == ("failed" if what else "finished"),
+        ending=ending_of(answer, ranks),
     )
     save_outcome(here, with_sender(outcome, memory_kills))
 
@@ -137,7 +142,8 @@ def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path
     """Run `work` in a freshly forked process that dies with its parent; never returns.
 
     What goes wrong ends in `stderr_path`, and in the exit code: `NO_VERDICT` if the disk is of no
-    use to any run, `NOT_RUN` if the machine refused this one something, 1 for a mistake of ours.
+    use to any run, `NOT_RUN` or `NO_PROCESS` if the machine refused this one something, 1 for a
+    mistake of ours.
     """
     code = 1
     try:
@@ -148,7 +154,8 @@ def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path
         code = 0
     except (HarnessError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        code = int(ExitCode.NO_VERDICT) if _is_of_the_disk(error) else NOT_RUN
+        refused = NO_PROCESS if no_process(getattr(error, "errno", 0)) else NOT_RUN
+        code = int(ExitCode.NO_VERDICT) if _is_of_the_disk(error) else refused
     except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
         traceback.print_exc()
     finally:

@@ -19,14 +19,15 @@ from harness.engine.base import Slots
 from harness.engine.company import RECOVERY_S, Company
 from harness.engine.gpu_evidence import DUMP_S
 from harness.engine.gpus import mps_runs
-from harness.engine.leader import NOT_RUN, tail_of
+from harness.engine.leader import NO_PROCESS, NOT_RUN, tail_of
 from harness.engine.memory_kills import num_memory_kills, with_sender
 from harness.engine.outcome import signal_name
 from harness.engine.process import kill_group
 from harness.engine.server import STOP_TIMEOUT_S, ServerGoneError, ServerProcess
 from harness.engine.watch import Limits
 from harness.errors import Infrastructure
-from harness.records import ExitCode, RankExit, RunOutcome, RunSpec, What
+from harness.infrastructure import no_process
+from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
 from harness.store import begin_run, read_outcome, save_outcome
 
 ENTRY = "harness.worker.main:rank_main"
@@ -203,9 +204,9 @@ class LocalEngine:
             if "started" in message and message["started"] in self._active:
                 self._active[message["started"]].leader_pid = message["pid"]
             elif "exited" in message and message["exited"] in self._active:
-                self._leader_ended(message["exited"], message["status"], message.get("why", ""))
+                self._leader_ended(message["exited"], message["status"], message)
 
-    def _leader_ended(self, key: str, status: int | None, why: str) -> None:
+    def _leader_ended(self, key: str, status: int | None, message: Mapping[str, Any]) -> None:
         run = self._release(key)
         stderr = run.folder / "leader.stderr"
         words = tail_of(stderr).strip()
@@ -216,10 +217,12 @@ class LocalEngine:
         if outcome is not None:
             self._tell(run, outcome)
         elif status is None:
-            self._conclude(run, "not_run", f"the run could not be started: {why}")
-        elif status == NOT_RUN:
+            told = f"the run could not be started: {message.get('why', '')}"
+            self._conclude(run, "not_run", told, machine=no_process(message.get("errno", 0)))
+        elif status in (NOT_RUN, NO_PROCESS):
             told = words.split("\n")[-1] or "its leader does not say why"
-            self._conclude(run, "not_run", f"the run could not be led: {told}")
+            machine = "no_process" if status == NO_PROCESS else ""
+            self._conclude(run, "not_run", f"the run could not be led: {told}", machine=machine)
         elif status == ExitCode.NO_VERDICT:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
         else:
@@ -228,7 +231,8 @@ class LocalEngine:
             what = "killed" if status == -signal.SIGKILL else what
             how = f"died by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
             last = words.split("\n")[-1] or missing
-            self._conclude(run, what, f"the leader of the run {how}: {last}")
+            signal_ = signal_name(-status) if status < 0 else ""
+            self._conclude(run, what, f"the leader of the run {how}: {last}", signal_=signal_)
 
     def _server_died(self, spare: str = "") -> None:
         """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
@@ -245,7 +249,8 @@ class LocalEngine:
             if outcome is not None:
                 self._tell(run, outcome)
             else:
-                self._conclude(run, "interrupted", f"the forkserver {how} during the run")
+                told = f"the forkserver {how} during the run"
+                self._conclude(run, "interrupted", told, machine="forkserver_died")
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
         told = self._company.ended(run.spec, run.folder, outcome)
@@ -257,7 +262,9 @@ class LocalEngine:
         self._company.left(key)
         return self._active.pop(key)
 
-    def _conclude(self, run: _Active, what: What, message: str) -> None:
+    def _conclude(
+        self, run: _Active, what: What, message: str, *, machine: str = "", signal_: str = ""
+    ) -> None:
         """Write the outcome of a run whose leader could not."""
         ranks = range(run.spec.world_size)
         outcome = RunOutcome(
@@ -269,6 +276,7 @@ class LocalEngine:
             started_unix_s=run.started_unix_s,
             wall_s=time.monotonic() - run.started_s,
             attempt=run.attempt,
+            ending=Ending(machine=machine, signal=signal_),
         )
         outcome = with_sender(outcome, run.memory_kills)
         with suppress(OSError):

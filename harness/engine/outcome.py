@@ -21,22 +21,14 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import NamedTuple, get_args
 
-from harness.engine.whereabouts import Mismatch, Place, find_mismatch, find_missing
+from harness.engine.whereabouts import Mismatch, Missing, Place, find_mismatch, find_missing
+from harness.infrastructure import library_failures, no_process
 from harness.recorder import UNRECORDED
-from harness.records import ErrorRecord, RankExit, RankRecords, What
+from harness.recorder.library_errors import failures_of
+from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, What
 
-PEER_LOST = (
-    "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused",
-    "connection was likely closed", "remote process exited", "socket timeout", "timed out waiting",
-    "wait timeout after",
-    "nccl communicator was aborted", "sendbytes failed", "recvvalue failed", "failed to recv",
-)  # fmt: skip
-"""What gloo, NCCL and the store say, in lower case, of a peer that is gone or does not answer."""
-MISMATCHED = ("collective mismatch", "match expected size")
-"""What gloo says, in lower case, as it gets another message than it waits for; then it aborts."""
-ILLEGAL_ACCESS = ("illegal memory access was encountered", "cuda_error_illegal_address")
-OUT_OF_MEMORY = ("cuda out of memory", "cuda_error_out_of_memory")
 OUTSIDE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
 )
@@ -111,8 +103,44 @@ class RankEvidence:
         return self.exit.code == 0 and self.records.end is None and self.records.error is None
 
 
-Answer = tuple[What, str, int | None]
-"""What happened, one sentence, the rank that failed first."""
+_AT_WORK: dict[str, Passed] = {each: each for each in get_args(Passed)}
+
+
+class Answer(NamedTuple):
+    """What happened, one sentence, the rank that failed first, why ranks waited in vain."""
+
+    what: What
+    message: str
+    culprit: int | None
+    fault: Missing | Mismatch | None = None
+
+
+def ending_of(answer: Answer, ranks: Sequence[RankEvidence], *, machine: str = "") -> Ending | None:
+    """The answer's evidence in fields; None if nothing happened.
+
+    Args:
+        machine: name of a failure of the machine that the engine saw.
+    """
+    if not answer.what:
+        return None
+    fault = None if answer.fault is None else answer.fault.fault
+    rank = next((r for r in ranks if r.rank == answer.culprit), None)
+    if rank is None:
+        return Ending(collective=fault, machine=machine)
+    error, code = rank.records.error, rank.exit.code
+    if error is None:
+        killed = code is not None and code < 0 and not rank.still_running
+        name = signal_name(-code) if code is not None and killed else ""
+        machine = machine or no_process(rank.exit.errno)
+        phase = rank.place.phase if rank.place is not None else ""
+        return Ending(
+            signal=name, phase=_AT_WORK.get(phase, ""), module=rank.module, collective=fault,
+            machine=machine,
+        )  # fmt: skip
+    return Ending(
+        exception=error.type, raised_at=error.raised_at, phase=error.phase, module=error.module,
+        tensor=next(iter(error.tensors), ""), collective=fault, machine=machine,
+    )  # fmt: skip
 
 
 def classify(
@@ -154,7 +182,7 @@ def classify(
         return _blame_victims(victims, ordered, steps)
     if running:
         return _ended_by_harness(running, ordered)
-    return "", "", None
+    return Answer("", "", None)
 
 
 def culprit_of(ranks: Sequence[RankEvidence], failed_order: Sequence[int] = ()) -> int | None:
@@ -190,20 +218,18 @@ def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool
         return True
     if error.what not in ("", "crashed", "hang"):
         return False
-    if error.what == "hang" or mentions(error.message, PEER_LOST):
+    if error.what == "hang" or "peer_lost" in library_failures(error):
         return True
     return first_silent is not None and first_silent < place
 
 
 def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
     what, how = _how(culprit)
-    error = culprit.records.error
-    told = error.message if error is not None else culprit.stderr_tail
-    mismatch = _mismatch(ranks) if mentions(told, MISMATCHED) else None
+    mismatch = _mismatch(ranks) if "mismatched" in _failures(culprit) else None
     if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
         # Whose process gloo ends says nothing of who was wrong.
         at_fault = culprit.rank if mismatch.odd_one is None else mismatch.odd_one
-        return what, f"{mismatch}; {how}", at_fault
+        return Answer(what, f"{mismatch}; {how}", at_fault, mismatch)
     others = [r for r in ranks if r.rank != culprit.rank]
     lost = [r for r in others if r.records.error is not None or r.silent]
     ended = [r for r in others if r.still_running]
@@ -212,7 +238,13 @@ def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
         message += f"; then {_names(lost)} failed too"
     if ended:
         message += f"; {_names(ended)} ended by the harness"
-    return what, message, culprit.rank
+    return Answer(what, message, culprit.rank)
+
+
+def _failures(rank: RankEvidence) -> frozenset[str]:
+    """What its exception means, or what it printed as it died."""
+    error = rank.records.error
+    return failures_of("", rank.stderr_tail) if error is None else library_failures(error)
 
 
 def _mismatch(ranks: Sequence[RankEvidence]) -> Mismatch | None:
@@ -224,9 +256,7 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
     error, name = rank.records.error, f"rank {rank.rank}"
     if error is not None:
         told = _first_line(error.message)
-        if error.what in _SPEAKING:
-            told = told.removeprefix(f"{error.what}: ")
-        elif error.type:
+        if error.type and error.what not in _SPEAKING:
             told = f"{error.type}: {told}"
         when = f"at step {error.step}" if error.step >= 0 else "before its first step"
         return error.what or "crashed", f"{name} {when}: {told}"
@@ -243,9 +273,9 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
     how = f"rank {rank.rank} {verb} {_where(rank)}"
     if rank.module:
         how += f" in module {rank.module}"
-    if mentions(rank.stderr_tail, ILLEGAL_ACCESS):
+    if "illegal_access" in _failures(rank):
         return "illegal_access", f"{how}: CUDA illegal memory access"
-    if mentions(rank.stderr_tail, OUT_OF_MEMORY):
+    if "out_of_memory" in _failures(rank):
         return "oom", f"{how}: CUDA out of memory"
     if -code in OUTSIDE_SIGNALS:
         return "killed", f"{how}, not sent by the harness"
@@ -269,14 +299,14 @@ def _hang(
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
     if (missing := find_missing(places)) is not None:
-        return "hang", f"{missing}; {message}", missing.ranks[0]
+        return Answer("hang", f"{missing}; {message}", missing.ranks[0], missing)
     if (mismatch := find_mismatch(places)) is not None:
-        return "hang", f"{mismatch}; {message}", mismatch.odd_one
+        return Answer("hang", f"{mismatch}; {message}", mismatch.odd_one, mismatch)
     hung = _hung(running)
     if hung is not None and len(running) + len(victims) > 1:
         (rank,) = (r for r in running if r.rank == hung)
         message = f"the others waited for rank {hung}, {_where_now(rank)}{_inside(rank)}; {message}"
-    return "hang", message, hung
+    return Answer("hang", message, hung)
 
 
 def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
@@ -286,18 +316,20 @@ def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvide
         # As where the others had the time to end: the steps that it left out are what is wrong.
         missing = 0 if left.last_step is None else left.last_step + 1
         told = f"{_left(left)}: step {missing} is missing; {names} ended by the harness"
-        return "missing_step", told, left.rank
-    return "interrupted", f"the harness ended {names} for no reason on record", None
+        return Answer("missing_step", told, left.rank)
+    return Answer("interrupted", f"the harness ended {names} for no reason on record", None)
 
 
 def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
     """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
+    if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
+        return None  # all came to their end: nobody waits
     missing = find_missing(_places(ranks))
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
-    return "hang", f"{missing}; {_left(first)}", first.rank
+    return Answer("hang", f"{missing}; {_left(first)}", first.rank, missing)
 
 
 def _places(ranks: Sequence[RankEvidence]) -> dict[int, Place]:
@@ -305,7 +337,7 @@ def _places(ranks: Sequence[RankEvidence]) -> dict[int, Place]:
     found = {r.rank: r.place for r in ranks if r.place is not None}
     for r in ranks:
         error = r.records.error
-        if r.rank in found and error is not None and mentions(error.message, PEER_LOST):
+        if r.rank in found and error is not None and "peer_lost" in library_failures(error):
             found[r.rank] = replace(found[r.rank], is_inside=bool(found[r.rank].operator))
     return found
 
@@ -329,7 +361,7 @@ def _blame_victims(
 ) -> Answer:
     """All that failed say that a peer went away: look for one that left, else take the first."""
     if (left := _first_that_left(ranks, steps)) is not None:
-        return "crashed", f"{_left(left)}; then {_names(victims)} failed", left.rank
+        return Answer("crashed", f"{_left(left)}; then {_names(victims)} failed", left.rank)
     return _blame(victims[0], ranks)
 
 
@@ -386,12 +418,6 @@ def _names(ranks: Sequence[RankEvidence]) -> str:
     numbers = sorted(r.rank for r in ranks)
     listed = ", ".join(str(number) for number in numbers)
     return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
-
-
-def mentions(text: str, phrases: Sequence[str]) -> bool:
-    """Whether one of the phrases, which are in lower case, is in the text."""
-    lower = text.lower()
-    return any(phrase in lower for phrase in phrases)
 
 
 def _first_line(text: str) -> str:

@@ -18,9 +18,9 @@ from pathlib import Path
 from harness.engine.gpu_evidence import kernel_words, last_module, last_place
 from harness.engine.job_files import LOG_FILE, STARTED_AGAIN, NodeReport, Submission
 from harness.engine.leader import tail_of
-from harness.engine.outcome import Answer, RankEvidence, classify, culprit_of
+from harness.engine.outcome import Answer, RankEvidence, classify, culprit_of, ending_of
 from harness.engine.slurm_calls import OUTSIDE
-from harness.records import RankExit, RunOutcome, RunSpec
+from harness.records import RankExit, RunOutcome, RunSpec, What
 from harness.streams import read_ranks
 
 LOG_TAIL_BYTES = 8 << 10
@@ -35,15 +35,20 @@ NOISE = (
 _STEP_ENDS = re.compile(
     r"^(?:\d+: )?(?:.*\*\*\* STEP .*CANCELLED|(?P<task>srun: error: \S+: tasks? ))", re.MULTILINE
 )
+_OF_THE_MACHINE = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED")
 _TIME_UP = ("TIMEOUT", "DEADLINE")
 
 
 @dataclass(frozen=True)
 class Word:
-    """What Slurm says of a job that is over: its state, "" if it is not known, and a sentence."""
+    """What Slurm says of a job that is over: its state, "" if it is not known, and a sentence.
+
+    `exit_code` is that of its script, None if it is not known.
+    """
 
     state: str = ""
     text: str = ""
+    exit_code: int | None = None
 
 
 def needs_word(reports: Mapping[int, NodeReport]) -> bool:
@@ -80,7 +85,8 @@ def put_together(
     started = [report.started_unix_s for report in reports.values()]
     wall_s = max((report.wall_s for report in reports.values()), default=0.0)
     answer = _answer(spec, folder, submission, reports, ranks, word, wall_s)
-    what, message, culprit = _unless_suspended(answer, reports, ranks)
+    answer = _unless_suspended(answer, reports, ranks)
+    what, message, culprit, _ = answer
     if what == "illegal_access" and culprit is not None:
         words = kernel_words(tail_of(folder / f"rank{culprit}.stderr"), folder, culprit)
         message += f"; {words}" if words else ""
@@ -96,7 +102,13 @@ def put_together(
         started_unix_s=min(started, default=submission.submitted_unix_s),
         wall_s=wall_s,
         attempt=submission.attempt,
+        ending=ending_of(answer, ranks, machine=_machine(what, word)),
     )
+
+
+def _machine(what: What, word: Word) -> str:
+    """Whether Slurm took a run away for a reason of the machine."""
+    return "node_failure" if what == "interrupted" and word.state in _OF_THE_MACHINE else ""
 
 
 def _answer(
@@ -115,28 +127,28 @@ def _answer(
         return _classified(reports, ranks, spec.timeout_s)
     said = _said(submission, word, folder)
     if word.state == "OUT_OF_MEMORY":
-        return "oom", said, _first_killed(ranks)
+        return Answer("oom", said, _first_killed(ranks))
     if word.state in OUTSIDE:
-        return "interrupted", said, None
+        return Answer("interrupted", said, None)
     if word.state in _TIME_UP:
         return _out_of_time(reports, ranks, said, wall_s)
     if absent:
         return _without_report(absent, reports, ranks, said, word, folder)
-    what, message, culprit = _classified(reports, ranks, spec.timeout_s)
-    return (what, said, None) if what in ("", "interrupted") else (what, message, culprit)
+    answer = _classified(reports, ranks, spec.timeout_s)
+    return Answer(answer.what, said, None) if answer.what in ("", "interrupted") else answer
 
 
 def _unless_suspended(
     answer: Answer, reports: Mapping[int, NodeReport], ranks: Sequence[RankEvidence]
 ) -> Answer:
     """The same answer, unless it only says that time went by: Slurm had taken that away."""
-    what, message, _ = answer
-    only_waited = what == "hang" or (
-        what == "crashed" and culprit_of(_known(ranks), _failed_order(reports)) is None
+    only_waited = answer.what == "hang" or (
+        answer.what == "crashed" and culprit_of(_known(ranks), _failed_order(reports)) is None
     )
     if not only_waited or not any(report.suspended for report in reports.values()):
         return answer
-    return "interrupted", f"the job was suspended while it ran; {message}", None
+    told = f"the job was suspended while it ran; {answer.message}"
+    return Answer("interrupted", told, None, answer.fault)
 
 
 def _classified(
@@ -160,12 +172,12 @@ def _out_of_time(
     reports: Mapping[int, NodeReport], ranks: Sequence[RankEvidence], said: str, wall_s: float
 ) -> Answer:
     """Slurm's limit was up: a hang, unless a rank had failed before."""
-    what, message, culprit = classify(
+    answer = classify(
         _known(ranks), timed_out=True, timeout_s=wall_s, failed_order=_failed_order(reports)
     )
-    if what in ("", "interrupted"):
-        return "hang", said, None
-    return what, f"{said}; {message}", culprit
+    if answer.what in ("", "interrupted"):
+        return Answer("hang", said, None)
+    return answer._replace(message=f"{said}; {answer.message}")
 
 
 def _known(ranks: Sequence[RankEvidence]) -> list[RankEvidence]:
@@ -191,13 +203,14 @@ def _without_report(
     if culprit_of(_known(ranks), _failed_order(reports)) is not None:
         # A rank elsewhere failed by itself, so the rest is collateral: an agent that is told to
         # stop before it has forked its ranks has nothing to report.
-        what, message, culprit = _classified(reports, _known(ranks), 0.0)
-        return what, f"{message}; {nodes} left no report", culprit
+        answer = _classified(reports, _known(ranks), 0.0)
+        return answer._replace(message=f"{answer.message}; {nodes} left no report")
     # What a rank does can get its agent killed; it cannot make the agent leave without a report.
-    killed = any(f"exit code {128 + number}:" in word.text for number in (6, 7, 9, 11, 15))
+    killed = word.exit_code in [128 + number for number in (6, 7, 9, 11, 15)]
     began = any(rank.records.start is not None for rank in ranks)
     by_rank = killed and began and not cancelled_from_outside(folder)
-    return "crashed" if by_rank else "interrupted", f"{nodes} left no report; {said}", None
+    what: What = "crashed" if by_rank else "interrupted"
+    return Answer(what, f"{nodes} left no report; {said}", None)
 
 
 def _said(submission: Submission, word: Word, folder: Path) -> str:

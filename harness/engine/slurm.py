@@ -301,8 +301,8 @@ class SlurmEngine:
         job_id = state.job_id if state is not None else submission.job_id
         if job_id is None:
             return Word()
-        known, text = self._calls.account(job_id, submission.name)
-        return Word(state.state if state is not None else known, text)
+        known, text, exit_code = self._calls.account(job_id, submission.name)
+        return Word(state.state if state is not None else known, text, exit_code)
 
     def _give_up(self, run: _Active, state: JobState, told: str) -> RunOutcome:
         """End a job that would wait for ever."""

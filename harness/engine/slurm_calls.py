@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from harness.engine.server import server_environment
 from harness.errors import Infrastructure, UsageError, one_line
@@ -63,6 +63,14 @@ LONGEST_RETRY_S = 15.0
 
 
 Answer = TypeVar("Answer")
+
+
+class Account(NamedTuple):
+    """How a job ended: its state, '' if nobody knows, in words, and its script's exit code."""
+
+    state: str = ""
+    text: str = ""
+    exit_code: int | None = None
 
 
 pause = time.sleep
@@ -216,11 +224,11 @@ class SlurmCalls:
         for name in names:
             self._call("scancel", "--quiet", f"--user={os.getuid()}", f"--name={name}")
 
-    def account(self, job_id: int, name: str) -> tuple[str, str]:
-        """How a job ended: its state, '' if nobody knows, and what sacct or scontrol say of it."""
-        return self._from_sacct(job_id, name) or self._from_scontrol(job_id, name) or ("", "")
+    def account(self, job_id: int, name: str) -> Account:
+        """How a job ended, as sacct or scontrol say it."""
+        return self._from_sacct(job_id, name) or self._from_scontrol(job_id, name) or Account()
 
-    def _from_sacct(self, job_id: int, name: str) -> tuple[str, str] | None:
+    def _from_sacct(self, job_id: int, name: str) -> Account | None:
         fields = "State,ExitCode,NodeList,JobName"
         try:
             text = self._call(
@@ -234,9 +242,10 @@ class SlurmCalls:
             return None
         told, code, nodes, _ = ours[-1]  # of a job that was started again, the last start
         state = told.partition(" ")[0]
-        return state, f"sacct: {told}, exit code {code}, nodes {nodes}"
+        text = f"sacct: {told}, exit code {code}, nodes {nodes}"
+        return Account(state, text, _exit_code(code))
 
-    def _from_scontrol(self, job_id: int, name: str) -> tuple[str, str] | None:
+    def _from_scontrol(self, job_id: int, name: str) -> Account | None:
         try:
             text = self._call("scontrol", "-o", "show", "job", str(job_id))
         except (NoAnswer, UsageError, Infrastructure):
@@ -245,10 +254,11 @@ class SlurmCalls:
             found = dict(re.findall(r"(\w+)=(\S+)", line))
             if found.get("JobName") == name:
                 told = [found.get("Reason", "None"), found.get("ExitCode", "?")]
-                return found.get("JobState", ""), (
+                text = (
                     f"scontrol: {found.get('JobState')}, reason {told[0]}, exit code {told[1]}, "
                     f"nodes {found.get('NodeList', '?')}"
                 )
+                return Account(found.get("JobState", ""), text, _exit_code(told[1]))
         return None
 
     def _call(self, program: str, *arguments: str, script: str | None = None) -> str:
@@ -292,3 +302,9 @@ class SlurmCalls:
         if any(phrase in said.lower() for phrase in PASSING):
             raise NoAnswer(f"{program}: {said}")
         raise UsageError(f"{program} refused: {said}")
+
+
+def _exit_code(told: str) -> int | None:
+    """The first number of Slurm's `137:0`."""
+    code = told.partition(":")[0]
+    return int(code) if code.isdecimal() else None

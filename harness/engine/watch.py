@@ -100,15 +100,24 @@ class Watch:
         """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank not in self.exits]
 
-    def ended(self, rank: int, code: int | None, now_s: float, *, left_early: bool = False) -> None:
+    def ended(
+        self,
+        rank: int,
+        code: int | None,
+        now_s: float,
+        *,
+        left_early: bool = False,
+        number: int = 0,
+    ) -> None:
         """Take note that a rank ended; the first failure starts the grace of the others.
 
-        So does one that left with 0 and without an end record: the others may wait for it.
+        So does one that left with 0 and without an end record: the others may wait for it. `number`
+        is the error number of one that could not be started.
         """
         ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
             self.phase in (Phase.STACKS, Phase.KILLED) and code == -signal.SIGUSR1
         )
-        self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours)
+        self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours, errno=number)
         if ours or (code == 0 and not left_early):
             return
         if code != 0:

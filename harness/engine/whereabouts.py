@@ -21,6 +21,7 @@ from pathlib import Path
 
 from harness.codec import Json, RecordError, dumps
 from harness.disk import read_plain
+from harness.records import CollectiveFault, Entered
 
 SIZE_BYTES = 1 << 14
 IN_CAPTURE = "a capture"
@@ -67,9 +68,18 @@ class Place(Json):
     @property
     def collective(self) -> str:
         """The collective in words: `all_reduce of layers.1`, `all_reduce in a capture`."""
-        whose = f" of {self.label}" if self.label else ""
-        whose = f" in {self.label}" if self.label == IN_CAPTURE else whose
-        return f"{self.operator.rpartition('::')[2].strip('_')}{whose}"
+        return str(self.as_entered)
+
+    @property
+    def as_entered(self) -> Entered:
+        """The collective, as an outcome names it."""
+        in_capture = self.label == IN_CAPTURE
+        operator = self.operator.rpartition("::")[2].strip("_")
+        label = "" if in_capture else self.label
+        return Entered(
+            operator=operator, label=label, in_capture=in_capture, sizes=self.sizes,
+            called_at=self.called_at,
+        )  # fmt: skip
 
     def words(self, number: int) -> str:
         """The same with its step and its number in the group."""
@@ -139,6 +149,13 @@ class Missing:
     place: Place
     number: int
 
+    @property
+    def fault(self) -> CollectiveFault:
+        """The same for an outcome."""
+        place = self.place
+        others = tuple(rank for rank in place.group if rank not in self.ranks)
+        return _fault(self.ranks, None, others, place, self.number)
+
     def __str__(self) -> str:
         return f"{_names(self.ranks)} never entered {self.place.words(self.number)}"
 
@@ -161,6 +178,12 @@ class Mismatch:
         """The rank at fault, None if it cannot be told which of two sides is."""
         return self.ranks[0] if len(self.ranks) < len(self.others) else None
 
+    @property
+    def fault(self) -> CollectiveFault:
+        """The same for an outcome."""
+        entered = self.place.as_entered
+        return _fault(self.ranks, entered, self.others, self.expected, self.number)
+
     def __str__(self) -> str:
         mine, theirs = self.place, self.expected
         told = mine.collective
@@ -171,6 +194,19 @@ class Mismatch:
             f"{_names(self.ranks)} entered {told}{called} where {_names(self.others)} "
             f"entered {theirs.words(self.number)}"
         )
+
+
+def _fault(
+    ranks: tuple[int, ...],
+    entered: Entered | None,
+    others: tuple[int, ...],
+    expected: Place,
+    number: int,
+) -> CollectiveFault:
+    return CollectiveFault(
+        ranks=ranks, entered=entered, others=others, expected=expected.as_entered,
+        group=expected.group, number=number, step=expected.step if expected.step >= 0 else None,
+    )  # fmt: skip
 
 
 def _names(ranks: tuple[int, ...]) -> str:

@@ -64,7 +64,7 @@ class StaleGraphAddress(RuntimeError):
 
     def __init__(self, names: list[str], detail: str) -> None:
         self.names = names
-        super().__init__(f"stale_address: {detail}")
+        super().__init__(detail)
 
 
 @dataclass(eq=False)

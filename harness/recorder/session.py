@@ -33,6 +33,7 @@ from harness.recorder import (
     RecordsUnwritable,
     write_all,
 )
+from harness.recorder.library_errors import failures_of
 
 SCHEMA = 1
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE")
@@ -148,7 +149,7 @@ class Session:
         self.write(
             "error", step=step, what=classify(error), type=type(error).__name__,
             message=str(error)[:MESSAGE_CHARS], traceback=text[-TRACEBACK_CHARS:],
-            module=self.module_at_work(error),
+            module=self.module_at_work(error), tensors=_names(error),
         )  # fmt: skip
         self.has_failed = True
 
@@ -192,13 +193,19 @@ def _age_s() -> float:
         return 0.0
 
 
+def _names(error: BaseException) -> tuple[str, ...]:
+    """The tensors that an error of the recorder names."""
+    return tuple(getattr(error, "names", ())) if hasattr(error, "deltazero_what") else ()
+
+
 def classify(error: BaseException) -> str:
     """What an exception means, by its type; by CUDA's own words where the type says nothing."""
     if what := getattr(error, "deltazero_what", ""):
         return str(what)
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    meant = failures_of(type(error).__name__, str(error))
+    if "out_of_memory" in meant or isinstance(error, MemoryError):
         return "oom"
-    return "illegal_access" if "illegal memory access" in str(error) else "crashed"
+    return "illegal_access" if "illegal_access" in meant else "crashed"
 
 
 def enforce_determinism(seed: int | None = None) -> None:

@@ -34,13 +34,13 @@ from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
 from harness import provenance
 from harness.engine.first_failure import FirstFailure, claim, find
-from harness.engine.outcome import PEER_LOST, mentions
 from harness.engine.whereabouts import place_path
 from harness.masking import Masker
 from harness.program.launch import run_program
 from harness.program.spec import program_of
 from harness.provenance import package_version
 from harness.recorder import UNRECORDED, RecordsUnwritable
+from harness.recorder.library_errors import failures_of
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -54,9 +54,9 @@ from harness.records import (
 from harness.worker.collectives import Notes, noted
 from harness.worker.contents import ContentsFile
 from harness.worker.digest_time import digest_time_event, is_told
+from harness.worker.error_evidence import evidence_of
 from harness.worker.launched import Launched
 from harness.worker.memory_event import memory_event
-from harness.worker.module_at_work import module_of_error
 from harness.worker.observe import Observer
 from harness.worker.plant import Plant
 from harness.worker.record_file import RecordFile
@@ -266,7 +266,8 @@ class _Session:
         sys.stderr.write(text)
         before = self._failed_before(error)
         message = masker.text(str(error))[:4000]
-        if before is not None and before.told not in message:
+        quotes = isinstance(error, CaptureAborted | CaptureLost)
+        if before is not None and not quotes:
             message += f"; before that, rank {before.rank} failed: {masker.text(before.told)}"
         try:
             self.file.write(
@@ -278,7 +279,7 @@ class _Session:
                     message=message,
                     traceback=text[-8000:],
                     blames=None if before is None else before.rank,
-                    module=module_of_error(error, self.stages),
+                    **evidence_of(error, self.stages),
                 )
             )
         finally:
@@ -293,7 +294,7 @@ class _Session:
             first, why = next(iter(error.refusals.items()), (self.rank, ""))
             alone = isinstance(error, CaptureAborted) and self.rank in error.refusals
             return None if alone or first == self.rank else FirstFailure(first, why)
-        if not mentions(str(error), PEER_LOST):
+        if "peer_lost" not in failures_of(type(error).__name__, str(error)):
             return None
         found = find(self.store, PATIENCE)
         return None if found is None or found.rank == self.rank else found
@@ -318,13 +319,13 @@ _MEANINGS: dict[type[BaseException], What] = {
 
 def classify(error: BaseException) -> What:
     """What an exception means, following its causes."""
-    text = str(error)
+    meant = failures_of(type(error).__name__, str(error))
     for kind, what in _MEANINGS.items():
         if isinstance(error, kind):
             return what
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError) or meant & {"out_of_memory", "no_host_memory"}:
         return "oom"
-    if "illegal memory access" in text:
+    if "illegal_access" in meant:
         return "illegal_access"
     cause = error.__cause__ or error.__context__
     # Of a capture that another rank gave up, that rank says why.

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from torch import nn
 
+from fsdp_core.fsdp.backward import UnitBackward
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.segment import GraphedSegment
@@ -26,14 +27,14 @@ def module_of_error(error: BaseException, stages: Sequence[nn.Module]) -> str:
         The dotted name, "" if no frame belongs to a module or to the whole model only.
     """
     names = {id(module): name for stage in stages for name, module in stage.named_modules()}
-    for each in reversed([*_chain(error)]):
+    for each in reversed([*chain(error)]):
         found = [name for name in _owners(each.__traceback__, names) if name]
         if found:
             return found[-1]
     return ""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and its causes, outermost first."""
     seen: set[int] = set()
     at: BaseException | None = error
@@ -47,6 +48,7 @@ def _owners(trace: TracebackType | None, names: dict[int, str]) -> Iterator[str]
     """Names of those whose methods the frames are of, outermost first."""
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
+        owner = owner.unit if isinstance(owner, UnitBackward) else owner
         if isinstance(owner, Unit | ParamGroup):
             yield "" if owner.name == "root" else owner.name
         elif isinstance(owner, nn.Module):

@@ -147,7 +147,8 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as error:
-            _send(self._control, {"exited": key, "status": None, "why": str(error)})
+            why = {"why": str(error), "errno": error.errno}
+            _send(self._control, {"exited": key, "status": None, **why})
             return
         if pid == 0:
             die_as_child_of(mine, self._leader_work(command, folder), folder / "leader.stderr")

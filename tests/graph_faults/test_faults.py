@@ -86,7 +86,7 @@ RIGHT = _shown([2.0, 1.5, 1.0], [1, 2, 3])
         (_shown([2.0, 1.5, 1.0], [1, 0, 3]), "· | · | · | 1", "· / 1"),
         (_shown([2.0, 1.5, 1.0], [1, 2, 3], weights="v"), "· | · | end | ·", "· / ·"),
         (
-            _shown([2.0], [1], weights="", stopped_at=1, said="RaceFound: race: x"),
+            _shown([2.0], [1], weights="", stopped_at=1, said="RaceFound: x"),
             "stop 1 | stop 1 | stop 1 | stop 1",
             "stop 1",
         ),
@@ -114,7 +114,7 @@ def test_the_first_step_of_all_ranks_counts() -> None:
 
 def test_only_the_ledger_is_the_ledger() -> None:
     """A run that stops for another reason under the ledger was not stopped by it."""
-    stale = _shown([2.0], [1], stopped_at=1, said="StaleAddress: stale_address: w: moved")
+    stale = _shown([2.0], [1], stopped_at=1, said="StaleAddress: w: moved")
     other = replace(stale, said="RuntimeError: no")
     legs = Legs([RIGHT], {}, {"ledger": [stale]}, [])
     assert cells(legs, "ledger") == "stop 1"

@@ -111,6 +111,8 @@ def test_records_out_of_place_stay_visible(tmp_path: Path) -> None:
     """A step that comes twice or after the end is not dropped, so that checks can see it."""
     got = read(tmp_path, start(), step(0), step(0), end(), step(1))
     assert [s.step for s in got.steps] == [0, 0, 1]
+    assert got.after_end == ("line 5: step record after end",)
+    assert read(tmp_path, start(), step(0), step(0), end()).after_end == ()
 
 
 def test_a_last_record_without_its_newline_counts(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_a_race_names_tensor_unit_streams_and_places() -> None:
         races.require_none()
     first = str(caught.value).splitlines()[0]
     assert first.startswith(
-        "race: head.bias of unit root: aten::add_ writes on stream default at test_races.py:"
+        "head.bias of unit root: aten::add_ writes on stream default at test_races.py:"
     )
     assert "aten::zero_ writes on stream gather at test_races.py:" in first
     assert first.endswith("unordered (and 1 more)")

@@ -22,7 +22,7 @@ from harness.checksum import with_checksum
 from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
 from harness.object_file import read_object
-from harness.records import CaseSpec, Outcome, RunSpec, Verdict, What
+from harness.records import CaseSpec, Ending, Outcome, RunSpec, Verdict, What
 
 CLI = """\
 import json, sys
@@ -215,22 +215,32 @@ def test_a_nondeterministic_reference_can_be_searched_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("message", "answer"),
+    ("ending", "answer"),
     [
-        ("rank 1: RuntimeError: sizes 4 and 6", "fails"),
-        ("rank 0: RuntimeError: sizes 2 and 3", "fails"),
-        ("rank 1: ImportError: no name", "unresolved"),
-        ("rank 1 was killed by SIGSEGV", "unresolved"),
-        ("rank 1 ended", "unresolved"),
+        (Ending(exception="RuntimeError", raised_at="unit.py:9 gather"), "fails"),
+        (Ending(exception="ImportError"), "unresolved"),
+        (Ending(signal="SIGSEGV"), "unresolved"),
+        (Ending(), "unresolved"),
+        (None, "unresolved"),
     ],
 )
-def test_a_crash_is_the_same_by_what_it_names(tmp_path: Path, message: str, answer: str) -> None:
+def test_a_crash_is_the_same_by_what_ended_it(
+    tmp_path: Path, ending: Ending | None, answer: str
+) -> None:
     """Old code crashes for reasons of its own, which are not what is searched for."""
     wanted = dataclasses.replace(
-        verdict("failed", "crashed"), message="rank 1: RuntimeError: sizes 4 and 6"
-    )
-    made = install(tmp_path, dataclasses.replace(wanted, message=message), 1)
+        verdict("failed", "crashed"), message="ValueError, SIGBUS",
+        ending=Ending(exception="RuntimeError"),
+    )  # fmt: skip
+    made = install(tmp_path, dataclasses.replace(wanted, ending=ending), 1)
     assert run_of(tmp_path, wanted)(made).answer == answer
+
+
+def test_a_crash_of_an_older_verdict_is_any_crash(tmp_path: Path) -> None:
+    """Nobody wrote down what ended it."""
+    wanted = verdict("failed", "crashed")
+    made = install(tmp_path, dataclasses.replace(wanted, ending=Ending(signal="SIGBUS")), 1)
+    assert run_of(tmp_path, wanted)(made).answer == "fails"
 
 
 def test_a_commit_that_does_not_import_says_nothing(tmp_path: Path) -> None:

@@ -1,145 +1,171 @@
 """Runs that died, hung or stopped themselves: what their last words are made into."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from harness.bisector.ended import how_it_ended
 from harness.bisector.locate import between
 from harness.checks.answer import failed
-from harness.records import ErrorRecord, RunResult, Verdict, What
+from harness.records import (
+    CollectiveFault,
+    Ending,
+    Entered,
+    ErrorRecord,
+    Passed,
+    RaceEvidence,
+    RunResult,
+    StreamUse,
+    Verdict,
+    What,
+)
 from tests.unit.harness.bisector.small_model import calls_from, edited, floats, run_of
 
-STALE = "stale_address: layers.0.attn.norm.weight: captured at 0x561a, now at 0x561b (and root)"
-STALE_BUFFER = "stale_address: layers.0 full gradient: captured at 0x561a, now at 0x561b"
-RACE = (
-    "race: root main_weight: aten::copy_ reads on stream gather at param_group.py:287, "
-    "aten::_fused_adamw_ writes on stream main at optim.py:49, unordered (and 2 more)"
-)
+NORM = "layers.0.attn.norm.weight"
 MEMORY = "memory made by aten::new_empty at gradients.py:230 for the grad buffer of unit layers.1"
-RACE_GRAD = (
-    f"race: {MEMORY}: reuse writes on stream main at streams.py:66, "
-    "c10d::_reduce_scatter_base_ writes on stream reduce at collectives.py:32, unordered"
+
+
+def use(operator: str, stream: str, *, writes: bool = True) -> StreamUse:
+    return StreamUse(operator=operator, writes=writes, stream=stream, place="x.py:1")
+
+
+RACE = RaceEvidence(
+    tensor="root main_weight", unit="root", is_gradient=False,
+    later=use("aten::copy_", "gather", writes=False), earlier=use("aten::_fused_adamw_", "main"),
+)  # fmt: skip
+RACE_GRAD = RaceEvidence(
+    tensor=MEMORY, unit="layers.1", is_gradient=True,
+    later=use("reuse", "main"), earlier=use("c10d::_reduce_scatter_base_", "reduce"),
+)  # fmt: skip
+GATHER = Entered(operator="allgather_base", label="layers.1")
+NEVER = CollectiveFault(
+    ranks=(1,), entered=None, others=(0,), expected=GATHER, group=(0, 1), number=50, step=2
 )
-NEVER = (
-    "rank 1 never entered allgather_base of layers.1 in step 2 (collective 50 of ranks 0,1); time "
-    "was up after 30 s; still running: rank 0 after step 1"
-)
-ENTERED = (
-    "rank 1 entered allreduce where rank 0 entered reduce_scatter_base of layers.0 in step 2 "
-    "(collective 9 of ranks 0,1); time was up"
-)
-CAPTURING = (
-    "rank 1 entered all_reduce where rank 0 entered allgather_base in a capture in step 2 "
-    "(collective 47 of ranks 0,1); time was up"
-)
-IN_CAPTURE = '  File "/x/fsdp_core/graph/capture.py", line 9, in capture\n'
+ENTERED = dataclasses.replace(
+    NEVER, entered=Entered(operator="allreduce"),
+    expected=Entered(operator="reduce_scatter_base", label="layers.0"),
+)  # fmt: skip
+CAPTURING = dataclasses.replace(
+    NEVER, entered=Entered(operator="all_reduce"),
+    expected=Entered(operator="allgather_base", in_capture=True),
+)  # fmt: skip
 
 
 def ended(
-    what: What, message: str, *, rank: int = 1, traceback: str = "", module: str = ""
+    what: What, message: str = "boom", *, rank: int = 1, ending: Ending | None = None, **fields: Any
 ) -> RunResult:
-    """A graphed run that a rank ended in step 2."""
+    """A graphed run that a rank ended in step 2, with these fields of its error record."""
     run = run_of(graph=("attn",))
     error = ErrorRecord(
-        rank=rank, step=2, what=what, type="Error", message=message, traceback=traceback,
-        module=module,
-    )  # fmt: skip
+        rank=rank, step=2, what=what, type="Error", message=message, traceback="", **fields
+    )
     ranks = tuple(
         dataclasses.replace(
             each, steps=each.steps[:2], end=None, error=error if each.rank == rank else None
         )
         for each in run.ranks
     )
-    told = message.removeprefix(f"{what}: ")
-    outcome = dataclasses.replace(run.outcome, what=what, message=told, culprit_rank=rank)
+    outcome = dataclasses.replace(
+        run.outcome, what=what, message=message, culprit_rank=rank, ending=ending
+    )
     return dataclasses.replace(run, ranks=ranks, outcome=outcome)
 
 
+def silent(run: RunResult) -> RunResult:
+    """The same, where no rank left a record of its end."""
+    ranks = tuple(dataclasses.replace(each, error=None) for each in run.ranks)
+    return dataclasses.replace(run, ranks=ranks)
+
+
 @pytest.mark.parametrize(
-    ("what", "message", "expected"),
+    ("what", "fields", "expected"),
     [
-        ("stale_address", STALE, ("state", "layers.0.attn.norm", "layers.0.attn.norm.weight")),
-        ("stale_address", STALE_BUFFER, ("state", "layers.0", "layers.0 full gradient")),
-        ("race", RACE, ("forward", "embedding", "root main_weight")),
-        ("race", RACE_GRAD, ("reduce", "layers.1", MEMORY)),
-        ("oom", "out of memory", ("outside", "", "")),
-        ("capture_refused", "layers.0.attn reads a value on the host",
+        ("stale_address", {"tensors": (NORM, "root")}, ("state", "layers.0.attn.norm", NORM)),
+        ("stale_address", {"tensors": ("layers.0 full gradient",)},
+         ("state", "layers.0", "layers.0 full gradient")),
+        ("race", {"race": RACE}, ("forward", "embedding", "root main_weight")),
+        ("race", {"race": RACE_GRAD}, ("reduce", "layers.1", MEMORY)),
+        ("oom", {}, ("outside", "", "")),
+        ("capture_refused", {"phase": "capture", "module": "layers.0.attn"},
          ("capture", "layers.0.attn", "")),
+        ("stale_address", {}, ("state", "", "")),
+        ("race", {}, ("outside", "", "")),
     ],
 )  # fmt: skip
 def test_an_error_that_names_its_tensor_is_a_place(
-    what: What, message: str, expected: tuple[str, str, str]
+    what: What, fields: dict[str, Any], expected: tuple[str, str, str]
 ) -> None:
-    """Step and rank are the error's, module and tensor those that it names."""
-    found = between(run_of(), ended(what, message))
+    """Step and rank are the error's, module and tensor those of its fields; words say nothing."""
+    words = "stale_address: layers.9.mlp.w1: captured at 0x1; race: head: a reads on stream b at c"
+    found = between(run_of(), ended(what, words, **fields))
     assert (found.phase, found.module, found.tensor) == expected
     assert (found.step, found.rank, found.ranks) == (2, 1, (1,))
 
 
-def test_a_failure_while_a_graph_is_made_is_of_the_capture() -> None:
-    """The traceback says what was under way."""
-    found = between(run_of(), ended("crashed", "planted", traceback=IN_CAPTURE))
-    assert found.phase == "capture"
-
-
 @pytest.mark.parametrize(
-    ("message", "near", "ranks", "collective"),
+    ("fault", "near", "ranks", "collective"),
     [
         (NEVER, "before", (1,), "allgather_base of layers.1"),
         (ENTERED, "in", (1,), "allreduce"),
     ],
 )
 def test_a_hang_names_the_collective_and_who_is_missing(
-    message: str, near: str, ranks: tuple[int, ...], collective: str
+    fault: CollectiveFault, near: str, ranks: tuple[int, ...], collective: str
 ) -> None:
     """Who waits in vain is not at fault."""
-    run = ended("hang", message, rank=0)
-    silent = tuple(dataclasses.replace(each, error=None) for each in run.ranks)
-    found = between(run_of(), dataclasses.replace(run, ranks=silent))
+    run = silent(ended("hang", rank=0, ending=Ending(collective=fault)))
+    found = between(run_of(), run)
     assert (found.near, found.ranks, found.collective, found.step) == (near, ranks, collective, 2)
 
 
 def test_ranks_that_meet_a_capture_in_the_wrong_collective_are_of_the_capture() -> None:
     """One rank captures where another does not: neither the model nor its reduction is at fault."""
-    run = ended("hang", CAPTURING, rank=0)
-    silent = tuple(dataclasses.replace(each, error=None) for each in run.ranks)
-    found = between(run_of(), dataclasses.replace(run, ranks=silent))
+    run = silent(ended("hang", rank=0, ending=Ending(collective=CAPTURING)))
+    found = between(run_of(), run)
     assert (found.phase, found.near, found.rank, found.step) == ("capture", "in", 1, 2)
 
 
-def test_the_module_that_raised_outranks_those_that_words_name() -> None:
-    """The record's module is where it was raised; words may name what it was raised about."""
-    raised = ended("crashed", "embedding is odd", traceback=IN_CAPTURE, module="layers.1.mlp")
+def test_a_module_is_the_one_that_raised_never_one_that_words_name() -> None:
+    """A message may say anything."""
+    raised = ended("crashed", "embedding is odd", phase="capture", module="layers.1.mlp")
     assert between(run_of(), raised).module == "layers.1.mlp"
-    told = ended("crashed", "embedding is odd", traceback=IN_CAPTURE)
-    assert between(run_of(), told).module == "embedding"
+    said = ended("crashed", "embedding is odd", phase="capture")
+    assert between(run_of(), said).module == ""
 
 
 def test_a_parameter_that_an_error_names_is_its_tensor() -> None:
-    """As far as there is one of that name on any rank."""
-    frames = '  File "/x/fsdp_core/fsdp/backward.py", line 1, in f\n'
-    words = "a gradient of 'layers.0.attn.norm.weight' came before layers.9.attn.norm.weight"
-    found = between(run_of(), ended("crashed", words, traceback=frames))
-    assert (found.phase, found.tensor) == ("backward", "layers.0.attn.norm.weight")
+    """And its module, where no module was at work."""
+    found = between(run_of(), ended("crashed", phase="backward", tensors=(NORM, "head.weight")))
+    assert (found.phase, found.tensor, found.module) == ("backward", NORM, "layers.0.attn.norm")
 
 
 def test_a_rank_without_its_process_group_failed_outside_of_the_step() -> None:
     """Whatever it wanted to exchange: no step takes groups away."""
-    frames = '  File "/x/fsdp_core/parallel/collectives.py", line 1, in f\n'
     words = "Could not resolve the process group registered under the name 0"
-    found = between(run_of(), ended("crashed", words, traceback=frames, module="layers.0"))
+    found = between(run_of(), ended("crashed", words, phase="forward", module="layers.0"))
     assert (found.phase, found.module) == ("outside", "")
 
 
 def test_a_rank_that_was_killed_in_a_capture_is_where_it_noted() -> None:
     """It left no word but the module that it was in, which is noted in captures alone."""
-    killed = ended(
-        "killed", "rank 1 died by SIGKILL after step 1 in module layers.0.attn, not by us"
-    )
-    silent = tuple(dataclasses.replace(each, error=None) for each in killed.ranks)
-    found = between(run_of(), dataclasses.replace(killed, ranks=silent))
+    ending = Ending(signal="SIGKILL", module="layers.0.attn")
+    found = between(run_of(), silent(ended("killed", ending=ending)))
     assert (found.phase, found.module, found.rank) == ("capture", "layers.0.attn", 1)
+
+
+def test_a_rank_of_a_program_that_hung_is_where_it_said() -> None:
+    """Asked as it hung, it named phase and module, which need not be of a capture."""
+    ending = Ending(phase="backward", module="encoder")
+    found = between(run_of(), silent(ended("hang", ending=ending)))
+    assert (found.phase, found.module) == ("backward", "encoder")
+
+
+def test_a_run_folder_older_than_the_fields_has_an_unknown_place() -> None:
+    """It still has a step and a rank, and is not misread."""
+    words = "rank 1 never entered allgather_base of layers.1 in step 2 (collective 5 of ranks 0,1)"
+    found = between(run_of(), silent(ended("hang", words)))
+    assert (found.module, found.collective, found.phase, found.rank) == ("", "", "outside", 1)
 
 
 def test_a_difference_before_the_end_comes_first() -> None:
@@ -153,24 +179,20 @@ def test_a_difference_before_the_end_comes_first() -> None:
 
 def test_a_stale_address_outranks_the_difference_that_follows_from_it() -> None:
     """In the same step the ledger names the cause, the digests its effect."""
-    wrong = edited(ended("stale_address", STALE), {1: calls_from("norm:output")}, step=1)
+    wrong = edited(ended("stale_address", tensors=(NORM,)), {1: calls_from("norm:output")}, step=1)
     assert between(run_of(), wrong).step == 1
-    found = between(run_of(), ended("stale_address", STALE))
-    assert found.tensor == "layers.0.attn.norm.weight"
+    found = between(run_of(), ended("stale_address", tensors=(NORM,)))
+    assert found.tensor == NORM
 
 
 @pytest.mark.parametrize(
-    ("frame", "phase"),
-    [
-        ("/x/fsdp_core/model/gqa.py", "forward"), ("/x/fsdp_core/fsdp/backward.py", "backward"),
-        ("/x/fsdp_core/optim.py", "optimizer"), ("/x/fsdp_core/fsdp/clip.py", "reduce"),
-        ("/x/harness/worker/main.py", "outside"),
-    ],
+    ("passed", "phase"),
+    [("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"),
+     ("reduce", "reduce"), ("capture", "capture"), ("replay", "capture"), ("", "outside")],
 )  # fmt: skip
-def test_a_crash_is_of_the_phase_in_which_it_happened(frame: str, phase: str) -> None:
-    """The frames of its traceback say what the step was doing."""
-    traceback = f'  File "{frame}", line 1, in f\n'
-    assert between(run_of(), ended("crashed", "boom", traceback=traceback)).phase == phase
+def test_a_crash_is_of_the_phase_in_which_it_happened(passed: Passed, phase: str) -> None:
+    """As the rank noted it; a replay of a whole step is what was captured."""
+    assert between(run_of(), ended("crashed", phase=passed)).phase == phase
 
 
 def test_memory_that_grows_is_led_to_the_step_from_which_it_does() -> None:
@@ -179,7 +201,7 @@ def test_memory_that_grows_is_led_to_the_step_from_which_it_does() -> None:
     for step in (2, 3):
         edit = floats(live_bytes=1 + 64 * step)
         candidate = edited(candidate, {1: edit}, step=step)
-    bad = failed("peak_memory", "memory_regression", "grew by 9 bytes on the worst rank (1), so")
+    bad = failed("peak_memory", "memory_regression", "it grew", growth_rank=1.0)
     verdict = Verdict(
         case_id="x", outcome="failed", what="memory_regression", message="", checks=(bad,),
         runs={}, wall_s=0.0,

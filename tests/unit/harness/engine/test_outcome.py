@@ -1,15 +1,19 @@
 """What happened, and whose fault: one row a situation."""
 
+import errno
 import signal
 from dataclasses import replace
 
 import pytest
 
-from harness.engine.outcome import RankEvidence, classify, signal_name
-from harness.engine.whereabouts import Place
+from harness.engine.outcome import RankEvidence, classify, ending_of, signal_name
+from harness.engine.whereabouts import Mismatch, Place
 from harness.records import (
     SCHEMA_VERSION,
+    CollectiveFault,
+    Ending,
     EndRecord,
+    Entered,
     ErrorRecord,
     FloatBits,
     RankExit,
@@ -261,8 +265,15 @@ def test_a_stall_names_the_rank_that_a_collective_lacks() -> None:
         replace(stuck(0, WAITING), place=inside),
         replace(stuck(1, SLEEPING), place=outside),
     ]
-    what, message, culprit = classify(ranks, timed_out=False, timeout_s=5.0, stalled_s=2.0)
+    answer = classify(ranks, timed_out=False, timeout_s=5.0, stalled_s=2.0)
+    what, message, culprit, _ = answer
     assert (what, culprit) == ("hang", 1)
+    gather = Entered(operator="allgather_base", label="layers.1")
+    ending = ending_of(answer, ranks)
+    assert ending is not None
+    assert ending.collective == CollectiveFault(
+        ranks=(1,), entered=None, others=(0,), expected=gather, group=(0, 1), number=9, step=3
+    )
     assert message.startswith(
         "rank 1 never entered allgather_base of layers.1 in step 3 (collective 9 of ranks 0,1); "
         "no rank recorded anything for 2 s; still running: rank 0 "
@@ -286,8 +297,16 @@ def test_a_wrong_collective_is_named_in_a_hang() -> None:
         )
         for n in range(3)
     ]
-    what, message, culprit = classify(ranks, timed_out=True, timeout_s=9.0)
+    answer = classify(ranks, timed_out=True, timeout_s=9.0)
+    what, message, culprit, _ = answer
     assert (what, culprit) == ("hang", 2)
+    ending = ending_of(answer, ranks)
+    assert ending is not None
+    assert ending.collective == CollectiveFault(
+        ranks=(2,), entered=Entered(operator="allreduce", label="root"), others=(0, 1),
+        expected=Entered(operator="allgather_base", label="root"), group=(0, 1, 2), number=142,
+        step=20,
+    )  # fmt: skip
     assert message.startswith("rank 2 entered allreduce of root where ranks 0, 1 entered allgather")
 
 
@@ -301,17 +320,52 @@ def test_whom_gloo_aborts_is_not_who_was_wrong() -> None:
             rank(2, 1, what="crashed", message=GLOO_LOST), "_allgather_base_", "layers.0"
         ),
     ]
-    what, message, culprit = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
+    answer = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
+    what, message, culprit, fault = answer
+    assert isinstance(fault, Mismatch)
     assert (what, culprit) == ("crashed", 2)
     assert message.startswith("rank 2 entered allgather_base of layers.0 where ranks 0, 1 entered")
     assert "rank 0 died by SIGABRT" in message
     other = [replace(ranks[0], stderr_tail="assertion failed"), *ranks[1:]]
-    _, _, culprit = classify(other, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
-    assert culprit == 0, "it died of something else"
+    left = classify(other, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
+    assert left.culprit == 0, "it died of something else"
 
 
 def test_a_killed_rank_is_told_with_the_module_that_it_was_in() -> None:
     """Where it noted one."""
     dead = replace(rank(1, -9), module="layers.0.attn")
-    _, message, _ = classify([good(0), dead], timed_out=False, timeout_s=1.0)
-    assert message.startswith("rank 1 died by SIGKILL after step 2 in module layers.0.attn, not")
+    answer = classify([good(0), dead], timed_out=False, timeout_s=1.0)
+    assert ending_of(answer, [good(0), dead]) == Ending(signal="SIGKILL", module="layers.0.attn")
+    assert answer.message.startswith(
+        "rank 1 died by SIGKILL after step 2 in module layers.0.attn, not"
+    )
+
+
+def test_an_exception_ends_a_run_with_what_its_rank_noted() -> None:
+    """Its type, place, phase, module and tensor are fields; nobody reads them off the message."""
+    raised = rank(1, 1, what="crashed", message="boom")
+    assert raised.records.error is not None
+    noted = replace(
+        raised.records.error, type="TensorError", raised_at="unit.py:9 close", phase="backward",
+        module="layers.0", tensors=("layers.0.mlp.w1", "head"),
+    )  # fmt: skip
+    raised = replace(raised, records=replace(raised.records, error=noted))
+    answer = classify([good(0), raised], timed_out=False, timeout_s=1.0)
+    assert ending_of(answer, [good(0), raised]) == Ending(
+        exception="TensorError", raised_at="unit.py:9 close", phase="backward",
+        module="layers.0", tensor="layers.0.mlp.w1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "machine"),
+    [(errno.EAGAIN, "no_process"), (errno.ENOMEM, "no_process"), (errno.EPERM, "")],
+)
+def test_a_rank_that_could_not_be_forked_is_told_by_the_error_number(
+    number: int, machine: str
+) -> None:
+    """The kernel has no process or no memory left: of the machine. Any other refusal is not."""
+    refused = rank(0, None)
+    refused = replace(refused, exit=replace(refused.exit, errno=number))
+    answer = classify([refused], timed_out=False, timeout_s=1.0)
+    assert ending_of(answer, [refused]) == Ending(machine=machine)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.engine.crew import Job, Records
-from harness.engine.outcome import RankEvidence, classify
+from harness.engine.outcome import Answer, RankEvidence, classify
 from harness.engine.watch import Limits, Phase, Watch
 from harness.engine.whereabouts import Place
 from harness.records import EndRecord, RankExit, RankRecords, RunSpec
@@ -149,7 +149,7 @@ def rank(
 def test_a_rank_that_others_wait_for_is_named_though_it_ended_well(end: bool) -> None:
     """Exit code 0 is no alibi while another waits in a collective that it never entered."""
     ranks = [rank(0, 4, is_inside=False, end=end), rank(1, 5, is_inside=True, code=-9)]
-    what, message, culprit = classify(ranks, timed_out=True, timeout_s=10)
+    what, message, culprit, _ = classify(ranks, timed_out=True, timeout_s=10)
     assert (what, culprit) == ("hang", 0)
     assert "all_reduce" in message
     assert ("before its end record" in message) != end
@@ -158,7 +158,7 @@ def test_a_rank_that_others_wait_for_is_named_though_it_ended_well(end: bool) ->
 def test_ranks_that_all_ended_well_left_nobody_behind() -> None:
     """A collective that nobody waited for, in a run that came to its end, is no hang."""
     ranks = [rank(0, 4, is_inside=False, end=True), rank(1, 5, is_inside=True, end=True)]
-    assert classify(ranks, timed_out=False, timeout_s=10) == ("", "", None)
+    assert classify(ranks, timed_out=False, timeout_s=10) == Answer("", "", None)
 
 
 def test_ranks_that_have_only_to_exit_are_given_a_while() -> None:
@@ -173,10 +173,10 @@ def test_ranks_that_have_only_to_exit_are_given_a_while() -> None:
     assert not leaving.timed_out
 
 
-def test_a_process_that_stays_after_its_end_record_is_no_hang() -> None:
-    """If all came to their end; if one did not, it is what others wait for."""
+def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
+    """Nothing passes that its user has to kill."""
     stayed = rank(0, 4, is_inside=False, code=-9, end=True)
-    for other in (rank(1, 5, is_inside=True, end=True), stayed):
-        assert classify([stayed, other], timed_out=False, timeout_s=10) == ("", "", None)
-    waits = rank(1, 5, is_inside=True, code=-9)
-    assert classify([stayed, waits], timed_out=False, timeout_s=10, stalled_s=5)[0] == "hang"
+    ended, waits = rank(1, 5, is_inside=True, end=True), rank(1, 5, is_inside=True, code=-9)
+    for other in (ended, waits):
+        answer = classify([stayed, other], timed_out=False, timeout_s=10, stalled_s=5)
+        assert answer.what == "hang"

@@ -114,11 +114,11 @@ def test_the_limits_of_slurm_are_outcomes_of_their_own(folder: Path) -> None:
 
 def test_a_node_without_a_report(folder: Path) -> None:
     """An agent that was killed is a crash; one that never was is the machine's doing."""
-    killed = Word("FAILED", "scontrol: FAILED, exit code 137:0")
+    killed = Word("FAILED", "scontrol: FAILED", 137)
     got = outcome(folder, report(0, (-9, -9), stopped_by="SIGTERM"), word=killed)
     assert got.what == "crashed"
     assert got.message.startswith("node 1 left no report; Slurm job 7 ended as FAILED")
-    never = outcome(folder, word=Word("FAILED", "scontrol: FAILED, exit code 1:0"))
+    never = outcome(folder, word=Word("FAILED", "scontrol: FAILED", 1))
     assert never.what == "interrupted"
     assert "nodes 0, 1 left no report" in never.message
     assert "do the nodes share" not in never.message
@@ -129,7 +129,7 @@ def test_a_node_without_a_report(folder: Path) -> None:
 
 def test_a_rank_that_failed_beside_a_node_without_a_report(folder: Path) -> None:
     """The rank that died by itself is to blame, not the node that went with it."""
-    got = outcome(folder, report(0, (-11, 0)), word=Word("FAILED", "exit code 1:0"))
+    got = outcome(folder, report(0, (-11, 0)), word=Word("FAILED", "scontrol: FAILED", 1))
     assert (got.what, got.culprit_rank) == ("crashed", 0)
     assert "SIGSEGV" in got.message
     assert "node 1 left no report" in got.message
@@ -138,13 +138,13 @@ def test_a_rank_that_failed_beside_a_node_without_a_report(folder: Path) -> None
 def test_a_rank_that_raised_before_another_node_was_up(folder: Path) -> None:
     """Its words are told: an agent that is told to stop as it starts has nothing to report."""
     fails(folder, 0, "no such layer")
-    got = outcome(folder, report(0, (1, 0)), word=Word("FAILED", "exit code 143:0"))
+    got = outcome(folder, report(0, (1, 0)), word=Word("FAILED", "scontrol: FAILED", 143))
     assert (got.what, got.culprit_rank) == ("crashed", 0)
     assert "no such layer" in got.message
     assert got.message.endswith("node 1 left no report")
     (folder / "rank0.jsonl").write_text((folder / "rank1.jsonl").read_text().replace("1", "0"))
     fails(folder, 0, "Connection closed by peer")
-    gone = outcome(folder, report(0, (1, 0)), word=Word("FAILED", "exit code 1:0"))
+    gone = outcome(folder, report(0, (1, 0)), word=Word("FAILED", "scontrol: FAILED", 1))
     assert (gone.what, gone.culprit_rank) == ("interrupted", None), "it only saw the others go"
 
 
@@ -165,7 +165,7 @@ def test_a_rank_that_raised_before_another_node_was_up(folder: Path) -> None:
 def test_who_ended_a_step_whose_agents_were_killed(folder: Path, log: str, what: str) -> None:
     """A step that somebody cancels is no crash of the program: srun tells of a task first."""
     (folder / "job.log").write_text(log)
-    got = outcome(folder, word=Word("FAILED", "scontrol: FAILED, exit code 137:0"))
+    got = outcome(folder, word=Word("FAILED", "scontrol: FAILED", 137))
     assert (got.what, got.culprit_rank) == (what, None)
 
 

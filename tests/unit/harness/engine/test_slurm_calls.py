@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import slurm_calls
-from harness.engine.slurm_calls import JobState, NoAnswer, QueueFull, SlurmCalls
+from harness.engine.slurm_calls import Account, JobState, NoAnswer, QueueFull, SlurmCalls
 from harness.errors import Infrastructure, UsageError
 
 AWAY = "echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller' >&2"
@@ -166,9 +166,8 @@ def test_accounting_is_asked_first(commands: Commands, slurm: SlurmCalls) -> Non
     """sacct says who cancelled a job; the last start of ours counts, never another's job."""
     rows = "PREEMPTED|0:0|n1|mine\\nCANCELLED by 1000|0:15|n2|mine\\nFAILED|1:0|n3|other\\n"
     commands.play("sacct", f"printf '{rows}'")
-    state, text = slurm.account(9, "mine")
-    assert state == "CANCELLED"
-    assert text == "sacct: CANCELLED by 1000, exit code 0:15, nodes n2"
+    text = "sacct: CANCELLED by 1000, exit code 0:15, nodes n2"
+    assert slurm.account(9, "mine") == Account("CANCELLED", text, 0)
 
 
 def test_without_accounting_the_controller_is_asked(commands: Commands, slurm: SlurmCalls) -> None:
@@ -176,10 +175,10 @@ def test_without_accounting_the_controller_is_asked(commands: Commands, slurm: S
     commands.play("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     line = "JobId=9 JobName=mine JobState=NODE_FAIL Reason=NodeDown ExitCode=0:15 NodeList=n[1-2] "
     commands.play("scontrol", f"echo '{line}'")
-    assert slurm.account(9, "mine") == (
-        "NODE_FAIL", "scontrol: NODE_FAIL, reason NodeDown, exit code 0:15, nodes n[1-2]",
-    )  # fmt: skip
-    assert slurm.account(9, "another") == ("", "")
+    assert slurm.account(9, "mine") == Account(
+        "NODE_FAIL", "scontrol: NODE_FAIL, reason NodeDown, exit code 0:15, nodes n[1-2]", 0
+    )
+    assert slurm.account(9, "another") == Account()
 
 
 def test_jobs_are_cancelled_by_id_or_by_name(commands: Commands, slurm: SlurmCalls) -> None:

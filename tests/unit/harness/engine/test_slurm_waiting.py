@@ -15,7 +15,7 @@ from harness.engine.job_files import (
 )
 from harness.engine.patience import Patience
 from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_calls import JobState, NoAnswer, QueueFull
+from harness.engine.slurm_calls import Account, JobState, NoAnswer, QueueFull
 from harness.errors import Infrastructure
 from harness.records import RankExit, RunSpec, dumps
 from harness.slurm_options import SlurmOptions
@@ -47,9 +47,9 @@ class Calls:
     def patiently(self, ask: Callable[[], dict[str, JobState]]) -> dict[str, JobState]:
         return ask()
 
-    def account(self, job_id: int, name: str) -> tuple[str, str]:
+    def account(self, job_id: int, name: str) -> Account:
         self.asked.append(name)
-        return (self.state.state, "said") if self.state else ("", "")
+        return Account(self.state.state, "said") if self.state else Account()
 
     def cancel(self, *, job_ids: list[int], names: list[str]) -> None:
         self.cancelled += job_ids
@@ -364,7 +364,8 @@ def test_a_failure_that_squeue_has_forgotten_is_not_made_again(
     engine, _ = make(monkeypatch, late_s=0.0)
     monkeypatch.setattr(engine, "_calls", calls)
     assert not engine.adopt(RUN, tmp_path), "nobody knows"
-    monkeypatch.setattr(calls, "account", lambda job_id, name: ("TIMEOUT", "sacct: TIMEOUT"))
+    known = Account("TIMEOUT", "sacct: TIMEOUT")
+    monkeypatch.setattr(calls, "account", lambda job_id, name: known)
     assert engine.adopt(RUN, tmp_path)
     (outcome,) = engine.wait(60.0)
     assert (outcome.what, "ended as TIMEOUT" in outcome.message) == ("hang", True)

@@ -138,7 +138,7 @@ def test_a_stale_buffer_ends_the_run(tmp_path: Path) -> None:
     records = recorded(program, tmp_path, code=1)
     assert records.error is not None
     assert (records.error.what, records.error.type) == ("stale_address", "StaleGraphAddress")
-    assert records.error.message.startswith("stale_address: scale: captured at ")
+    assert records.error.message.startswith("scale: captured at ")
 
 
 # ---- the watch

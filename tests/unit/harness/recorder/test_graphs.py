@@ -158,7 +158,7 @@ def test_a_parameter_that_moved_is_named(change: Callable[[nn.Linear], None]) ->
         graph.body = lambda: ran.append(1)
         graph.replay()
         change(model)
-        with pytest.raises(StaleGraphAddress, match=r"stale_address: .*weight") as caught:
+        with pytest.raises(StaleGraphAddress, match=r"^weight: ") as caught:
             graph.replay()
     assert caught.value.names == ["weight"]
     assert watched.only("stale_address")["replay"] == 1

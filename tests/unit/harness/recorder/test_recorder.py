@@ -478,8 +478,10 @@ def test_recording_needs_only_its_own_files(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     light, whole = (line.split() for line in run.stdout.splitlines())
     facts = {"harness", "harness.commit", "harness.masking", "harness.provenance"}
-    assert set(light) == facts | {"harness.recorder", "harness.recorder.session"}
-    parts = ("capture", "collectives", "graph_memory", "graphs", "hooks", "observer", "rounding",
+    recorder = {"harness.recorder", "harness.recorder.library_errors", "harness.recorder.session"}
+    assert set(light) == facts | recorder
+    parts = ("capture", "collectives", "graph_memory", "graphs", "hooks", "library_errors",
+             "observer", "rounding",
              "session", "state", "taps")  # fmt: skip
     digest = ("digest", "digest_torch", "digest_words")
     expected = facts | {"harness.recorder", "fsdp_core", "fsdp_core.graph"}
