@@ -1,8 +1,9 @@
 """Does memory grow? A robust test of a series of bytes, one a step, that knows no model of noise.
 
     first quarter           left out: warm-up, captures, caches that fill
-    the rest                cut into 24 windows of one length, from its end on, of each the least value: what a step holds for a
-                            while, a sawtooth, a late free show in single values, not in the least
+    the rest                cut into 24 windows of one length, up to its end; of each the least
+                            value: what a step holds for a while, a sawtooth, a late free show in
+                            single values, not in the least
     jumps taken off         an increment between windows that is above the usual one by more than 5
                             times what increments differ by (median absolute deviation) is an
                             allocation that stays; the usual one takes its place
