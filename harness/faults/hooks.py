@@ -17,18 +17,19 @@ FAULTS: tuple[Fault, ...] = (
         source="F08",
         symptom="replays compute with weights from before the last update",
         cell=Cell(graph=("layer",)),
-        points_at=Pointer(phase="forward", module="layers.0*", tensor="layers.0*", later=1),
+        # Whose weights nobody has gathered, the ledger says.
+        points_at=Pointer(phase="state", module="layers.0*", tensor="layers.0*"),
     ),
     Fault(
         name="outputs_unmarked",
         description="Outputs of a layer do not tell backward that it enters the layer.",
         takes=AT_STEP,
-        expects=("crashed",),
+        expects=("stale_address",),
         kind="hooks",
         source="F01",
         symptom="backward computes with weights at rest, or stops",
         cell=Cell(graph=("layer",)),
-        points_at=Pointer(phase="backward", module="layers.0*", tensor="layers.0*"),
+        points_at=Pointer(phase="state", module="layers.0*", tensor="layers.0*"),
     ),
     Fault(
         name="hooks_not_restored",

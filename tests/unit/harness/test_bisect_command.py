@@ -223,7 +223,7 @@ def test_answers_of_other_code_are_left_alone(
     failed_run(engine)
     command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place"]
     for code in ("1" * 40, "2" * 40):
-        monkeypatch.setattr(commit, "describe", lambda code=code: code)
+        monkeypatch.setattr(provenance, "code", lambda code=code: code)
         assert main(command) == 1
         assert main(command) == 1
     assert sorted(path.name for path in Path("out").iterdir()) == [

@@ -168,16 +168,23 @@ def test_tensors_of_other_sizes_disagree(run: Run) -> None:
     assert SUMMED in outcome.message
 
 
-@KINDS
-def test_a_process_that_does_not_exit_is_a_hang(kind: str, run: Run) -> None:
+def test_a_process_that_does_not_exit_is_a_hang(run: Run) -> None:
     """The records are whole; its user would wait for ever all the same."""
-    outcome, folder = run(kind, "stays")
+    outcome, folder = run("script", "stays")
     assert outcome.what == "hang"
+    assert all(state.killed_by_harness for state in outcome.ranks)
     for rank in range(2):
         end = read_rank(rank_path(folder, rank), rank).end
         assert end is not None
         assert end.steps == 3
     assert all(state.killed_by_harness for state in outcome.ranks)
+
+
+def test_an_entry_leaves_without_what_a_process_does_at_its_end(run: Run) -> None:
+    """Nobody waits for destructors of a function that has returned."""
+    outcome, _ = run("entry", "stays")
+    assert outcome.what == ""
+    assert not any(state.killed_by_harness for state in outcome.ranks)
 
 
 @KINDS
