@@ -57,6 +57,7 @@ class Captures:
         self.iteration: CapturedFunction | None = None
         self.parts: PartialGraphs | DynamicGraphs | None = None
         self._has_optimizer = False
+        self._dropped: list[GraphUse] = []
 
     def capture_iteration(
         self, function: Callable[[], None], moments: Sequence[torch.Tensor]
@@ -125,9 +126,13 @@ class Captures:
 
     @property
     def uses(self) -> list[GraphUse]:
-        """What the graphs that there are did so far, by scope, layer and direction."""
+        """What graphs did so far, by scope, layer and direction; those that were dropped, too."""
+        return sum_uses([*self._dropped, *self._present])
+
+    @property
+    def _present(self) -> list[GraphUse]:
         if self.parts is not None:
-            return sum_uses(self.parts.uses)
+            return list(self.parts.uses)
         if self.iteration is None:
             return []
         ways = ("gradients", "optimizer") if self._has_optimizer else ("gradients",)
@@ -178,6 +183,7 @@ class Captures:
 
     def drop(self) -> None:
         """Drop the graphs; what they stood in for runs eagerly again."""
+        self._dropped = self.uses
         if self.iteration is not None:
             self.iteration.reset()
         if self.parts is not None:

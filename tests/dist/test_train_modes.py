@@ -286,7 +286,7 @@ def test_weights_that_nobody_gathered_are_stale(
 ) -> None:
     """At the right address lie the weights of the step before, or of another layer."""
     for text in warm_ranks.run(lose_a_gather, graph, world_size=2):
-        assert text.startswith("stale_address: layers.0.")
+        assert text.startswith("layers.0.")
         assert "captured while its owner held its memory" in text
 
 

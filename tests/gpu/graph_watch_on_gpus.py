@@ -1,5 +1,6 @@
 """Programs that capture graphs as users do, with a watch on them: what it says, and the bits."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -183,6 +184,7 @@ def full_iteration(
             return loss
 
         side, losses, loss = torch.cuda.Stream(), [], torch.zeros(())
+        side.wait_stream(torch.cuda.current_stream())  # for the inputs
         with torch.cuda.stream(side):
             for x in inputs[:3]:
                 static.copy_(x)
@@ -239,6 +241,10 @@ def compiled(microbatches: int, stress: tuple[str, ...]) -> tuple[bool, Found]:
             optimizer.zero_grad(set_to_none=False)
         return bits([*losses, *model.parameters()])
 
+    # Its own choice of kernels is by time, which others on the GPU decide, too.
+    inductor = importlib.import_module("torch._inductor.config")
+    if hasattr(inductor, "deterministic"):
+        inductor.deterministic = True
     plain = train(prepared())
     model = prepared()
     found = observed(lambda: train(model), named_by(model), stress)

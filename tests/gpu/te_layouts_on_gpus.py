@@ -17,7 +17,7 @@ from fsdp_core.config import ModelConfig, ParallelConfig
 from fsdp_core.device import Device
 from fsdp_core.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_core.mesh import build_axes
-from fsdp_core.model.backend import TorchBackend, make_backend
+from fsdp_core.model.backend import TorchBackend, make_backend, prefer_cudnn_of_torch
 from fsdp_core.model.decoder import DecoderStage, make_stages
 from fsdp_core.model.microbatch import LocalTokens, dense_part, packed_part
 from fsdp_core.model.moe.dispatch import Groups
@@ -305,6 +305,7 @@ def compare_fp8(
 
 def forget_dead_models() -> None:
     """Else TransformerEngine goes on to reduce their amaxes, over groups that are gone."""
+    prefer_cudnn_of_torch()
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()

@@ -10,6 +10,7 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.train.stage_graphs import StageGraphs
 from harness.checks.graph_proof import not_as_owed
 from harness.records import EndRecord, PlantSpec, RunSpec
+from harness.soaking import SoakSpec
 from tests.unit.harness.worker.conftest import TINY
 
 Spec = Callable[..., RunSpec]
@@ -48,6 +49,15 @@ def test_right_runs_state_all_that_they_owe(
 ) -> None:
     """Captures and replays of each scope, layer and direction are exactly those of the config."""
     assert short_of(rank, spec(graph=graph, **options)) is None
+
+
+@pytest.mark.parametrize("graph", [("attn", "mlp"), ("full_iteration",)])
+def test_graphs_that_were_captured_anew_count_together(
+    rank: Any, spec: Spec, graph: tuple[str, ...]
+) -> None:
+    """A soak captures at each stressor's turn; what the graphs before did is not forgotten."""
+    run = spec(graph=graph, stress=("poison", "scramble"), steps=8)
+    assert short_of(rank, replace(run, soak=SoakSpec(by="steps", amount=8, turn_steps=3))) is None
 
 
 @pytest.mark.parametrize(("fault", "graph", "expected"), FAULTS)
