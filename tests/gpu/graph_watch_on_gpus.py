@@ -242,7 +242,7 @@ def compiled(microbatches: int, stress: tuple[str, ...]) -> tuple[bool, Found]:
         return bits([*losses, *model.parameters()])
 
     # Its own choice of kernels is by time, which others on the GPU decide, too.
-    inductor = importlib.import_module("torch._inductor.config")
+    inductor: Any = importlib.import_module("torch._inductor.config")
     if hasattr(inductor, "deterministic"):
         inductor.deterministic = True
     plain = train(prepared())
