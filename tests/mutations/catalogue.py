@@ -42,7 +42,7 @@ def _of(
 MUTATIONS = [
     *_of(
         "checks/steps.py",
-        "checks/test_steps checks/test_loss checks/test_state checks/test_judge",
+        "checks/test_many_ranks checks/test_steps checks/test_loss checks/test_state",
         ("steps_table_of_8_ranks", "for rank in run.ranks:", "for rank in run.ranks[:8]:"),
         ("rank_table_of_8_ranks", "for records in run.ranks:", "for records in run.ranks[:8]:"),
         ("every_rank_has_records_of_rank_0", "in rank.steps:", "in run.ranks[0].steps:"),
@@ -107,8 +107,6 @@ MUTATIONS = [
          "for rank, records in list(ours.items())[:1]:"),
         ("absent_counts_as_digest", " - (text.count(ABSENT) if ABSENT in text else 0)", ""),
         ("other_sequence_parallel_excused", " if key not in _SAME_PARTS}", "}"),
-        ("programs_with_other_parts_excused",
-         "if not reference.spec.is_builtin or ours == theirs:", "if ours == theirs:"),
         ("first_state_is_last", "step = differing[0][0]", "step = differing[-1][0]"),
         ("group_order_ignored", "order=(index, order.get(", "order=(0, order.get("),
     ),
@@ -137,7 +135,8 @@ MUTATIONS = [
         ("failure_exits_as_no_verdict", 'if "failed" in outcomes:', 'if outcomes == {"failed"}:'),
         ("state_and_finite_if_asked", "in _always(candidate) if checks else ():", "in ():"),
         ("graphs_of_programs_if_asked", "(*names, graphs.NAME)", "names"),
-        ("difference_without_control_fails", 'if result.what != "diverged":', "if result.what:"),
+        ("difference_without_control_fails", 'if result.what != "diverged":', "if result.what:",
+         "checks/test_within"),
         ("reference_is_its_control", "if specs[first].key == specs[second].key:",
          "if first == second:"),
         ("records_of_another_run", "if runs[leg].spec.key != spec.key:", "if not runs[leg].spec.key:"),
