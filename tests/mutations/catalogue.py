@@ -156,7 +156,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/complete.py",
-        "checks/test_complete checks/test_program_runs",
+        "checks/test_complete checks/test_many_ranks checks/test_program_runs",
         ("steps_as_sets", "len(seen) == steps and seen == list(range(steps))",
          "set(seen) == set(range(steps))"),
         ("last_step_may_be_missing", "if len(seen) == steps and seen == list(range(steps)):",
@@ -191,7 +191,8 @@ MUTATIONS = [
         ("error_record_ignored", "if records.error is not None:",
          "if records.error is not None and records.error.what:"),
         ("outcome_of_another_run", "if outcome.key != run.spec.key:", "if not outcome.key:"),
-        ("undecided_run_is_judged", "if outcome.undecided:", "if outcome.undecided and outcome.what:"),
+        ("undecided_run_is_judged", "if outcome.undecided:", "if outcome.undecided and outcome.what:",
+         "checks/test_judge"),
     ),
     *_of(
         "checks/graph_proof.py",
@@ -268,7 +269,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/repeated.py",
-        "checks/test_throughput checks/test_judge",
+        "checks/test_repeated",
         ("one_repeat_is_enough", "in enumerate(repeats):", "in enumerate(repeats[:1]):"),
         ("repeats_by_state_only",
          "(state.check(reference, run, {}), loss.check(reference, run, {}))",
@@ -312,7 +313,8 @@ MUTATIONS = [
         ("missing_value_is_0", "return math.nan if value is None or", "return 0.0 if value is None or"),
         ("gap_of_means_without_abs", "gap = abs(mean_b - mean_a)", "gap = mean_b - mean_a"),
         ("first_steps_for_last", "steps[-tolerance.over :]", "steps[: tolerance.over]"),
-        ("infinite_reference_only", "math.isfinite(_number(left)) and math.isfinite(_number(right))",
+        ("infinite_reference_only",
+         "math.isfinite(_number(left)) and math.isfinite(_number(right))",
          "math.isfinite(_number(left))"),
         ("largest_gap_decides_nothing", "if not gap[0] <= 1]", "if gap[0] > 2]"),
         ("values_of_reference_only", "for name in a | b]", "for name in a]"),
