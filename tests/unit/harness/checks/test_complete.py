@@ -194,9 +194,7 @@ def test_malformed_records_are_corrupt(lab: Any, edit: Any, case: str) -> None:
         "extra rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(2, run.spec))),
         "twin rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(0, run.spec))),
         "config steps": lambda: _reconfigured(run, edit, config | {"steps": None}),
-        "start run": lambda: edit.rank(
-            run, 0, start=dataclasses.replace(r0.start, run="another")
-        ),
+        "start run": lambda: edit.rank(run, 0, start=dataclasses.replace(r0.start, run="another")),
         "digest long": lambda: edit.step(run, 0, 1, digests=d | {"optim": d["optim"] + "0" * 32}),
         "last digest": lambda: edit.step(run, 0, 3, digests=d | {"optim": d["optim"][:32]}),
         "config graph": lambda: _reconfigured(run, edit, config | {"graph": ["no_scope"]}),

@@ -109,9 +109,7 @@ def test_a_value_that_only_the_candidate_has_differs() -> None:
         (math.inf, math.inf, math.inf), (1.0, -math.inf, math.inf),
     ],
 )  # fmt: skip
-def test_a_gap_counts_in_both_directions(
-    reference: float, candidate: float, excess: float
-) -> None:
+def test_a_gap_counts_in_both_directions(reference: float, candidate: float, excess: float) -> None:
     """In units of the bound: below as above, of negative values, and of 0, where nothing is."""
     assert Close(rtol=0.125, atol=0.0).excess(reference, candidate) == excess
 
