@@ -385,8 +385,6 @@ MUTATIONS = [
          'what: What = "interrupted" if folder.is_dir() else "not_run"', 'what: What = ""'),
         ("verdict_of_any_case", "return verdict if verdict.case_id == case_id else None",
          "return verdict"),
-        ("manifest_without_checksum", "if checksums is not None and not has_checksum(",
-         "if checksums is None and not has_checksum("),
         ("case_sealed_with_reference_thrice", "self.run_folder(getattr(case, leg).key)",
          "self.run_folder(case.reference.key)"),
         ("case_read_with_reference_thrice", "load_run_folder(folder / leg, getattr(case, leg))",
