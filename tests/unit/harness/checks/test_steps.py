@@ -1,8 +1,12 @@
-"""Words that messages of checks are made of."""
+"""Tables of a run's records, and words that messages of checks are made of."""
+
+import dataclasses
+from typing import Any
 
 import pytest
 
-from harness.checks.steps import count
+from harness.checks import loss
+from harness.checks.steps import count, step_table
 
 
 @pytest.mark.parametrize(
@@ -17,3 +21,14 @@ from harness.checks.steps import count
 def test_a_number_of_things_is_plural_unless_one(number: int, noun: str, told: str) -> None:
     """Nouns that end in a hiss take -es."""
     assert count(number, noun) == told
+
+
+def test_a_second_record_of_a_step_does_not_hide_the_first(lab: Any, edit: Any) -> None:
+    """What was recorded first is compared: here it differs, and what follows it does not."""
+    reference, _, candidate = lab.legs()
+    right = candidate.ranks[0].steps[1]
+    wrong = dataclasses.replace(right, loss=reference.ranks[1].steps[3].loss)
+    steps = (candidate.ranks[0].steps[0], wrong, right, *candidate.ranks[0].steps[2:])
+    twice = edit.rank(candidate, 0, steps=steps)
+    assert step_table(twice)[1, 0] is wrong
+    assert loss.check(reference, twice, {}).outcome == "failed"
