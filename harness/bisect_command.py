@@ -169,7 +169,7 @@ def bisect_command(
         spec, layout_steps = cells.chosen(Path(case))
     else:
         cells.refuse()
-        place, spec, verdict = find_answer(case, folder)
+        place, spec, verdict, _ = find_answer(case, folder)
         if verdict is not None and verdict.outcome in ("passed", "skipped"):
             return _nothing(verdict, as_json=as_json)
     _refuse(spec, options["commits"])

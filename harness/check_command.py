@@ -12,7 +12,7 @@ from harness.inspection import Inspection, inspect
 from harness.records import ExitCode
 
 MAX_LINES = 20
-"""Lines of damage that are printed; the rest is counted."""
+"""Lines of damage, and cases without a verdict, that are printed; the rest is counted."""
 
 
 @click.command("check")
@@ -31,25 +31,27 @@ def check_command(*, folder: Path, as_json: bool) -> int:
         return code
     tell_damage(found)
     state = f"{len(found.damage)} damaged" if found.damage else "all files as they were written"
-    if left := found.num_cases - len(found.verdicts):
-        state += f", {count(left, 'case')} without a verdict"
+    if found.unjudged:
+        whole = state if found.damage else "no file damaged"
+        state = f"{whole}, {count(len(found.unjudged), 'case')} without a verdict"
     click.echo(f"{count(found.num_cases, 'case')}, {count(found.num_runs, 'run')}: {state}")
     return code
 
 
 def tell_damage(found: Inspection) -> None:
-    """A line on stderr for each damaged file, a readable number of them."""
-    for line in found.damage[:MAX_LINES]:
-        click.echo(f"harness: damaged: {line}", err=True)
-    if len(found.damage) > MAX_LINES:
-        click.echo(f"harness: damaged: {len(found.damage) - MAX_LINES} more files", err=True)
+    """A line on stderr for each damaged file and each case without a verdict, a readable number."""
+    for word, lines, what in (
+        ("damaged", found.damage, "files"), ("no verdict", found.unjudged, "cases"),
+    ):  # fmt: skip
+        for line in lines[:MAX_LINES]:
+            click.echo(f"harness: {word}: {line}", err=True)
+        if len(lines) > MAX_LINES:
+            click.echo(f"harness: {word}: {len(lines) - MAX_LINES} more {what}", err=True)
 
 
 def code_of(found: Inspection) -> ExitCode:
     """What the verdicts say, but no pass of a folder that is damaged or not finished."""
     code = exit_code(found.verdicts)
-    if code in (ExitCode.PASSED, ExitCode.NOTHING_RAN) and (
-        found.damage or len(found.verdicts) < found.num_cases
-    ):
+    if code in (ExitCode.PASSED, ExitCode.NOTHING_RAN) and (found.damage or found.unjudged):
         return ExitCode.NO_VERDICT
     return code

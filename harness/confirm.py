@@ -42,14 +42,10 @@ def confirmed(
 
 
 def confirmed_in(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
-    """As `confirmed`, reading only the runs of this case, from its own folder if need be."""
-    runs: dict[str, RunResult] = {}
-    for leg in LEGS:
-        spec = getattr(case, leg)
-        sealed = folder.case_folder(case.id) / leg
-        # A folder from which only the cases were kept is whole too.
-        if not folder.run_folder(spec.key).is_dir() and sealed.is_dir():
-            runs[spec.key] = load_run_folder(sealed, spec)
+    """As `confirmed`, reading only the runs of this case, from where `harness check` reads them."""
+    specs = {leg: getattr(case, leg) for leg in LEGS}
+    runs = {spec.key: load_run_folder(folder.leg_folder(case, leg), spec)
+            for leg, spec in specs.items()}  # fmt: skip
     return confirmed(folder, case, stored, runs)
 
 

@@ -186,11 +186,13 @@ def print_case(
     case: CaseSpec,
     verdict: Verdict | None,
     runs: dict[str, tuple[Path, RunResult]],
+    *,
+    why: str = "",
 ) -> None:
-    """Everything a person asks about one case: verdict, difference, exits, last words."""
+    """Everything a person asks about one case: verdict or why none, difference, exits."""
     console.print(cell(f"{case.id}  ({case.scenario})", "bold"), soft_wrap=True)
     if verdict is None:
-        console.print(cell("no verdict", "yellow"))
+        console.print(cell(f"no verdict: {why}" if why else "no verdict", "yellow"), soft_wrap=True)
     else:
         console.print(cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
         console.print(cell(verdict.message), soft_wrap=True)

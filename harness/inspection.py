@@ -46,12 +46,14 @@ class Inspection:
         verdicts: of each case that has one, confirmed.
         num_cases: cases planned.
         num_runs: runs that these need.
+        unjudged: cases without a verdict, by id: interrupted, or their folder is gone.
         damage: one line for each file that is not as it was written, its path in the folder first.
     """
 
     verdicts: tuple[Verdict, ...]
     num_cases: int
     num_runs: int
+    unjudged: tuple[str, ...]
     damage: tuple[str, ...]
 
 
@@ -76,7 +78,7 @@ def inspect(path: Path) -> Inspection:
     """
     folder = RunFolder.open(path)
     finding = _Finding(folder)
-    verdicts = []
+    verdicts, unjudged = [], []
     for case in folder.cases:
         # A case folder is made when its case is judged.
         judged = folder.case_folder(case.id).exists()
@@ -87,13 +89,16 @@ def inspect(path: Path) -> Inspection:
                 _take_run(finding, case, spec, leg, judged=judged)
         _take_checksums(finding, case)
         verdict = _take_verdict(finding, case, judged=judged)
-        if verdict is not None:
+        if verdict is None:
+            unjudged.append(case.id)
+        else:
             verdicts.append(verdict)
     _take_questions(finding)
     return Inspection(
         verdicts=tuple(verdicts),
         num_cases=len(folder.cases),
         num_runs=len(finding.runs),
+        unjudged=tuple(unjudged),
         damage=tuple(finding.damage),
     )
 
@@ -126,8 +131,7 @@ def _take_questions(finding: _Finding) -> None:
 def _take_run(finding: _Finding, case: CaseSpec, spec: RunSpec, leg: str, *, judged: bool) -> None:
     sealed = finding.folder.case_folder(case.id) / leg
     current = finding.folder.run_folder(spec.key)
-    # A folder from which only the cases were kept is whole too.
-    place = current if current.parent.exists() or not leg else sealed
+    place = finding.folder.leg_folder(case, leg) if leg else current
     if spec.key not in finding.runs:
         finding.runs[spec.key] = load_run_folder(place, spec)
         for path, why in _run_damage(place, finding.runs[spec.key], judged=judged):

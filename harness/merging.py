@@ -90,6 +90,11 @@ def _opened(
     Raises:
         UsageError: one that cannot be read, and nothing says that its cases will be missed.
     """
+    places = [path.resolve() for path in paths]
+    if twice := [
+        path for path, place in zip(paths, places, strict=True) if places.count(place) > 1
+    ]:
+        raise UsageError(f"merge: expected each run folder once, got {', '.join(map(str, twice))}")
     folders: list[RunFolder] = []
     wholes: list[Whole | None] = []
     unread: dict[Path, UsageError] = {}

@@ -50,7 +50,10 @@ def build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]
 def report_command(
     *, folder: Path, normalised: Path | None, other: Path | None, as_json: bool
 ) -> int:
-    """Build the reports of a RUN folder again."""
+    """Build the reports of a RUN folder again.
+
+    Exit code 0 whatever they say; 6 if files are damaged or cases have no verdict.
+    """
     built = build_reports(RunFolder.open(folder).path)
     found = inspect(folder)
     tell_damage(found)
@@ -62,7 +65,7 @@ def report_command(
     else:
         for name, path in built.items():
             click.echo(f"{name}: {path}")
-    if found.damage:
+    if found.damage or found.unjudged:
         return ExitCode.NO_VERDICT
     return ExitCode.FAILED if differences else ExitCode.PASSED
 
@@ -117,21 +120,24 @@ def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool)
 def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
     """Show one case: verdict, first difference, exits.
 
-    CASE is a case folder, or an id in RUN (the newest run under out/ by default).
+    CASE is a case folder, or an id in RUN (the newest run under out/ by default). Exit code 0
+    whatever the verdict says; 6 if there is none that can be read.
     """
-    place, spec, verdict = find_answer(case, folder)
+    place, spec, verdict, why = find_answer(case, folder)
+    code = ExitCode.PASSED if verdict else ExitCode.NO_VERDICT
     if as_json:
         plain = {
             "case": spec.to_json(),
             "folder": str(place),
             "verdict": verdict.to_json() if verdict else None,
+            "why": why,
         }
         click.echo(json.dumps(plain, allow_nan=False))
-        return ExitCode.PASSED
+        return code
     legs = {}
     if (place / "case.json").is_file():
         runs = load_case(place)
         for leg in ("reference", "control", "candidate"):
             legs[leg] = (place / leg, getattr(runs, leg))
-    display.print_case(display.make_console(), spec, verdict, legs)
-    return ExitCode.PASSED
+    display.print_case(display.make_console(), spec, verdict, legs, why=why)
+    return code

@@ -235,6 +235,11 @@ class RunFolder:
         """A run as the checks see it, in whatever state its files are."""
         return load_run_folder(self.run_folder(spec.key), spec)
 
+    def leg_folder(self, case: CaseSpec, leg: str) -> Path:
+        """Where a run of a case is read: with the case only where no run at all was kept."""
+        current = self.run_folder(getattr(case, leg).key)
+        return current if current.parent.exists() else self.case_folder(case.id) / leg
+
     def seal_case(self, case: CaseSpec) -> Path:
         """Make the case's folder, with its own links to the files of its three runs.
 
@@ -304,11 +309,20 @@ def num_kept(folder: Path) -> int:
 
 def read_verdict(folder: Path, case_id: str) -> Verdict | None:
     """The answer in a case's folder; None if there is none that decodes for this case."""
+    return find_verdict(folder, case_id)[0]
+
+
+def find_verdict(folder: Path, case_id: str) -> tuple[Verdict | None, str]:
+    """The answer in a case's folder, or None and why there is none to trust."""
     try:
         verdict = Verdict.from_json(read_object(folder / VERDICT_FILE))
-    except (OSError, RecordError):
-        return None
-    return verdict if verdict.case_id == case_id else None
+    except FileNotFoundError:
+        return None, f"{VERDICT_FILE}: missing" if folder.is_dir() else "the case was not judged"
+    except (OSError, RecordError) as error:
+        return None, f"{VERDICT_FILE}: {told(error)}"
+    if verdict.case_id != case_id:
+        return None, f"{VERDICT_FILE} is that of case {verdict.case_id}"
+    return verdict, ""
 
 
 def begin_run(folder: Path, spec: RunSpec) -> None:
