@@ -97,7 +97,13 @@ def prepare(request: Request) -> Prepared:
         name=suite.name,
         why=suite.why,
         text=suite.text,
-        plan=make_plan(chosen, slots=slots, jobs=request.jobs, seconds=seconds),
+        plan=make_plan(
+            chosen,
+            slots=slots,
+            jobs=request.jobs,
+            seconds=seconds,
+            memory_bytes=None if slurm else _memory_bytes(device, here),
+        ),
         device=device,
         devices=devices,
         machine=here,
@@ -275,7 +281,7 @@ def prepare_cases(
         why=why,
         # Not a scenario to run: it only names this for the report. cases.json holds the cases.
         text=f"name: {json.dumps(name)}\nwhy: {json.dumps(why)}\n",
-        plan=make_plan(cases, slots=count, jobs=jobs),
+        plan=make_plan(cases, slots=count, jobs=jobs, memory_bytes=_memory_bytes(device, here)),
         device=device,
         devices=devices,
         machine=here,
@@ -303,6 +309,12 @@ def _slots(
     # Fewer GPUs than wanted: the plan skips what does not fit, and says so.
     slots = min(len(devices) if wanted is None else wanted, len(devices))
     return slots, devices[:slots]
+
+
+def _memory_bytes(device: Literal["cpu", "cuda"], here: Machine) -> int:
+    if device == "cpu":
+        return here.memory_bytes
+    return sum(gpu.memory_bytes for gpu in here.gpus)
 
 
 def carry_out(

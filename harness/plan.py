@@ -46,6 +46,9 @@ _PACKAGES_OF_GPUS = (
     ("engine", "megatron_fsdp", "megatron-fsdp"),
 )
 """A setting's key and value, and the package that it needs, on GPUs only."""
+GIB = 1 << 30
+LEAST_BYTES = 2
+"""Of a weight or an element of a hidden state: a bound that no run is below, not an estimate."""
 _FLOPS = {"cpu": 5e9, "cuda": 1e14}
 
 
@@ -81,6 +84,7 @@ def make_plan(
     slots: int,
     jobs: int | None = None,
     seconds: Seconds | None = None,
+    memory_bytes: int | None = None,
 ) -> Plan:
     """Plan the runs of `cases`.
 
@@ -89,12 +93,13 @@ def make_plan(
         slots: ranks that may run at a time.
         jobs: runs that may run at a time; None: as many as fit on the slots.
         seconds: what a run is expected to take; None for `default_seconds`.
+        memory_bytes: of all devices that runs may use together; None if it is not known.
 
     Raises:
         UsageError: no slot, or no job.
     """
     _check_counts(slots, jobs)
-    judged = tuple(_with_reason(case, slots) for case in cases)
+    judged = tuple(_with_reason(case, slots, memory_bytes) for case in cases)
     with held_off():
         return _order(judged, slots=slots, jobs=jobs, seconds=seconds, finished=lambda key: False)
 
@@ -169,15 +174,15 @@ def default_seconds() -> Seconds:
     return lambda spec: estimate_s(spec, cores)
 
 
-def _with_reason(case: CaseSpec, slots: int) -> CaseSpec:
+def _with_reason(case: CaseSpec, slots: int, memory_bytes: int | None) -> CaseSpec:
     if case.skip_reason:
         return case
     specs = (case.reference, case.control, case.candidate)
-    reason = next((why for spec in specs if (why := _cannot_run(spec, slots))), "")
+    reason = next((why for spec in specs if (why := _cannot_run(spec, slots, memory_bytes))), "")
     return dataclasses.replace(case, skip_reason=reason) if reason else case
 
 
-def _cannot_run(spec: RunSpec, slots: int) -> str:
+def _cannot_run(spec: RunSpec, slots: int, memory_bytes: int | None) -> str:
     """Why this machine cannot make the run, or ""."""
     if spec.world_size > slots:
         if spec.device == "cuda":
@@ -186,14 +191,35 @@ def _cannot_run(spec: RunSpec, slots: int) -> str:
     asked = (_lacks_device, _lacks_package, _lacks_compiler)
     if why := next(filter(None, (lacks(spec) for lacks in asked)), ""):
         return why
-    if not spec.is_builtin:
-        return ""
+    return _lacks_for_builtin(spec, memory_bytes) if spec.is_builtin else ""
+
+
+def _lacks_for_builtin(spec: RunSpec, memory_bytes: int | None) -> str:
+    if memory_bytes is not None and (why := _beyond(spec, memory_bytes)):
+        return why
     path = spec.config.get("data", {}).get("path")
     if path is not None and not Path(path).exists():
         return f"data.path {path} is not on this machine"
     # Rebuilding ten thousand configurations takes seconds: only where there is a rule to ask.
     error = not_built(TrainConfig.from_dict(spec.config)) if built.NOT_BUILT else None
     return str(error) if error else ""
+
+
+def _beyond(spec: RunSpec, memory_bytes: int) -> str:
+    """Where no memory of this machine can hold the run, whatever is sharded; "" elsewhere."""
+    config, model = spec.config, spec.config["model"]
+    least = {
+        "one copy of the weights": num_parameters(model),
+        "a microbatch between two layers":
+            config["micro_batch_size"] * model["seq"] * model["hidden"],
+    }  # fmt: skip
+    for what, elements in least.items():
+        if LEAST_BYTES * elements > memory_bytes:
+            need, have = (
+                f"{size / GIB:,.0f} GiB" for size in (LEAST_BYTES * elements, memory_bytes)
+            )
+            return f"{what} needs {need} of memory, this machine has {have}"
+    return ""
 
 
 def _lacks_device(spec: RunSpec) -> str:

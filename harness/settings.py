@@ -30,9 +30,10 @@ from harness.decode import (
     take_str,
     unknown_key,
 )
-from harness.errors import shown
+from harness.errors import ScenarioError, shown
 from harness.plant_setting import check_plant, decode_plant
 from harness.plant_spec import PlantSpec
+from harness.records import MAX_WORLD_SIZE
 from harness.yaml_source import Node, Origin
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
@@ -276,6 +277,8 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
             rule=error.rule,
         ) from None
     world_size = config.parallel.world_size
+    if world_size > MAX_WORLD_SIZE:
+        raise _too_many_ranks(config, settings, fallback)
     stated = settings.get("world_size")
     if stated is not None and stated.value != world_size:
         degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
@@ -291,6 +294,19 @@ def build_leg(settings: Mapping[str, Setting], fallback: Origin) -> Leg:
     if plant is not None and value is not None:
         check_plant(value, plant.origin, config.steps, config.parallel.world_size)
     return Leg(config, value)
+
+
+def _too_many_ranks(
+    config: TrainConfig, settings: Mapping[str, Setting], fallback: Origin
+) -> ScenarioError:
+    """At the largest of the degrees, whose product no machine has."""
+    largest = max(training.DENSE_DEGREES, key=lambda axis: getattr(config.parallel, axis))
+    key = f"parallel.{largest}"
+    return (settings[key].origin if key in settings else fallback).error(
+        key,
+        expected=f"at most {MAX_WORLD_SIZE} ranks, the product of the degrees",
+        got=f"{getattr(config.parallel, largest)}, which makes {config.parallel.world_size} ranks",
+    )
 
 
 def build_model(settings: Mapping[str, Setting], fallback: Origin) -> training.ModelConfig:

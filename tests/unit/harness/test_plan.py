@@ -94,6 +94,30 @@ def test_a_world_too_large_is_skipped_with_the_reason(device: str, reason: str) 
     assert [c.id for c in plan.skipped] == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("part", "size", "what"),
+    [
+        ("model", {"hidden": 10**9}, "one copy of the weights"),
+        ("model", {"layers": 10**9}, "one copy of the weights"),
+        ("model", {"seq": 10**9}, "a microbatch between two layers"),
+        ("", {"micro_batch_size": 10**9}, "a microbatch between two layers"),
+    ],
+)
+def test_a_model_beyond_all_memory_is_skipped_before_anything_starts(
+    part: str, size: dict[str, int], what: str
+) -> None:
+    """What not even two bytes an element of the least that a run keeps would fit into."""
+    config = TrainConfig(steps=4).to_dict()
+    config |= {part: config[part] | size} if part else size
+    plan = make_plan([case("a", 1, config=config)], slots=4, memory_bytes=64 << 30)
+    assert plan.runs == ()
+    assert plan.cases[0].skip_reason.startswith(f"{what} needs ")
+    assert plan.cases[0].skip_reason.endswith(" GiB of memory, this machine has 64 GiB")
+    weights = 2 * num_parameters(TrainConfig().to_dict()["model"])
+    assert make_plan([case("a", 1)], slots=4, memory_bytes=weights).runs
+    assert not make_plan([case("a", 1)], slots=4, memory_bytes=weights - 1).runs
+
+
 def test_a_fault_that_needs_a_gpu_is_skipped_on_the_cpu() -> None:
     """An illegal access cannot be planted without a device."""
     plant = PlantSpec(fault="illegal_access", step=1)

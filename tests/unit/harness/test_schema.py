@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fsdp_core.config import MODEL_PRESETS, ParallelConfig, TrainConfig
 from harness import settings
 from harness.errors import ScenarioError
+from harness.matrix import expand
 from harness.records import PlantSpec
 from harness.schema import Overrides, Scenario, load_scenario
 from harness.yaml_source import MAX_NODES, Origin, parse_bytes, parse_text
@@ -364,3 +365,22 @@ def test_a_tolerance_asks_for_the_check_that_it_is_on(tmp_path: Path) -> None:
     """Without the check `loss` a tolerance would compare nothing."""
     with pytest.raises(ScenarioError, match="expected loss, which is what the tolerance"):
         load(tmp_path, compare=compare("{rtol: 1e-5}"), checks="checks: {state: {}}")
+
+
+@pytest.mark.parametrize(
+    ("base", "axes", "line", "told"),
+    [
+        ("{steps: 4}", "{parallel: [{dp: 1000000000}]}", 4, "1000000000, which makes 1000000000"),
+        ("{steps: 4, parallel: {dp: 70000}}", "{parallel.dp_outer: [2]}", 3,
+         "70000, which makes 140000"),
+    ],
+)  # fmt: skip
+def test_more_ranks_than_there_are_is_a_usage_error(
+    tmp_path: Path, base: str, axes: str, line: int, told: str
+) -> None:
+    """The largest degree is named with its line, before any run is made."""
+    both = {"base": f"base: {base}", "axes": f"axes: {axes[:-1]}, graph: [eager, [attn]]}}"}
+    with pytest.raises(ScenarioError) as caught:
+        expand(load(tmp_path, **both), "cpu")
+    assert f":{line}: parallel.dp: expected at most 131072 ranks" in str(caught.value)
+    assert f"got {told} ranks" in str(caught.value)
