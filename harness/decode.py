@@ -11,6 +11,8 @@ from harness.errors import ScenarioError, did_you_mean
 from harness.yaml_source import Node, Origin
 
 MAX_INT = 2**63 - 1
+MAX_SECONDS = 30 * 86400.0
+"""Of any time that a scenario states: beyond, deadlines overflow."""
 _NUMBER_CHARS = frozenset("0123456789+-.eE")
 
 

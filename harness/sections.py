@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from harness.check_limits import decode_peak_memory, decode_throughput
-from harness.decode import dotted, refuse, take_bool, take_float, take_int, take_mapping, take_str
+from harness.decode import (
+    MAX_SECONDS,
+    dotted,
+    refuse,
+    take_bool,
+    take_float,
+    take_int,
+    take_mapping,
+    take_str,
+)
 from harness.slurm_options import DEFAULT_OPTIONS, SlurmOptions, decode_slurm
 from harness.slurm_options import KEYS as SLURM_KEYS
 from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance_of
@@ -14,7 +23,6 @@ from harness.yaml_source import Node, Origin, parse_text
 
 CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak", "graphs")
 EVIDENCE = ("loss", "state", "taps")
-MAX_SECONDS = 30 * 86400.0
 LAUNCH_KEYS = ("device", "timeout_s", "stall_s", "slots", "engine", "retries", "kernels", "slurm")
 ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")

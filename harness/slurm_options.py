@@ -17,7 +17,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from harness.codec import Json
-from harness.decode import dotted, refuse, take_bool, take_float, take_int, take_list, take_str
+from harness.decode import (
+    MAX_SECONDS,
+    dotted,
+    refuse,
+    take_bool,
+    take_float,
+    take_int,
+    take_list,
+    take_str,
+)
 from harness.yaml_source import Node
 
 OURS = {
@@ -100,8 +109,8 @@ def _argument(node: Node, key: str) -> str:
 _TAKERS: dict[str, Callable[[Node, str], Any]] = {
     "partition": _word,
     "account": _word,
-    "walltime_s": lambda node, key: take_float(node, key, above=0),
-    "pending_s": lambda node, key: take_float(node, key, above=0),
+    "walltime_s": lambda node, key: take_float(node, key, above=0, most=MAX_SECONDS),
+    "pending_s": lambda node, key: take_float(node, key, above=0, most=MAX_SECONDS),
     "nodes": _count,
     "ranks_per_node": _count,
     "gpus_per_node": _count,

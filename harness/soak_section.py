@@ -12,7 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fsdp_core.config import STRESSORS
-from harness.decode import dotted, refuse, take_float, take_int, take_list, take_mapping, take_str
+from harness.decode import (
+    MAX_SECONDS,
+    dotted,
+    refuse,
+    take_float,
+    take_int,
+    take_list,
+    take_mapping,
+    take_str,
+)
 from harness.sections import split_option
 from harness.settings import Setting
 from harness.soaking import ALWAYS_ON, DEFAULT_STALL_S, SoakBy, SoakSpec
@@ -81,7 +90,7 @@ def _soak(entries: Mapping[str, Node], origin: Origin, timeout_s: float) -> Soak
             raise refuse(entries["period"], "soak.period", expected)
     stall_s = DEFAULT_STALL_S
     if "stall_s" in entries:
-        stall_s = take_float(entries["stall_s"], "soak.stall_s", above=0)
+        stall_s = take_float(entries["stall_s"], "soak.stall_s", above=0, most=MAX_SECONDS)
     spec = SoakSpec(by=by, amount=amount, turn_steps=turn_steps, stall_s=stall_s)
     return Soak(spec, tuple(settings), origin)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,31 @@ def test_export_and_import(filled: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "harness: lines: line 2: its digest" in said(
         capsys, "history", "--history", "c", "--import", "lines", code=6
     )
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_not_imported(
+    filled: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A pipe that nobody writes to is not waited for, /dev/zero is not read to its end."""
+    place = Path("/dev/zero")
+    if kind == "pipe":
+        place = Path("pipe")
+        os.mkfifo(place)
+    told = said(capsys, "history", "--history", "b", "--import", str(place), code=4)
+    assert told == f"harness: {place}: cannot be read: expected a file, got something else\n"
+
+
+def test_an_attempt_below_0_is_not_imported(
+    filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be told before the first; the line is named and left out."""
+    assert main(["history", "--export", "lines"]) == 0
+    lines = Path("lines").read_text().replace('"attempt":0', '"attempt":-1', 1)
+    Path("lines").write_text(lines)
+    told = said(capsys, "history", "--history", "b", "--import", "lines", code=6)
+    assert "harness: lines: line 2: " in told
+    assert "attempt: expected an integer >= 0, got -1" in told
 
 
 def test_a_changed_row_is_told(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

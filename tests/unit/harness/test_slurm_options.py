@@ -70,6 +70,8 @@ def test_without_a_word_of_it_runs_are_local(launch_of) -> None:  # type: ignore
         ("{slurm: {nodes: 0}}", "launch.slurm.nodes: expected an integer >= 1, got 0"),
         ("{slurm: {walltime_s: 0}}", "a number > 0"),
         ("{slurm: {pending_s: 0}}", "a number > 0"),
+        ("{slurm: {pending_s: 1e300}}", "at most 2592000"),
+        ("{slurm: {walltime_s: 1e300}}", "at most 2592000"),
         ("{slurm: {partition: a b}}", "a name without spaces"),
         ("{slurm: {requeue: 1}}", "expected a bool"),
         ("{slurm: {args: --qos=high}}", "a list of options of sbatch"),

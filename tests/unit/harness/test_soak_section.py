@@ -86,6 +86,7 @@ def test_a_soak_changes_the_key_and_no_soak_does_not(tmp_path: Path) -> None:
         ({"replays": 5, "perod": 5}, "soak.perod: expected a known key"),
         ({"steps": 100}, "soak.steps: expected steps in one place, got steps in base, too"),
         ({"replays": 5, "stall_s": 0}, "soak.stall_s: expected a number > 0"),
+        ({"replays": 5, "stall_s": 1e300}, "soak.stall_s: expected a number > 0 and at most"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, soak: dict[str, Any], told: str) -> None:
