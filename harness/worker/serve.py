@@ -52,7 +52,7 @@ def serve(fd: int, entry: str, limits: Limits) -> int:
     adopt_orphans()
     wake_as_parent_dies()
     try:
-        rank_main = load_entry(entry)
+        rank_main = _load_while_wanted(control, entry)
     except Exception as error:  # noqa: BLE001 - user code at import: told to the harness
         _send(control, {"failed": f"{entry}: {type(error).__name__}: {error}"})
         return 1
@@ -62,6 +62,28 @@ def serve(fd: int, entry: str, limits: Limits) -> int:
     gc.freeze()
     _Server(control, rank_main, limits).run()
     return 0
+
+
+def _load_while_wanted(control: socket.socket, entry: str) -> RankMain:
+    """`load_entry`, given up as soon as the harness is gone: importing torch takes seconds."""
+
+    def leave(*_: object) -> None:
+        try:
+            gone = not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            gone = True
+        if gone:
+            os._exit(0)
+
+    # What the kernel sends as the parent dies; of a thread of the harness, too, which is no end.
+    before = signal.signal(signal.SIGCONT, leave)
+    try:
+        leave()  # it may have gone before there was anything to wake
+        return load_entry(entry)
+    finally:
+        signal.signal(signal.SIGCONT, before)
 
 
 def load_entry(entry: str) -> RankMain:
