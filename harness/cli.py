@@ -205,7 +205,10 @@ def _tell_cut_short(
     display.print_outcome(console, done.verdicts, done.num_cases)
     _tell_where(console, done)
     try:
-        reports = report_commands.build_reports(done.folder, database) if done.verdicts else {}
+        if done.verdicts:
+            # Of hundreds of cases it takes a while, which must not look like a harness that hangs.
+            console.print(Text("interrupted: writing the report, one more Ctrl-C leaves it out"))
+            reports = report_commands.build_reports(done.folder, database)
         _tell_reports(console, reports)
     except KeyboardInterrupt:
         raise cut from None

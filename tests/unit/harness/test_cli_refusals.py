@@ -134,8 +134,9 @@ def test_an_interrupted_run_tells_and_reports_what_is_done(
     assert [v["outcome"] for v in answer["verdicts"]] == ["failed", "passed"]
     assert (answer["num_cases"], list(answer["reports"])) == (4, ["html"])
     assert main(["run", "--resume", "r"]) == 2
-    *_, counts, report = capsys.readouterr().out.splitlines()
+    *_, counts, ends, report = capsys.readouterr().out.splitlines()
     assert counts.startswith("1 passed, 1 failed, 2 without a verdict in ")
+    assert ends.startswith("interrupted: ")
     assert report.startswith("report: ")
 
 
@@ -151,15 +152,19 @@ def test_a_report_that_cannot_be_written_does_not_change_why_a_run_ended(
     told: str,
 ) -> None:
     """A full disk, or one more Ctrl-C: the counts are told, the exit code is 2 with its line."""
+    before = ""
 
     def fail(*args: object) -> None:
+        nonlocal before
+        before = capsys.readouterr().out
         raise error
 
     monkeypatch.setattr(report_commands, "build_reports", fail)
     _stopped_in_run(engine, 5)
     assert main(["run", "small.yaml", "--out", "r"]) == 2
     said = capsys.readouterr()
-    assert "2 passed, 2 without a verdict" in said.out
+    assert "2 passed, 2 without a verdict" in before
+    assert "interrupted: writing the report" in before
     assert told in said.err
     assert said.err.splitlines()[-1].endswith(f"go on with --resume {Path('r').absolute()}")
 
