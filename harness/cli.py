@@ -28,12 +28,13 @@ from harness.errors import HarnessError, InternalError, Interrupted, UsageError,
 from harness.faults_command import faults_command
 from harness.history import DATABASE_FILE, remember
 from harness.history_commands import compare_command, history_command
-from harness.lookup import DEFAULT_OUT, find_case
+from harness.lookup import DEFAULT_OUT, bisect_line, find_case
 from harness.machine import describe
 from harness.masking import Masker
 from harness.predict_command import predict_command
 from harness.progress import duration, make_view
-from harness.records import ExitCode
+from harness.provenance import package_version
+from harness.records import CaseSpec, ExitCode
 from harness.report_commands import (
     command_line,
     merge_command,
@@ -100,6 +101,10 @@ _overrides = _options(
 
 
 @click.group(context_settings=HELP, epilog=EXIT_CODES)
+@click.version_option(
+    package_version("deltazero") or "of a source tree that is not installed",
+    prog_name="harness", message="%(prog)s %(version)s",
+)  # fmt: skip
 def commands() -> None:
     """Run training two ways on every layout and prove that not one bit differs."""
 
@@ -174,6 +179,7 @@ def _carry_out(
     code = _final_code(exit_code(done.verdicts), done)
     display.print_outcome(console, done.verdicts, done.num_cases)
     _tell_where(console, done)
+    _tell_bisect(console, prepared.plan.cases, done)
     if prepared.slurm is None and done.occupancy.num_runs:
         console.print(Text(done.occupancy.line()), soft_wrap=True)
     if not no_history:
@@ -190,6 +196,15 @@ def _carry_out(
 
 def _tell_where(console: Console, done: launch.Carried) -> None:
     console.print(Text(f" in {duration(done.wall_s)}; run folder {done.folder}"), soft_wrap=True)
+
+
+def _tell_bisect(console: Console, cases: Sequence[CaseSpec], done: launch.Carried) -> None:
+    """The command that finds the cause of the first failure that can be searched."""
+    failed = {verdict.case_id for verdict in done.verdicts if verdict.outcome == "failed"}
+    for case in cases:
+        if case.id in failed and (command := bisect_line(case, done.folder / "cases" / case.id)):
+            console.print(Text(f"find the cause: {command}"), soft_wrap=True)
+            return
 
 
 def _tell_reports(console: Console, reports: dict[str, Path]) -> None:

@@ -95,9 +95,10 @@ def show_fault(*, name: str, as_json: bool) -> int:
         "scopes": ", ".join(fault.scopes),
         "layout": ", ".join(f"{name} {shown(least)}" for name, least in fault.layout.items()),
     }  # fmt: skip
+    # Comments of YAML: what is printed, written to a file, is the scenario.
     for key, value in told.items():
         if value:
-            click.echo(f"{key:<10} {value}")
+            click.echo(f"# {key:<10} {value}")
     click.echo(f"\n{scenario_text(fault)}", nl=False)
     return ExitCode.PASSED
 

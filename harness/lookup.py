@@ -1,10 +1,11 @@
 """Where run folders are: names for new ones, the newest, and cases by name."""
 
+import shlex
 from pathlib import Path
 
 from harness.errors import UsageError, shown
 from harness.records import CaseSpec
-from harness.store import SPEC_FILE, RunFolder, load_case
+from harness.store import JOURNAL_FILE, SPEC_FILE, RunFolder, load_case
 
 DEFAULT_OUT = Path("out")
 
@@ -18,12 +19,16 @@ def unused(path: Path) -> Path:
 
 
 def newest_run(out: Path = DEFAULT_OUT) -> Path:
-    """The run folder made last under `out`.
+    """The run folder made last under `out`, those of searches left out.
 
     Raises:
         UsageError: there is none.
     """
-    made = [path for path in out.glob("*/manifest.json") if path.is_file()]
+    made = [
+        path
+        for path in out.glob("*/manifest.json")
+        if path.is_file() and not path.with_name(JOURNAL_FILE).exists()  # of a search
+    ]
     if not made:
         raise UsageError(f"expected a run folder, {out}/ holds none")
     return max(made, key=lambda path: path.stat().st_mtime_ns).parent
@@ -46,3 +51,8 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
         known = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
         raise UsageError(f"{shown(name)}: expected a case folder or id; {folder.path} has {known}")
     return folder.case_folder(name), folder.cases[ids.index(name)]
+
+
+def bisect_line(case: CaseSpec, place: Path) -> str:
+    """The command that finds where a failing case, whose folder is `place`, fails; "" if none."""
+    return f"harness bisect {shlex.quote(str(place))}" if case.expect == "bitwise" else ""

@@ -17,6 +17,7 @@ from harness.checks import exit_code
 from harness.checks.environment import different_keys
 from harness.disk import read_tail
 from harness.history import NOT_WRITTEN_FILE
+from harness.lookup import bisect_line
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, Outcome, RunResult, Verdict
 from harness.retries import Attempt, earlier_attempts
@@ -61,6 +62,7 @@ class CaseReport:
     """One case, ready to be shown.
 
     Attributes:
+        bisect: the command that finds the cause of a failure, "" where there is none to find.
         environments: the letters of the environments of each leg's ranks.
         beside: memory and step time of the legs.
         attempts: of each leg that was made more than once: every attempt but the one judged.
@@ -70,6 +72,7 @@ class CaseReport:
     verdict: Verdict
     message: str
     command: str
+    bisect: str
     curve: LossCurve | None
     memory: tuple[LegMemory, ...]
     addresses: tuple[LegAddresses, ...]
@@ -260,6 +263,9 @@ def _case(
         verdict=verdict,
         message=one_line(verdict.message),
         command=_repeat(frames, spec),
+        bisect=bisect_line(spec, frames.folder.case_folder(spec.id))
+        if verdict.outcome == "failed"
+        else "",
         curve=loss_curve(
             frames.steps_of(spec.reference.key), frames.steps_of(spec.candidate.key), rank
         ),

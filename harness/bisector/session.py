@@ -49,10 +49,9 @@ from harness.program.spec import capabilities_of, program_of
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
 from harness.run import stop_on_signals
-from harness.store import MANIFEST_FILE, RunFolder
+from harness.store import JOURNAL_FILE, MANIFEST_FILE, RunFolder
 from harness.typed import typed
 
-JOURNAL_FILE = "questions.jsonl"
 MAX_NAME_CHARS = 120
 NO_ANSWER = "no answer yet"
 _OF_STAGES = ("place", "causes", "layers", "least_case", "commits", "release")

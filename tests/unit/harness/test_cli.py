@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -171,7 +172,7 @@ def test_cuda_without_a_gpu_is_no_verdict(
 @pytest.fixture
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs that torch is built for."""
-    gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=1) for i in range(2))
+    gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=80 << 30) for i in range(2))
     here = dataclasses.replace(machine.describe(), gpus=gpus, versions={"torch": "2.13.0+cu130"})
     monkeypatch.setattr(machine, "describe", lambda: here)
 
@@ -227,6 +228,49 @@ def test_show_finds_the_newest_run_and_unknown_cases_are_refused(
     assert (code, answer["verdict"]["outcome"]) == (0, "passed")
     assert main(["show", "dp9"]) == 4
     assert "dp1-attn" in capsys.readouterr().err
+
+
+def test_the_newest_run_is_none_that_a_search_made(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a bisection an id still means the run that it was asked of."""
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "--out", "out/r"]) == 1
+    assert run_json(capsys, "bisect", "dp2-attn", "--until", "place")[0] == 1
+    assert len(list(Path("out").glob("*/manifest.json"))) == 2
+    assert run_json(capsys, "show", "dp2-attn")[1]["folder"].endswith("/out/r/cases/dp2-attn")
+
+
+def test_a_red_run_says_how_to_find_the_cause(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command for the first case that failed, which works as it is; none of a green run."""
+    assert main(["run", "small.yaml", "--out", "green"]) == 0
+    assert "harness bisect" not in capsys.readouterr().out
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "--out", "a red run"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = (line for line in lines if line.startswith("find the cause: "))
+    command = shlex.split(told.removeprefix("find the cause: "))
+    assert command == ["harness", "bisect", str(Path("a red run/cases/dp1-attn").absolute())]
+    assert main([*command[1:], "--until", "place"]) == 1
+
+
+def test_what_is_judged_within_a_tolerance_is_not_sent_to_bisect(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bisect refuses it: there are no bits to follow."""
+    engine.ends = {"attn": "crashed"}
+    text = Path("small.yaml").read_text().replace("expect: bitwise", "expect: {rtol: 1e-9}")
+    Path("near.yaml").write_text(text)
+    assert main(["run", "near.yaml"]) == 1
+    assert "harness bisect" not in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 0."""
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"harness \S.*\n", capsys.readouterr().out)
 
 
 def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,11 +178,12 @@ def test_an_entry_is_shown_with_a_scenario_that_runs(
     """What `show` prints is a file for `harness run`."""
     code, plain = run_json(capsys, "faults", "show", "ulp")
     assert code == 0
-    file = tmp_path / "shown.yaml"
-    file.write_text(plain["scenario"])
-    assert main(["run", str(file), "--no-history", "--device", "cpu"]) == 1
     assert main(["faults", "show", "ulp"]) == 0
-    assert plain["scenario"] in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert plain["scenario"] in shown
+    file = tmp_path / "shown.yaml"
+    file.write_text(shown)  # with what is told of it
+    assert main(["run", str(file), "--no-history", "--device", "cpu"]) == 1
 
 
 def test_a_page_made_again_keeps_what_was_measured(engine: FakeEngine) -> None:

@@ -146,6 +146,7 @@ def test_page_says_what_an_engineer_needs(everything: Path, built: dict[str, str
         "step 7, rank 1, weights of layers.2.attn.qkv.weight",
         "0x7fc00000", "0x80000000", "the sign of a zero", "Δloss is zero", "2.500 times",
         "differs in torch", "2.13.0", f"harness rerun {everything}/cases/dp2-attn",
+        f"Find the cause harness bisect {everything}/cases/dp2-attn Repeat",
         "needs 6 GPUs", "last line", "rank 1 did not finish within 300 s", "6 failed",
     ):  # fmt: skip
         assert expected in words
