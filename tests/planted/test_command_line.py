@@ -23,13 +23,13 @@ SCENARIO = {
 }
 
 
-def harness(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def harness(*args: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """One command in a process of its own."""
     root = Path(__file__).parents[2]
     return subprocess.run(
         [sys.executable, "-m", "harness", *args],
         cwd=cwd, capture_output=True, text=True, check=False, timeout=240,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "HOME": str(cwd)},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "HOME": str(cwd), **variables},
     )  # fmt: skip
 
 
@@ -56,6 +56,23 @@ def test_the_clean_case_passes_and_the_planted_one_is_localised(
     assert (difference["step"], difference["rank"], difference["quantity"]) == (3, 1, "weights")
     assert difference["tensor"]
     assert code == answer["exit_code"] == 1
+
+
+def test_without_asserts_and_docstrings_the_verdicts_are_the_same(
+    done: tuple[Path, Any, int],
+) -> None:
+    """PYTHONOPTIMIZE=2 reaches the forkserver and the ranks, too; what they find is the same."""
+    folder, answer, code = done
+    options = {"PYTHONOPTIMIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = harness(
+        "run", "through.yaml", "--out", "optimised", "--no-history", "--json", cwd=folder, **options
+    )
+    assert ran.returncode == code, ran.stderr
+    kept = [
+        [(v["case_id"], v["outcome"], v["what"], v["difference"]) for v in each["verdicts"]]
+        for each in (answer, json.loads(ran.stdout))
+    ]
+    assert kept[0] == kept[1]
 
 
 def test_reports_are_written(done: tuple[Path, Any, int]) -> None:

@@ -14,7 +14,7 @@ from harness import launch, machine
 from harness.cli import main
 from harness.errors import Infrastructure
 from harness.machine import Gpu
-from harness.records import RunSpec, What
+from harness.records import RunSpec, Verdict, What
 from harness.run import execute
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
@@ -265,6 +265,27 @@ def test_what_is_judged_within_a_tolerance_is_not_sent_to_bisect(
     Path("near.yaml").write_text(text)
     assert main(["run", "near.yaml"]) == 1
     assert "harness bisect" not in capsys.readouterr().out
+
+
+def test_a_verdict_of_a_check_that_was_wrong_stands_until_a_rerun(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The records say otherwise by now: resume and check keep the failure, rerun judges anew."""
+    assert main(["run", "small.yaml", "--out", "r"]) == 0
+    with RunFolder.open(Path("r")) as folder:
+        passed = folder.load_verdict("dp2-attn")
+        assert passed is not None
+        wrong = dataclasses.replace(passed, outcome="failed", what="diverged", message="said so")
+        folder.save_verdict(wrong)
+    made = len(engine.made)
+    capsys.readouterr()
+    for command in (("run", "--resume", "r"), ("check", "r")):
+        code, answer = run_json(capsys, *command)
+        (kept,) = (v for v in answer["verdicts"] if v["case_id"] == "dp2-attn")
+        assert (code, Verdict.from_json(kept)) == (1, wrong)
+    assert len(engine.made) == made
+    code, answer = run_json(capsys, "rerun", "r/cases/dp2-attn", "--out", "anew")
+    assert (code, answer["verdicts"][0]["outcome"]) == (0, "passed")
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
