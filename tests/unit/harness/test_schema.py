@@ -379,8 +379,8 @@ def test_more_ranks_than_there_are_is_a_usage_error(
     tmp_path: Path, base: str, axes: str, line: int, told: str
 ) -> None:
     """The largest degree is named with its line, before any run is made."""
-    both = {"base": f"base: {base}", "axes": f"axes: {axes[:-1]}, graph: [eager, [attn]]}}"}
+    crossed = f"axes: {axes[:-1]}, graph: [eager, [attn]]}}"
     with pytest.raises(ScenarioError) as caught:
-        expand(load(tmp_path, **both), "cpu")
+        expand(load(tmp_path, base=f"base: {base}", axes=crossed), "cpu")
     assert f":{line}: parallel.dp: expected at most 131072 ranks" in str(caught.value)
     assert f"got {told} ranks" in str(caught.value)
