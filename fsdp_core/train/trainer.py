@@ -385,6 +385,12 @@ class Trainer:
         return self._captured_at == index
 
     def _capture(self, index: int) -> None:
+        due = self.config.graph_warmup_steps
+        if self._whole_steps < due:
+            raise RuntimeError(
+                f"Expected the warm-up of {due} whole steps to be over before graphs are captured, "
+                f"got {self._whole_steps} of them: run step {index} without graphs."
+            )
         self._captured_at = index
         if self.config.graph == ("full_iteration",):
             whole = self._iteration if self.config.graph_optimizer else self._all_gradients
