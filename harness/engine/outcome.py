@@ -422,7 +422,9 @@ def _names(ranks: Sequence[RankEvidence]) -> str:
 
 
 def _first_line(text: str) -> str:
-    return cut(next((line.strip() for line in text.splitlines() if line.strip()), ""), MESSAGE_CHARS)
+    return cut(
+        next((line.strip() for line in text.splitlines() if line.strip()), ""), MESSAGE_CHARS
+    )
 
 
 def _last_line(text: str) -> str:

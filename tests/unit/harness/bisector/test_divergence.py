@@ -129,8 +129,6 @@ def test_a_call_that_one_run_alone_made_is_no_input() -> None:
     assert brief(found) == ("forward", "embedding", "embedding:input")
 
 
-
-
 def test_the_first_gradient_is_the_losss_and_no_gathers() -> None:
     """Wrong on every rank alike, it came from the loss, which reads no weights."""
     edit = both(calls_from("head:gradient"), digests(grads=WEIGHTS))
