@@ -35,6 +35,15 @@ def shown(value: object) -> str:
     return f"{text[: MAX_SHOWN_CHARS - 1]}… ({len(text)} characters)"
 
 
+def cut(text: str, most: int) -> str:
+    """`text`, or its first words in at most that many characters, and that there were more."""
+    if len(text) <= most:
+        return text
+    kept = text[: most - 2]
+    words, space, _ = kept.rpartition(" ")
+    return f"{words if space and not text[most - 2].isspace() else kept} …"
+
+
 class HarnessError(Exception):
     """Base of the tree. `exit_code` is what the process ends with."""
 

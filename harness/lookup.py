@@ -38,13 +38,16 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
     """A case's folder by its path, or by its id in a run folder (the newest by default).
 
     Raises:
-        UsageError: there is no such case.
+        UsageError: there is no such case, or nothing at the path.
     """
     path = Path(name)
     if run is None and (path / "case.json").is_file():
         return path, load_case(path).case
     if run is None and (path / SPEC_FILE).is_file():
         run = path  # one run, which is refused for what it is
+    if run is None and len(path.parts) > 1:  # no id has a slash
+        there = "one without case.json" if path.is_dir() else "no folder there"
+        raise UsageError(f"{shown(name)}: expected a case folder, got {there}")
     folder = RunFolder.open(run or newest_run())
     ids = [case.id for case in folder.cases]
     if name not in ids:

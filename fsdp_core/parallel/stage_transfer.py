@@ -100,7 +100,7 @@ class Transfers:
         flat = [operation for each in operations for operation in each]
         if not flat:
             return
-        with _naming(self._expected(exchange.transfers[0])):
+        with _naming(self._axis, self._expected(exchange.transfers[0])):
             works = dist.batch_isend_irecv(flat)
         # NCCL answers with one work for the whole batch, gloo with one for each operation.
         is_whole, start = len(works) < len(flat), 0
@@ -173,7 +173,7 @@ class Transfers:
             self._wait(self._sent.pop(0))
 
     def _wait(self, posted: _Posted) -> None:
-        with _naming(self._expected(posted.transfer)):
+        with _naming(self._axis, self._expected(posted.transfer)):
             for work in posted.works:
                 work.wait()
 
@@ -201,7 +201,7 @@ def open_links(axis: Axis, device: torch.device) -> None:
         for peer in neighbours
         for operation in (dist.isend, dist.irecv)
     ]
-    with _naming(f"both neighbours on {axis.name} to open links"):
+    with _naming(axis, f"both neighbours on {axis.name} to open links"):
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
@@ -216,7 +216,7 @@ def swap(axis: Axis, tensor: torch.Tensor, peer: int) -> torch.Tensor:
     if tensor.numel():
         ours = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=peer)
         theirs = dist.P2POp(dist.irecv, other, group=axis.group, group_peer=peer)
-        with _naming(f"rank {peer} of {axis.name} to swap a tensor of {list(tensor.shape)}"):
+        with _naming(axis, f"rank {peer} of {axis.name} to swap a tensor of {list(tensor.shape)}"):
             for work in dist.batch_isend_irecv([ours, theirs]):
                 work.wait()
     return other
@@ -228,17 +228,19 @@ def broadcast_from_last(axis: Axis, tensor: torch.Tensor) -> None:
     Raises:
         TransferFailed: a rank did not take part within the timeout of the group.
     """
-    with _naming(f"all ranks of {axis.name} to take part in a broadcast from the last"):
+    with _naming(axis, f"all ranks of {axis.name} to take part in a broadcast from the last"):
         source = dist.get_global_rank(axis.group, axis.size - 1)
         dist.broadcast(tensor, source, group=axis.group)
 
 
 @contextlib.contextmanager
-def _naming(expected: str) -> Iterator[None]:
+def _naming(axis: Axis, expected: str) -> Iterator[None]:
     """Say what was expected of whom, where a group only says that it timed out or lost a peer."""
     try:
         yield
     except RuntimeError as error:
+        if axis.size == 1:
+            raise  # there is no peer
         raise TransferFailed(
             f"Expected {expected}, but it did not: it failed, hangs, or runs another program; "
             f"look at its rank first. The group says: {error}"
@@ -253,7 +255,7 @@ def compare_facts(axis: Axis, facts: Mapping[str, str]) -> list[dict[str, str]]:
         TransferFailed: a rank did not take part within the timeout of the group.
     """
     gathered: list[Any] = [None] * axis.size
-    with _naming(f"all ranks of {axis.name} to compare what they run"):
+    with _naming(axis, f"all ranks of {axis.name} to compare what they run"):
         dist.all_gather_object(gathered, dict(facts), group=axis.group)
     for name in facts:
         values = [their.get(name) for their in gathered]

@@ -6,22 +6,27 @@
 
     rank's tensor [4, 6] --a box of it [2, 6] at (2, 0)--> of the whole [16, 6], at (10, 0)
 
-What has no parameter behind it, as a row of taps, lies nowhere: it is the rank's own.
+Of rows of taps, what branches of layers return (`layers.1.attn:output[1]`) is a box of all tokens
+of the microbatch over the ranks of the data, [B * dp, T, H]; others lie nowhere: they are the
+rank's own.
 """
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fsdp_core.checkpoint.pieces import Piece, plain_name
+from fsdp_core.config import TrainConfig
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.graph.digest import digest_tensors, empty_rows
 from fsdp_core.graph.kept import Calls, Copies, Room
 from fsdp_core.graph.taps import Taps
+from fsdp_core.parallel.axes import Axes
+from fsdp_core.parallel.context import split
 from fsdp_core.parallel.global_names import Stretch, named_stretches
 from fsdp_core.train.outputs import Digests, StepOutputs
 
@@ -66,6 +71,9 @@ class Kept:
     as_digested: bool
 
 
+RowPlaces = Callable[[str, torch.Tensor], tuple[Place, ...]]
+
+
 class Keeping:
     """Copies of the tensors that fit `names`, overwritten by every step.
 
@@ -73,6 +81,7 @@ class Keeping:
         names: as in the module's docstring; those that this rank does not have are passed over.
         max_bytes: of all copies on this rank.
         places: of every parameter by its name; `places_of` gives them.
+        row_places: of a tensor of a row of taps, by the row's name.
 
     Raises:
         ValueError: they would take more.
@@ -86,8 +95,9 @@ class Keeping:
         digests: Digests,
         taps: Taps,
         places: Iterable[tuple[str, tuple[Place, ...]]],
+        row_places: RowPlaces = lambda name, tensor: (),
     ) -> None:
-        self._digests, self._taps = digests, taps
+        self._digests, self._taps, self._row_places = digests, taps, row_places
         room = Room(max_bytes, taps.device)
         self._places = dict(places)
         for group, (known, tensors) in digests.digested.items():
@@ -129,7 +139,7 @@ class Keeping:
             tensors = [part.cpu() for part in parts]
             same = self._taps.is_digest_of(rows[name], tensors)
             for number, tensor in enumerate(tensors):
-                yield Kept(name, number, tensor, (), same)
+                yield Kept(name, number, tensor, self._row_places(name, tensor), same)
 
     def _places_of(self, name: str, tensor: torch.Tensor) -> tuple[Place, ...]:
         stem, suffix = name, ""
@@ -144,6 +154,38 @@ class Keeping:
             Place(each.name + suffix, each.shape, each.offsets, each.local_offsets, each.sizes)
             for each in self._places[stem]
         )
+
+
+def branch_places(config: TrainConfig, axes: Axes) -> RowPlaces:
+    """Places of what branches of layers return; of packs, which layouts cut otherwise, none."""
+    if config.parallel.dynamic_cp:
+        return lambda name, tensor: ()
+    seq = config.model.seq
+    mine = split(torch.arange(seq), 0, axes.cp.size, axes.cp.rank)
+    if axes.sequence_parallel:
+        mine = mine.chunk(axes.tp.size)[axes.tp.rank]
+    positions = mine.tolist()
+    starts = [i for i, at in enumerate(positions) if not i or at != positions[i - 1] + 1]
+    runs = list(zip(starts, [*starts[1:], len(positions)], strict=True))
+    rank = axes.dp_outer.rank * axes.dp.size + axes.dp.rank
+
+    def places(name: str, tensor: torch.Tensor) -> tuple[Place, ...]:
+        layer, _, branch = name.partition("[")[0].removeprefix("layers.").partition(".")
+        if not layer.isdecimal() or branch not in ("attn:output", "mlp:output"):
+            return ()
+        if tensor.dim() != 3 or tensor.shape[1] != len(positions):
+            return ()
+        rows, _, width = tensor.shape
+        whole = (rows * axes.dp_outer.size * axes.dp.size, seq, width)
+        return tuple(
+            Place(
+                name, whole, (rank * rows, positions[begin], 0), (0, begin, 0),
+                (rows, end - begin, width),
+            )
+            for begin, end in runs
+        )  # fmt: skip
+
+    return places
 
 
 def fits(names: Iterable[str], name: str) -> bool:

@@ -49,7 +49,7 @@ from fsdp_core.train.build import (
 from fsdp_core.train.captures import Captures
 from fsdp_core.train.compiled_parts import compile_parts, parts_compiled
 from fsdp_core.train.inputs import make_inputs
-from fsdp_core.train.keeping import Keeping, places_of
+from fsdp_core.train.keeping import Keeping, branch_places, places_of
 from fsdp_core.train.names import (
     PointerChanges,
     enter_attributes,
@@ -284,8 +284,11 @@ class Trainer:
         """Keep copies of tensors as they are digested: see `keeping`. Before the first step."""
         assert not self._whole_steps
         with self.device.on(self.stream):
-            places = places_of(self.stages, self.groups)
-            return Keeping(names, max_bytes, digests=self._digests, taps=self.taps, places=places)
+            return Keeping(
+                names, max_bytes, digests=self._digests, taps=self.taps,
+                places=places_of(self.stages, self.groups),
+                row_places=branch_places(self.config, self.axes),
+            )  # fmt: skip
 
     # ---- parts
 
@@ -385,6 +388,12 @@ class Trainer:
         return self._captured_at == index
 
     def _capture(self, index: int) -> None:
+        due = self.config.graph_warmup_steps
+        if self._whole_steps < due:
+            raise RuntimeError(
+                f"Expected the warm-up of {due} whole steps to be over before graphs are captured, "
+                f"got {self._whole_steps} of them: run step {index} without graphs."
+            )
         self._captured_at = index
         if self.config.graph == ("full_iteration",):
             whole = self._iteration if self.config.graph_optimizer else self._all_gradients

@@ -1,7 +1,7 @@
 """What a capture leaves behind, told by the step in which graphs are captured.
 
     first difference in that step                                   left behind
-    a module that draws, and the random state after the step        numbers that were drawn
+    the first that draws, and the random state after the step       numbers that were drawn
     nothing but tensors that no gradient moves (experts' biases)    what forward passes count
     losses, and how many steps the optimizer has taken              a step too many, or none
 
@@ -9,10 +9,11 @@ Warm-ups and captures are further forward and backward passes of that step, of w
 stay. Calls tell of a step that was not run once, too: see `part_of_calls`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.bisector.found import Location
-from harness.bisector.legs import Legs
+from harness.bisector.legs import INPUT, OUTPUT, STEP_COUNT, Legs, Row
 from harness.checks.steps import show_ranks
 
 
@@ -26,7 +27,7 @@ def with_capture(found: Location, legs: Legs) -> Location:
 
 
 def _repeated(found: Location, legs: Legs, step: int) -> str:
-    counts = [tensor for tensor in legs.tensors(step, "optim") if tensor.name == "step_count"]
+    counts = [tensor for tensor in legs.tensors(step, "optim") if tensor.name == STEP_COUNT]
     # Whoever counted otherwise in the optimizer alone left the losses of that step as they were.
     if found.phase not in ("forward", "input") or not any(count.differs for count in counts):
         return ""
@@ -42,11 +43,29 @@ def _drawn(found: Location, legs: Legs, step: int) -> str:
     drawn = [tensor for tensor in legs.tensors(step, "rng") if tensor.differs]
     if found.phase not in ("forward", "input") or computes or not drawn:
         return ""
+    if _began_right(legs.rows(step)):
+        return ""
     ranks = show_ranks({tensor.rank for tensor in drawn})
     return (
         f"graphs are captured in this step, after which the random state {drawn[0].name} differs "
         f"on {ranks}: what captures drew was not given back"
     )
+
+
+def _began_right(rows: Sequence[Row]) -> bool:
+    """Whether a module that draws had drawn as it should before the first thing that differs.
+
+    What a capture leaves behind is there when the step's passes begin. A module draws if it was
+    given the same and returned something else, in this step.
+    """
+    first = next((place for place, row in enumerate(rows) if row.differs), 0)
+    given = {(r.rank, r.module, r.number) for r in rows if r.kind == INPUT and not r.differs}
+    draw = {
+        row.module
+        for row in rows
+        if row.kind == OUTPUT and row.differs and (row.rank, row.module, row.number) in given
+    }
+    return any(row.module in draw and row.kind == OUTPUT for row in rows[:first])
 
 
 def _counted(found: Location, legs: Legs, step: int) -> str:

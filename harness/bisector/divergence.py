@@ -21,7 +21,7 @@ from harness.bisector.flow import module_of
 from harness.bisector.found import Location
 from harness.bisector.givers import with_givers
 from harness.bisector.gradients import gradients_part
-from harness.bisector.legs import OUTPUT, RNG, Legs, Tensor
+from harness.bisector.legs import OUTPUT, RNG, STEP_COUNT, Legs, Tensor
 from harness.bisector.misrecorded import record_of_the_step_before
 from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
@@ -115,6 +115,12 @@ def _losses_part(legs: Legs, at_step: Location) -> Location | None:
         microbatch=int(number) if number.isdigit() else None,
         evidence=(*at_step.evidence, told),
     )  # fmt: skip
+    if quantity != LOSS and _is_loss_alone(legs, at_step.step):
+        told = (
+            "the loss alone differs, no gradient, weight, moment or random state: nothing was "
+            "computed from it, so it went wrong after backward had begun, or as it was recorded"
+        )
+        return replace(found, phase="outside", tensor=quantity, evidence=(*found.evidence, told))
     if not legs.has_taps:
         why = "module: no module was looked into, so the input may differ as well as what it met"
         return replace(found, unknown=(*found.unknown, why))
@@ -132,6 +138,14 @@ def _losses_part(legs: Legs, at_step: Location) -> Location | None:
     )  # fmt: skip
 
 
+def _is_loss_alone(legs: Legs, step: int) -> bool:
+    """Whether gradients were recorded and the step differs in losses only."""
+    if any(name == "grad_norm" for name, *_ in legs.floats(step)):
+        return False
+    state = [t for group in groups_of(*_groups(legs)) for t in legs.tensors(step, group)]
+    return any(t.group == "grads" for t in state) and not any(t.differs for t in state)
+
+
 def _last_module(legs: Legs, step: int) -> str:
     """The one whose output the loss is made of."""
     outputs = [row.module for row in legs.rows(step) if row.kind == OUTPUT and not row.is_folded]
@@ -145,6 +159,9 @@ def _norm_part(legs: Legs, at_step: Location) -> Location | None:
     if not floats:
         return None
     _, rank, ours, theirs = floats[0]
+    told = f"their norm is not: {show_float(ours)} became {show_float(theirs)}"
+    if (count := _steps_part(legs, at_step, told)) is not None:
+        return count
     ranks = tuple(r for _, r, _, _ in floats)
     near, told = "in", "on every rank"
     if len(ranks) < len(legs.ranks(at_step.step)):
@@ -160,6 +177,21 @@ def _norm_part(legs: Legs, at_step: Location) -> Location | None:
     )  # fmt: skip
 
 
+def _steps_part(legs: Legs, at_step: Location, norm: str) -> Location | None:
+    """The optimizer has taken another number of steps: that is why the norm is another, too."""
+    assert at_step.step is not None
+    optim = legs.tensors(at_step.step, "optim")
+    bad = [t for t in optim if t.name == STEP_COUNT and t.differs]
+    if not bad:
+        return None
+    told = f"the gradients of every rank are equal, {norm}"
+    more = "the optimizer has taken another number of steps, its norm and clip with it"
+    return replace(
+        at_step, phase="optimizer", tensor=STEP_COUNT, quantity="optim", rank=bad[0].rank,
+        ranks=ranks_of(bad, STEP_COUNT), evidence=(*at_step.evidence, told, more),
+    )  # fmt: skip
+
+
 def _state_part(legs: Legs, at_step: Location) -> Location | None:
     """Gradients and norm are equal, and what the optimizer keeps is not."""
     assert at_step.step is not None
@@ -168,7 +200,7 @@ def _state_part(legs: Legs, at_step: Location) -> Location | None:
     bad = moments or weights
     if not bad:
         return None
-    count = [t for t in bad if t.name == "step_count"]
+    count = [t for t in bad if t.name == STEP_COUNT]
     first = (count or bad)[0]
     equal = "gradients and their norm are equal on every rank"
     told = [f"{equal}, {_named(bad, first)} {differ(len({t.name for t in bad}))} after the step"]

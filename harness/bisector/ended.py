@@ -16,7 +16,7 @@ from harness.bisector.flow import module_of
 from harness.bisector.found import Location, Near
 from harness.checks.complete import find_flaw
 from harness.checks.steps import rank_table
-from harness.errors import one_line
+from harness.errors import cut, one_line
 from harness.faults.fault import Phase
 from harness.infrastructure import has_lost_its_groups
 from harness.records import (
@@ -51,7 +51,8 @@ def how_it_ended(run: RunResult) -> Location | None:
         return None
     rank, error = _speaker(run, flaw.rank)
     found = Location(
-        step=_step(run, flaw.step, rank, error), rank=rank, ranks=() if rank is None else (rank,),
+        step=_step(run, flaw.step, rank, error), rank=rank,
+        ranks=flaw.ranks or (() if rank is None else (rank,)),
         phase=_phase(run, flaw.what, error), quantity=flaw.what, evidence=(_shown(flaw.message),),
     )  # fmt: skip
     if flaw.module:
@@ -202,5 +203,4 @@ def _waiting(found: Location, fault: CollectiveFault) -> Location:
 
 
 def _shown(message: str) -> str:
-    text = one_line(message)
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
+    return cut(one_line(message), MAX_CHARS)

@@ -58,8 +58,8 @@ class Location(Json):
         collective: what spread it, or computed it: "reduce-scatter of gradients over dp".
         element: first differing one, once somebody looked.
         before_is_equal: whether every step before `step` is equal on every rank.
-        operation: of the collective: `all-gather` of weights, `reduce-scatter` of gradients; "" of
-            others.
+        operation: `all-gather` of weights or `reduce-scatter` of gradients, of the collective or of
+            one that is not known to have spread it; "" of others.
         sum_hides_rank: whether a sum over ranks does not show which of them added what is wrong.
         from_loss: whether the wrong gradient came from the loss, so that no weight was read for it.
         evidence: a sentence for each conclusion, in the order in which they were drawn.

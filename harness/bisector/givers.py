@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
 from harness.checks.steps import rank_table, show_ranks
+from harness.faults.fault import Phase
 from harness.given import GivenCall, given_in
 
 REDUCTIONS = ("reduce_scatter", "allreduce", "all_reduce")
@@ -55,7 +56,7 @@ def with_givers(found: Location, legs: Legs) -> Location:
 
 def _looked_into(found: Location, legs: Legs) -> Location:
     is_sum = found.quantity == "grads" and found.near in ("before", "in")
-    is_gather = found.near == "in" and found.operation == "all-gather"
+    is_gather = not found.near and found.operation == "all-gather"
     if found.step is None or not (is_sum or is_gather):
         return found
     name = found.tensor if is_sum else found.module
@@ -103,6 +104,12 @@ def _decided(found: Location, wrong: Sequence[int], world: int, unit: str) -> Lo
     what = "gradients" if found.quantity == "grads" else "weights"
     into = f"into the {found.operation or 'collective'} of {unit}"
     found = replace(found, sum_hides_rank=False)
+    if not wrong and found.operation == "all-gather":
+        # No evidence against the gather: it may be anything that follows.
+        told = f"what every rank gave {into} is equal: it went wrong in that, or computed otherwise"
+        return replace(found, evidence=(*found.evidence, told))
+    if found.operation == "all-gather":
+        found = replace(found, collective=f"all-gather of the weights of {unit}")
     if not wrong:
         told = f"what every rank gave {into} is equal: it went wrong in it, or after it"
         if found.phase == "backward" and found.quantity == "grads":
@@ -110,7 +117,8 @@ def _decided(found: Location, wrong: Sequence[int], world: int, unit: str) -> Lo
         return replace(found, evidence=(*found.evidence, told))
     if len(wrong) == world:
         told = f"every rank gave other {what} {into}"
-        return replace(found, near="before", evidence=(*found.evidence, told))
+        phase: Phase | None = "backward" if found.quantity == "grads" else found.phase
+        return replace(found, phase=phase, near="before", evidence=(*found.evidence, told))
     told = f"{show_ranks(set(wrong))} alone gave other {what} {into}: it entered there"
     return replace(
         found, near="before", rank=wrong[0], ranks=tuple(wrong),

@@ -8,6 +8,8 @@ from harness.keeping import DEFAULT_MAX_BYTES, KeepSpec
 from harness.records import RunSpec
 
 NAMES = ("grads:*", "weights:*")
+BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
+"""Taps of a forward pass; of its first microbatch, as contents take memory."""
 NUM_SAMPLES = 6
 _MAY_DIFFER = ("parallel", "fsdp", "graph", "compile", "compile_backend", "stress", "stress_seed",
                "taps", "flush_every", "graph_warmup_steps", "graph_optimizer", "ledger", "steps",
@@ -45,12 +47,15 @@ def runs_to_compare(
     for spec in (reference, candidate):
         if step >= int(spec.config["steps"]):
             raise UsageError(f"expected a step below {spec.config['steps']}, got {step}")
-    keep = KeepSpec(step=step, names=NAMES, max_bytes=max_bytes)
+    looks = all(spec.config.get("engine") == "ours" for spec in (reference, candidate))
+    taps = BRANCHES if looks else ()
+    names = (*NAMES, *(f"{tap}[0]" for tap in taps))
+    keep = KeepSpec(step=step, names=names, max_bytes=max_bytes)
     config = TrainConfig.from_dict(reference.config)
     dp, outer = config.parallel.dp, config.parallel.dp_outer
     plain = replace(
         config, parallel=ParallelConfig(dp=dp, dp_outer=outer), graph=(), compile=(), stress=(),
-        taps=(), backend="torch", engine="ours", steps=step + 1,
+        taps=taps, backend="torch", engine="ours", steps=step + 1,
     )  # fmt: skip
     # One process holds the whole model: rounding at random takes more time, and more memory.
     samples = tuple(
@@ -60,10 +65,11 @@ def runs_to_compare(
         )
         for number in range(NUM_SAMPLES)
     )  # fmt: skip
-    return Runs(
-        reference=replace(reference, keep=keep), candidate=replace(candidate, keep=keep),
-        samples=samples,
-    )  # fmt: skip
+    first, second = (
+        replace(spec, keep=keep, config=spec.config | ({"taps": list(taps)} if taps else {}))
+        for spec in (reference, candidate)
+    )
+    return Runs(reference=first, candidate=second, samples=samples)
 
 
 def refuse_incomparable(reference: RunSpec, candidate: RunSpec) -> None:

@@ -8,7 +8,7 @@ layouts        this file: the first tensor that is farther apart, its element, i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ ROUTED = (
     "routing: in bf16 a router may send a token to another expert for a rounding's sake, which no "
     "bound covers; compare in fp32 to tell that from a fault"
 )
+STATE = ("loss", "grads", "weights")
+"""Groups of what is compared; all others are calls."""
 _REDUCED = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -91,7 +93,9 @@ def compare_layouts(reference: Leg, candidate: Leg, samples: Sequence[Leg]) -> L
             f"the farthest apart is {worst.name}, {worst.units.both:.2f} of its bound"
         )
         return LayoutAnswer(location=None, tensors=tensors, message=message)
-    location = comparison.locate(wrong, tensors)
+    # What a forward pass made is no evidence of a fault, but of where one began: see `calls`.
+    first = next((each for each in comparison.calls() if each.is_wrong), wrong)
+    location = comparison.locate(first, tensors)
     return LayoutAnswer(location=location, tensors=tensors, message=location.evidence[0])
 
 
@@ -116,11 +120,22 @@ class _Comparison:
 
     def tensors(self) -> Iterator[Apart]:
         yield self._loss()
-        names = sorted({name for held in self._wholes for name in held}, key=_in_model)
+        names = sorted(
+            {name for held in self._wholes for name in held if _group(name) in STATE}, key=_in_model
+        )
         grads = [name for name in names if name.startswith("grads:")]
         for name in [*reversed(grads), *(name for name in names if name not in set(grads))]:
             if not name.endswith(".expert_bias"):  # moves by steps, as counts of tokens say
                 yield self._apart(name)
+
+    def calls(self) -> Iterator[Apart]:
+        """What branches of layers returned, in the order of forward.
+
+        Weights that AdamW has moved the other way for a rounding's sake show in them with no bound,
+        so they tell where a difference begins, once another tensor has told that there is one.
+        """
+        names = {name for held in self._wholes for name in held if _group(name) not in STATE}
+        yield from (self._apart(name) for name in sorted(names, key=_in_forward))
 
     def _loss(self) -> Apart:
         losses = [
@@ -174,11 +189,12 @@ class _Comparison:
 
     def locate(self, wrong: Apart, tensors: Sequence[Apart]) -> Location:
         group, _, tensor = wrong.name.rpartition(":")
+        is_call = _group(wrong.name) not in STATE
         element, ranks, sentence = self._element(wrong)
         count = sum(each.is_wrong for each in tensors)
         evidence = [
-            f"{wrong.name} is the first of {count} tensors that are farther apart than rounding "
-            f"takes them: {wrong.why or f'{wrong.units.both:.3g} times its bound'}",
+            f"{wrong.name} is the first of {count + is_call} tensors that are farther apart than "
+            f"rounding takes them: {wrong.why or f'{wrong.units.both:.3g} times its bound'}",
             *([sentence] if sentence else []),
         ]
         if not wrong.why:
@@ -193,9 +209,15 @@ class _Comparison:
             unknown.append("backward or reduce: gradients are kept once both are over")
         if self._may_route_otherwise and not wrong.why:
             unknown.append(ROUTED)
-        return Location(
-            step=self.step, phase=phases[group], module=tensor.rpartition(".")[0] if group else "",
-            tensor=tensor if group else "", quantity=group or "loss",
+        if is_call:
+            found = Location(phase="forward", module=group, tensor=wrong.name, microbatch=0)
+            found = replace(found, quantity="taps.output")
+        else:
+            module = tensor.rpartition(".")[0] if group else ""
+            found = Location(phase=phases[group], module=module, tensor=tensor if group else "")
+            found = replace(found, quantity=group or "loss")
+        return replace(
+            found, step=self.step,
             rank=min(ranks) if ranks else None, ranks=ranks, element=element,
             evidence=tuple(evidence), unknown=tuple(unknown),
         )  # fmt: skip
@@ -212,8 +234,9 @@ class _Comparison:
             return None, (), ""
         element = self._as_element(index, a, b)
         ranks = b.ranks_of(index)
+        name = wrong.name if _group(wrong.name) not in STATE else wrong.name.partition(":")[2]
         sentence = (
-            f"{wrong.name.partition(':')[2]}[{', '.join(map(str, index))}] is {element.reference} "
+            f"{name}[{', '.join(map(str, index))}] is {element.reference} "
             f"on rank {_listed(a.ranks_of(index))} of the reference and {element.candidate} on "
             f"rank {_listed(ranks)} of the candidate"
         )
@@ -269,6 +292,16 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def _group(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _in_forward(name: str) -> tuple[int, bool]:
+    """Order of branches: layers by number, attention first."""
+    _, layer, branch = _group(name).split(".")
+    return int(layer), branch != "attn"
 
 
 def _in_model(name: str) -> tuple[Any, ...]:

@@ -34,6 +34,8 @@ from harness.records import (
 )
 
 RNG = "rng"
+STEP_COUNT = "step_count"
+"""Of the optimizer, in its group."""
 
 __all__ = ["GRADIENT", "INPUT", "OUTPUT", "Legs", "Row", "Tensor"]
 

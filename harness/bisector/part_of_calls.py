@@ -15,6 +15,7 @@ from harness.bisector.flow import common, consumers, parent_of, returned_by, uni
 from harness.bisector.found import Location
 from harness.bisector.legs import INPUT, OUTPUT, Legs, Row
 from harness.checks.steps import show_ranks
+from harness.faults.fault import Phase
 
 _FROM_LOSS = "it is the first gradient of its microbatch: it comes from the loss"
 
@@ -23,12 +24,16 @@ def calls_part(legs: Legs, at_step: Location) -> Location | None:
     """Where calls first differ; None if they do not, or nothing was looked into."""
     assert at_step.step is not None
     rows = legs.rows(at_step.step)
-    first = next((row for row in rows if row.differs), None)
-    if first is None:
+    differing = [row for row in rows if row.differs]
+    if not differing:
         return None
     losses = [name for name, *_ in legs.floats(at_step.step) if name != "grad_norm"]
-    if first.is_backward and losses:
+    if differing[0].is_backward and losses:
         return None  # the loss was computed before any gradient
+    # A call that one run never made is no result: what came of that is the first that differs.
+    first = next((row for row in differing if _is_whole(row)), differing[0])
+    if first.is_backward and not differing[0].is_backward:
+        first = differing[0]
     same = [row for row in rows if (row.tap, row.number) == (first.tap, first.number)]
     ranks = tuple(sorted(row.rank for row in same if row.differs))
     # A module that is called more than once a microbatch has its rows numbered by calls.
@@ -38,10 +43,15 @@ def calls_part(legs: Legs, at_step: Location) -> Location | None:
         rank=first.rank, ranks=ranks,
         evidence=(*at_step.evidence, _first_told(first, ranks)),
     )  # fmt: skip
+    if first is not differing[0]:
+        found = replace(found, evidence=(*found.evidence, _missing_told(differing[0])))
     if first.is_folded:
         why = f"microbatch: {first.name} stands for several calls of the step"
         found = replace(found, unknown=(*found.unknown, why))
-    if first.kind == INPUT:
+    if not _is_whole(first):
+        phase: Phase = "backward" if first.is_backward else "forward"
+        found = replace(found, phase=phase, module=first.module)
+    elif first.kind == INPUT:
         found = _input(found, first, rows, legs)
     elif first.kind == OUTPUT:
         found = _output(found, first, rows, legs)
@@ -68,12 +78,24 @@ def _first_told(first: Row, ranks: Sequence[int]) -> str:
     what = f"{first.kind} of {first.module}"
     if first.is_backward:
         what = f"gradient of the output of {first.module}"
-    if not first.candidate or not first.reference:
-        leg = "candidate" if not first.candidate else "reference"
-        return f"the {what}, call {first.number}, is missing in the {leg} on rank {first.rank}"
+    if not _is_whole(first):
+        return _missing_told(first)
     return (
         f"the first thing in program order that differs is the {what}, call {first.number}, on "
         f"{show_ranks(set(ranks))}"
+    )
+
+
+def _is_whole(row: Row) -> bool:
+    """Whether both runs made the call."""
+    return bool(row.reference and row.candidate)
+
+
+def _missing_told(row: Row) -> str:
+    run = "candidate" if not row.candidate else "reference"
+    return (
+        f"the {run} did not call {row.module}, call {row.number}, on rank {row.rank}: something "
+        "else ran in its place"
     )
 
 
@@ -203,11 +225,9 @@ def _across(found: Location, num_same: int, legs: Legs) -> Location:
             evidence=(*found.evidence, told),
         )  # fmt: skip
     if len(found.ranks) == num_same == world:
-        told = "it is wrong on every rank alike: in what they share, or before it"
-        return replace(
-            found, near="in", collective=gather, operation="all-gather",
-            evidence=(*found.evidence, told),
-        )  # fmt: skip
+        # Whether it came by the gather is told by what ranks gave to it: see `givers`.
+        told = "it is wrong on every rank alike: in what they share or compute, or before it"
+        return replace(found, operation="all-gather", evidence=(*found.evidence, told))
     return found
 
 

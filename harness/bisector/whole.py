@@ -121,7 +121,9 @@ def _holdings(contents: Contents) -> Iterator[tuple[str, Holding]]:
             group = loaded.about.name.partition(":")[0]
             for place in loaded.about.places:
                 if loaded.about.dtype in NUMBERS and min(place.sizes, default=1):
-                    yield f"{group}:{place.name}", Holding(rank, place, loaded)
+                    # A row of taps has its kind in its name.
+                    name = place.name if ":" in place.name else f"{group}:{place.name}"
+                    yield name, Holding(rank, place, loaded)
 
 
 def numbers(bits: Bits, dtype: str) -> Floats:

@@ -7,12 +7,12 @@ missing step would otherwise be a step that did not differ.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_core.config import TrainConfig
 from harness.checks.graph_proof import not_as_owed, not_compiled
 from harness.checks.soaked import shortfall, steps_due
-from harness.checks.steps import rank_table
+from harness.checks.steps import rank_table, show_ranks
 from harness.infrastructure import machine_failure
 from harness.records import (
     ABSENT,
@@ -43,7 +43,10 @@ NO_STEP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Flaw:
-    """Why a run is not whole. None, or "" as `module`, where a field does not apply."""
+    """Why a run is not whole. None, or "" as `module`, where a field does not apply.
+
+    Of `ranks` that share one flaw, `rank` is the lowest.
+    """
 
     what: What
     message: str
@@ -51,6 +54,7 @@ class Flaw:
     step: int | None = None
     difference: Difference | None = None
     module: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 def failure_of_machine(run: RunResult, flaw: Flaw) -> str:
@@ -126,7 +130,7 @@ def _records_flaw(run: RunResult) -> Flaw | None:
             message = f"rank {records.rank} has no record of the state before step 0"
             flaw = Flaw(what="corrupt_record", message=message, rank=records.rank)
         if flaw is not None:
-            return flaw
+            return _of_all(flaw, run, steps) if flaw.what == "missing_step" else flaw
     if (short := shortfall(run)) is not None:
         what, message, rank = short
         return Flaw(what=what, message=message, rank=rank)
@@ -284,6 +288,20 @@ def _sequence_flaw(records: RankRecords, steps: int) -> Flaw | None:
         rank=rank,
         step=seen[place],
     )
+
+
+def _of_all(flaw: Flaw, run: RunResult, steps: int) -> Flaw:
+    """A missing step with all ranks that lack the same one, and how those exited."""
+    lack = [(records.rank, _sequence_flaw(records, steps)) for records in run.ranks]
+    ranks = tuple(sorted(rank for rank, own in lack if own is not None and own.step == flaw.step))
+    left = {each.rank for each in run.outcome.ranks if each.code == 0}
+    left -= {records.rank for records in run.ranks if records.end is not None}
+    message = flaw.message
+    if len(ranks) > 1:
+        message = f"{show_ranks(set(ranks))} have no record of step {flaw.step} of {steps} steps"
+    if left >= set(ranks):
+        message += ", exited with code 0 without an end record"
+    return replace(flaw, ranks=ranks, message=message)
 
 
 def _end_flaw(records: RankRecords, steps: int) -> Flaw | None:

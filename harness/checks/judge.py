@@ -62,15 +62,17 @@ EXACT = (state.NAME, taps.NAME)
 """Checks of digests, which a tolerance makes informative."""
 NO_CONTROL: What = "no_control"
 
-INCOMPLETE: tuple[What, ...] = (
-    "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
-)  # fmt: skip
-"""Flaws of a run's records, as opposed to what ended it."""
-UNLIKE_ASKED: dict[What, str] = {
+TROUBLES: dict[What, str] = {
+    "missing_step": "left incomplete records",
+    "missing_rank": "left incomplete records",
+    "record_after_end": "left records that contradict themselves",
+    "corrupt_record": "left records that cannot be trusted",
+    "empty_run": "recorded nothing that can be compared",
+    SHARED_GPU: "is not judged",
     "not_replayed": "did not use its graphs as asked",
     "not_compiled": "was not compiled as asked",
 }
-"""Flaws of whole records of a run that was another one."""
+"""What a run did, by the flaw of its records; of any other flaw, it did not finish."""
 
 
 def judge(
@@ -221,9 +223,7 @@ def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
             name,
             f"the {leg} recorded all {soaked.steps_due(run)} steps on all {spec.world_size} ranks",
         )
-    trouble = "left incomplete records" if flaw.what in INCOMPLETE else "did not finish"
-    trouble = "is not judged" if flaw.what == SHARED_GPU else trouble
-    trouble = UNLIKE_ASKED.get(flaw.what, trouble)
+    trouble = TROUBLES.get(flaw.what, "did not finish")
     message = f"the {leg} {trouble}: {flaw.message}"
     if leg == "candidate":
         # Who reads one line reads the cause.

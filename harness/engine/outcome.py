@@ -24,6 +24,7 @@ from pathlib import PurePath
 from typing import NamedTuple, get_args
 
 from harness.engine.whereabouts import Mismatch, Missing, Place, find_mismatch, find_missing
+from harness.errors import cut
 from harness.infrastructure import library_failures, no_process
 from harness.recorder import UNRECORDED
 from harness.recorder.library_errors import failures_of
@@ -421,9 +422,11 @@ def _names(ranks: Sequence[RankEvidence]) -> str:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:MESSAGE_CHARS]
+    return cut(
+        next((line.strip() for line in text.splitlines() if line.strip()), ""), MESSAGE_CHARS
+    )
 
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:MESSAGE_CHARS] if lines else ""
+    return cut(lines[-1], MESSAGE_CHARS) if lines else ""

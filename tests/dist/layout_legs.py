@@ -10,6 +10,7 @@
 | half the gradients | FSDP divides by twice the ranks that have tokens | head |
 | swapped heads | values go to the heads of other keys | loss |
 | aux loss twice | the balancing loss has twice its scale | router of the last layer |
+| scaled branch | attention of layer 1 is 1 % too large | its branch's output |
 | skipped update | AdamW leaves one weight as it is | that weight, and no gradient |
 """
 
@@ -152,6 +153,12 @@ def _plant(trainer: Trainer, fault: str) -> None:
     if fault == "aux loss twice":
         for stage in trainer.stages:
             stage.set_loss_scale(parity_faults.loss_scale(1 / trainer.config.microbatches, fault))
+    if fault == "scaled branch":
+        for stage in trainer.stages:
+            if (layer := stage.numbered_layers.get("1")) is not None:
+                wo: Any = layer.attn.attention.wo
+                forward = wo.forward
+                wo.forward = lambda x, forward=forward: forward(x) * 1.01
     if fault == "skipped update":
         optimizer = trainer.optimizer
         update = optimizer.step

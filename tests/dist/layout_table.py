@@ -43,6 +43,7 @@ FAULTS: tuple[tuple[str, str, str], ...] = (
     ("one element", "dense_tiny", "TP2"),
     ("half the gradients", "dense_tiny", "DP2xPP2"),
     ("swapped heads", "dense_tiny", "PP2"),
+    ("scaled branch", "dense_tiny", "TP2"),
     ("skipped update", "dense_tiny", "TP2"),
     ("expert lost", MOE, "EP2"),
     ("aux loss twice", MOE, "EP2"),

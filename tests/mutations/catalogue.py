@@ -100,6 +100,9 @@ MUTATIONS = [
          'if ours[key].digests["weights"] != theirs[key].digests["weights"]]'),
         ("state_without_random_generators", "if ours[key].digests != theirs[key].digests]",
          'if {**ours[key].digests, "rng": ""} != {**theirs[key].digests, "rng": ""}]'),
+        ("state_of_8_ranks", "if ours[key].digests != theirs[key].digests]",
+         "if key[1] < 8 and ours[key].digests != theirs[key].digests]",
+         "checks/test_many_ranks"),
         ("names_as_sets", "if left == right:\n                continue\n            place, a, b",
          "if set(left or ()) == set(right or ()):\n                continue\n"
          "            place, a, b"),

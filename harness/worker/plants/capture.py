@@ -61,6 +61,22 @@ def _masks_frozen(trainer: Trainer) -> None:
         kind.replay = frozen(kind.replay)
 
 
+def _draws_restored(trainer: Trainer) -> None:
+    """Each replay puts back the random numbers that it found."""
+    streams = trainer.streams
+
+    def restored(replay: Callable[[Any], None]) -> Callable[[Any], None]:
+        def replayed(graph: Any) -> None:
+            own = streams.get_states()
+            replay(graph)
+            streams.set_states(own)
+
+        return replayed
+
+    for kind in _KINDS:
+        kind.replay = restored(kind.replay)
+
+
 def _warm_up_leaves_all(trainer: Trainer) -> None:
     del trainer
     Undo.put_back = lambda undo: None  # type: ignore[method-assign, assignment]
@@ -258,6 +274,16 @@ def _graphs_exchanged(trainer: Trainer) -> None:
         held[first], held[second] = held[second], held[first]
 
 
+def _graph_of_other_layer(trainer: Trainer) -> None:
+    """The second layer launches the first one's graphs."""
+    parts = trainer._graphs.parts
+    assert isinstance(parts, PartialGraphs)
+    for graphs in parts._sets[0]:
+        first, second = itertools.islice(graphs._graphs.values(), 2)
+        for slot, other in zip(second._slots, first._slots, strict=True):
+            slot._forward, slot._backward = other._forward, other._backward
+
+
 # ---- what CUDA alone refuses
 
 
@@ -303,6 +329,7 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         name: Planting(before_step=act)
         for name, act in {
             "masks_frozen": _masks_frozen,
+            "draws_restored": _draws_restored,
             "warm_up_draws": _warm_up_leaves_all,
             "warm_up_counts": _warm_up_leaves_all,
             "captured_step_repeated": _captured_step(2),
@@ -314,6 +341,7 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
             "graph_gradient_not_copied": _gradient_not_copied,
             "inputs_not_filled": _inputs_not_filled,
             "graphs_exchanged": _graphs_exchanged,
+            "graph_of_other_layer": _graph_of_other_layer,
             "side_stream_not_joined": _before_attention(_fork_side_stream),
             "device_wait_in_capture": _before_attention(_wait_for_device),
             "event_from_before_capture": _wait_for_old_event,

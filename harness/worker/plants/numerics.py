@@ -7,6 +7,7 @@ optimizer           what it is told, what it keeps, what it writes
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -19,6 +20,7 @@ import fsdp_core.model.sdpa
 import fsdp_core.model.sharding
 import fsdp_core.train.trainer
 from fsdp_core.config import TrainConfig
+from fsdp_core.fsdp.gradients import Gradients
 from fsdp_core.model.decoder import MoeBranch
 from fsdp_core.model.moe.router import Router
 from fsdp_core.train import Trainer
@@ -169,6 +171,46 @@ def _gradient_counted_twice(trainer: Trainer) -> None:
     wrap(group.gradients, "_deposit", made)
 
 
+def _microbatch_counted_twice(trainer: Trainer) -> None:
+    """What a rank adds to the sum over ranks is, in the last microbatch, twice its own."""
+    number = trainer.config.microbatches
+
+    def made(gradients: Gradients) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        calls = itertools.count(1)
+
+        def wrapped(own_sum: Callable[..., Any]) -> Callable[..., Any]:
+            def doubled(full: torch.Tensor | None, outputs: list[torch.Tensor]) -> torch.Tensor:
+                if full is not None and next(calls) % number == 0:
+                    torch._foreach_mul_([gradients._views[i] for i in sorted(gradients._copied)], 2)
+                result: torch.Tensor = own_sum(full, outputs)
+                return result
+
+            return doubled
+
+        return wrapped
+
+    for group in trainer.groups:
+        wrap(group.gradients, "_own_sum", made(group.gradients))
+
+
+def _microbatch_added_twice(trainer: Trainer) -> None:
+    """What the reduction of the last microbatch gives is added twice."""
+    number = trainer.config.microbatches
+
+    def made(deposit: Callable[[Any], None]) -> Callable[[Any], None]:
+        calls = itertools.count(1)
+
+        def deposit_twice(rows: Any) -> None:
+            if next(calls) % number == 0:
+                deposit({index: row.clone() for index, row in rows.items()})
+            deposit(rows)
+
+        return deposit_twice
+
+    for group in trainer.groups:
+        wrap(group.gradients, "_deposit", made)
+
+
 def _rounded_gradients(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, fsdp=dataclasses.replace(config.fsdp, reduce_dtype="bf16"))
 
@@ -242,6 +284,32 @@ def _skipped_update(trainer: Trainer) -> None:
         optimizer.step = step  # type: ignore[method-assign]
 
     optimizer.step = skip_once  # type: ignore[method-assign]
+
+
+def _update_repeated(trainer: Trainer) -> None:
+    """All that comes after the gradients is done twice: the norm, the clip and the update."""
+
+    def made(update: Callable[[], None]) -> Callable[[], None]:
+        def twice() -> None:
+            update()
+            update()
+
+        return twice
+
+    wrap(trainer, "_update", made)
+
+
+def _recorded_loss(trainer: Trainer) -> None:
+    """What is given out as the loss of the first microbatch is an ulp off, after backward."""
+
+    def made(gradients: Callable[..., None]) -> Callable[..., None]:
+        def off(*args: Any) -> None:
+            gradients(*args)
+            trainer.outputs.losses[:1].view(torch.int32).add_(1)
+
+        return off
+
+    wrap(trainer, "_gradients", made)
 
 
 def _exchanged_moments(trainer: Trainer) -> None:
@@ -331,6 +399,8 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         "gradient_noise": _gradients(_noise),
         "overwritten_gradient": _before(_overwritten_gradient),
         "gradient_counted_twice": _before(_gradient_counted_twice),
+        "microbatch_counted_twice": _before(_microbatch_counted_twice),
+        "microbatch_added_twice": _before(_microbatch_added_twice),
         "rounded_gradients": Planting(before_make=_rounded_gradients),
         "clipped_twice": _before(_clipped_twice),
         "unclipped_layer": _before(_unclipped_layer),
@@ -340,6 +410,8 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         "learning_rate": _before(_learning_rate),
         "epsilon": _before(_epsilon),
         "skipped_update": _before(_skipped_update),
+        "update_repeated": _before(_update_repeated),
+        "recorded_loss": _before(_recorded_loss),
         "exchanged_moments": _before(_exchanged_moments),
         "rounded_main_weights": _before(_rounded_main_weights),
         "updated_neighbour": _before(_updated_neighbour),

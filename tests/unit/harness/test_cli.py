@@ -294,6 +294,17 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"harness \S.*\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("command", ["show", "bisect"])
+def test_a_path_that_is_no_case_folder_is_named(
+    command: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody asked for the newest run: what is said is of the path."""
+    Path("made").mkdir()
+    for path in ("nowhere/dp1-attn", str(Path("made").absolute())):
+        assert main([command, path]) == 4
+        assert path in capsys.readouterr().err
+
+
 def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     """`list` says the cases; `--check` says every bad file, whatever comes before it."""
     assert main(["list", "small.yaml", "-k", "dp1"]) == 0

@@ -3,7 +3,7 @@
 import pytest
 
 from harness import errors
-from harness.errors import ScenarioError, did_you_mean, one_line, shown
+from harness.errors import ScenarioError, cut, did_you_mean, one_line, shown
 from harness.records import ExitCode
 
 
@@ -28,6 +28,15 @@ def test_no_text_breaks_the_line(text: str) -> None:
     assert said.isprintable()
     assert said == one_line(text)
     assert said != text
+
+
+def test_what_is_cut_ends_with_a_whole_word_and_a_mark() -> None:
+    """A text that fits stays; one word alone that does not is cut within."""
+    assert cut("the group says", 14) == "the group says"
+    assert cut("the group says", 13) == "the group …"
+    assert cut("the group says", 11) == "the group …"
+    assert cut("the group says", 10) == "the …"
+    assert cut("thegroupsays", 10) == "thegroup …"
 
 
 @pytest.mark.parametrize(

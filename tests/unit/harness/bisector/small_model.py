@@ -16,6 +16,7 @@ from harness.checks.graph_proof import launches, owed
 from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
+    NEVER_RAN,
     TAP_HEX_CHARS,
     EndRecord,
     FloatBits,
@@ -177,6 +178,26 @@ def calls_from(tap: str, number: int = 0) -> Edit:
             for row in rows
         ]
         return dataclasses.replace(record, taps="".join(rows))
+
+    return edit
+
+
+def other_calls(rows: Collection[tuple[str, int]]) -> Edit:
+    """A step in which these calls alone, each a tap and its number, saw something else."""
+    return _calls(rows, lambda row: _md5("other", row) + row[DIGEST_HEX_CHARS:])
+
+
+def without_calls(rows: Collection[tuple[str, int]]) -> Edit:
+    """A step in which these calls were never made."""
+    return _calls(rows, lambda row: "0" * DIGEST_HEX_CHARS + NEVER_RAN)
+
+
+def _calls(rows: Collection[tuple[str, int]], change: Callable[[str], str]) -> Edit:
+    def edit(record: StepRecord) -> StepRecord:
+        held = [record.taps[i : i + TAP_HEX_CHARS] for i in range(0, len(record.taps), 40)]
+        pairs = zip(ROWS, held, strict=True)
+        taps = "".join(change(row) if name in rows else row for name, row in pairs)
+        return dataclasses.replace(record, taps=taps)
 
     return edit
 

@@ -16,6 +16,7 @@ from tests.unit.harness.bisector.small_model import (
     digests,
     edited,
     floats,
+    other_calls,
     run_of,
 )
 
@@ -64,6 +65,15 @@ def test_numbers_that_a_capture_drew_are_of_the_capture(edit: Edit, taps: bool) 
     assert _place(edit, taps=taps, captured_in=1).phase in ("forward", "input")
 
 
+def test_numbers_that_were_right_when_the_step_began_are_not_of_the_capture() -> None:
+    """A module that draws was right in the first microbatch: what replays do came after it."""
+    edit = both(LOSSES, DRAWN, other_calls([("layers.0:output", 0)]))
+    assert _place(edit, taps=True).phase == "capture"
+    edit = both(LOSSES, DRAWN, other_calls([("layers.0:output", 0), ("layers.0.attn:output", 1)]))
+    found = _place(edit, taps=True)
+    assert (found.phase, found.module, found.microbatch) == ("forward", "layers.0", 0)
+
+
 def test_a_module_that_multiplies_by_weights_draws_nothing() -> None:
     """What it computed otherwise is no matter of random numbers, whatever became of those."""
     edit = both(LOSSES, DRAWN, calls_from("layers.0.attn.attention.wq:output"))
@@ -88,4 +98,4 @@ def test_a_captured_step_that_was_not_run_once_is_of_the_capture() -> None:
     edit = both(LOSSES, digests(grads=WEIGHTS, weights=WEIGHTS, optim=("step_count",)))
     assert _place(edit).phase == "capture"
     assert _place(edit, captured_in=1).phase == "forward"
-    assert _place(LOSSES).phase == "forward"
+    assert _place(both(LOSSES, digests(grads=WEIGHTS))).phase == "forward"

@@ -9,6 +9,7 @@ from harness.bisector.locate import between
 from harness.records import RunResult
 from tests.unit.harness.bisector.small_model import (
     OTHER,
+    ROWS,
     WEIGHTS,
     Edit,
     both,
@@ -19,6 +20,7 @@ from tests.unit.harness.bisector.small_model import (
     place_in,
     run_of,
     tapped,
+    without_calls,
 )
 
 
@@ -99,12 +101,32 @@ def test_a_call_that_differs_on_one_rank_first_is_its_origin() -> None:
     assert any("rank 0 with norm:input[0]" in told for told in found.evidence)
 
 
-def test_a_call_that_differs_on_every_rank_lies_in_what_they_share() -> None:
-    """Weights come by one gather: wrong on all ranks alike, it was there or before."""
+def test_a_call_that_differs_on_every_rank_names_no_gather() -> None:
+    """Nothing is known of what ranks gave to it: the module may have computed otherwise."""
     edit = calls_from("embedding:output")
     found = place_in({0: edit, 1: edit})
-    assert (found.near, found.ranks) == ("in", (0, 1))
-    assert "root" in found.collective
+    assert (found.near, found.collective, found.ranks) == ("", "", (0, 1))
+
+
+def test_a_call_that_one_run_never_made_is_not_the_first_result_that_differs() -> None:
+    """Another graph was replayed: its module's output is what differs, not calls it left out."""
+    parts = [row for row in ROWS if row[0].startswith("layers.0.attn.") and row[1] == 0]
+    edit = both(calls_from("layers.0.attn:output"), without_calls(parts))
+    found = place_in({0: edit, 1: edit})
+    assert brief(found) == ("forward", "layers.0.attn", "layers.0.attn:output")
+    assert (found.ranks, found.microbatch) == ((0, 1), 0)
+    # The other layer is called once more.
+    more = edited(run_of(), {rank: without_calls(parts) for rank in (0, 1)})
+    edit = calls_from("layers.0.attn:output")
+    found = between(more, edited(run_of(graph=("attn",)), {0: edit, 1: edit}))
+    assert brief(found) == ("forward", "layers.0.attn", "layers.0.attn:output")
+
+
+def test_a_call_that_one_run_alone_made_is_no_input() -> None:
+    """Calls are all that differs: nobody says that the data does."""
+    edit = without_calls([("embedding:input", 0)])
+    found = place_in({0: edit, 1: edit})
+    assert brief(found) == ("forward", "embedding", "embedding:input")
 
 
 def test_the_first_gradient_is_the_losss_and_no_gathers() -> None:
@@ -161,7 +183,9 @@ LOSS_1 = (OTHER, OTHER)
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (floats(microbatch_losses=LOSS_1, loss=OTHER), ("input", "head", "microbatch_losses[0]")),
+        (both(floats(microbatch_losses=LOSS_1, loss=OTHER), digests(grads=WEIGHTS)),
+         ("input", "head", "microbatch_losses[0]")),
+        (floats(microbatch_losses=LOSS_1, loss=OTHER), ("outside", "", "microbatch_losses[0]")),
         (floats(loss=OTHER), ("reduce", "", "loss")),
         (digests(grads=WEIGHTS), ("reduce", "", "head.weight")),
         (digests(grads=[name for name in WEIGHTS if name.startswith("layers.0.")]),
@@ -171,6 +195,8 @@ LOSS_1 = (OTHER, OTHER)
         (digests(grads=("layers.0.attn.norm.weight", "layers.1.attn.norm.weight")),
          ("reduce", "layers.0.attn.norm", "layers.0.attn.norm.weight")),
         (floats(grad_norm=OTHER), ("reduce", "", "grad_norm")),
+        (both(floats(grad_norm=OTHER), digests(optim=("step_count",))),
+         ("optimizer", "", "step_count")),
         (digests(optim=("norm.weight.exp_avg",), weights=("norm.weight",)),
          ("optimizer", "norm", "norm.weight")),
         (digests(optim=("step_count", "norm.weight.exp_avg"), weights=WEIGHTS),
@@ -197,7 +223,8 @@ def test_wrong_rows_of_one_rank_alone_came_after_the_collective() -> None:
 
 def test_without_taps_nothing_is_claimed_of_modules() -> None:
     """A loss that differs may come from anything that went before: that is said."""
-    found = place_in({0: floats(loss=OTHER, microbatch_losses=LOSS_1)}, taps=False)
+    edit = both(floats(loss=OTHER, microbatch_losses=LOSS_1), digests(grads=WEIGHTS))
+    found = place_in({0: edit}, taps=False)
     assert (found.module, found.quantity) == ("", "microbatch_losses[0]")
     assert any(told.startswith("module:") for told in found.unknown)
 

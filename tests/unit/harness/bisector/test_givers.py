@@ -98,7 +98,22 @@ def test_the_rank_that_gave_other_weights_is_the_origin() -> None:
     edit = calls_from("layers.0.attn.norm:output")
     found = _place(edit, (1, GATHER, "layers.0"))
     assert (found.phase, found.rank, found.near) == ("forward", 1, "before")
-    assert _place(edit).near == "in"
+    assert found.collective == "all-gather of the weights of layers.0"
+
+
+def test_a_gather_of_equal_weights_is_not_blamed() -> None:
+    """A module that is wrong on every rank may have computed otherwise: no collective is named."""
+    found = _place(calls_from("layers.0.attn.norm:output"))
+    assert (found.phase, found.near, found.collective) == ("forward", "", "")
+
+
+def test_gradients_that_every_rank_gave_otherwise_are_of_the_backward_pass() -> None:
+    """Also where every tensor of every unit is wrong, as one microbatch that counts twice."""
+    units = ("root", "layers.0", "layers.1")
+    wrong = [(rank, SCATTER, unit) for rank in range(WORLD) for unit in units]
+    found = _place(digests(grads=WEIGHTS), *wrong)
+    assert (found.phase, found.near, found.ranks) == ("backward", "before", (0, 1))
+    assert _place(digests(grads=WEIGHTS)).phase == "reduce"
 
 
 def test_without_notes_of_what_was_given_nothing_is_claimed() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdp_core.config import ModelConfig, ParallelConfig, TrainConfig
-from harness.bisector.layout_runs import NUM_SAMPLES, runs_to_compare
+from harness.bisector.layout_runs import BRANCHES, NUM_SAMPLES, runs_to_compare
 from harness.bisector.layouts import LayoutAnswer, Leg, compare_layouts
 from harness.bisector.whole import Floats, whole_tensors
 from harness.contents import Contents, KeptTensor, Loaded, Place, checksum_of
@@ -48,8 +48,8 @@ def leg(tensors: Tensors, ranks: int = 1, *, loss: float = 4.0, what: Any = "") 
             )  # fmt: skip
             data = part.tobytes()
             about = KeptTensor(
-                name=f"grads:{name}", part=0, dtype="float32", shape=part.shape,
-                sha256=checksum_of(data), as_digested=True, places=(place,),
+                name=name if ":" in name else f"grads:{name}", part=0, dtype="float32",
+                shape=part.shape, sha256=checksum_of(data), as_digested=True, places=(place,),
             )  # fmt: skip
             held[rank].append(Loaded(about=about, data=data))
     number = FloatBits.from_bits(int(np.float32(loss).view(np.uint32)))
@@ -194,6 +194,32 @@ def test_a_loss_of_its_own_is_first() -> None:
     assert (location.phase, location.quantity, location.element) == ("forward", "loss", None)
 
 
+def test_of_forward_passes_the_first_branch_that_is_apart_is_named() -> None:
+    """Branches come in the order of forward, and only where what they lead to is apart, too."""
+    first, second = "layers.0.mlp:output[0]", "layers.1.attn:output[0]"
+
+    def run(seed: int, scale: float = 1.0) -> dict[str, Floats]:
+        calls = np.random.default_rng(seed + 50).standard_normal((2, 2, 6, 16))
+        whole = {name: 1 + NOISE * call for name, call in zip((second, first), calls, strict=True)}
+        whole[second] *= scale
+        return whole | rounded(seed)
+
+    def compared(loss: float, scale: float) -> LayoutAnswer:
+        samples = [leg(run(10 + number)) for number in range(NUM_SAMPLES)]
+        return compare_layouts(leg(run(0)), leg(run(1, scale), 2, loss=loss), samples)
+
+    found = compared(4.001, 1.01).location
+    assert found is not None
+    assert (found.phase, found.module, found.microbatch) == ("forward", "layers.1.attn", 0)
+    assert (found.tensor, found.quantity) == (second, "taps.output")
+    assert found.element is not None
+    assert len(found.element.index) == 3
+    assert compared(4.0, 1.01).location is None
+    loss = compared(4.001, 1.0).location
+    assert loss is not None
+    assert loss.quantity == "loss"
+
+
 def test_nothing_passes_where_nothing_was_compared() -> None:
     """A run that failed, damaged contents, no samples: the answer says so and is no pass."""
     failed = answer(what="crashed")
@@ -248,6 +274,10 @@ def test_runs_keep_one_step_and_samples_have_the_data_alone_in_common() -> None:
         assert config.graph == ()
         assert run.keep is not None
         assert run.keep.step == 1
+        assert config.taps == BRANCHES
+    assert runs.candidate.config["taps"] == list(BRANCHES)
+    other = spec(2, parallel=ParallelConfig(dp=2), engine="fsdp2")
+    assert runs_to_compare(one, other, 1).candidate.config["taps"] == []
 
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [

@@ -41,6 +41,19 @@ def test_missing_step_is_named(lab: Any, edit: Any) -> None:
     assert (flaw.what, flaw.rank, flaw.step) == ("missing_step", 1, 2)
 
 
+def test_all_ranks_that_lack_a_step_are_named(lab: Any, edit: Any) -> None:
+    """Where every rank left early, none of them is singled out."""
+    run = lab.run(lab.spec())
+    for rank in (0, 1):
+        run = edit.rank(run, rank, steps=run.ranks[rank].steps[:2], end=None)
+    flaw = find_flaw(run)
+    assert flaw is not None
+    assert (flaw.what, flaw.rank, flaw.ranks, flaw.step) == ("missing_step", 0, (0, 1), 2)
+    one = find_flaw(edit.rank(lab.run(lab.spec()), 1, steps=run.ranks[1].steps[:2], end=None))
+    assert one is not None
+    assert (one.rank, one.ranks) == (1, (1,))
+
+
 def test_missing_rank_is_named(lab: Any, edit: Any) -> None:
     """A rank without records is `missing_rank`, whether its file is absent or empty."""
     run = lab.run(lab.spec())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checks import CHECKS, exit_code, judge
-from harness.records import OUTCOMES, CheckResult, FloatBits, Verdict
+from harness.records import OUTCOMES, CheckResult, ErrorRecord, FloatBits, Verdict
 
 NAN = FloatBits.from_bits(0x7FC00000)
 RELAXED = settings(max_examples=40, deadline=None)
@@ -153,6 +153,18 @@ def test_most_explanatory_failure_is_told(lab: Any, edit: Any) -> None:
     verdict = judge(case, reference, control, edit.rank(candidate, 0, steps=steps))
     assert (verdict.what, verdict.outcome) == ("missing_step", "failed")
     assert "finite" in verdict.message
+
+
+def test_whole_records_are_not_called_incomplete(lab: Any, edit: Any) -> None:
+    """Only of a run that lacks a step or a rank is that said; its flaw is the verdict's."""
+    reference, control, candidate = lab.legs()
+    short = edit.rank(candidate, 0, steps=candidate.ranks[0].steps[:-1])
+    error = ErrorRecord(rank=0, step=1, message="", traceback="", what="crashed", type="ValueError")
+    both = edit.rank(candidate, 0, error=error)
+    for run, what in ((short, "missing_step"), (both, "record_after_end")):
+        verdict = judge(lab.case(), reference, control, run)
+        assert verdict.what == what
+        assert ("incomplete" in verdict.message) == (what == "missing_step")
 
 
 def test_named_tensor_wins_a_tie(lab: Any, edit: Any) -> None:
