@@ -14,6 +14,7 @@ is kept and shown beside the new one, and a new one whose bits differ from it do
 from pathlib import Path
 
 from harness.records import RunOutcome, What
+from harness.repeats import confirming_runs
 from harness.schedule import unique_runs
 from harness.store import RunFolder
 
@@ -40,7 +41,9 @@ def set_killed_aside(path: Path) -> tuple[str, ...]:
         Infrastructure: the disk refused.
     """
     with RunFolder.open(path) as folder:
-        outcomes = {key: folder.finished(key) for key in unique_runs(folder.cases)}
+        repeats = (spec for case in folder.cases for spec in confirming_runs(case).values())
+        keys = dict.fromkeys([*unique_runs(folder.cases), *(spec.key for spec in repeats)])
+        outcomes = {key: folder.finished(key) for key in keys}
         killed = [key for key, outcome in outcomes.items() if outcome and outcome.what == "killed"]
         for key in killed:
             folder.set_aside(key)

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.beside import Timeline, beside
+from harness.checks import confirmation
 from harness.checks.steps import count
 from harness.disk import read_tail
 from harness.doctor import Diagnosis
@@ -107,11 +108,13 @@ def verdict_table(verdicts: Iterable[Verdict]) -> Table:
     """Case, outcome, what happened, in words, seconds."""
     table = plain_table("case", "outcome", "what", "message", "time")
     for verdict in verdicts:
+        found = verdict.confirmation
+        confirmed = "" if found is None else f"; {confirmation.words(found)}"
         table.add_row(
             cell(verdict.case_id),
             cell(verdict.outcome, COLOURS[verdict.outcome]),
             cell(verdict.what),
-            cell(verdict.message),
+            cell(f"{verdict.message}{confirmed}"),
             cell(duration(verdict.wall_s)),
         )
     return table
@@ -197,6 +200,8 @@ def print_case(
         console.print(cell(f"{verdict.outcome} {verdict.what}".rstrip(), COLOURS[verdict.outcome]))
         console.print(cell(verdict.message), soft_wrap=True)
         _print_difference(console, verdict.difference)
+        if verdict.confirmation is not None:
+            console.print(cell(confirmation.words(verdict.confirmation)), soft_wrap=True)
         checks = plain_table("check", "outcome", "what", "message")
         for check in verdict.checks:
             checks.add_row(

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.checks.complete import find_flaw
+from harness.checks.confirmation import confirmation
 from harness.confirm import confirmed
 from harness.contents import damaged_contents
 from harness.disk import read_plain
 from harness.errors import UsageError
 from harness.object_file import has_checksum, read_object, told
-from harness.records import CaseSpec, RecordError, RunResult, RunSpec, Verdict
-from harness.repeats import runs_of
+from harness.records import CaseSpec, Confirmation, RecordError, RunResult, RunSpec, Verdict
+from harness.repeats import confirming_runs, runs_of
 from harness.store import (
     CASE_FILE,
     LEGS,
@@ -87,6 +88,9 @@ def inspect(path: Path) -> Inspection:
                 # Timed runs, past the three legs, have no links in the case's folder.
                 leg = LEGS[number] if number < len(LEGS) else ""
                 _take_run(finding, case, spec, leg, judged=judged)
+            if (told := _confirmation_of(folder, case)) is not None:
+                for spec in confirming_runs(case).values():
+                    _take_run(finding, case, spec, "", judged=told.outcome != "not_made")
         _take_checksums(finding, case)
         verdict = _take_verdict(finding, case, judged=judged)
         if verdict is None:
@@ -101,6 +105,11 @@ def inspect(path: Path) -> Inspection:
         unjudged=tuple(unjudged),
         damage=tuple(finding.damage),
     )
+
+
+def _confirmation_of(folder: RunFolder, case: CaseSpec) -> Confirmation | None:
+    verdict = folder.load_verdict(case.id)
+    return None if verdict is None else verdict.confirmation
 
 
 def _take_questions(finding: _Finding) -> None:
@@ -172,14 +181,15 @@ def _take_checksums(finding: _Finding, case: CaseSpec) -> None:
     if not folder.has_checksums:
         return
     place = folder.case_folder(case.id)
-    runs = [folder.run_folder(spec.key) for spec in runs_of(case)]
+    specs = [*runs_of(case), *confirming_runs(case).values()]
+    runs = [folder.run_folder(spec.key) for spec in specs]
     paths = [place / CASE_FILE, place / VERDICT_FILE, *(run / OUTCOME_FILE for run in runs)]
     for path in paths:
         # What is no object, or is not there, is told where it is read.
         with suppress(OSError, RecordError):
             if not has_checksum(path):
                 finding.note(path, "its checksum is gone")
-    made = [finding.runs[spec.key] for spec in runs_of(case) if spec.key in finding.runs]
+    made = [finding.runs[spec.key] for spec in specs if spec.key in finding.runs]
     ends = [
         (run.spec.key, records.rank, records.end.sha256)
         for run in made
@@ -218,6 +228,13 @@ def _take_verdict(finding: _Finding, case: CaseSpec, *, judged: bool) -> Verdict
     verdict = confirmed(finding.folder, case, stored, finding.runs)
     if verdict is not stored:
         finding.note(folder / VERDICT_FILE, f"says {stored.outcome}, but: {verdict.message}")
+    elif (told := stored.confirmation) is not None and told.outcome != "not_made":
+        sides = (case.reference, case.candidate, *confirming_runs(case).values())
+        first, second, *again = (finding.runs[spec.key] for spec in sides)
+        found = confirmation(case, stored, (first, second), (again[0], again[1]))
+        if found != told:
+            why = f"says {told.outcome} of the repeats, their records {found.outcome}"
+            finding.note(folder / VERDICT_FILE, why)
     return verdict
 
 

@@ -42,7 +42,7 @@ from harness.records import CaseSpec, dumps
 from harness.request import Carried, CutShort, Prepared, Request
 from harness.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.retries import Retries, stored_limit
-from harness.run import execute, is_left, keep_trace
+from harness.run import execute, is_left, keep_trace, open_repeats
 from harness.schedule import unique_runs
 from harness.schema import Overrides
 from harness.sharding import keep_whole, refuse_changed, take_shard
@@ -193,6 +193,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
             jobs=request.jobs,
             finished=lambda key: key not in left,
             seconds=expected_here(request.history, kind_of(here)),
+            repeats=open_repeats(folder, retries),
         ),
         device=device,
         devices=devices,

@@ -78,13 +78,14 @@ class Metered:
             expected_s: what the plan says that it will take.
             clock: seconds; time goes on.
         """
-        self._told, self._ranks, self._clock = told, ranks, clock
+        self._told, self._ranks, self._clock = told, dict(ranks), clock
         self._slots, self._expected_s = slots, expected_s
         self._began_s = self._ended_s = clock()
         self._busy_slot_s, self._num_runs = 0.0, 0
 
     def run_started(self, spec: RunSpec) -> None:
         """A run was handed to the engine."""
+        self._ranks[spec.key] = spec.world_size  # it may be none that was planned
         self._told.run_started(spec)
 
     def run_finished(self, outcome: RunOutcome) -> None:

@@ -19,7 +19,7 @@ greedy packing of these runs on the slots would take.
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -111,6 +111,7 @@ def resume_plan(
     jobs: int | None = None,
     seconds: Seconds | None = None,
     finished: Callable[[str], bool],
+    repeats: Mapping[str, Sequence[RunSpec]] | None = None,
 ) -> Plan:
     """Plan what is left of `cases`, whose skip reasons stand as they were decided.
 
@@ -123,12 +124,28 @@ def resume_plan(
         jobs: runs that may run at a time.
         seconds: what a run is expected to take; None for `default_seconds`.
         finished: whether the run of a key need not be made again.
+        repeats: by case, runs that are left of a confirmation which was cut short.
 
     Raises:
         UsageError: no slot, or no job.
     """
     _check_counts(slots, jobs)
-    return _order(tuple(cases), slots=slots, jobs=jobs, seconds=seconds, finished=finished)
+    plan = _order(tuple(cases), slots=slots, jobs=jobs, seconds=seconds, finished=finished)
+    expected, specs = seconds or default_seconds(), dict[str, RunSpec]()
+    serves: dict[str, list[str]] = {}
+    for case_id, left in (repeats or {}).items():
+        for spec in left:
+            specs[spec.key] = spec
+            serves.setdefault(spec.key, []).append(case_id)
+    more = [
+        PlannedRun(key=key, spec=spec, serves=tuple(serves[key]), estimate_s=expected(spec))
+        for key, spec in specs.items()
+    ]
+    jobs_left = [Job(run.spec, run.estimate_s, run.estimate_s) for run in more]
+    more_s = makespan_s(jobs_left, slots=slots, jobs=jobs)
+    return dataclasses.replace(
+        plan, runs=(*more, *plan.runs), estimate_s=plan.estimate_s + more_s
+    )  # fmt: skip
 
 
 def _check_counts(slots: int, jobs: int | None) -> None:

@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from harness.checks import soak
+from harness.checks import confirmation, soak
 from harness.checks.steps import count
 from harness.errors import one_line
 from harness.plan import Plan
@@ -96,6 +96,8 @@ def verdict_text(verdict: Verdict) -> Text:
     line.append(f" {verdict.case_id}")
     if verdict.outcome != "passed":
         line.append(f"  {verdict.what}: {one_line(verdict.message)}")
+    if verdict.confirmation is not None:
+        line.append(f"; {one_line(confirmation.words(verdict.confirmation))}")
     for check in verdict.checks:
         if verdict.outcome == "passed" and check.check == soak.NAME:
             line.append(f"  {one_line(check.message)}")  # what so many replays prove

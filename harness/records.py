@@ -35,8 +35,9 @@ from harness.tolerance import Expect, tolerance_of
 __all__ = [
     "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
     "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
-    "CheckResult", "CollectiveFault", "Difference", "EndRecord", "Ending", "Entered", "ErrorRecord",
-    "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord", "Json", "NamesRecord",
+    "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord", "Ending",
+    "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord",
+    "Json", "NamesRecord",
     "Outcome", "Passed", "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record",
     "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse",
     "Verdict", "What", "dumps", "parse_record", "ulp_distance",
@@ -180,7 +181,8 @@ class CaseSpec(Json):
 
     `expect` is `bitwise` or a tolerance (`harness.tolerance`). Of runs that were recorded by hand
     the control may be the reference itself: there is none then, and a difference is no failure.
-    `repeats` more runs of each of both are made for their times (`harness.repeats`).
+    `repeats` more runs of each of both are made for their times (`harness.repeats`). `confirm`:
+    both are run once more where their bits differ (`harness.checks.confirmation`).
     """
 
     id: str
@@ -193,6 +195,7 @@ class CaseSpec(Json):
     checks: dict[str, dict[str, Any]]
     skip_reason: str = ""
     repeats: int = 0
+    confirm: bool = False
 
     def __post_init__(self) -> None:
         tolerance_of(self.expect)
@@ -618,11 +621,35 @@ class CheckResult(Json):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Confirmation(Json):
+    """Whether a difference came again where both sides were run once more.
+
+    Attributes:
+        outcome: `came_again`: the first difference is the same, in place and bits.
+            `differs_otherwise`: the first difference has another place or other bits.
+            `did_not_come_again`: no bit differs. `not_made`: not both were run to their end yet.
+        reference_repeats: whether the repeat has every bit of the first run; None if not made.
+        candidate_repeats: the same of the candidate.
+        difference: the first between the two repeats; None if there is none.
+        what: why it was not made: what is wrong with a repeat; "" if it was only not run yet.
+        runs: keys of the repeats, `reference` and `candidate`.
+    """
+
+    outcome: Literal["came_again", "differs_otherwise", "did_not_come_again", "not_made"]
+    reference_repeats: bool | None = None
+    candidate_repeats: bool | None = None
+    difference: Difference | None = None
+    what: What = ""
+    runs: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict(Json):
     """The answer for one case.
 
     `what`, `message`, `difference` and `ending` come from the first result that decided, which is
-    that of `check`: "" if none did, and in files older than the field.
+    that of `check`: "" if none did, and in files older than the field. `confirmation` is evidence
+    and changes no outcome; None where none was due.
     """
 
     case_id: str
@@ -635,3 +662,4 @@ class Verdict(Json):
     difference: Difference | None = None
     check: str = ""
     ending: Ending | None = None
+    confirmation: Confirmation | None = None

@@ -22,6 +22,8 @@ from harness.samples import samples_of
 
 FIRST_REPEAT = 2
 """Replica number of the first repeat, past a run and its control."""
+CONFIRMING = -1
+"""Replica number of the runs that confirm a difference: it is no timed run's, however many."""
 
 
 def is_timed(spec: RunSpec) -> bool:
@@ -37,6 +39,14 @@ def timed_pairs(case: CaseSpec) -> tuple[tuple[RunSpec, RunSpec], ...]:
 
     rounds = range(case.repeats)
     return tuple((repeat(case.reference, n), repeat(case.candidate, n)) for n in rounds)
+
+
+def confirming_runs(case: CaseSpec) -> dict[str, RunSpec]:
+    """The repeats, by side, that are made if the case fails; no part of the plan until then."""
+    if not case.confirm or case.skip_reason:
+        return {}
+    sides = {"reference": case.reference, "candidate": case.candidate}
+    return {side: dataclasses.replace(spec, replica=CONFIRMING) for side, spec in sides.items()}
 
 
 def runs_of(case: CaseSpec) -> tuple[RunSpec, ...]:

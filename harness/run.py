@@ -3,6 +3,7 @@
     finished runs are read, those under way adopted, unfinished ones set aside      (resume)
     -> runs start as slots allow, in the order of `harness.schedule`
     -> a run ends -> cases whose three runs are finished: seal, judge, store the verdict
+    -> bits differ and the case says `confirm` -> both sides once more -> the verdict says so, too
 
 Everything is on disk before it is told, so a kill at any moment loses at most runs under way. A run
 whose outcome says nothing of the program (`harness.again`) is made again by the next execution of
@@ -15,21 +16,22 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from harness.again import says_nothing
+from harness.checks import confirmation
 from harness.checks import judge as judge_case
 from harness.confirm import TRUSTING
 from harness.disk import write_atomic
 from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
-from harness.records import CaseSpec, RunOutcome, RunSpec, Verdict
-from harness.repeats import Turns, is_timed, past_legs, runs_of
+from harness.records import CaseSpec, Confirmation, RunOutcome, RunSpec, Verdict
+from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of
 from harness.retries import Retries, beside_attempts
 from harness.schedule import Queue, Seconds, arrange, unique_runs
 from harness.store import CASE_FILE, CASES_FILE, RunFolder
@@ -69,7 +71,7 @@ class Silent:
         """Nothing."""
 
 
-def execute(
+def execute(  # noqa: PLR0913 - all but four have a default that is right nearly everywhere
     folder: RunFolder,
     cases: Sequence[CaseSpec],
     engine: Engine,
@@ -79,6 +81,7 @@ def execute(
     retries: int = 0,
     seconds: Seconds = lambda spec: 1.0,
     judge: Judge = judge_case,
+    confirm: bool = True,
 ) -> tuple[Verdict, ...]:
     """Make the runs of `cases` that are missing and judge every case; verdicts in case order.
 
@@ -92,6 +95,7 @@ def execute(
         retries: how often a run that the machine failed may be made again.
         seconds: what a run is expected to take: it orders the runs.
         judge: from a case and its three runs to a verdict.
+        confirm: whether to confirm differences of cases that want it.
 
     Raises:
         UsageError: a run needs more than the engine has, or the folder is in use; nothing started.
@@ -99,13 +103,14 @@ def execute(
         Infrastructure: the disk or the engine failed.
     """
     folder.acquire()
-    matrix = _Matrix(folder, cases, engine, progress, judge, Retries(folder, retries))
+    held = Retries(folder, retries)
+    matrix = _Matrix(folder, cases, engine, progress, judge, held, seconds, confirm=confirm)
     for spec in matrix.waiting.values():
         engine.check(spec)
     try:
         with stop_on_signals():
             try:
-                matrix.carry_out(seconds, exit_first=exit_first)
+                matrix.carry_out(exit_first=exit_first)
             except BaseException:
                 engine.cancel()
                 raise
@@ -134,6 +139,17 @@ def is_left(folder: RunFolder, spec: RunSpec, retries: Retries) -> bool:
     return says_nothing(folder.finished(spec.key)) or bool(retries.why_again(spec))
 
 
+def open_repeats(folder: RunFolder, retries: Retries) -> dict[str, list[RunSpec]]:
+    """By case, the repeats that are left to be made for a failure which is stored."""
+    found: dict[str, list[RunSpec]] = {}
+    for case in folder.cases:
+        verdict = folder.load_verdict(case.id) if case.confirm else None
+        if verdict is not None and confirmation.is_open(case, verdict):
+            specs = confirming_runs(case).values()
+            found[case.id] = [spec for spec in specs if is_left(folder, spec, retries)]
+    return found
+
+
 class _Matrix:
     """State of one execution: which runs wait, which cases have their answer."""
 
@@ -145,6 +161,9 @@ class _Matrix:
         progress: Progress,
         judge: Judge,
         retries: Retries,
+        seconds: Seconds,
+        *,
+        confirm: bool,
     ) -> None:
         self._folder = folder
         self._cases = cases
@@ -152,6 +171,8 @@ class _Matrix:
         self._progress = progress
         self._judge = judge
         self._retries = retries
+        self._seconds = seconds
+        self._confirm = confirm
         self.verdicts: dict[str, Verdict] = {}
         self._ended: set[str] = set()
         self.waiting: dict[str, RunSpec] = {}
@@ -163,26 +184,25 @@ class _Matrix:
         self._num_unended = len(self.waiting)
         self._turns = Turns(cases, self.waiting)
         self._under_way: set[str] = set()
+        self._of_run: dict[str, list[CaseSpec]] = {}
+        self._unconfirmed: dict[str, Verdict] = {}
+        order = arrange(cases, seconds, slots=engine.slots, left=self.waiting.__contains__)
+        self._queue = Queue(order, slots=engine.slots)
 
     def in_order(self) -> tuple[Verdict, ...]:
         """The verdicts that there are, as the cases stand."""
         return tuple(self.verdicts[case.id] for case in self._cases if case.id in self.verdicts)
 
-    def carry_out(self, seconds: Seconds, *, exit_first: bool) -> None:
+    def carry_out(self, *, exit_first: bool) -> None:
         """Start, wait and judge until nothing is left, or the first failure with `exit_first`."""
-        order = arrange(
-            self._cases, seconds, slots=self._engine.slots, left=self.waiting.__contains__
-        )
-        queue = Queue(order, slots=self._engine.slots)
         open_cases = [case for case in self._cases if not self._answer_from_store(case)]
-        of_run: dict[str, list[CaseSpec]] = {}
         for case in open_cases:
             for key in {spec.key for spec in runs_of(case)}:
-                of_run.setdefault(key, []).append(case)
+                self._of_run.setdefault(key, []).append(case)
         touched = open_cases
         while True:
             if not exit_first:
-                self._fill(queue)  # before judging, which takes time: no slot waits for it
+                self._fill()  # before judging, which takes time: no slot waits for it
             for case in touched:
                 if case.id not in self.verdicts:
                     self._judge_if_complete(case)
@@ -191,16 +211,18 @@ class _Matrix:
                 return
             if not self._num_unended:
                 return
-            self._fill(queue)
-            touched = [case for key in self._wait(queue) for case in of_run.get(key, ())]
+            self._fill()
+            touched = [case for key in self._wait() for case in self._of_run.get(key, ())]
 
-    def _fill(self, queue: Queue) -> None:
-        while (spec := queue.next(self._engine.can_start)) is not None:
+    def _fill(self) -> None:
+        if any(is_timed(self.waiting[key]) for key in self._under_way):
+            return  # it has the machine to itself, though a case may want to be confirmed
+        while (spec := self._queue.next(self._engine.can_start)) is not None:
             self._start(spec)
         if (spec := self._turns.next(len(self._under_way))) is not None:
             self._start(spec)
 
-    def _wait(self, queue: Queue) -> list[str]:
+    def _wait(self) -> list[str]:
         """The keys of runs that have ended by now, at least one unless it is made again."""
         outcomes = self._engine.wait()
         if not outcomes:
@@ -208,12 +230,12 @@ class _Matrix:
             raise Infrastructure(f"the engine has nothing under way, but {left} runs are left")
         ended = []
         for outcome in outcomes:
-            queue.ended(outcome.key)
+            self._queue.ended(outcome.key)
             self._under_way.discard(outcome.key)
             self._progress.run_finished(outcome)
             spec = self.waiting[outcome.key]
             if self._retries.why_again(spec):
-                (self._turns if is_timed(spec) else queue).put_back(spec)
+                (self._turns if is_timed(spec) else self._queue).put_back(spec)
                 continue
             self._num_unended -= 1
             self._ended.add(outcome.key)
@@ -250,6 +272,9 @@ class _Matrix:
         if verdict.outcome in TRUSTING and self._judged(case).outcome != verdict.outcome:
             # Its records were damaged since, or it was not made from them: answered anew.
             return False
+        if self._confirm and confirmation.is_open(case, verdict):
+            self._unconfirmed[case.id] = verdict
+            return False
         self.verdicts[case.id] = verdict
         self._progress.judged(verdict)
         return True
@@ -258,9 +283,59 @@ class _Matrix:
         return all(spec.key in self._ended for spec in runs_of(case))
 
     def _judge_if_complete(self, case: CaseSpec) -> None:
-        if self._is_complete(case):
+        verdict = self._unconfirmed.get(case.id)
+        if verdict is None:
+            if not self._is_complete(case):
+                return
             self._folder.seal_case(case)
-            self._answer(case, self._judged(case))
+            verdict = self._judged(case)
+        if self._confirm and confirmation.is_due(case, verdict):
+            self._confirm_or_wait(case, verdict)
+        else:
+            self._answer(case, verdict)
+
+    def _confirm_or_wait(self, case: CaseSpec, verdict: Verdict) -> None:
+        repeats = confirming_runs(case)
+        left = [spec for spec in repeats.values() if not self._is_made(spec)]
+        if not left:
+            found = self._confirmed(case, verdict, repeats)
+            self._answer(case, dataclasses.replace(verdict, confirmation=found))
+            return
+        if verdict.confirmation is None:
+            # Killed before the repeats end, the verdict is there, and says that they are missing.
+            verdict = dataclasses.replace(verdict, confirmation=confirmation.not_made(case))
+            self._folder.save_verdict(verdict)
+        self._unconfirmed[case.id] = verdict
+        for spec in left:
+            self._of_run.setdefault(spec.key, []).append(case)
+
+    def _confirmed(
+        self, case: CaseSpec, verdict: Verdict, repeats: Mapping[str, RunSpec]
+    ) -> Confirmation:
+        first, again = (
+            (self._folder.load_run(sides["reference"]), self._folder.load_run(sides["candidate"]))
+            for sides in ({"reference": case.reference, "candidate": case.candidate}, repeats)
+        )
+        try:
+            return confirmation.confirmation(case, verdict, first, again)
+        except Exception as error:  # noqa: BLE001 - as in `_judged`
+            keep_trace(self._folder.case_folder(case.id) / "judge_error.txt", error)
+            return dataclasses.replace(confirmation.not_made(case), what="unsupported")
+
+    def _is_made(self, spec: RunSpec) -> bool:
+        """Whether a repeat has ended; lines it up if nobody has."""
+        if spec.key in self._ended:
+            return True
+        if spec.key in self.waiting:
+            return False
+        if not is_left(self._folder, spec, self._retries):
+            self._ended.add(spec.key)
+            return True
+        self._engine.check(spec)
+        self.waiting[spec.key] = spec
+        self._num_unended += 1
+        self._queue.push(spec, self._seconds(spec))
+        return False
 
     def _judged(self, case: CaseSpec) -> Verdict:
         legs = [self._folder.load_run(spec) for spec in runs_of(case)]

@@ -138,6 +138,10 @@ class Queue:
         """Queue a run that was started once more, before all others: cases wait for it already."""
         self._again.append(self._known[spec.key])
 
+    def push(self, spec: RunSpec, seconds: float) -> None:
+        """Queue a run that nobody planned, before all others: a case waits for it already."""
+        self._again.append(Job(spec, seconds, seconds))
+
     def ended(self, key: str) -> None:
         """Give the slots of a run back."""
         if key in self._running:

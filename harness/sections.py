@@ -23,7 +23,9 @@ from harness.yaml_source import Node, Origin, parse_text
 
 CHECKS = ("loss", "state", "taps", "finite", "peak_memory", "throughput", "soak", "graphs")
 EVIDENCE = ("loss", "state", "taps")
-LAUNCH_KEYS = ("device", "timeout_s", "stall_s", "slots", "engine", "retries", "kernels", "slurm")
+LAUNCH_KEYS = (
+    "device", "timeout_s", "stall_s", "slots", "engine", "retries", "kernels", "confirm", "slurm",
+)  # fmt: skip
 ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT_S = 300.0
@@ -39,7 +41,7 @@ class Launch:
 
     `retries`: how often a run may be made again after a failure of the machine. `kernels`: runs say
     what they launched. `stall_s`: a run in which no rank records anything for so long is a hang;
-    None for as long as it may take.
+    None for as long as it may take. `confirm`: where bits differ, both sides are run once more.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -50,6 +52,7 @@ class Launch:
     retries: int = 0
     kernels: bool = False
     stall_s: float | None = None
+    confirm: bool = False
 
 
 def decode_name(node: Node) -> str:
@@ -183,7 +186,10 @@ def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
         if retries > MAX_RETRIES:
             expected = f"an integer from 0 to {MAX_RETRIES}"
             raise refuse(entries["retries"], "launch.retries", expected)
-    kernels = "kernels" in entries and take_bool(entries["kernels"], "launch.kernels")
+    kernels, confirm = (
+        name in entries and take_bool(entries[name], f"launch.{name}")
+        for name in ("kernels", "confirm")
+    )
     if "slurm" in entries:
         written = take_mapping(entries["slurm"], "launch.slurm", legal=SLURM_KEYS)
         slurm = {**written, **slurm}
@@ -195,6 +201,7 @@ def decode_launch(node: Node | None, sets: Iterable[str]) -> Launch:
         slurm=options,
         retries=retries,
         kernels=kernels,
+        confirm=confirm,
         **seconds,
     )
 

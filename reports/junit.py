@@ -94,7 +94,7 @@ def _attempts(element: ET.Element, case: CaseReport) -> None:
 
 
 def _answers(case: CaseReport) -> str:
-    lines = [case.message]
+    lines = [case.message, *filter(None, [case.confirmation])]
     place = case.verdict.difference
     if place is not None:
         where = f"step {place.step}, rank {place.rank}, {place.quantity} {place.tensor}"

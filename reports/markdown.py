@@ -120,6 +120,8 @@ def _details(case: CaseReport) -> str:
     ]
     if case.verdict.difference is not None:
         lines += [fenced(_difference(case.verdict.difference)), ""]
+    if case.confirmation:
+        lines.append(f"- {escape(case.confirmation)}")
     for result in case.verdict.checks:
         words = escape(one_line(result.message, MAX_ROW_CHARS))
         lines.append(f"- {SYMBOLS[result.outcome]} {escape(result.check)}: {words}")

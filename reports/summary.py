@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from harness.beside import Beside, Timeline, beside
-from harness.checks import exit_code
+from harness.checks import confirmation, exit_code
 from harness.checks.environment import different_keys
 from harness.disk import read_tail
 from harness.history import NOT_WRITTEN_FILE
@@ -98,6 +98,12 @@ class CaseReport:
         ]
         most = max(map(len, failed.values()), default=0)
         return f"{self.outcome} on attempt {most + 1} ({', '.join(told)})" if most else ""
+
+    @property
+    def confirmation(self) -> str:
+        """Whether the difference came again, on one line; "" if nobody asked."""
+        found = self.verdict.confirmation
+        return "" if found is None else one_line(confirmation.words(found))
 
     @property
     def where(self) -> str:

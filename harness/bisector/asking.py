@@ -105,7 +105,9 @@ class Asker:
 
         def find_out() -> Reply:
             cost = self.cost(case)
-            (verdict,) = execute(self.folder, [case], self._engine, self._progress, judge=judge)
+            (verdict,) = execute(
+                self.folder, [case], self._engine, self._progress, judge=judge, confirm=False
+            )
             self.num_runs += cost
             found.append(verdict)
             return Reply(words=answer(verdict), runs=cost)
@@ -156,7 +158,7 @@ class Asker:
             return
 
         def find_out() -> Reply:
-            verdicts = execute(self.folder, cases, self._engine, self._progress)
+            verdicts = execute(self.folder, cases, self._engine, self._progress, confirm=False)
             self.num_runs += cost
             told = Counter(brief(verdict) for verdict in verdicts)
             answers = ", ".join(f"{answer} ({number} times)" if number > 1 else answer

@@ -247,10 +247,7 @@ def _control_answer(
     for leg in ("reference", "control"):
         if flaws[leg] is not None:
             return not_run("control", f"the records of the {leg} are incomplete")
-    answers = [loss.check(reference, control, {}), state.check(reference, control, {})]
-    if any(records.start and records.start.taps for records in reference.ranks):
-        answers.append(taps.check(reference, control, {}))
-    bad = [answer for answer in answers if answer.outcome != "passed"]
+    bad = unequal(reference, control)
     if not bad:
         return passed("control", "the reference equals its second run bit for bit")
     first = min(bad, key=_step)
@@ -266,6 +263,20 @@ def _control_answer(
         difference=first.difference,
         figures=first.figures,
     )
+
+
+def unequal(run: RunResult, repeat: RunResult) -> list[CheckResult]:
+    """Every check of bits that does not find two runs equal: losses, state, and taps if any."""
+    answers = [loss.check(run, repeat, {}), state.check(run, repeat, {})]
+    if any(records.start and records.start.taps for records in run.ranks):
+        answers.append(taps.check(run, repeat, {}))
+    return [answer for answer in answers if answer.outcome != "passed"]
+
+
+def first_failure(results: Iterable[CheckResult]) -> CheckResult | None:
+    """Of the failures the one that explains most; None if there is none."""
+    failures = [result for result in results if result.outcome == "failed"]
+    return min(failures, key=_explains, default=None)
 
 
 def _no_control(flaws: dict[str, Flaw | None]) -> CheckResult:
@@ -317,9 +328,8 @@ def _decide(case: CaseSpec, results: list[CheckResult]) -> CheckResult:
         if by_name[name].outcome != "passed":
             return by_name[name]
     requested = [result for result in results if result.check not in gates]
-    bad = sorted((r for r in requested if r.outcome == "failed"), key=_explains)
-    if bad:
-        return _without_control(bad[0]) if by_name["control"].what == NO_CONTROL else bad[0]
+    if (bad := first_failure(requested)) is not None:
+        return _without_control(bad) if by_name["control"].what == NO_CONTROL else bad
     requested = [result for result in requested if result.what != state.OTHER_PARTS]
     for result in requested:
         if result.outcome == "incomparable":

@@ -34,7 +34,7 @@ class CaseEntry(Json):
 
     Attributes:
         attempt: 0 for the first answer that the folder ever held for the case.
-        causes: answers that were not `passed`, as 'check: outcome what'.
+        causes: answers that were not `passed`, as 'check: outcome what'; 'confirmation: outcome'.
         inputs: names what the answer is for: runs, expectation, limits of checks; see `inputs_of`.
         reference: key of the run; the same for `control` and `candidate`, "" for a skipped case.
         retried: earlier attempts of its runs that the machine failed, as 'leg: failure'.

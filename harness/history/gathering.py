@@ -272,7 +272,8 @@ def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
             _text(f"{answer.check}: {answer.outcome} {answer.what}".strip())
             for answer in verdict.checks
             if answer.outcome not in ("passed", "skipped")
-        ),
+        )
+        + _confirmed(verdict),
         difference=verdict.difference,
         reference=_text(verdict.runs.get("reference")),
         control=_text(verdict.runs.get("control")),
@@ -280,6 +281,11 @@ def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
         wall_s=_seconds(verdict.wall_s),
         inputs=inputs_of(case),
     )
+
+
+def _confirmed(verdict: Verdict) -> tuple[str, ...]:
+    found = verdict.confirmation
+    return () if found is None else (f"confirmation: {found.outcome}",)
 
 
 def _damaged(case: CaseSpec, attempt: int, why: str) -> CaseEntry:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.checks import confirmation
 from harness.covering import pairwise
 from harness.errors import HarnessError
 from harness.matrix import expand_marked
@@ -169,6 +170,8 @@ def _words(verdict: Verdict, folder: str) -> Iterator[str]:
     for check in verdict.checks:
         if check.outcome != "passed" and check.message != verdict.message:
             yield f"{check.check}: {check.outcome}: {check.message}"
+    if verdict.confirmation is not None:
+        yield confirmation.words(verdict.confirmation)
     case = shlex.quote(os.path.relpath(folder))
     yield f"look at it: harness show {case}"
     yield f"repeat it:  harness rerun {case}"
