@@ -19,7 +19,7 @@ SCENARIO = {
     },
     "compare": {"axis": "graph", "reference": "eager", "expect": "bitwise"},
     "checks": {"loss": {}, "state": {}, "finite": {}},
-    "launch": {"device": "cpu", "timeout_s": 120},
+    "launch": {"device": "cpu", "timeout_s": 120, "confirm": True},
 }
 
 
@@ -55,6 +55,10 @@ def test_the_clean_case_passes_and_the_planted_one_is_localised(
     difference = planted["difference"]
     assert (difference["step"], difference["rank"], difference["quantity"]) == (3, 1, "weights")
     assert difference["tensor"]
+    assert verdicts["unplanted-attn"]["confirmation"] is None
+    confirmed = planted["confirmation"]
+    assert (confirmed["outcome"], confirmed["difference"]) == ("came_again", difference)
+    assert (confirmed["reference_repeats"], confirmed["candidate_repeats"]) == (True, True)
     assert code == answer["exit_code"] == 1
 
 

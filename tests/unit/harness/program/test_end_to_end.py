@@ -15,6 +15,7 @@ from harness.streams import read_rank
 
 PROGRAM = """
 import argparse, os
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +30,10 @@ def main(mode="plain"):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     model = DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.AdamW(model.parameters(), foreach=mode != "loop")
+    mark = Path(__file__).with_name("rare.mark")
+    if mode == "rare" and rank == 1 and mark.exists():
+        mark.unlink()  # whoever comes first
+        mode = "planted"
     for step in range(4):
         optimizer.zero_grad()
         batch = torch.full((2, 4), 1.0 + step + rank)
@@ -52,7 +57,7 @@ program: {{{kind}, ranks: {ranks}, steps: 4, taps: ["*:input"]}}
 axes: {{args.mode: {modes}}}
 compare: {{axis: args.mode, reference: plain, expect: bitwise}}
 checks: {{loss: {{}}, state: {{}}, taps: {{}}, finite: {{}}}}
-launch: {{device: cpu, timeout_s: 120}}
+launch: {{device: cpu, timeout_s: 120, confirm: true}}
 """
 
 
@@ -84,10 +89,11 @@ def by_mode(verdicts: dict[str, Verdict], mode: str) -> Verdict:
 
 @pytest.fixture(scope="module")
 def of_script(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Verdict], Path]:
-    """Two gloo ranks of a script: a neutral change, and a planted difference."""
+    """Two gloo ranks of a script: a neutral change, a planted difference, and one that is rare."""
     folder = tmp_path_factory.mktemp("script")
+    (folder / "rare.mark").touch()
     return run(folder, name="of_script", kind="script: train.py", ranks=2,
-               modes="[plain, loop, planted]")  # fmt: skip
+               modes="[plain, loop, planted, rare]")  # fmt: skip
 
 
 def test_a_neutral_change_passes(of_script: Any) -> None:
@@ -110,6 +116,22 @@ def test_a_planted_difference_is_named(of_script: Any) -> None:
     assert of_state.difference is not None
     assert (of_state.difference.step, of_state.difference.quantity) == (2, "grads")
     assert of_state.difference.tensor == "0.weight"
+
+
+def test_a_rare_difference_fails_and_does_not_come_again(of_script: Any) -> None:
+    """Beside a fault that always is: both fail, and the confirmation tells them from each other."""
+    _, verdicts, _ = of_script
+    assert by_mode(verdicts, "loop").confirmation is None
+    told = {}
+    for mode in ("planted", "rare"):
+        verdict = by_mode(verdicts, mode)
+        assert (verdict.outcome, verdict.what) == ("failed", "diverged")
+        found = verdict.confirmation
+        assert found is not None
+        told[mode] = (found.outcome, found.reference_repeats, found.candidate_repeats)
+    assert told == {
+        "planted": ("came_again", True, True), "rare": ("did_not_come_again", True, False),
+    }  # fmt: skip
 
 
 def test_a_function_in_the_warm_server_passes(tmp_path: Path) -> None:
