@@ -17,7 +17,7 @@ from harness.matrix import expand
 from harness.records import ExitCode, RunSpec, StepRecord, Verdict, What
 from harness.repeats import CONFIRMING, confirming_runs, is_timed
 from harness.schema import load_scenario
-from harness.store import RunFolder
+from harness.store import OUTCOME_FILE, RunFolder, begin_run
 from reports import html, json_report, junit, markdown
 from reports.summary import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
@@ -181,11 +181,12 @@ def test_a_repeat_that_does_not_end_confirms_nothing(
 def test_an_interrupted_confirmation_is_resumed(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str], side: str
 ) -> None:
-    """Stopped as a repeat starts: the failure is stored, and only what is missing is made."""
+    """Stopped in a repeat: the failure is stored, what was begun kept, what is missing made."""
     engine.spoil = unequal
 
     def stop(spec: RunSpec) -> None:
         if spec.replica == CONFIRMING and bool(spec.config["graph"]) == (side == "candidate"):
+            begin_run(RunFolder.open(Path("r")).run_folder(spec.key), spec)
             raise KeyboardInterrupt
 
     engine.on_start = stop
@@ -197,7 +198,7 @@ def test_an_interrupted_confirmation_is_resumed(
     assert not found.damage
     engine.on_start = lambda spec: None
     before = {path: path.read_bytes() for path in Path("r").glob("*/*/*.json*")}
-    left = {spec.key for spec in _repeats()} - {p.parent.name for p in before}
+    left = {s.key for s in _repeats() if not Path("r/runs", s.key, OUTCOME_FILE).exists()}
     code, plan = run_json(capsys, "run", "--resume", "r", "--dry-run")
     assert (code, {run["key"] for run in plan["runs"]} & {s.key for s in _repeats()}) == (0, left)
     engine.made.clear()
@@ -207,6 +208,8 @@ def test_an_interrupted_confirmation_is_resumed(
     assert getattr(done.confirmation, "outcome", "") == "came_again"
     assert dataclasses.replace(done, confirmation=stored.confirmation) == stored
     for path, content in before.items():
+        if path.parent.name in left:
+            path = Path("r/runs", f"{path.parent.name}.attempt0", path.name)
         assert path.read_bytes() == content or path.parent.name == FAILING, path
 
 
@@ -289,3 +292,22 @@ def test_a_rerun_of_the_case_confirms_it_as_well(
     code, answer = run_json(capsys, "rerun", f"r/cases/{FAILING}", "--out", "again")
     (verdict,) = answer["verdicts"]
     assert (code, verdict["confirmation"]["outcome"]) == (ExitCode.FAILED, "came_again")
+
+
+def test_a_bisection_confirms_none_of_its_questions(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs of a search are its own; a confirmation that was cut short is none of them."""
+    engine.spoil = unequal
+    engine.on_start = lambda spec: None if spec.replica != CONFIRMING else _interrupt()
+    assert main([*RUN]) == ExitCode.INTERRUPTED
+    engine.made.clear()
+    engine.on_start = lambda spec: None
+    code, _ = run_json(capsys, "bisect", FAILING, "r", "--out", "b", "--until", "causes")
+    assert code == ExitCode.FAILED
+    assert engine.made
+    assert replicas(engine) == 0
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

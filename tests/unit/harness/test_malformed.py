@@ -52,6 +52,7 @@ EXPECTED: dict[str, str] = {
     "latin1": "@:2: file: expected UTF-8 text, got byte 0xf6",
     "launch_device": "@:7: launch.device: expected one of the legal values, got 'gpu' (did you mean cpu?); legal values: auto, cpu, cuda",  # noqa: E501
     "launch_slots_zero": "@:7: launch.slots: expected an integer >= 1, got 0",
+    "launch_confirm_word": "@:7: launch.confirm: expected a bool, got 'maybe'; legal values: true, false",  # noqa: E501
     "launch_retries_many": "@:7: launch.retries: expected an integer from 0 to 5, got 6",
     "launch_timeout_negative": "@:7: launch.timeout_s: expected a number > 0, got -1",
     "lr_nan": "@:3: syntax: expected a finite decimal number, or a quoted string, got .nan",
