@@ -31,7 +31,13 @@ from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
 from harness.masking import Masker
 from harness.occupancy import keep, metered
-from harness.on_slurm import MANIFEST_KEY, device_on_slurm, slots_on_slurm, stored_options
+from harness.on_slurm import (
+    MANIFEST_KEY,
+    device_on_slurm,
+    references_of,
+    slots_on_slurm,
+    stored_options,
+)
 from harness.plan import make_plan, resume_plan
 from harness.planned import check_whole, refuse_secrets
 from harness.program.launch import make_environments
@@ -383,7 +389,9 @@ def make_engine(prepared: Prepared) -> Engine:
     """What makes the runs: this machine or Slurm; whoever asks closes it."""
     slots, jobs = prepared.plan.slots, prepared.plan.jobs
     if prepared.slurm is not None:
-        return SlurmEngine(prepared.slurm, slots=slots, jobs=jobs)
+        same = prepared.slurm.same_nodes
+        references = references_of(prepared.plan.cases) if same else None
+        return SlurmEngine(prepared.slurm, slots=slots, jobs=jobs, references=references)
     return LocalEngine(slots=slots, jobs=jobs, devices=prepared.devices)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from harness.errors import UsageError
 from harness.records import CaseSpec, RecordError
+from harness.repeats import confirming_runs, runs_of
 from harness.schedule import unique_runs
 from harness.slurm_options import SlurmOptions
 
@@ -33,6 +34,18 @@ def device_on_slurm(wanted: str, options: SlurmOptions) -> Literal["cpu", "cuda"
 def slots_on_slurm(wanted: int | None, cases: Sequence[CaseSpec]) -> int:
     """Ranks that may be submitted at a time: all of them, as Slurm has a queue of its own."""
     return wanted or max(1, sum(run.world_size for run in unique_runs(cases).values()))
+
+
+def references_of(cases: Sequence[CaseSpec]) -> dict[str, str]:
+    """By key of a run, that of the reference which it is compared with, if it is not one itself."""
+    references = {case.reference.key for case in cases}
+    return {
+        spec.key: case.reference.key
+        for case in cases
+        if not case.skip_reason
+        for spec in (*runs_of(case), *confirming_runs(case).values())
+        if spec.key not in references
+    }
 
 
 def stored_options(manifest: Mapping[str, Any]) -> SlurmOptions | None:

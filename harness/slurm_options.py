@@ -8,6 +8,7 @@ nodes           over how many nodes a run is spread, one rank a node at least
 ranks_per_node  ranks that a node holds at most; by default its GPUs, or no limit
 gpus_per_node   GPUs that a job takes of each node
 cpus_per_rank   processors of a rank
+same_nodes      whether control and candidate wait for their reference and get its nodes
 requeue         whether Slurm may start a job again, after a node failed or it was preempted
 args            more options of sbatch, as they are
 """
@@ -55,6 +56,7 @@ class SlurmOptions(Json):
     ranks_per_node: int | None = None
     gpus_per_node: int | None = None
     cpus_per_rank: int = 1
+    same_nodes: bool = False
     requeue: bool = False
     args: tuple[str, ...] = ()
 
@@ -115,6 +117,7 @@ _TAKERS: dict[str, Callable[[Node, str], Any]] = {
     "ranks_per_node": _count,
     "gpus_per_node": _count,
     "cpus_per_rank": _count,
+    "same_nodes": take_bool,
     "requeue": take_bool,
     "args": _arguments,
 }

@@ -88,6 +88,7 @@ def lead_share(
         problem=problems[0] if problems else "",
         started_unix_s=started_unix_s,
         wall_s=time.monotonic() - started_s,
+        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
     )
     write_atomic(report_path(post.node), dumps(report) + "\n")
     return int(any(state.code != 0 for state in exits))

@@ -55,6 +55,7 @@ class NodeReport(Json):
         problem: why output was lost, "" if none was.
         stalled_s: seconds without a record for which the node ended its ranks, None if it did not.
         suspended: whether Slurm had stopped the job for a while.
+        nodes: all nodes of the job as Slurm lists them, `n[1-2]`; "" in files older than the field.
     """
 
     job: str
@@ -70,6 +71,7 @@ class NodeReport(Json):
     wall_s: float = 0.0
     stalled_s: float | None = None
     suspended: bool = False
+    nodes: str = ""
 
 
 def _read(path: Path) -> Any:

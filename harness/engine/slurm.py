@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +56,8 @@ class _Active:
     submission: Submission
     open_since_s: float | None = None
     put_off: bool = False
+    is_held: bool = False
+    """Until its reference has ended, whose nodes it is to have: Slurm has not heard of it."""
 
 
 class SlurmEngine:
@@ -70,6 +72,7 @@ class SlurmEngine:
         entry: str = ENTRY,
         limits: Limits | None = None,
         patience: Patience | None = None,
+        references: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare; nothing is submitted yet.
 
@@ -80,6 +83,7 @@ class SlurmEngine:
             entry: `module:function` of a `RankMain`.
             limits: how patient agents are.
             patience: how patient this engine is.
+            references: by key of a run, the key of the run whose nodes it is to have.
 
         Raises:
             UsageError: counts that make no sense.
@@ -89,6 +93,7 @@ class SlurmEngine:
         self._limits, self._patience = limits or Limits(), patience or Patience()
         self._calls = SlurmCalls(answer_s=self._patience.answer_s, away_s=self._patience.away_s)
         self._active: dict[str, _Active] = {}
+        self._references = references or {}
         self._would_take: set[tuple[str, ...]] = set()
         self._answered_s = time.monotonic()
         self._full_s = -math.inf
@@ -133,15 +138,22 @@ class SlurmEngine:
             submitted_unix_s=time.time(),
             attempt=attempt,
         )
-        run = _Active(spec, folder.absolute(), submission)
+        reference = self._active.get(self._references.get(spec.key, ""))
+        held = not attempt and reference is not None and not reference.is_held
+        run = _Active(spec, folder.absolute(), submission, is_held=held)
         # Known before Slurm hears of it: a signal in between must find it to cancel.
         self._active[spec.key] = run
+        if not held:
+            self._begin(run)
+
+    def _begin(self, run: _Active) -> None:
+        submission = run.submission
         try:
-            begin_run(run.folder, spec)
+            begin_run(run.folder, run.spec)
             save_submission(run.folder, submission)
             self._submit(run)
         except (UsageError, Infrastructure):
-            self._release(spec.key)
+            self._release(run.spec.key)
             with suppress(Infrastructure):
                 # Should Slurm have heard of it after all, the job finds this and leaves.
                 save_submission(run.folder, replace(submission, cancelled=True))
@@ -156,18 +168,38 @@ class SlurmEngine:
         """
         name = run.submission.name
         options = [*identity(name, run.folder), *request(run.spec, self._options)]
+        options += self._same_nodes(run)
         command = batch_command(name, run.folder, self._entry, self._limits)
         try:
             job_id = self._calls.submit(options, script(command), name, run.put_off)
         except QueueFull:
             # With nothing of ours in the queue there may be no end to wait for.
-            if not run.put_off and len(self._active) == 1:
+            if not run.put_off and sum(not other.is_held for other in self._active.values()) == 1:
                 raise
             run.put_off, self._full_s = True, time.monotonic()
             return
         run.put_off = False
         run.submission = replace(run.submission, job_id=job_id)
         save_submission(run.folder, run.submission)
+
+    def _same_nodes(self, run: _Active) -> list[str]:
+        """The option of sbatch for the nodes that the reference had, if it told of as many."""
+        key = self._references.get(run.spec.key)
+        # A later attempt goes where it may: those nodes may be what kept the first from starting.
+        if key is None or run.submission.attempt:
+            return []
+        folder = run.folder.with_name(key)
+        theirs = load_submission(folder)
+        if theirs is None or theirs.num_nodes != run.submission.num_nodes:
+            return []
+        reports = read_reports(folder, theirs.name, theirs.num_nodes).values()
+        return [f"--nodelist={nodes}" for nodes in {report.nodes for report in reports} - {""}]
+
+    def _begin_held(self) -> None:
+        for run in [run for run in self._active.values() if run.is_held]:
+            if self._references[run.spec.key] not in self._active:
+                run.is_held = False
+                self._begin(run)
 
     def _submit_put_off(self) -> None:
         """Try again what Slurm had no room for, oldest first, until it has none again."""
@@ -216,6 +248,7 @@ class SlurmEngine:
         """
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            self._begin_held()
             # The files first: they may say it all, and squeue may take long to say nothing.
             ended = self._look_at_all(None)
             if not ended and self._active:
@@ -250,7 +283,7 @@ class SlurmEngine:
         """The outcome of a run if it is over."""
         run = self._active[key]
         submission = run.submission
-        if run.put_off:
+        if run.put_off or run.is_held:
             return None
         reports = read_reports(run.folder, submission.name, submission.num_nodes)
         if len(reports) == submission.num_nodes and not needs_word(reports):
@@ -326,9 +359,10 @@ class SlurmEngine:
 
     def cancel(self) -> None:
         """Cancel every job. What they recorded stays; they get no outcome."""
-        runs = list(self._active.values())
-        for run in runs:
+        all_runs = list(self._active.values())
+        for run in all_runs:
             self._release(run.spec.key)
+        runs = [run for run in all_runs if not run.is_held]
         if not runs:
             return
         nameless = [run for run in runs if run.submission.job_id is None]

@@ -9,7 +9,7 @@ from harness.records import RunOutcome, RunResult
 from harness.slurm_options import SlurmOptions
 from harness.store import load_run_folder
 from tests.nodes.local_slurm import LocalSlurm
-from tests.nodes.runs import LIMIT_S, engine, spec
+from tests.nodes.runs import LIMIT_S, engine, spec, wait_for
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
@@ -104,3 +104,49 @@ def test_gpus_are_asked_for_and_handed_out(slurm: LocalSlurm, tmp_path: Path) ->
     seen = [records.start.environment["env"] for records in ranks if records.start]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == ["0,1"] * 4
     assert [env["LOCAL_RANK"] for env in seen] == ["0", "1", "0", "1"]
+
+
+def test_a_candidate_waits_for_its_reference_and_gets_its_nodes(
+    slurm: LocalSlurm, tmp_path: Path
+) -> None:
+    """The first nodes are taken while the reference runs, and free again for the candidate."""
+    reference, candidate = spec(name="reference"), spec(name="candidate")
+    filler = spec({"*": "hang"}, world_size=2, name="filler")
+    full = SlurmOptions(nodes=2, args=("--nodelist=n1,n2", "--exclusive"))
+    runs = {run.key: tmp_path / run.key for run in (reference, candidate)}
+    with (
+        engine(full) as filling,
+        engine(references={candidate.key: reference.key}) as slurm_engine,
+    ):
+        filling.start(filler, tmp_path / "filler")
+        wait_for(*(tmp_path / "filler" / f"hanging{rank}" for rank in (0, 1)))
+        for run in (reference, candidate):
+            slurm_engine.start(run, runs[run.key])
+        assert load_submission(runs[candidate.key]) is None
+        (first,) = slurm_engine.wait(LIMIT_S)
+        assert load_submission(runs[candidate.key]) is None
+        filling.cancel()
+        (second,) = slurm_engine.wait(LIMIT_S)
+    assert [first.key, second.key] == [reference.key, candidate.key]
+    assert [first.what, second.what] == ["", ""]
+    nodes = []
+    for folder in runs.values():
+        submission = load_submission(folder)
+        assert submission is not None
+        reports = read_reports(folder, submission.name, submission.num_nodes)
+        nodes.append({report.nodes for report in reports.values()})
+    assert nodes[0] == nodes[1] == {"n[3-4]"}
+
+
+def test_held_runs_are_cancelled_without_a_trace(slurm: LocalSlurm, tmp_path: Path) -> None:
+    """What Slurm has not heard of leaves no attempt behind; a later attempt waits for nobody."""
+    reference, candidate = spec({"*": "hang"}, name="reference"), spec(name="candidate")
+    with engine(references={candidate.key: reference.key}) as slurm_engine:
+        slurm_engine.start(reference, tmp_path / reference.key)
+        slurm_engine.start(candidate, tmp_path / candidate.key)
+        slurm_engine.cancel()
+        assert not (tmp_path / candidate.key).exists()
+        slurm_engine.start(reference, tmp_path / "again")
+        slurm_engine.start(candidate, tmp_path / candidate.key, attempt=1)
+        (outcome,) = slurm_engine.wait(LIMIT_S)
+    assert (outcome.key, outcome.what) == (candidate.key, "")

@@ -1,12 +1,15 @@
 """`launch.slurm` and `--slurm`: what is taken, what is refused, what wins."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness import launch
 from harness.errors import ScenarioError, UsageError
 from harness.launch import Request, prepare
 from harness.on_slurm import device_on_slurm, stored_options
+from harness.repeats import confirming_runs
 from harness.schema import Overrides, load_scenario
 from harness.sections import Launch
 from harness.slurm_options import OURS, SlurmOptions
@@ -129,3 +132,27 @@ def test_what_was_asked_is_read_back_from_the_manifest() -> None:
     assert stored_options({}) is None
     with pytest.raises(UsageError, match="damaged"):
         stored_options({"slurm": {"nodes": "3"}})
+
+
+@pytest.mark.parametrize("same", ["false", "true"])
+def test_every_run_of_a_case_is_sent_to_the_nodes_of_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: str
+) -> None:
+    """Control, candidate and the repeats that confirm a difference; only where it is asked for."""
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        SCENARIO.replace(
+            "LAUNCH", f"{{engine: slurm, confirm: true, slurm: {{same_nodes: {same}}}}}"
+        )
+    )
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(launch, "SlurmEngine", lambda options, **more: given.update(more))
+    prepared = prepare(Request(scenario=path))
+    launch.make_engine(prepared)
+    expected = {
+        spec.key: case.reference.key
+        for case in prepared.plan.cases
+        for spec in (case.control, case.candidate, *confirming_runs(case).values())
+    }
+    assert len(expected) == 2 * 4
+    assert given["references"] == (expected if same == "true" else None)
