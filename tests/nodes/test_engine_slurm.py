@@ -9,7 +9,7 @@ from harness.records import RunOutcome, RunResult
 from harness.slurm_options import SlurmOptions
 from harness.store import load_run_folder
 from tests.nodes.local_slurm import LocalSlurm
-from tests.nodes.runs import LIMIT_S, engine, spec, wait_for
+from tests.nodes.runs import LIMIT_S, engine, finish, spec
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
@@ -106,36 +106,35 @@ def test_gpus_are_asked_for_and_handed_out(slurm: LocalSlurm, tmp_path: Path) ->
     assert [env["LOCAL_RANK"] for env in seen] == ["0", "1", "0", "1"]
 
 
+def nodes_of(folder: Path) -> set[str]:
+    """Of a run's job, as its agents tell."""
+    submission = load_submission(folder)
+    assert submission is not None
+    reports = read_reports(folder, submission.name, submission.num_nodes)
+    return {report.nodes for report in reports.values()}
+
+
 def test_a_candidate_waits_for_its_reference_and_gets_its_nodes(
     slurm: LocalSlurm, tmp_path: Path
 ) -> None:
-    """The first nodes are taken while the reference runs, and free again for the candidate."""
+    """Slurm hears of it once the reference has ended, whose nodes are not those it would choose."""
     reference, candidate = spec(name="reference"), spec(name="candidate")
-    filler = spec({"*": "hang"}, world_size=2, name="filler")
-    full = SlurmOptions(nodes=2, args=("--nodelist=n1,n2", "--exclusive"))
-    runs = {run.key: tmp_path / run.key for run in (reference, candidate)}
-    with (
-        engine(full) as filling,
-        engine(references={candidate.key: reference.key}) as slurm_engine,
-    ):
-        filling.start(filler, tmp_path / "filler")
-        wait_for(*(tmp_path / "filler" / f"hanging{rank}" for rank in (0, 1)))
-        for run in (reference, candidate):
-            slurm_engine.start(run, runs[run.key])
-        assert load_submission(runs[candidate.key]) is None
-        (first,) = slurm_engine.wait(LIMIT_S)
-        assert load_submission(runs[candidate.key]) is None
-        filling.cancel()
-        (second,) = slurm_engine.wait(LIMIT_S)
-    assert [first.key, second.key] == [reference.key, candidate.key]
-    assert [first.what, second.what] == ["", ""]
-    nodes = []
-    for folder in runs.values():
-        submission = load_submission(folder)
-        assert submission is not None
-        reports = read_reports(folder, submission.name, submission.num_nodes)
-        nodes.append({report.nodes for report in reports.values()})
-    assert nodes[0] == nodes[1] == {"n[3-4]"}
+    first, second = (tmp_path / run.key for run in (reference, candidate))
+    references = {candidate.key: reference.key}
+    with engine(references=references) as slurm_engine:
+        slurm_engine.start(reference, first)
+        slurm_engine.start(candidate, second)
+        (outcome,) = slurm_engine.wait(LIMIT_S)
+        assert (outcome.key, load_submission(second)) == (reference.key, None)
+        (outcome,) = slurm_engine.wait(LIMIT_S)
+        assert (outcome.key, outcome.what) == (candidate.key, "")
+    assert nodes_of(first) == nodes_of(second)
+    first, second = (tmp_path / "elsewhere" / run.key for run in (reference, candidate))
+    with engine(SlurmOptions(nodes=2, args=("--exclude=n1,n2",))) as slurm_engine:
+        finish(slurm_engine, reference, first)
+    with engine(references=references) as slurm_engine:
+        finish(slurm_engine, candidate, second)
+    assert nodes_of(first) == nodes_of(second) == {"n[3-4]"}
 
 
 def test_held_runs_are_cancelled_without_a_trace(slurm: LocalSlurm, tmp_path: Path) -> None:
