@@ -68,7 +68,6 @@ def lead_share(
     finally:
         kill_children()
     remove_pipes(Path(), job.ranks, all_went_well=False)
-    problems = crew.close_outputs()
     exits = tuple(crew.watch.exits[rank] for rank in job.ranks)
     ended = any(state.killed_by_harness for state in exits)
     report = NodeReport(
@@ -85,7 +84,7 @@ def lead_share(
         stopped_by="SIGTERM" if crew.told_to_stop and ended else "",
         suspended=crew.was_suspended,
         record_bytes=record_sizes(Path(), job.ranks),
-        problem=problems[0] if problems else "",
+        problem=next(iter(crew.close_outputs()), ""),
         started_unix_s=started_unix_s,
         wall_s=time.monotonic() - started_s,
         nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
