@@ -1,4 +1,4 @@
-"""Does a difference come again? Evidence beside a failed verdict, which stays failed.
+"""Does a difference come again? Evidence for a failed verdict, which stays failed.
 
     failed for bits -> reference and candidate are run once more -> their repeats are judged
         the same first difference, in place and bits   came_again           a defect

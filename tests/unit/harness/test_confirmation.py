@@ -159,7 +159,7 @@ def test_cases_share_the_repeat_of_their_reference(engine: FakeEngine) -> None:
 def test_a_repeat_that_does_not_end_confirms_nothing(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The evidence names its end; the failure stands, and --resume makes nothing again."""
+    """The evidence names its end; the case stays failed, and --resume makes nothing again."""
     engine.spoil = unequal
     started = engine.start
 
