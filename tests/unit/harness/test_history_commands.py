@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,19 +129,6 @@ def test_export_and_import(filled: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "harness: lines: line 2: its digest" in said(
         capsys, "history", "--history", "c", "--import", "lines", code=6
     )
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_not_imported(
-    filled: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    """A pipe that nobody writes to is not waited for, /dev/zero is not read to its end."""
-    place = Path("/dev/zero")
-    if kind == "pipe":
-        place = Path("pipe")
-        os.mkfifo(place)
-    told = said(capsys, "history", "--history", "b", "--import", str(place), code=4)
-    assert told == f"harness: {place}: cannot be read: expected a file, got something else\n"
 
 
 def test_an_attempt_below_0_is_not_imported(

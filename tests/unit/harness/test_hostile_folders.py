@@ -440,5 +440,6 @@ def test_an_export_that_is_a_pipe_keeps_nobody(
     """What is imported is a plain file."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        assert cli.main(["history", "--import", str(path), "--history", "h.sqlite"]) == 4
+        history = str(tmp_path / "h.sqlite")
+        assert cli.main(["history", "--import", str(path), "--history", history]) == 4
         assert "cannot be read" in capsys.readouterr().err
