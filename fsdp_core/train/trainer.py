@@ -60,6 +60,9 @@ from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts, GraphUse
 from fsdp_core.train.tapped import open_taps
 
+STATE = ("weights", "optim")
+"""Groups that last from step to step."""
+
 
 class Trainer:
     """Runs steps of one rank, inside a process group; `close` before that is destroyed.
@@ -259,8 +262,8 @@ class Trainer:
         with torch.no_grad():
             for root in self._roots:
                 root.refresh_model_weights()
-        self._digests.update("weights", outputs)
-        self._digests.update("optim", outputs)
+        for group in STATE:
+            self._digests.update(group, outputs)
 
     def _set_loss_scale(self, scale: float) -> None:
         for stage in self.stages:
@@ -277,8 +280,18 @@ class Trainer:
     def redigest_state(self) -> None:
         """Digest weights and moments again, eagerly: for what changed them after the step."""
         with self.at_work():
-            self._digests.update("weights", self.outputs)
-            self._digests.update("optim", self.outputs)
+            for group in STATE:
+                self._digests.update(group, self.outputs)
+
+    def digest_state(self) -> dict[str, torch.Tensor]:
+        """Digests of weights and moments as they are now, on the host: rows of `StepOutputs`.
+
+        Between steps, and outside of what stressors see. It waits for the device.
+        """
+        with self.device.on(self.stream):
+            for group in STATE:
+                self._digests.update(group, self.outputs)
+            return {group: self.outputs.digests[group].cpu() for group in STATE}
 
     def keep(self, names: Sequence[str], max_bytes: int) -> Keeping:
         """Keep copies of tensors as they are digested: see `keeping`. Before the first step."""

@@ -12,6 +12,7 @@ from typing import Any
 from harness.checks.answer import error, failed, passed, refuse_parameters
 from harness.checks.evidence import first_steps, sentence
 from harness.checks.steps import (
+    BEFORE,
     count,
     groups_of,
     rank_table,
@@ -65,9 +66,12 @@ def check(
         if records.start is not None
     }
     ours, theirs = state_table(reference), state_table(candidate)
+    if lone := [rank for step, rank in ours.keys() ^ theirs.keys() if step == BEFORE]:
+        told = f"one run alone has a record of the state before step 0, on {show_ranks(set(lone))}"
+        return error(NAME, "corrupt_record", told)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     num_tensors = sum(map(_num_digests, (ours[key] for key in pairs)))
-    if not num_tensors:
+    if not any(_num_digests(ours[key]) for key in pairs if key[0] != BEFORE):
         return error(NAME, "not_run", "the runs share no digest of any tensor: nothing to compare")
     differing = [key for key in pairs if ours[key].digests != theirs[key].digests]
     if not differing:

@@ -4,6 +4,15 @@ from harness.faults.fault import AT_STEP, AT_TENSOR, Cell, Fault, Pointer
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        name="other_initialisation",
+        description="A rank draws its first weights from another seed.",
+        takes=("rank",),
+        expects=("diverged",),
+        kind="numerics",
+        symptom="nothing: the training begins from other weights",
+        points_at=Pointer(phase="initialisation", tensor="*.weight"),
+    ),
+    Fault(
         name="ulp",
         description="One element of a main weight moves by one ulp after the optimizer step.",
         takes=AT_TENSOR,

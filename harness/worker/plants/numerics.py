@@ -1,5 +1,6 @@
 """Faults of numbers: see `harness.faults.numerics`.
 
+before step 0       weights that are drawn
 forward, backward   a table, a factor, a value of a module
 gradients           rows of the last matrix of the rank, once the step's are summed
 optimizer           what it is told, what it keeps, what it writes
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import fsdp_core.model.sdpa
 import fsdp_core.model.sharding
+import fsdp_core.train.build
 import fsdp_core.train.trainer
 from fsdp_core.config import TrainConfig
 from fsdp_core.model.decoder import MoeBranch
@@ -34,6 +36,20 @@ from harness.worker.plants.seams import (
 
 Rows = Callable[[torch.Tensor], None]
 """Changes rows of a matrix in place."""
+
+# ---- before step 0
+
+
+def _other_initialisation(config: TrainConfig) -> TrainConfig:
+    def made(init: Callable[..., None]) -> Callable[..., None]:
+        def drawn_otherwise(stages: Any, seed: int, **how: Any) -> None:
+            init(stages, seed + 1, **how)
+
+        return drawn_otherwise
+
+    wrap(fsdp_core.train.build, "init_weights", made)
+    return config
+
 
 # ---- forward and backward
 
@@ -314,6 +330,7 @@ def _gradients(change: Rows) -> Planting:
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {
+        "other_initialisation": Planting(before_make=_other_initialisation),
         "ulp": _main_weight(lambda element: element.view(torch.int32).add_(1)),
         "nan": _filled(float("nan")),
         "negative_zero": _filled(-0.0),

@@ -13,12 +13,14 @@ from fsdp_core.config import TrainConfig
 from harness.bisector.found import Location
 from harness.bisector.locate import between
 from harness.checks.graph_proof import launches, owed
+from harness.checks.steps import BEFORE
 from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     TAP_HEX_CHARS,
     EndRecord,
     FloatBits,
+    InitialRecord,
     RankExit,
     RankRecords,
     RunOutcome,
@@ -96,6 +98,15 @@ def step_record(rank: int, step: int) -> StepRecord:
     )
 
 
+def initial_record(rank: int) -> InitialRecord:
+    """The state before the first step, which has no gradients."""
+    digests = {
+        group: "".join(_md5(group, name, rank, BEFORE) for name in TENSORS[group])
+        for group in ("weights", "optim", "rng")
+    }
+    return InitialRecord(rank=rank, digests=digests, nonfinite={})
+
+
 def run_of(*, graph: tuple[str, ...] = (), replica: int = 0, taps: bool = True) -> RunResult:
     """A whole run."""
     patterns = ["**:input", "**:output", "**:gradient"] if taps else []
@@ -132,6 +143,7 @@ def _rank(rank: int, spec: RunSpec, *, taps: bool) -> RankRecords:
             rank=rank, steps=STEPS, peak_bytes=1, startup_s=0.1, wall_s=1.0,
             replays=launches(graphs), graphs=graphs,
         ),
+        initial=initial_record(rank),
     )  # fmt: skip
 
 

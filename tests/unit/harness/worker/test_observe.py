@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.graph.digest import digest_hex
+from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 from harness.recorder import RecordsUnwritable
@@ -91,6 +91,29 @@ def test_records_hold_the_tensors_bits(spec: Spec, tmp_path: Path) -> None:
         assert len(records[0].digests[group]) == 32 * len(found)
 
 
+def test_the_state_before_step_0_is_recorded(spec: Spec, tmp_path: Path) -> None:
+    """Digests of weights, moments and random states as the first step finds them, and no others."""
+    trainer = make_trainer(spec(steps=2))
+    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    weights, _ = trainer.digested["weights"]
+    record = observer.initial()
+    assert set(record.digests) == {"weights", "optim", "rng"}
+    assert (record.rank, record.nonfinite) == (0, {})
+    wanted = empty_rows(len(weights), "cpu")
+    digest_tensors(trainer.digested["weights"][1], wanted)
+    assert record.digests["weights"] == digest_hex(wanted)[0]
+    trainer.digested["weights"][1][1].view(-1)[0] = math.nan
+    trainer.optimizer.exp_avg[0].view(-1)[0] = 1.0
+    torch.rand(1)
+    other = observer.initial()
+    assert other.nonfinite == {"weights": (weights[1],)}
+    for group, text in record.digests.items():
+        rows = [text[i : i + 32] for i in range(0, len(text), 32)]
+        found = [other.digests[group][i : i + 32] for i in range(0, len(text), 32)]
+        changed = {"weights": 1, "optim": 0, "rng": 0}[group]
+        assert [i for i, (a, b) in enumerate(zip(rows, found, strict=True)) if a != b] == [changed]
+
+
 def test_special_floats_keep_their_bits(spec: Spec, tmp_path: Path) -> None:
     """NaN payloads, -0.0, infinities and subnormals arrive as they were."""
     trainer = make_trainer(spec(steps=1))
@@ -153,6 +176,8 @@ def test_observing_changes_no_bit_of_the_run(spec: Spec, tmp_path: Path) -> None
     for observed in (False, True):
         trainer = make_trainer(spec(steps=4))
         observer = Observer(trainer, 0, RecordFile(tmp_path / "r")) if observed else None
+        if observer is not None:
+            observer.initial()
         for step in range(4):
             trainer.step(step)
             if observer is not None:
