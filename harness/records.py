@@ -248,6 +248,7 @@ class StepRecord(Json):
         taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
         pointer_changes: long-lived tensors that moved since the step before; None if not counted.
         device_bytes: used on the whole GPU, by the driver; at the last step of a flush, else None.
+        host_bytes: memory of the rank's process that no file holds; None in files older than this.
         skipped: why the optimizer did not take the step; "" where it did.
     """
 
@@ -264,6 +265,7 @@ class StepRecord(Json):
     taps: str = ""
     pointer_changes: int | None = None
     device_bytes: int | None = None
+    host_bytes: int | None = None
     skipped: str = ""
     kind: Literal["step"] = "step"
 

@@ -6,7 +6,9 @@ as their bits.
 """
 
 import hashlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +20,8 @@ from fsdp_core.train.stressed import StressedTrainer
 from harness.records import UNFINISHED, EventRecord, FloatBits, InitialRecord, StepRecord
 from harness.worker.record_file import RecordFile
 from harness.worker.step_clock import StepClock
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Observer:
@@ -62,7 +66,8 @@ class Observer:
         # What a stressor holds in its turn is no memory of the program's.
         lent = trainer.stress_bytes if isinstance(trainer, StressedTrainer) else 0
         live = device.live_bytes() - lent
-        self._pending.append(_HostFacts(step, rng, live, device.peak_bytes(), moved))
+        facts = _HostFacts(step, rng, live, device.peak_bytes(), moved, host_bytes())
+        self._pending.append(facts)
         if len(self._pending) == len(self._ring):
             self.flush()
 
@@ -147,6 +152,7 @@ class Observer:
             taps=self._taps_text(row[cursor:]),
             pointer_changes=facts.moved,
             device_bytes=device_bytes,
+            host_bytes=facts.host_bytes,
         )
 
     def _taps_text(self, row: torch.Tensor) -> str:
@@ -165,6 +171,13 @@ class _HostFacts:
     live_bytes: int
     peak_bytes: int
     moved: int | None
+    host_bytes: int
+
+
+def host_bytes() -> int:
+    """Resident memory of this process that no file holds: mapped data grows as it is read."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * PAGE_BYTES
 
 
 def _blake(data: bytes) -> str:

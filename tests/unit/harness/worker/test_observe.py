@@ -162,7 +162,8 @@ def test_flushing_changes_nothing_but_times(spec: Spec, tmp_path: Path) -> None:
         observer.flush()
         plain = [record.to_json() for record in read(path)]
         for record in plain:
-            del record["step_s"], record["live_bytes"], record["peak_bytes"]
+            for name in ("step_s", "live_bytes", "peak_bytes", "host_bytes"):
+                del record[name]
         seen.append(plain)
         trainer.close()
         dist.destroy_process_group()
@@ -210,6 +211,25 @@ def test_memory_is_live_and_peak(spec: Spec, tmp_path: Path) -> None:
     peaks = [record.peak_bytes for record in records]
     assert peaks == sorted(peaks)
     assert records[1].live_bytes == records[2].live_bytes
+
+
+def test_memory_of_the_host_is_that_of_the_process(spec: Spec, tmp_path: Path) -> None:
+    """Each step has it as it was after the step, files that are mapped left out."""
+    trainer = make_trainer(spec(steps=3, flush_every=3))
+    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    held, mapped, size = [], tmp_path / "mapped", 64 << 20
+    mapped.write_bytes(bytes(size))
+    for step in range(3):
+        trainer.step(step)
+        if step == 1:
+            held.append(torch.zeros(size, dtype=torch.uint8).fill_(1))
+        if step == 2:
+            held.append(torch.from_file(str(mapped), size=size, dtype=torch.uint8))
+            held[-1].sum()
+        observer.observe(step)
+    before, after, read_file = (record.host_bytes or 0 for record in read(tmp_path / "r"))
+    assert size / 2 < after - before < 2 * size
+    assert abs(read_file - after) < size / 2
 
 
 def test_file_appends_whole_lines(tmp_path: Path) -> None:
