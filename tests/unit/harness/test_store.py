@@ -245,6 +245,7 @@ def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
         (dumps(outcome("another")), "interrupted", "its checksum is gone"),
         (sealed(outcome("another").to_json()), "interrupted", "belongs to run another"),
         ('{"key": 3}', "interrupted", "does not decode"),
+        (dumps(outcome(spec().key).to_json() | {"sha256": ""}), "interrupted", "does not fit"),
     ],
 )
 def test_a_run_without_a_trustworthy_outcome_is_unfinished(
@@ -341,8 +342,20 @@ def test_verdicts_come_back_in_case_order(tmp_path: Path) -> None:
     for case_id in ("a", "b"):
         folder.save_verdict(verdict(case_id))
     assert [v.case_id for v in folder.verdicts()] == ["b", "a"]
-    (folder.case_folder("a") / "verdict.json").write_text(dumps(verdict("b")))
+    (folder.case_folder("a") / "verdict.json").write_text(dumps(verdict("a")))
     assert [v.case_id for v in folder.verdicts()] == ["b"]
+    text = sealed(verdict("b").to_json())
+    (folder.case_folder("a") / "verdict.json").write_text(text)
+    assert [v.case_id for v in folder.verdicts()] == ["b"]
+
+
+def test_a_verdict_that_is_set_aside_is_none(folder: RunFolder) -> None:
+    """Its case has no verdict any more, and it is kept."""
+    folder.save_verdict(verdict())
+    kept = folder.set_case_aside("one")
+    assert kept is not None
+    assert (kept / "verdict.json").is_file()
+    assert folder.load_verdict("one") is None
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "x" * 300, "a\nb", "a\0"])

@@ -107,6 +107,36 @@ def test_every_flaw_is_a_problem(
     assert all(len(p) < 400 for p in problems)
 
 
+def test_what_was_changed_or_has_no_checksum_is_a_problem(tmp_path: Path) -> None:
+    """The end record's checksum is of every line before it and of the record itself."""
+    data = dumps(start()).encode() + b"\n" + dumps(step(0)).encode() + b"\n"
+    checksum = LinesChecksum()
+    checksum.add(data)
+    sealed = checksum.sealed(end())
+    changed = dumps(dataclasses.replace(step(0), step_s=0.5))
+    path = tmp_path / "rank0.jsonl"
+    for record, before, told in (
+        (sealed, data, ""),
+        (end(), data, "its checksum is gone"),
+        (sealed, data.replace(dumps(step(0)).encode(), changed.encode()), "does not fit"),
+        (dataclasses.replace(sealed, replays=7), data, "does not fit"),
+        (dataclasses.replace(sealed, sha256="0" * 64), data, "does not fit"),
+    ):  # fmt: skip
+        path.write_bytes(before + dumps(record).encode() + b"\n")
+        problems = read_rank(path, 0).problems
+        assert bool(problems) == bool(told)
+        assert all(told in problem for problem in problems)
+
+
+def test_every_rank_of_twelve_is_read(tmp_path: Path) -> None:
+    """Files are read for all ranks, each under its own number."""
+    for rank in range(12):
+        text = "".join(dumps(r) + "\n" for r in (start(rank), step(0, rank)))
+        (tmp_path / f"rank{rank}.jsonl").write_text(text)
+    got = read_ranks(tmp_path, 12)
+    assert [(r.rank, r.steps[0].rank, r.problems) for r in got] == [(n, n, ()) for n in range(12)]
+
+
 def test_records_out_of_place_stay_visible(tmp_path: Path) -> None:
     """A step that comes twice or after the end is not dropped, so that checks can see it."""
     got = read(tmp_path, start(), step(0), step(0), end(), step(1))

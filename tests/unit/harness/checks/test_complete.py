@@ -123,12 +123,13 @@ def test_record_after_end(lab: Any, edit: Any) -> None:
 
 
 def test_error_record_with_clean_exit(lab: Any, edit: Any) -> None:
-    """An error record is believed although every process exited with 0."""
+    """An error record is believed although every process exited with 0, and one without a name."""
     run = lab.run(lab.spec())
-    error = ErrorRecord(rank=1, step=3, what="oom", type="E", message="no room", traceback="")
-    flaw = find_flaw(edit.rank(run, 1, error=error, end=None))
-    assert flaw is not None
-    assert (flaw.what, flaw.rank, flaw.step) == ("oom", 1, 3)
+    for what, named in (("oom", "oom"), ("", "crashed")):
+        error = ErrorRecord(rank=1, step=3, what=what, type="E", message="no room", traceback="")
+        flaw = find_flaw(edit.rank(run, 1, error=error, end=None))
+        assert flaw is not None
+        assert (flaw.what, flaw.rank, flaw.step) == (named, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,8 @@ def _start(run: Any, **changes: Any) -> Any:
         "problem", "no start", "schema", "start rank", "world size", "groups", "no end",
         "end steps", "end rank", "repeated step", "swapped steps", "step rank", "microbatches",
         "digest group", "digest length", "digest odd", "digest text", "extra rank", "twin rank",
-        "config steps", "config microbatches",
+        "config steps", "config microbatches", "start run", "digest long", "last digest",
+        "config graph",
     ],
 )  # fmt: skip
 def test_malformed_records_are_corrupt(lab: Any, edit: Any, case: str) -> None:
@@ -192,6 +194,10 @@ def test_malformed_records_are_corrupt(lab: Any, edit: Any, case: str) -> None:
         "extra rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(2, run.spec))),
         "twin rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(0, run.spec))),
         "config steps": lambda: _reconfigured(run, edit, config | {"steps": None}),
+        "start run": lambda: edit.rank(run, 0, start=dataclasses.replace(r0.start, run="another")),
+        "digest long": lambda: edit.step(run, 0, 1, digests=d | {"optim": d["optim"] + "0" * 32}),
+        "last digest": lambda: edit.step(run, 0, 3, digests=d | {"optim": d["optim"][:32]}),
+        "config graph": lambda: _reconfigured(run, edit, config | {"graph": ["no_scope"]}),
         "config microbatches": lambda: _reconfigured(run, edit, config | {"microbatches": True}),
     }[case]()
     flaw = find_flaw(broken)

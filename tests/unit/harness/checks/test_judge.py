@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks import exit_code, judge
-from harness.records import OUTCOMES, FloatBits, Verdict
+from harness.checks import CHECKS, exit_code, judge
+from harness.records import OUTCOMES, CheckResult, FloatBits, Verdict
 
 NAN = FloatBits.from_bits(0x7FC00000)
 RELAXED = settings(max_examples=40, deadline=None)
@@ -107,6 +107,31 @@ def test_different_environment(lab: Any, edit: Any) -> None:
     assert judge(lab.case(), reference, control, crash(moved, edit)).what == "hang"
 
 
+def test_a_control_of_another_environment(lab: Any, edit: Any) -> None:
+    """Two runs of the reference prove nothing of each other where their environments differ."""
+    reference, control, candidate = lab.legs()
+    start = dataclasses.replace(control.ranks[1].start, environment={"torch": "2.13"})
+    verdict = judge(lab.case(), reference, edit.rank(control, 1, start=start), candidate)
+    assert (verdict.outcome, verdict.what) == ("incomparable", "different_environment")
+    assert verdict.check == "environment:control"
+
+
+def test_an_incomplete_reference_is_compared_with_nothing(lab: Any, edit: Any) -> None:
+    """Checks over what is left of it are not run, rather than passed."""
+    reference, control, candidate = lab.legs()
+    short = edit.rank(reference, 1, steps=reference.ranks[1].steps[:-1])
+    kept = {r.check: r.outcome for r in judge(lab.case(), short, control, candidate).checks}
+    assert {kept[name] for name in lab.case().checks} == {"skipped"}
+
+
+def test_a_check_that_did_not_run_is_no_pass(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its reason, whole runs have no verdict without its answer."""
+    skipped = CheckResult(check="loss", outcome="skipped", what="not_run", message="not run")
+    monkeypatch.setitem(CHECKS, "loss", lambda *_: skipped)
+    verdict = judge(lab.case(), *lab.legs())
+    assert (verdict.outcome, verdict.what) == ("error", "not_run")
+
+
 def test_most_explanatory_failure_is_told(lab: Any, edit: Any) -> None:
     """Missing records, then non-finite, then the earliest difference, then memory."""
     reference, control, candidate = lab.legs()
@@ -177,6 +202,15 @@ def test_vacuous_plans_are_refused(lab: Any) -> None:
     ):
         verdict = judge(broken, *runs)
         assert verdict.outcome == "error"
+
+
+def test_a_control_of_other_ranks_is_refused(lab: Any, make_lab: Any) -> None:
+    """The same configuration on more ranks is not a second run of the reference."""
+    reference, _, candidate = lab.legs()
+    wide = make_lab(world_size=3).legs()[1]
+    case = dataclasses.replace(lab.case(), control=wide.spec)
+    verdict = judge(case, reference, wide, candidate)
+    assert (verdict.outcome, verdict.check, verdict.what) == ("error", "plan", "not_run")
 
 
 def test_layouts_of_different_size_are_not_compared(lab: Any, make_lab: Any) -> None:

@@ -87,6 +87,29 @@ def test_malformed_input(lab: Any, edit: Any) -> None:
         assert "missing" in (answer.difference.reference, answer.difference.candidate)
 
 
+def test_a_norm_that_only_one_run_has_differs(lab: Any, edit: Any) -> None:
+    """The last of a step's values may be missing in either run."""
+    reference, _, candidate = lab.legs()
+    bare = edit.step(candidate, 1, 3, grad_norm=None)
+    for left, right in ((reference, bare), (bare, reference)):
+        answer = loss.check(left, right, {})
+        assert answer.outcome == "failed"
+        assert answer.difference is not None
+        assert (answer.difference.quantity, answer.difference.step) == ("grad_norm", 3)
+
+
+def test_runs_without_any_loss_compare_nothing(lab: Any, edit: Any) -> None:
+    """Programs may record none: then there is no answer, and no pass."""
+    runs = list(lab.legs())
+    for place, run in enumerate(runs):
+        for rank in range(lab.world_size):
+            for step in range(lab.steps):
+                run = edit.step(run, rank, step, loss=None, microbatch_losses=(), grad_norm=None)
+        runs[place] = run
+    answer = loss.check(runs[0], runs[2], {})
+    assert (answer.outcome, answer.what) == ("error", "not_run")
+
+
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_flipped_bit_is_found_where_it_is(lab: Any, edit: Any, data: st.DataObject) -> None:

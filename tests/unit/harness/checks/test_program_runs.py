@@ -171,10 +171,29 @@ def test_a_tensor_that_is_there_earlier_in_one_run_differs_there() -> None:
     assert "before step 0" in verdict.message
 
 
+def test_a_finding_on_graphs_fails_without_being_asked() -> None:
+    """A gradient in a graph's static memory fails a program whose bits are equal."""
+    run = run_of(STEPS, **OTHER)
+    found = EventRecord(name="static_gradient", rank=0, step=1, detail={"parameter": "w"})
+    (records,) = run.ranks
+    records = dataclasses.replace(records, events=(*records.events, found))
+    verdict = verdict_of(run_of(STEPS), dataclasses.replace(run, ranks=(records,)))
+    assert (verdict.outcome, verdict.what) == ("failed", "static_buffer")
+    assert verdict.difference.step == 1
+
+
 def test_equal_runs_pass_whatever_the_order_of_names() -> None:
     """Two runs that name the same tensors in another order are equal."""
     turned = [{g: dict(reversed(list(h.items()))) for g, h in each.items()} for each in STEPS]
     assert verdict_of(run_of(STEPS), run_of(turned, **OTHER)).outcome == "passed"
+
+
+def test_digests_of_absent_tensors_compare_nothing() -> None:
+    """Two runs that name tensors and hold none of them are not equal."""
+    nothing: Held = {"weights": {"w": ABSENT}}
+    reference = run_of([nothing, nothing], initial=nothing)
+    answer = state.check(reference, run_of([nothing, nothing], initial=nothing, **OTHER), {})
+    assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
 def test_other_initial_weights_are_told_as_such() -> None:
@@ -208,10 +227,12 @@ def test_an_optimizer_without_tensors_proves_itself_by_its_numbers() -> None:
     """Plain SGD keeps no tensor; its learning rate is enough."""
     steps = [each | {"optim": {"lr": "2"}} for each in STEPS]
     assert find_flaw(run_of(steps)) is None
-    empty = find_flaw(run_of([each | {"grads": {}} for each in STEPS]))
-    assert empty is not None
-    assert empty.what == "empty_run"
-    assert "grads" in empty.message
+    nothing: tuple[dict[str, str], ...] = ({}, {"w": ABSENT})
+    for held in nothing:
+        empty = find_flaw(run_of([each | {"grads": held} for each in STEPS]))
+        assert empty is not None
+        assert empty.what == "empty_run"
+        assert "grads" in empty.message
 
 
 @pytest.mark.parametrize(

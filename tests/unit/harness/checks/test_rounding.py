@@ -114,6 +114,17 @@ def test_a_bound_never_shrinks() -> None:
     assert before.outcome == "failed"
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_within_no_bound(value: float) -> None:
+    """Neither as a candidate's value nor as a reference's."""
+    bounds = spread.Spread(
+        factor=1e9, deviations={(0, "loss"): 1e9}, roundoffs={"loss": 2.0**-24}
+    )  # fmt: skip
+    place = (0, 0, "loss")
+    assert bounds.excess(place, 1.0, value) == bounds.excess(place, value, 1.0) == math.inf
+    assert bounds.off_its_samples(place, value, [1.0, 2.0]) == math.inf
+
+
 def test_tails_are_those_of_students_t() -> None:
     """Two-sided points of its tables, for five degrees of freedom and for three."""
     assert spread.quantile(0.05, 5) == pytest.approx(2.5706, abs=1e-4)

@@ -162,6 +162,28 @@ def test_only_the_graph_that_holds_it_takes_a_module_apart(lab: "Lab", edit: "Ed
     assert check(reference, candidate, {}).what == "diverged"
 
 
+def test_a_graph_takes_apart_what_it_holds_and_nothing_else(lab: "Lab", edit: "Edits") -> None:
+    """Another module of the layer, and experts of a layer past the captured ones, differ."""
+    reference, _, candidate = map(of_router, lab.legs())
+    attention = silenced(candidate, edit, range(4), "layers.0.attn:output")
+    assert check(reference, attention, {}).what == "diverged"
+    experts = silenced(candidate, edit, range(4), "layers.1.attn:output")
+    for last, outcome in ((0, "failed"), (1, "passed")):
+        config = experts.spec.config | {"graph_layers": [0, last]}
+        run = replace(experts, spec=replace(experts.spec, config=config))
+        assert check(reference, run, {}).outcome == outcome
+
+
+def test_taps_in_another_order_are_not_compared(lab: "Lab", edit: "Edits") -> None:
+    """Rows are matched by place: the same names in another order would be other modules."""
+    reference, _, candidate = lab.legs()
+    start = candidate.ranks[1].start
+    assert start is not None
+    turned = edit.rank(candidate, 1, start=replace(start, taps=start.taps[::-1]))
+    result = check(reference, turned, {})
+    assert (result.outcome, result.what) == ("error", "unsupported")
+
+
 def of_router(run: RunResult) -> RunResult:
     """The run with experts in place of the second layer's attention, graphs of their router."""
     graph = ["moe_router"] if run.spec.config["graph"] else []

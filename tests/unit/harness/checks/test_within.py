@@ -9,6 +9,7 @@ import pytest
 
 from harness.checks.judge import judge
 from harness.records import CaseSpec, CheckResult, FloatBits, RecordError, RunResult, Verdict
+from harness.tolerance import Close
 from tests.unit.harness.checks.conftest import Lab, edit_step
 
 RTOL = 2.0**-10
@@ -86,6 +87,46 @@ def test_a_missing_value_differs_within_any_tolerance() -> None:
     assert verdict.outcome == "failed"
     assert verdict.difference is not None
     assert verdict.difference.candidate == "missing"
+
+
+def test_a_value_that_only_the_candidate_has_differs() -> None:
+    """Its norm is within no tolerance of none, either."""
+    lab = Lab()
+    reference, control, candidate = lab.legs()
+    reference, control = (edit_step(run, 1, 1, grad_norm=None) for run in (reference, control))
+    case = lab.case(expect={"atol": 1e9}, checks={"loss": {}})
+    verdict = judge(case, reference, control, candidate)
+    assert verdict.outcome == "failed"
+    assert verdict.difference is not None
+    assert (verdict.difference.quantity, verdict.difference.reference) == ("grad_norm", "missing")
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "excess"),
+    [
+        (2.0, 1.0, 4.0), (1.0, 2.0, 8.0), (-2.0, -1.0, 4.0), (-2.0, -2.25, 1.0),
+        (0.0, 0.0, 0.0), (0.0, -1e-30, math.inf), (math.nan, math.nan, math.inf),
+        (math.inf, math.inf, math.inf), (1.0, -math.inf, math.inf),
+    ],
+)  # fmt: skip
+def test_a_gap_counts_in_both_directions(reference: float, candidate: float, excess: float) -> None:
+    """In units of the bound: below as above, of negative values, and of 0, where nothing is."""
+    assert Close(rtol=0.125, atol=0.0).excess(reference, candidate) == excess
+
+
+@pytest.mark.parametrize("leg", [0, 2])
+def test_the_place_of_a_loss_that_is_no_number(leg: int) -> None:
+    """It is named whichever run has it, and not the place of the largest gap."""
+    lab = Flat()
+    runs = [*lab.legs()]
+    for place in (0, 1) if leg == 0 else (2,):
+        runs[place] = edit_step(runs[place], 1, 3, loss=bits(math.nan))
+    runs[2] = edit_step(runs[2], 0, 2, loss=bits(9.0))
+    verdict = judge(lab.case(expect={"loss_gap": 1e9, "over": 4}, checks={"loss": {}}), *runs)
+    (loss,) = (each for each in verdict.checks if each.check == "loss")
+    assert loss.outcome == "failed"
+    assert loss.difference is not None
+    assert (loss.difference.step, loss.difference.rank) == (3, 1)
 
 
 def test_state_is_counted_and_not_demanded() -> None:

@@ -1,0 +1,19 @@
+"""Entries of the catalogue apply to the code as it is, so that none of them rots."""
+
+import pytest
+
+from tests.mutations.__main__ import applied
+from tests.mutations.catalogue import MUTATIONS, Mutation
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_applies(mutation: Mutation) -> None:
+    """Its text occurs once, what replaces it is other code that compiles, its tests are there."""
+    assert mutation.old != mutation.new
+    assert mutation.tests
+    applied(mutation)
+
+
+def test_names_are_unique() -> None:
+    """`-k` and the table mean one each."""
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
