@@ -45,6 +45,7 @@ class Rounding:
         """
         self._mode: Any = None
         self._thread: threading.Thread | None = None
+        self._num_compiled = _num_compiled()
         if not session.rounding:
             return
         try:
@@ -81,8 +82,7 @@ class Rounding:
             if _get_current_dispatch_mode_stack()[-1] is self._mode:
                 self._mode.__exit__(None, None, None)
         self._mode = None
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters["stats"].get("unique_graphs"):
+        if _num_compiled() > self._num_compiled:
             raise CannotRound("what torch.compile made before training does not round at random")
 
     def refuse_captures(self) -> None:
@@ -95,3 +95,9 @@ class Rounding:
 
         for kind in (torch.cuda.CUDAGraph, HostGraph):
             setattr(kind, "capture_begin", capture_begin)  # noqa: B010 - not its type
+
+
+def _num_compiled() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

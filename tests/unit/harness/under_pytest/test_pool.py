@@ -9,7 +9,7 @@ import pytest
 
 from harness.engine.base import Slots
 from harness.errors import Infrastructure, Interrupted
-from harness.records import RunOutcome, RunSpec
+from harness.records import Ending, RunOutcome, RunSpec
 from harness.repeats import FIRST_REPEAT
 from harness.retries import Retries
 from harness.store import RunFolder, begin_run, save_outcome
@@ -76,6 +76,7 @@ class TurnEngine:
         outcome = RunOutcome(
             key=run.key, what="interrupted" if died else "",
             message="the forkserver died by SIGKILL during the run" if died else "",
+            ending=Ending(machine="forkserver_died") if died else None,
             culprit_rank=None, ranks=(), started_unix_s=0.0, wall_s=1.0, attempt=attempt,
         )  # fmt: skip
         save_outcome(folder, outcome)
