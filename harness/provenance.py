@@ -94,8 +94,20 @@ def of_gpu(torch: Any) -> dict[str, Any]:
         "capability": list(torch.cuda.get_device_capability()),
         "driver": driver(),
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn(torch),
     }
+
+
+def _cudnn(torch: Any) -> int | str | None:
+    """Version of the loaded cuDNN. PyTorch refuses to name one that is older than it was built for.
+
+    A program gets there by importing TransformerEngine before PyTorch loads its own cuDNN.
+    """
+    try:
+        version: int | None = torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return str(error).partition(". ")[0]
+    return version
 
 
 def of_program(packages: Iterable[str], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from harness.checksum import with_checksum
 from harness.disk import FolderLock, link_or_copy, make_folder, refused, write_atomic
 from harness.errors import Infrastructure, UsageError
 from harness.masking import Masker
-from harness.object_file import has_checksum, parsed, read_listed, read_object, told
+from harness.object_file import parsed, read_listed, read_object, told
 from harness.provenance import variables
 from harness.records import (
     SCHEMA_VERSION,
@@ -175,8 +175,6 @@ class RunFolder:
                     f"this one reads up to {SCHEMA_VERSION})"
                 )
             checksums = manifest.pop(FILES_KEY, None)
-            if checksums is not None and not has_checksum(path / MANIFEST_FILE):
-                raise RecordError(f"{MANIFEST_FILE}: its checksum is gone")
             scenario_text = read_listed(path / SCENARIO_FILE, checksums).decode()
             listed = parsed(read_listed(path / CASES_FILE, checksums), CASES_FILE).get("cases")
             if not isinstance(listed, list):

@@ -35,14 +35,14 @@ FAULTS: tuple[Fault, ...] = (
         name="hooks_not_restored",
         description="What is put back after a capture are the hooks that it had emptied.",
         takes=("step",),
-        expects=("crashed", "diverged"),
+        expects=("stale_address", "crashed", "diverged"),
         everywhere=True,
         kind="hooks",
         source="F03",
         symptom="the first step after the capture stops, or computes with old weights",
         cell=Cell(graph=("layer",), step=2),
         # All layers lose theirs; backward enters the last one first, and stops there.
-        points_at=Pointer(phase="capture", module="layers.*"),
+        points_at=Pointer(phase="state", module="layers.*"),
     ),
     Fault(
         name="hook_arguments_lost",

@@ -207,11 +207,11 @@ def _unclipped_layer(trainer: Trainer) -> None:
     spared = {id(parameter) for parameter in group_named(trainer, "layers.1").sharded}
 
     def made(scale: Callable[..., None]) -> Callable[..., None]:
-        return lambda parameters, factor: scale(
-            [p for p in parameters if id(p) not in spared], factor
+        return lambda parameters, max_norm, norm: scale(
+            [p for p in parameters if id(p) not in spared], max_norm, norm
         )
 
-    wrap(fsdp_core.model.sharding, "_scale", made)
+    wrap(fsdp_core.model.sharding, "scale_to", made)
 
 
 # ---- optimizer

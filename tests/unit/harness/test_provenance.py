@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,26 @@ def test_the_driver_is_that_of_the_kernel(tmp_path: Path) -> None:
     )
     assert driver(said) == "580.82.07"
     assert driver(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_cudnn_that_pytorch_refuses_is_a_fact(is_refused: bool) -> None:
+    """TransformerEngine, imported first, brings its own: no reason not to record the program."""
+
+    def version() -> int:
+        if is_refused:
+            raise RuntimeError("cuDNN version incompatibility: 9.15 against 9.13. See")
+        return 91500
+
+    cuda = SimpleNamespace(
+        get_device_name=lambda: "H200",
+        get_device_capability=lambda: (9, 0),
+        nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
+    )
+    backends = SimpleNamespace(cudnn=SimpleNamespace(version=version))
+    found = provenance.of_gpu(SimpleNamespace(cuda=cuda, backends=backends))
+    refusal = "cuDNN version incompatibility: 9.15 against 9.13"
+    assert found["cudnn"] == (refusal if is_refused else 91500)
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text.replace("avx2", "avx512f")])

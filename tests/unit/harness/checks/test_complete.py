@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checks.complete import find_flaw
-from harness.records import ErrorRecord, RankExit
+from harness.records import ErrorRecord, RankExit, What
 
 
 def test_whole_run_has_no_flaw(lab: Any) -> None:
@@ -125,7 +125,8 @@ def test_record_after_end(lab: Any, edit: Any) -> None:
 def test_error_record_with_clean_exit(lab: Any, edit: Any) -> None:
     """An error record is believed although every process exited with 0, and one without a name."""
     run = lab.run(lab.spec())
-    for what, named in (("oom", "oom"), ("", "crashed")):
+    cases: tuple[tuple[What, What], ...] = (("oom", "oom"), ("", "crashed"))
+    for what, named in cases:
         error = ErrorRecord(rank=1, step=3, what=what, type="E", message="no room", traceback="")
         flaw = find_flaw(edit.rank(run, 1, error=error, end=None))
         assert flaw is not None
