@@ -93,7 +93,7 @@ def test_a_stall_is_looked_for_once_a_rank_has_begun(
 ) -> None:
     """Before that a program may be silent; afterwards each look needs new records."""
     monkeypatch.chdir(tmp_path)
-    records = Records(job())
+    records = Records(job(program={"script": "train.py"}))
     looks = []
     for text in ("", START, START, START + INITIAL, START + INITIAL, START + INITIAL,
                  START + INITIAL + STEP):  # fmt: skip
