@@ -33,7 +33,7 @@ from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
-    "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
+    "ABSENT", "COPIES", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
     "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
     "CheckResult", "CollectiveFault", "Difference", "EndRecord", "Ending", "Entered", "ErrorRecord",
     "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord", "Json", "NamesRecord",
@@ -63,6 +63,8 @@ DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
 """The digests of a step, in the order in which a difference is looked for."""
 GROUP_ORDER = ("losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
+COPIES = "copies"
+"""Group of what the built-in trainer computes with, where a rank keeps it between steps."""
 DIGEST_HEX_CHARS = 32
 """Characters of one tensor's 128-bit digest; a group is their concatenation in tensor order."""
 TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8

@@ -5,7 +5,7 @@
       gradients  zero gradients; forward and backward of all microbatches through the pipeline;
                  digest of gradients
       update     gradient norm, clipping, AdamW, experts' biases, cast to model weights; digest of
-                 weights and moments
+                 weights, moments, copies that are computed with, and losses of routers
 
 Inputs and outputs are static tensors in every mode, so eager and graphed runs differ in nothing but
 who issues the work. Scope `full_iteration` captures the whole iteration, all collectives included,
@@ -262,8 +262,9 @@ class Trainer:
         with torch.no_grad():
             for root in self._roots:
                 root.refresh_model_weights()
-        for group in STATE:
-            self._digests.update(group, outputs)
+        for group in self._digests.digested:
+            if group != "grads":
+                self._digests.update(group, outputs)
 
     def _set_loss_scale(self, scale: float) -> None:
         for stage in self.stages:
@@ -309,13 +310,24 @@ class Trainer:
 
     def _build_state(self) -> tuple[AdamW, Digests]:
         optimizer = AdamW(named_states(self.groups), self.config.optim)
-        return optimizer, Digests(optimizer, list(self._expert_biases()))
+        copies = {name: t for group in self.groups for name, t in group.copies_at_rest()}
+        further = {"buffers": dict(self._router_losses()), "copies": copies}
+        return optimizer, Digests(optimizer, list(self._expert_biases()), further)
 
-    def _biased_routers(self) -> Iterator[tuple[str, Router]]:
+    def _routers(self) -> Iterator[tuple[str, Router]]:
         for stage in self.stages:
             for name, router in stage.routers.items():
-                if router.expert_bias is not None:
-                    yield f"{name}.router", router
+                yield f"{name}.router", router
+
+    def _biased_routers(self) -> Iterator[tuple[str, Router]]:
+        return ((n, router) for n, router in self._routers() if router.expert_bias is not None)
+
+    def _router_losses(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing is computed from their values, so that no other digest would differ."""
+        for name, router in self._routers():
+            if router.rule.watches_load:
+                yield f"{name}.balance_loss", router.balance_loss
+                yield f"{name}.z_loss", router.z_loss
 
     def _expert_biases(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, router in self._biased_routers():

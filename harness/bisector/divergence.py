@@ -6,7 +6,7 @@
       -> a call's input, output or gradient     input, forward, backward          `calls_part`
       -> loss or gradients, with equal calls    forward, backward, reduce         `gradients_part`
       -> norm                                   reduce
-      -> weights, moments                       optimizer
+      -> weights, moments, copies of weights    optimizer
       -> random state alone                     input
 
 Each is looked at only where all before it are equal, so what is found was computed from equal
@@ -27,7 +27,7 @@ from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
 from harness.checks.steps import BEFORE, groups_of, show_float, show_ranks
 from harness.faults.fault import Phase
-from harness.records import ABSENT, DIGEST_GROUPS
+from harness.records import ABSENT, COPIES, DIGEST_GROUPS
 
 LOSS = "loss"
 
@@ -48,7 +48,7 @@ def where_they_part(legs: Legs) -> Location | None:
     if found is None:
         found = _further_part(legs, at_step, ("buffers",), "forward")
     if found is None:
-        found = _state_part(legs, at_step)
+        found = _state_part(legs, at_step) or _copies_part(legs, at_step)
     if found is None:
         further = [group for group in groups_of(*_groups(legs)) if group not in DIGEST_GROUPS]
         found = _further_part(legs, at_step, further, "state") or _random_part(legs, at_step)
@@ -188,6 +188,11 @@ def _state_part(legs: Legs, at_step: Location) -> Location | None:
         one = "one tensor alone is wrong: an update that went wrong in it, or a stray write"
         found = replace(found, evidence=(*found.evidence, one))
     return found
+
+
+def _copies_part(legs: Legs, at_step: Location) -> Location | None:
+    """Copies that are computed with differ from those of equal weights."""
+    return _further_part(legs, at_step, (COPIES,), "optimizer")
 
 
 def _random_part(legs: Legs, at_step: Location) -> Location | None:

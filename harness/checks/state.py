@@ -21,6 +21,7 @@ from harness.checks.steps import (
     state_table,
     step_table,
     when,
+    with_same_copies,
 )
 from harness.records import (
     ABSENT,
@@ -58,6 +59,7 @@ def check(
     """Compare every digest of the (step, rank) pairs that both runs hold."""
     if (refusal := refuse_parameters(NAME, parameters)) is not None:
         return refusal
+    reference, candidate = with_same_copies(reference, candidate)
     if (renamed := _names_differ(reference, candidate)) is not None:
         return renamed
     starts = {

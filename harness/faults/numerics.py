@@ -95,6 +95,17 @@ FAULTS: tuple[Fault, ...] = (
         points_at=Pointer(phase="backward", tensor="head:gradient"),
     ),
     Fault(
+        name="logged_aux_loss",
+        description="A router's load-balancing loss is logged doubled; its gradient is right.",
+        takes=("step",),
+        expects=("diverged",),
+        everywhere=True,
+        kind="numerics",
+        symptom="a curve that nobody can explain",
+        cell=Cell(settings={"model": "moe_tiny"}),
+        points_at=Pointer(phase="forward", tensor="layers.*.router.balance_loss"),
+    ),
+    Fault(
         name="aux_loss_scale",
         description="The balancing loss is not divided by the number of microbatches.",
         takes=("step",),
@@ -337,6 +348,18 @@ FAULTS: tuple[Fault, ...] = (
         points_at=Pointer(
             phase="optimizer", module="layers.1*", tensor="layers.1.mlp.mlp.*.weight"
         ),
+    ),
+    Fault(
+        name="copies_left_stale",
+        description="A layer's copies of weights do not follow the last update of the run.",
+        takes=("step",),
+        expects=("diverged",),
+        kind="numerics",
+        source="F69",
+        symptom="nothing, until something else computes with them",
+        everywhere=True,
+        cell=Cell(settings={"fsdp": {"strategy": "optim"}}, step=5),
+        points_at=Pointer(phase="optimizer", module="layers.1*", tensor="layers.1.*"),
     ),
     Fault(
         name="stale_model_weights",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fsdp_core.model.moe.router
 import fsdp_core.model.sdpa
 import fsdp_core.model.sharding
 import fsdp_core.train.build
@@ -103,6 +104,19 @@ def _router(trainer: Trainer) -> Router:
     branch = module_named(trainer, "layers.1.mlp")
     assert isinstance(branch, MoeBranch)
     return branch.moe.router
+
+
+def _logged_aux_loss(trainer: Trainer) -> None:
+    """What is logged of the balance loss is twice what its gradient belongs to."""
+
+    def made(losses: Callable[..., Any]) -> Callable[..., Any]:
+        def logged(*args: Any) -> Any:
+            found = losses(*args)
+            return found._replace(balance=found.balance * 2)
+
+        return logged
+
+    wrap(fsdp_core.model.moe.router, "router_losses", made)
 
 
 def _aux_loss_scale(trainer: Trainer) -> None:
@@ -299,6 +313,11 @@ def _stale_model_weights(trainer: Trainer) -> None:
         wrap(group, name, lambda refresh: lambda: None)
 
 
+def _copies_left_stale(trainer: Trainer) -> None:
+    """They follow when the next forward asks for them, but not after the update."""
+    wrap(group_named(trainer, "layers.1"), "main_weight_changed", lambda follow: lambda: None)
+
+
 def _main_weight(change: Callable[[torch.Tensor], Any]) -> Planting:
     """One element of a main weight, after the optimizer's step."""
 
@@ -340,6 +359,7 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         "nan_activation": _before(_nan_activation),
         "loss_scale": _before(_loss_scale),
         "aux_loss_scale": _before(_aux_loss_scale),
+        "logged_aux_loss": _before(_logged_aux_loss),
         "ignored_bias": _before(_ignored_bias),
         "flushed_denormals": _before(_flushed_denormals),
         "gradient_rows_swapped": _gradients(_swap_rows),
@@ -360,6 +380,7 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         "exchanged_moments": _before(_exchanged_moments),
         "rounded_main_weights": _before(_rounded_main_weights),
         "updated_neighbour": _before(_updated_neighbour),
+        "copies_left_stale": _before(_copies_left_stale),
         "stale_model_weights": _before(_stale_model_weights),
     }
 )

@@ -15,7 +15,7 @@ from harness.bisector.locate import between
 from harness.checks.graph_proof import launches, owed
 from harness.checks.steps import BEFORE
 from harness.records import (
-    DIGEST_GROUPS,
+    COPIES,
     DIGEST_HEX_CHARS,
     TAP_HEX_CHARS,
     EndRecord,
@@ -40,6 +40,8 @@ TENSORS = {
     "weights": WEIGHTS,
     "optim": (*(f"{name}.exp_avg" for name in WEIGHTS), "step_count"),
     "rng": ("cpu",),
+    "buffers": ("layers.0.mlp.router.balance_loss",),
+    COPIES: WEIGHTS,
 }
 # What each call handles, in program order: a tap and the value that goes through it.
 FORWARD = (
@@ -85,9 +87,9 @@ def step_record(rank: int, step: int) -> StepRecord:
         grad_norm=FloatBits.from_bits(0x3F000000 + step),
         digests={
             group: "".join(_md5(group, name, rank, step) for name in TENSORS[group])
-            for group in DIGEST_GROUPS
+            for group in TENSORS
         },
-        nonfinite=dict.fromkeys(DIGEST_GROUPS, ()),
+        nonfinite=dict.fromkeys(TENSORS, ()),
         step_s=0.01,
         live_bytes=1,
         peak_bytes=1,

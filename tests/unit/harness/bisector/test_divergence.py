@@ -7,7 +7,7 @@ import pytest
 from harness.bisector.found import Location
 from harness.bisector.locate import between
 from harness.checks.steps import BEFORE
-from harness.records import RunResult
+from harness.records import COPIES, RunResult
 from tests.unit.harness.bisector.small_model import (
     OTHER,
     WEIGHTS,
@@ -44,6 +44,20 @@ def test_other_weights_before_step_0_are_an_initialisation(
     found = between(run_of(), dataclasses.replace(candidate, ranks=(candidate.ranks[0], other)))
     assert brief(found) == ("initialisation", module, tensor)
     assert (found.step, found.rank, found.ranks, found.quantity) == (BEFORE, 1, (1,), group)
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ("buffers", ("forward", "layers.0.mlp.router", "layers.0.mlp.router.balance_loss")),
+        (COPIES, ("optimizer", "norm", "norm.weight")),
+    ],
+)
+def test_what_nothing_was_computed_from_yet(group: str, expected: tuple[str, str, str]) -> None:
+    """A loss that is logged alone, a copy that did not follow its weight: nothing else differs."""
+    found = place_in({1: digests(**{group: {expected[2]}})})
+    assert brief(found) == expected
+    assert (found.step, found.ranks, found.quantity) == (2, (1,), group)
 
 
 @pytest.mark.parametrize(

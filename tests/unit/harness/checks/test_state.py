@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from harness.checks import state
 from harness.checks.complete import find_flaw
-from harness.records import DIGEST_GROUPS
+from harness.records import COPIES, DIGEST_GROUPS, RunResult
 
 
 def test_equal_runs_pass(lab: Any) -> None:
@@ -38,6 +38,35 @@ def test_another_initialisation_is_before_step_0(
     assert where is not None
     assert (where.step, where.rank, where.quantity, where.tensor) == (-1, 1, group, tensor)
     assert "before step 0" in answer.message
+
+
+@pytest.mark.parametrize("strategies", [("optim", "optim"), ("optim", "no_shard")])
+def test_copies_are_compared_where_strategies_keep_the_same(
+    lab: Any, edit: Any, strategies: tuple[str, str]
+) -> None:
+    """A stale copy fails though all else is equal; another strategy keeps other copies, or none."""
+    runs: list[RunResult] = []
+    for run, strategy, copy in zip(lab.legs()[::2], strategies, "ab", strict=True):
+        config = run.spec.config | {"fsdp": {"strategy": strategy}}
+        made = dataclasses.replace(run, spec=dataclasses.replace(run.spec, config=config))
+        for records in run.ranks:
+            start, steps = records.start, list(records.steps)
+            last = steps[-1].digests | {COPIES: copy * 32}
+            steps[-1] = dataclasses.replace(steps[-1], digests=last)
+            tensors = start.tensors | {COPIES: ("embed.weight",)}
+            made = edit.rank(
+                made, records.rank, steps=tuple(steps),
+                start=dataclasses.replace(start, tensors=tensors),
+            )  # fmt: skip
+        runs.append(made)
+    answer = state.check(runs[0], runs[1], {})
+    if len(set(strategies)) > 1:
+        assert answer.outcome == "passed"
+        return
+    where = answer.difference
+    assert (answer.outcome, answer.what) == ("failed", "diverged")
+    assert where is not None
+    assert (where.step, where.rank, where.quantity) == (lab.steps - 1, 0, COPIES)
 
 
 def test_an_initial_state_of_one_run_alone_is_damage(lab: Any, edit: Any) -> None:
