@@ -33,13 +33,53 @@ from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
-    "ABSENT", "COPIES", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
-    "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
-    "CheckResult", "CollectiveFault", "Difference", "EndRecord", "Ending", "Entered", "ErrorRecord",
-    "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord", "Json", "NamesRecord",
-    "Outcome", "Passed", "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record",
-    "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse",
-    "Verdict", "What", "dumps", "parse_record", "ulp_distance",
+    "ABSENT",
+    "COPIES",
+    "DIGEST_GROUPS",
+    "DIGEST_HEX_CHARS",
+    "GROUP_ORDER",
+    "NEVER_RAN",
+    "OUTCOMES",
+    "RECORD_KINDS",
+    "SAMPLES",
+    "SCHEMA_VERSION",
+    "TAP_HEX_CHARS",
+    "UNFINISHED",
+    "WHATS",
+    "CaseSpec",
+    "CheckResult",
+    "CollectiveFault",
+    "Difference",
+    "EndRecord",
+    "Ending",
+    "Entered",
+    "ErrorRecord",
+    "EventRecord",
+    "ExitCode",
+    "FloatBits",
+    "GraphUse",
+    "InitialRecord",
+    "Json",
+    "NamesRecord",
+    "Outcome",
+    "Passed",
+    "PlantSpec",
+    "RaceEvidence",
+    "RankExit",
+    "RankRecords",
+    "Record",
+    "RecordError",
+    "RunOutcome",
+    "RunResult",
+    "RunSpec",
+    "StartRecord",
+    "StepRecord",
+    "StreamUse",
+    "Verdict",
+    "What",
+    "dumps",
+    "parse_record",
+    "ulp_distance",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -55,13 +95,15 @@ What = Literal[
     "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
     "capture_refused",
     "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
-    "interrupted", "shared_gpu", "other_parts",
+    "interrupted", "shared_gpu", "other_parts", "same_data",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)
 
 DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
 """The digests of a step, in the order in which a difference is looked for."""
-GROUP_ORDER = ("losses", "buffers", *DIGEST_GROUPS)
+SAMPLES = "samples"
+"""Group of what a rank of the built-in trainer reads in a step: its tokens and targets."""
+GROUP_ORDER = (SAMPLES, "losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
 COPIES = "copies"
 """Group of what the built-in trainer computes with, where a rank keeps it between steps."""

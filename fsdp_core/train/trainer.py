@@ -3,7 +3,7 @@
     step(i)   fill the static inputs -> iteration, eager or replayed -> static outputs
     iteration
       gradients  zero gradients; forward and backward of all microbatches through the pipeline;
-                 digest of gradients
+                 digest of tokens and gradients
       update     gradient norm, clipping, AdamW, experts' biases, cast to model weights; digest of
                  weights, moments, copies that are computed with, and losses of routers
 
@@ -60,6 +60,8 @@ from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts, GraphUse
 from fsdp_core.train.tapped import open_taps
 
+OF_GRADIENTS = ("samples", "grads")
+"""Groups that are digested once the gradients are there; all others follow the update."""
 STATE = ("weights", "optim")
 """Groups that last from step to step."""
 
@@ -101,8 +103,8 @@ class Trainer:
             self.stages = self._build_stages(backend)
             self.taps = open_taps(config, self.stages, axes.pp, device.torch_device)
             self._compiler = compile_parts(config, self.stages)
-            self.optimizer, self._digests = self._build_state()
             self._inputs = make_inputs(config, axes, device)
+            self.optimizer, self._digests = self._build_state()
             self.outputs = self._empty_outputs()
             self._pipelines: dict[int, Pipeline] = {}
             self._whole_steps = 0
@@ -250,7 +252,8 @@ class Trainer:
         outputs.losses[number:].zero_()
         outputs.loss.copy_(mean_loss(losses, self.axes))
         self._require_grads()
-        self._digests.update("grads", outputs)
+        for group in OF_GRADIENTS:
+            self._digests.update(group, outputs)
         self._whole_steps += pipeline is self._pipeline and number == self.config.microbatches
 
     def _update(self) -> None:
@@ -263,7 +266,7 @@ class Trainer:
             for root in self._roots:
                 root.refresh_model_weights()
         for group in self._digests.digested:
-            if group != "grads":
+            if group not in OF_GRADIENTS:
                 self._digests.update(group, outputs)
 
     def _set_loss_scale(self, scale: float) -> None:
@@ -311,8 +314,12 @@ class Trainer:
     def _build_state(self) -> tuple[AdamW, Digests]:
         optimizer = AdamW(named_states(self.groups), self.config.optim)
         copies = {name: t for group in self.groups for name, t in group.copies_at_rest()}
-        further = {"buffers": dict(self._router_losses()), "copies": copies}
+        further = {"buffers": dict(self._router_losses()), "copies": copies, **self._samples()}
         return optimizer, Digests(optimizer, list(self._expert_biases()), further)
+
+    def _samples(self) -> dict[str, dict[str, torch.Tensor]]:
+        inputs = self._inputs
+        return {"samples": {"tokens": inputs.tokens, "targets": inputs.targets}}
 
     def _routers(self) -> Iterator[tuple[str, Router]]:
         for stage in self.stages:

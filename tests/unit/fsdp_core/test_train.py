@@ -31,7 +31,7 @@ from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train import Trainer
-from harness.records import COPIES, DIGEST_GROUPS
+from harness.records import COPIES, DIGEST_GROUPS, SAMPLES
 
 STEPS = 5
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
@@ -137,7 +137,7 @@ def test_digests_are_those_of_the_named_tensors(
     chosen = config(optim=OptimConfig(clip_grad_norm=0.0), **options)
     trainer = Trainer(chosen, axes, Device("cpu"))
     outputs = trainer.step(0)
-    assert {*outputs.digests, "rng"} == {*DIGEST_GROUPS, *further}
+    assert {*outputs.digests, "rng"} == {*DIGEST_GROUPS, SAMPLES, *further}
     for group, (names, tensors) in trainer.digested.items():
         rows = empty_rows(len(names), "cpu")
         digest_tensors(tensors, rows)

@@ -17,6 +17,7 @@ from harness.checks.steps import BEFORE
 from harness.records import (
     COPIES,
     DIGEST_HEX_CHARS,
+    SAMPLES,
     TAP_HEX_CHARS,
     EndRecord,
     FloatBits,
@@ -42,6 +43,7 @@ TENSORS = {
     "rng": ("cpu",),
     "buffers": ("layers.0.mlp.router.balance_loss",),
     COPIES: WEIGHTS,
+    SAMPLES: ("tokens", "targets"),
 }
 # What each call handles, in program order: a tap and the value that goes through it.
 FORWARD = (

@@ -7,7 +7,7 @@ import pytest
 from harness.bisector.found import Location
 from harness.bisector.locate import between
 from harness.checks.steps import BEFORE
-from harness.records import COPIES, RunResult
+from harness.records import COPIES, SAMPLES, RunResult
 from tests.unit.harness.bisector.small_model import (
     OTHER,
     WEIGHTS,
@@ -51,10 +51,11 @@ def test_other_weights_before_step_0_are_an_initialisation(
     [
         ("buffers", ("forward", "layers.0.mlp.router", "layers.0.mlp.router.balance_loss")),
         (COPIES, ("optimizer", "norm", "norm.weight")),
+        (SAMPLES, ("input", "", "targets")),
     ],
 )
 def test_what_nothing_was_computed_from_yet(group: str, expected: tuple[str, str, str]) -> None:
-    """A loss that is logged alone, a copy that did not follow its weight: nothing else differs."""
+    """A loss that is logged alone, a copy that is behind its weight, labels: all else equal."""
     found = place_in({1: digests(**{group: {expected[2]}})})
     assert brief(found) == expected
     assert (found.step, found.ranks, found.quantity) == (2, (1,), group)
