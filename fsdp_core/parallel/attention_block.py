@@ -140,7 +140,10 @@ class _Attention(torch.autograd.Function):
         qkv = (plan.blank(q), plan.blank(k), plan.blank(v))
         out, lse = way.forward(qkv, task)
         # A kernel leaves rows of padding as they come.
-        out, lse = plan.blank(out).to(q.dtype), plan.blank(lse)
+        out, lse = plan.blank(out), plan.blank(lse)
+        # A `to` that changes nothing, compiled by torch 2.11, has gradients of zero: it returns the
+        # tensor that it took, which dynamo also holds for an intermediate without a gradient.
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
         ctx.save_for_backward(*qkv, out, lse)
         ctx.way, ctx.task = way, task
         return out

@@ -29,6 +29,24 @@ IN_CAPTURE = "a capture"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recorded(Json):
+    """A collective that a rank has entered, over or not.
+
+    Attributes:
+        key: of its group, as `Place.entered` has it.
+        number: of the collectives of the group.
+        operator, step, sizes, called_at: as in `Place`.
+    """
+
+    key: str
+    number: int
+    operator: str
+    step: int = -1
+    sizes: str = ""
+    called_at: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Place(Json):
     """Where a rank is.
 
@@ -45,6 +63,7 @@ class Place(Json):
         called_at: line of the program that called it, as `train.py:7 in main`; "" if not known.
         phase: forward, backward or optimizer, whatever the rank was in; "" if not known.
         at: line of the program that the rank was at.
+        recent: what torch's flight recorder has of the last collectives of all groups.
     """
 
     step: int
@@ -59,6 +78,7 @@ class Place(Json):
     called_at: str = ""
     phase: str = ""
     at: str = ""
+    recent: tuple[Recorded, ...] = ()
 
     @property
     def key(self) -> str:
@@ -214,29 +234,64 @@ def _names(ranks: tuple[int, ...]) -> str:
 
 
 def find_mismatch(places: Mapping[int, Place]) -> Mismatch | None:
-    """Who waits in another collective than the rest of its group; None if all agree."""
-    met: dict[tuple[str, int], dict[tuple[str, str, str], list[int]]] = {}
-    for rank, place in sorted(places.items()):
-        if place.is_inside and place.group:
-            at = (place.key, place.entered.get(place.key, 0))
-            what = (place.operator, place.label, place.sizes)
-            met.setdefault(at, {}).setdefault(what, []).append(rank)
-    for (_, number), by_collective in met.items():
-        # Whose a collective is, and its sizes, may be unknown: that is no difference.
-        known, sized = (all(what[i] for what in by_collective) for i in (1, 2))
-        sides: dict[tuple[str, str, str], list[int]] = {}
-        for (operator, label, sizes), ranks in by_collective.items():
-            what = (operator, label if known else "", sizes if sized else "")
-            sides.setdefault(what, []).extend(ranks)
-        if len(sides) < 2:
-            continue
-        most = max(sides.values(), key=len)
-        fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
-        return Mismatch(
-            ranks=tuple(fewest), place=places[fewest[0]],
-            others=tuple(most), expected=places[most[0]], number=number,
+    """Which ranks of a group entered different collectives as their n-th; None if all agree.
+
+    NCCL enqueues: a rank goes on after a collective that can never end, and is found in a later
+    one. So the first that ranks recorded differently counts before those they wait in.
+    """
+    waiting = {
+        rank: {place.key: {place.entered.get(place.key, 0): place}}
+        for rank, place in places.items()
+        if place.is_inside and place.group
+    }
+    return _first_mismatch({rank: _by_number(place) for rank, place in places.items()}) or (
+        _first_mismatch(waiting)
+    )
+
+
+def _by_number(place: Place) -> dict[str, dict[int, Place]]:
+    """What a rank recorded, each as the place it was in; by group and number."""
+    found: dict[str, dict[int, Place]] = {}
+    for each in place.recent:
+        ranks, _, name = each.key.partition(" ")
+        # Without its label: ranks whose modules differ in name have met, if operators agree.
+        found.setdefault(each.key, {})[each.number] = Place(
+            step=each.step, operator=each.operator, label="", is_inside=True, name=name,
+            group=tuple(map(int, ranks.split(","))) if ranks else (), sizes=each.sizes,
+            entered={each.key: each.number}, called_at=each.called_at,
         )  # fmt: skip
+    return found
+
+
+def _first_mismatch(entered: Mapping[int, Mapping[str, Mapping[int, Place]]]) -> Mismatch | None:
+    met: dict[tuple[str, int], dict[int, Place]] = {}
+    for rank, groups in sorted(entered.items()):
+        for key, places in groups.items():
+            for number, place in places.items():
+                met.setdefault((key, number), {})[rank] = place
+    for (_, number), places in sorted(met.items(), key=lambda item: item[0][1]):
+        if (mismatch := _mismatch(places, number)) is not None:
+            return mismatch
     return None
+
+
+def _mismatch(places: Mapping[int, Place], number: int) -> Mismatch | None:
+    """Of ranks that are in the collective of one number of one group."""
+    # Whose a collective is, and its sizes, may be unknown: that is no difference.
+    known = all(place.label for place in places.values())
+    sized = all(place.sizes for place in places.values())
+    sides: dict[tuple[str, str, str], list[int]] = {}
+    for rank, place in places.items():
+        what = (place.operator, place.label if known else "", place.sizes if sized else "")
+        sides.setdefault(what, []).append(rank)
+    if len(sides) < 2:
+        return None
+    most = max(sides.values(), key=len)
+    fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
+    return Mismatch(
+        ranks=tuple(fewest), place=places[fewest[0]],
+        others=tuple(most), expected=places[most[0]], number=number,
+    )  # fmt: skip
 
 
 def find_missing(places: Mapping[int, Place]) -> Missing | None:

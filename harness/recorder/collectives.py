@@ -57,6 +57,8 @@ RECORDED = {
 BETWEEN_TWO = ("send", "recv", "recv_anysource", "monitored_barrier")
 """Methods that some groups count with their collectives, though ranks need not call as many."""
 MOST_MARKS = 4096
+MOST_RECENT = 32
+"""Collectives that a rank names when it is asked; `SIZE_BYTES` has room for them."""
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Functions of torch that give what is recorded of collectives: of NCCL, of the other backends."""
 OF_TORCH = str(Path(torch.__file__).parent)
@@ -236,7 +238,10 @@ class Notes:
                 self._entered[key] = number
         place |= {"entered": dict(self._entered)}
         with suppress(Exception):  # whatever a version of torch has there: the rest is known
-            place |= self._open_one(place, or_last=or_last)
+            entries = [entry for entry in _recorded() if not entry["is_p2p"]]
+            place |= self._open_one(entries, place, or_last=or_last) | {
+                "recent": self._recent(entries, place)
+            }
         half = self._answer.with_suffix(".tmp")
         half.write_text(json.dumps(place) + "\n")
         half.replace(self._answer)
@@ -256,9 +261,17 @@ class Notes:
         phase = "backward" if self._observer.is_in_backward else phase
         return {"module": module, "phase": phase, "at": at}
 
-    def _open_one(self, place: dict[str, Any], *, or_last: bool) -> dict[str, Any]:
+    def _recent(self, entries: list[dict[str, Any]], place: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last collectives, over or not: NCCL's host goes on after one that cannot end."""
+        latest = sorted(entries, key=lambda entry: int(entry["time_created_ns"]))[-MOST_RECENT:]
+        kept = ("key", "number", "operator", "step", "sizes", "called_at")
+        described = (self._described(entry, entries, place) for entry in latest)
+        return [{name: each[name] for name in kept} for each in described]
+
+    def _open_one(
+        self, entries: list[dict[str, Any]], place: dict[str, Any], *, or_last: bool
+    ) -> dict[str, Any]:
         """The first collective that is not over, by torch's flight recorder; {} without one."""
-        entries = [entry for entry in _recorded() if not entry["is_p2p"]]
         still_open = (e for e in entries if not e.get("retired") and e["state"] != "completed")
         entry = min(still_open, key=lambda e: int(e["time_created_ns"]), default=None)
         is_open = entry is not None
@@ -268,6 +281,18 @@ class Notes:
             self._is_inside and not is_open and _operator(entry) != place["operator"]
         ):
             return {}
+        described = self._described(entry, entries, place)
+        key, number = described["key"], described["number"]
+        return {
+            **{name: described[name] for name in described if name not in ("key", "number")},
+            "is_inside": is_open or self._is_inside, "entered": place["entered"] | {key: number},
+            "called_at": described["called_at"] or place.get("at", ""),
+        }  # fmt: skip
+
+    def _described(
+        self, entry: dict[str, Any], entries: list[dict[str, Any]], place: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A collective of the flight recorder, by its number in its group."""
         name = str(entry["process_group"][0])
         group = next(group for group in _groups() if group.group_name == name)
         ranks, key, group_name = _named(group)
@@ -291,8 +316,7 @@ class Notes:
             label = REDUCER
         return {
             "operator": operator, "label": label, "group": ranks, "name": group_name, "step": step,
-            "is_inside": is_open or self._is_inside, "entered": place["entered"] | {key: number},
-            "called_at": called_at or place.get("at", ""),
+            "key": key, "number": number, "called_at": called_at,
             "sizes": str(entry["input_sizes"]) if operator in SIZED else "",
         }  # fmt: skip
 

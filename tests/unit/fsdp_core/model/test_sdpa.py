@@ -302,3 +302,24 @@ def test_other_refusals(axis: Axis) -> None:
     two = x.expand(2, -1, -1, -1)
     with pytest.raises(ValueError, match="batch of 1 for packed sequences, got 2"):
         causal_attention(two, two, two, plan=packed.plan(1, 0), axis=axis)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_attention_has_the_gradients_of_eager_attention(
+    dtype: torch.dtype, axis: Axis
+) -> None:
+    """Bit for bit by the backend that runs torch's own operators; zeros are what torch 2.11 had."""
+    torch.compiler.reset()
+    plan = dense_plan(TIME, 1, 0, CPU)
+    inputs = draw(SHAPES["gqa"], 1, TIME, dtype)
+    eager = run_attention(inputs, "ring", plan, axis)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return causal_attention(q, k, v, plan=plan, axis=axis)
+
+    q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
+    out = torch.compile(attention, backend="aot_eager", dynamic=False)(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), inputs[3])
+    for name, got in zip(RESULTS, (out.detach(), *grads), strict=True):
+        assert torch.equal(got, eager[name]), name

@@ -9,6 +9,7 @@ from harness.engine.whereabouts import (
     SIZE_BYTES,
     Place,
     PlaceFile,
+    Recorded,
     find_mismatch,
     find_missing,
     place_path,
@@ -97,6 +98,38 @@ def test_of_two_that_disagree_neither_is_accused() -> None:
     assert mismatch is not None
     assert mismatch.odd_one is None
     assert {mismatch.ranks, mismatch.others} == {(0,), (1,)}
+
+
+def recent(*operators: str, first: int = 10, sizes: str = "") -> tuple[Recorded, ...]:
+    return tuple(
+        Recorded(key="0,1,2,3", number=number, operator=operator, sizes=sizes, step=5)
+        for number, operator in enumerate(operators, first)
+    )
+
+
+def test_the_first_collective_that_ranks_entered_differently_is_named() -> None:
+    """NCCL's host goes on: both wait in an all_reduce, which is not where they parted."""
+    reduces = replace(WAITING, operator="all_reduce")
+    places = {
+        0: replace(reduces, recent=recent("all_gather", "broadcast", "all_reduce")),
+        1: replace(reduces, recent=recent("all_reduce", "broadcast", first=11)),
+        2: replace(reduces, recent=recent("all_gather", "broadcast", "all_reduce")),
+    }
+    mismatch = find_mismatch(places)
+    assert mismatch is not None
+    fault = mismatch.fault
+    assert (fault.ranks, fault.others, fault.number, fault.step) == ((1,), (0, 2), 11, 5)
+    assert fault.entered is not None
+    assert (fault.entered.operator, fault.expected.operator) == ("all_reduce", "broadcast")
+
+
+def test_what_ranks_recorded_alike_is_no_mismatch() -> None:
+    """Buffers that begin elsewhere, sizes that one rank did not record."""
+    places = {
+        0: replace(ABSENT, recent=recent("all_gather", "broadcast", sizes="[[8]]")),
+        1: replace(ABSENT, recent=recent("broadcast", "all_reduce", first=11)),
+    }
+    assert find_mismatch(places) is None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from harness.engine.local import LocalEngine
 from harness.engine.watch import Limits
+from harness.engine.whereabouts import answer_path, read_place
 from harness.program.spec import ProgramSpec
 from harness.records import RunOutcome, RunSpec
 from harness.streams import rank_path, read_rank
@@ -153,9 +154,15 @@ def test_a_rank_that_stays_away_from_the_reducer(run: Run) -> None:
 @KINDS
 def test_swapped_collectives_disagree(kind: str, run: Run) -> None:
     """Both wait in the collective of one number, each in another."""
-    outcome, _ = run(kind, "swapped")
+    outcome, folder = run(kind, "swapped")
     assert outcome.what == "hang"
     assert outcome.culprit_rank is None
+    answers = [read_place(answer_path(folder, rank)) for rank in range(2)]
+    assert all(answer is not None for answer in answers)
+    last = [answer.recent[-1] for answer in answers if answer is not None]
+    assert {each.operator for each in last} == {"all_reduce", "broadcast"}
+    assert last[0].number == last[1].number
+    assert {each.step for each in last} == {1}
     assert "entered all_reduce" in outcome.message
     assert "entered broadcast in step 1" in outcome.message
 
