@@ -11,6 +11,7 @@ from tests.unit.harness.bisector.small_model import (
     OTHER,
     STEPS,
     WEIGHTS,
+    Edit,
     calls_from,
     digests,
     edited,
