@@ -59,7 +59,7 @@ def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str
         1,
         "cpu",
     )
-    assert set(start.tensors) == {"grads", "weights", "optim", "rng"}
+    assert set(start.tensors) == {"samples", "grads", "weights", "optim", "rng"}
     fingerprint = start.environment["fingerprint"]
     assert fingerprint["torch"] == torch.__version__
     assert fingerprint["deterministic"] is True
