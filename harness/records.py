@@ -33,8 +33,8 @@ from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
-    "ABSENT", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
-    "RECORD_KINDS", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
+    "ABSENT", "COPIES", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
+    "RECORD_KINDS", "SAMPLES", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
     "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord", "Ending",
     "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord",
     "Json", "NamesRecord",
@@ -56,14 +56,18 @@ What = Literal[
     "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
     "capture_refused",
     "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
-    "interrupted", "shared_gpu", "other_parts",
+    "interrupted", "shared_gpu", "other_parts", "same_data",
 ]  # fmt: skip
 WHATS: tuple[What, ...] = typing.get_args(What)
 
 DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
 """The digests of a step, in the order in which a difference is looked for."""
-GROUP_ORDER = ("losses", "buffers", *DIGEST_GROUPS)
+SAMPLES = "samples"
+"""Group of what a rank of the built-in trainer reads in a step: its tokens and targets."""
+GROUP_ORDER = (SAMPLES, "losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
+COPIES = "copies"
+"""Group of what the built-in trainer computes with, where a rank keeps it between steps."""
 DIGEST_HEX_CHARS = 32
 """Characters of one tensor's 128-bit digest; a group is their concatenation in tensor order."""
 TAP_HEX_CHARS = DIGEST_HEX_CHARS + 8
@@ -251,6 +255,7 @@ class StepRecord(Json):
         taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
         pointer_changes: long-lived tensors that moved since the step before; None if not counted.
         device_bytes: used on the whole GPU, by the driver; at the last step of a flush, else None.
+        host_bytes: memory of the rank's process that no file holds; None in files older than this.
         skipped: why the optimizer did not take the step; "" where it did.
     """
 
@@ -267,6 +272,7 @@ class StepRecord(Json):
     taps: str = ""
     pointer_changes: int | None = None
     device_bytes: int | None = None
+    host_bytes: int | None = None
     skipped: str = ""
     kind: Literal["step"] = "step"
 

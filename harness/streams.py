@@ -44,11 +44,15 @@ def rank_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.jsonl"
 
 
-def has_begun(path: Path) -> bool:
-    """Whether a rank's file says anything of its state or of a step."""
+def has_begun(path: Path, *, is_builtin: bool) -> bool:
+    """Whether a rank's file says anything of a step, or of a program's state in its first one.
+
+    The built-in trainer records its state before it compiles and captures anything.
+    """
+    kinds = (b'"kind":"step"',) if is_builtin else (b'"kind":"step"', b'"kind":"initial"')
     try:
         with open_plain(path) as file:
-            return any(b'"kind":"step"' in line or b'"kind":"initial"' in line for line in file)
+            return any(kind in line for line in file for kind in kinds)
     except OSError:
         return False
 

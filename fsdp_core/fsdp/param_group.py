@@ -12,6 +12,7 @@ Levels are those of `placement`: level k is cut over the first k axes of the nes
 `gradients`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -136,6 +137,15 @@ class ParamGroup:
         nest, dtypes = self.nest, self.dtypes
         as_main = dtypes.main == dtypes.compute or (nest.weight_level and not self._quantized)
         return nest.weight_level != nest.main_level or not as_main
+
+    def copies_at_rest(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The kept copies in the compute dtype: whole parameters, else the rank's part of all."""
+        if self.model_weight is None:
+            return
+        if self.nest.weight_level:
+            yield self.name or self.names[0], self.model_weight
+        else:
+            yield from zip(self.names, self.layout.views(self.model_weight), strict=True)
 
     @property
     def _sent(self) -> torch.Tensor:

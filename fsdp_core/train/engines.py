@@ -16,7 +16,7 @@ Which bits are equal, and where the order of additions differs, is in LAYOUTS.md
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from fsdp_core.parallel.axes import Axes
 from fsdp_core.train.build import TORCH_DTYPES
 from fsdp_core.train.keeping import Keeping, Place
 from fsdp_core.train.outputs import Digests, StepOutputs, groups_of, mean_loss
-from fsdp_core.train.trainer import Trainer
+from fsdp_core.train.trainer import OF_GRADIENTS, Trainer
 
 
 @dataclass(frozen=True)
@@ -221,15 +221,18 @@ class EngineAdamW(AdamW):
 class EngineDigests(Digests):
     """Digests of what an engine's optimizer holds, looked up anew each time."""
 
-    def __init__(self, optimizer: EngineAdamW) -> None:
-        super().__init__(optimizer, ())
+    def __init__(
+        self, optimizer: EngineAdamW, further: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> None:
+        super().__init__(optimizer, (), further)
         self._optimizer = optimizer
 
     def update(self, group: str, outputs: StepOutputs) -> None:
         """See `Digests`."""
         self._optimizer.refresh()
         names, tensors = self.digested[group]
-        tensors[:] = groups_of(self._optimizer, ())[group][1]
+        if (found := groups_of(self._optimizer, ()).get(group)) is not None:
+            tensors[:] = found[1]
         if group in self.kept:
             self.kept[group].follow(dict(zip(names, tensors, strict=True)))
         super().update(group, outputs)
@@ -257,7 +260,7 @@ class EngineTrainer(Trainer):
 
     def _build_state(self) -> tuple[AdamW, Digests]:
         optimizer = EngineAdamW(self.stages[0], self._sharded.optimizer)
-        return optimizer, EngineDigests(optimizer)
+        return optimizer, EngineDigests(optimizer, self._samples())
 
     def _all_gradients(self) -> None:
         outputs, number = self.outputs, self.config.microbatches
@@ -270,7 +273,8 @@ class EngineTrainer(Trainer):
                 (loss * (1.0 / number)).backward()
         outputs.loss.copy_(mean_loss(outputs.losses, self.axes))
         self.optimizer.require_grads()
-        self._digests.update("grads", outputs)
+        for group in OF_GRADIENTS:
+            self._digests.update(group, outputs)
         self._whole_steps += 1
 
     def smaller_step(

@@ -34,10 +34,13 @@ class Inputs(Protocol):
     Attributes:
         checksum: of the token source.
         shape: rows and tokens of a microbatch on this rank, before sequence parallel cuts them.
+        tokens, targets: int64 [microbatches, *shape], what this rank reads in the step.
     """
 
     checksum: str
     shape: tuple[int, int]
+    tokens: torch.Tensor
+    targets: torch.Tensor
 
     def fill(self, step: int) -> None:
         """Take the data of a step."""
@@ -165,6 +168,9 @@ class PackInputs:
         )  # fmt: skip
         self.checksum = self._documents.source.checksum
         self._number = config.microbatches
+        whole = (config.microbatches, *self.shape)
+        self.tokens = torch.zeros(whole, dtype=torch.int64, device=device.torch_device)
+        self.targets = torch.zeros_like(self.tokens)
         self._local: list[LocalTokens] = []
 
     def fill(self, step: int) -> None:
@@ -186,6 +192,9 @@ class PackInputs:
 
     def _first(self, microbatches: int) -> list[Microbatch]:
         first = self._local[:microbatches]
+        for number, local in enumerate(first):
+            self.tokens[number].copy_(local.tokens)
+            self.targets[number].copy_(local.part.targets)
         counted = torch.stack([local.part.num_counted for local in first]).sum()
         weight = loss_weight(counted, microbatches, self._axes)
         return [
@@ -213,8 +222,9 @@ class PackInputs:
         return packed_part(batch, self.context.axis(size), 0.0).part
 
     def named_tensors(self) -> NamedTensors:
-        """None: packs come and go."""
-        return iter(())
+        """Copies of what was read; packs come and go."""
+        yield "tokens", self.tokens
+        yield "targets", self.targets
 
 
 def _tensors_in(name: str, value: Any) -> NamedTensors:

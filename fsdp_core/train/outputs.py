@@ -1,7 +1,8 @@
 """What a step shows, in static device tensors that every step overwrites."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -75,14 +76,22 @@ class Digests:
     Args:
         optimizer: its gradients, weights and moments, this rank's rows, by global names.
         others: further state that a step changes: it goes with the weights.
+        further: tensors of further groups, by name; a group of none is left out.
 
     Attributes:
         digested: names and tensors of each group.
         kept: copies that are taken with the digests of a group.
     """
 
-    def __init__(self, optimizer: AdamW, others: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.digested = groups_of(optimizer, others)
+    def __init__(
+        self,
+        optimizer: AdamW,
+        others: Sequence[tuple[str, torch.Tensor]],
+        further: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+    ) -> None:
+        self.digested = groups_of(optimizer, others) | {
+            group: (list(named), list(named.values())) for group, named in further.items() if named
+        }
         self._digesters = {
             group: Digester(tensors, named) for group, (named, tensors) in self.digested.items()
         }

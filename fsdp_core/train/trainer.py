@@ -3,9 +3,9 @@
     step(i)   fill the static inputs -> iteration, eager or replayed -> static outputs
     iteration
       gradients  zero gradients; forward and backward of all microbatches through the pipeline;
-                 digest of gradients
+                 digest of tokens and gradients
       update     gradient norm, clipping, AdamW, experts' biases, cast to model weights; digest of
-                 weights and moments
+                 weights, moments, copies that are computed with, and losses of routers
 
 Inputs and outputs are static tensors in every mode, so eager and graphed runs differ in nothing but
 who issues the work. Scope `full_iteration` captures the whole iteration, all collectives included,
@@ -60,6 +60,11 @@ from fsdp_core.train.outputs import Digests, Named, StepOutputs, mean_loss
 from fsdp_core.train.scopes import GraphCounts, GraphUse
 from fsdp_core.train.tapped import open_taps
 
+OF_GRADIENTS = ("samples", "grads")
+"""Groups that are digested once the gradients are there; all others follow the update."""
+STATE = ("weights", "optim")
+"""Groups that last from step to step."""
+
 
 class Trainer:
     """Runs steps of one rank, inside a process group; `close` before that is destroyed.
@@ -98,8 +103,8 @@ class Trainer:
             self.stages = self._build_stages(backend)
             self.taps = open_taps(config, self.stages, axes.pp, device.torch_device)
             self._compiler = compile_parts(config, self.stages)
-            self.optimizer, self._digests = self._build_state()
             self._inputs = make_inputs(config, axes, device)
+            self.optimizer, self._digests = self._build_state()
             self.outputs = self._empty_outputs()
             self._pipelines: dict[int, Pipeline] = {}
             self._whole_steps = 0
@@ -247,7 +252,8 @@ class Trainer:
         outputs.losses[number:].zero_()
         outputs.loss.copy_(mean_loss(losses, self.axes))
         self._require_grads()
-        self._digests.update("grads", outputs)
+        for group in OF_GRADIENTS:
+            self._digests.update(group, outputs)
         self._whole_steps += pipeline is self._pipeline and number == self.config.microbatches
 
     def _update(self) -> None:
@@ -259,8 +265,9 @@ class Trainer:
         with torch.no_grad():
             for root in self._roots:
                 root.refresh_model_weights()
-        self._digests.update("weights", outputs)
-        self._digests.update("optim", outputs)
+        for group in self._digests.digested:
+            if group not in OF_GRADIENTS:
+                self._digests.update(group, outputs)
 
     def _set_loss_scale(self, scale: float) -> None:
         for stage in self.stages:
@@ -277,8 +284,18 @@ class Trainer:
     def redigest_state(self) -> None:
         """Digest weights and moments again, eagerly: for what changed them after the step."""
         with self.at_work():
-            self._digests.update("weights", self.outputs)
-            self._digests.update("optim", self.outputs)
+            for group in STATE:
+                self._digests.update(group, self.outputs)
+
+    def digest_state(self) -> dict[str, torch.Tensor]:
+        """Digests of weights and moments as they are now, on the host: rows of `StepOutputs`.
+
+        Between steps, and outside of what stressors see. It waits for the device.
+        """
+        with self.device.on(self.stream):
+            for group in STATE:
+                self._digests.update(group, self.outputs)
+            return {group: self.outputs.digests[group].cpu() for group in STATE}
 
     def keep(self, names: Sequence[str], max_bytes: int) -> Keeping:
         """Keep copies of tensors as they are digested: see `keeping`. Before the first step."""
@@ -299,13 +316,28 @@ class Trainer:
 
     def _build_state(self) -> tuple[AdamW, Digests]:
         optimizer = AdamW(named_states(self.groups), self.config.optim)
-        return optimizer, Digests(optimizer, list(self._expert_biases()))
+        copies = {name: t for group in self.groups for name, t in group.copies_at_rest()}
+        further = {"buffers": dict(self._router_losses()), "copies": copies, **self._samples()}
+        return optimizer, Digests(optimizer, list(self._expert_biases()), further)
 
-    def _biased_routers(self) -> Iterator[tuple[str, Router]]:
+    def _samples(self) -> dict[str, dict[str, torch.Tensor]]:
+        inputs = self._inputs
+        return {"samples": {"tokens": inputs.tokens, "targets": inputs.targets}}
+
+    def _routers(self) -> Iterator[tuple[str, Router]]:
         for stage in self.stages:
             for name, router in stage.routers.items():
-                if router.expert_bias is not None:
-                    yield f"{name}.router", router
+                yield f"{name}.router", router
+
+    def _biased_routers(self) -> Iterator[tuple[str, Router]]:
+        return ((n, router) for n, router in self._routers() if router.expert_bias is not None)
+
+    def _router_losses(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing is computed from their values, so that no other digest would differ."""
+        for name, router in self._routers():
+            if router.rule.watches_load:
+                yield f"{name}.balance_loss", router.balance_loss
+                yield f"{name}.z_loss", router.z_loss
 
     def _expert_biases(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, router in self._biased_routers():

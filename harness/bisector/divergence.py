@@ -4,9 +4,10 @@
       -> digests before step 0                  initialisation
       -> digests of the step before             outside                     `misrecorded`
       -> a call's input, output or gradient     input, forward, backward          `calls_part`
+      -> tokens and targets that were read      input
       -> loss or gradients, with equal calls    forward, backward, reduce         `gradients_part`
       -> norm                                   reduce
-      -> weights, moments                       optimizer
+      -> weights, moments, copies of weights    optimizer
       -> random state alone                     input
 
 Each is looked at only where all before it are equal, so what is found was computed from equal
@@ -27,7 +28,7 @@ from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
 from harness.checks.steps import BEFORE, groups_of, show_float, show_ranks
 from harness.faults.fault import Phase
-from harness.records import ABSENT, DIGEST_GROUPS
+from harness.records import ABSENT, COPIES, DIGEST_GROUPS, SAMPLES
 
 LOSS = "loss"
 
@@ -42,13 +43,15 @@ def where_they_part(legs: Legs) -> Location | None:
     at_step = Location(step=step, evidence=(_step_evidence(legs, step),), before_is_equal=step > 0)
     found = record_of_the_step_before(legs, at_step) if legs.has_layouts else None
     if found is None:
-        found = calls_part(legs, at_step) or _losses_part(legs, at_step)
+        found = calls_part(legs, at_step) or _samples_part(legs, at_step)
+    if found is None:
+        found = _losses_part(legs, at_step)
     if found is None:
         found = gradients_part(legs, at_step) or _norm_part(legs, at_step)
     if found is None:
         found = _further_part(legs, at_step, ("buffers",), "forward")
     if found is None:
-        found = _state_part(legs, at_step)
+        found = _state_part(legs, at_step) or _copies_part(legs, at_step)
     if found is None:
         further = [group for group in groups_of(*_groups(legs)) if group not in DIGEST_GROUPS]
         found = _further_part(legs, at_step, further, "state") or _random_part(legs, at_step)
@@ -96,6 +99,11 @@ def _step_evidence(legs: Legs, step: int) -> str:
             equal = "the very first step differs, the state before it is equal on every rank"
     state = "gradients, weights, moments, " if legs.shares_state else ""
     return f"{equal}: losses, {state}random states" if step else equal
+
+
+def _samples_part(legs: Legs, at_step: Location) -> Location | None:
+    """No call that was looked into differs: other labels, or nothing looked at the tokens."""
+    return _further_part(legs, at_step, (SAMPLES,), "input")
 
 
 def _losses_part(legs: Legs, at_step: Location) -> Location | None:
@@ -220,6 +228,11 @@ def _state_part(legs: Legs, at_step: Location) -> Location | None:
         one = "one tensor alone is wrong: an update that went wrong in it, or a stray write"
         found = replace(found, evidence=(*found.evidence, one))
     return found
+
+
+def _copies_part(legs: Legs, at_step: Location) -> Location | None:
+    """Copies that are computed with differ from those of equal weights."""
+    return _further_part(legs, at_step, (COPIES,), "optimizer")
 
 
 def _random_part(legs: Legs, at_step: Location) -> Location | None:

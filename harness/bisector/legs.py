@@ -19,6 +19,8 @@ from harness.checks.steps import (
     shared_pairs,
     state_table,
     step_table,
+    with_groups,
+    with_same_copies,
 )
 from harness.naming import with_all_names
 from harness.program.spec import capabilities_of
@@ -27,7 +29,6 @@ from harness.records import (
     FloatBits,
     InitialRecord,
     NamesRecord,
-    RankRecords,
     RunResult,
     StartRecord,
     StepRecord,
@@ -126,6 +127,7 @@ class Legs:
         self.shares_state = engines[0] == engines[1]
         if not self.shares_state:
             reference, candidate = _without_state(reference), _without_state(candidate)
+        reference, candidate = with_same_copies(reference, candidate)
         self._states = state_table(reference), state_table(candidate)
         self.ours: StepTable = step_table(reference)
         self.theirs: StepTable = step_table(candidate)
@@ -226,14 +228,8 @@ def _with_names_of_both(*runs: RunResult) -> list[RunResult]:
 
 
 def _without_state(run: RunResult) -> RunResult:
-    def of_record(record: RankRecords) -> RankRecords:
-        start = record.start
-        if start is not None:
-            start = replace(start, tensors={RNG: start.tensors.get(RNG, ())})
-        steps = tuple(replace(s, digests={RNG: s.digests.get(RNG, "")}) for s in record.steps)
-        return replace(record, start=start, steps=steps, initial=None)
-
-    return replace(run, ranks=tuple(map(of_record, run.ranks)))
+    alone = with_groups(run, lambda group: group == RNG)
+    return replace(alone, ranks=tuple(replace(records, initial=None) for records in alone.ranks))
 
 
 def _same_starts(reference: RunResult, candidate: RunResult) -> dict[int, StartRecord]:

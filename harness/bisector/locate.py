@@ -115,7 +115,7 @@ def _of_leg(leg: str, run: RunResult) -> Location:
 
 
 def _beyond_limits(reference: RunResult, candidate: RunResult, verdict: Verdict | None) -> Location:
-    """Nothing differs; a limit of memory or time may be broken."""
+    """Nothing differs; a limit of memory or time may be broken, or ranks have the same data."""
     bad = next((c for c in verdict.checks if c.outcome == "failed"), None) if verdict else None
     if bad is None:
         return NOTHING
@@ -126,6 +126,8 @@ def _beyond_limits(reference: RunResult, candidate: RunResult, verdict: Verdict 
         quantity=bad.what, rank=rank, ranks=() if rank is None else (rank,),
         evidence=("every bit of the legs is equal", bad.message),
     )  # fmt: skip
+    if bad.what == "same_data" and bad.difference is not None:
+        return replace(found, phase="input", tensor=bad.difference.tensor)
     if bad.what != "memory_regression" or rank is None:
         return found
     step = _first_growth(reference, candidate, rank)

@@ -7,6 +7,7 @@
     taps         digests of what went through modules
     finite       no NaN, no infinity
     memory       peak memory
+    samples      do data-parallel ranks read different ones?
     throughput   is the candidate slower?        (of pairs of timed runs)
     repeated     have these runs the same bits?
     soak         nothing failed in N replays, and memory did not grow

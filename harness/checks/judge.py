@@ -29,6 +29,7 @@ from harness.checks import (
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
 from harness.checks.nondeterminism import cause_of
+from harness.checks.samples import same_data
 from harness.checks.soaked import missed_turns
 from harness.naming import aligned
 from harness.records import (
@@ -143,6 +144,8 @@ def _answers(
     )
     if flaws["candidate"] is None and (missed := missed_turns(candidate)) is not None:
         results.append(missed)
+    whole = (same_data(run, leg) for leg, run in runs.items() if not flaws[leg])
+    results += [same for same in whole if same is not None][:1]
     if case.repeats:
         results.append(repeated.check(case, reference, repeats))
     # Not in the order given: a case read back from its file must be answered in the same words.

@@ -9,6 +9,9 @@
 
 Bits are compared in the steps that the reference has, too; how many is said.
 
+Memory is that which the device's allocator counts, that which the driver counts on the whole GPU,
+unless the run shares it, whose neighbours may grow, and that of the rank's process on the host.
+
 Parameters: `max_leak_bytes`, growth of memory a step that is let pass, 0 by default.
 """
 
@@ -21,11 +24,15 @@ from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.slope import WINDOWS, slope_of
 from harness.checks.steps import rank_table
 from harness.records import CheckResult, RankRecords, RunResult
+from harness.shared_gpus import shares_gpus
 from harness.soaking import LEAST_STEPS
 
 NAME = "soak"
 LEAST_DEVICE_GROWTH_BYTES = 32 << 20
 """Over the half that is tested, of what the driver counts: it hands out blocks of 2 MiB or more."""
+
+LEAST_HOST_GROWTH_BYTES = 16 << 20
+"""The same of the host, whose allocators keep what they are given back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +113,11 @@ def _of_finite(result: CheckResult) -> CheckResult:
 
 def _memory(candidate: RunResult, limit: float) -> CheckResult:
     """No rank's memory grows; the worst is named if one does."""
+    is_shared = shares_gpus(candidate)
     found = [
         (slope_of(series.values, series.steps_apart), series)
         for records in rank_table(candidate).values()
-        for series in _series(records)
+        for series in _series(records, is_shared=is_shared)
         if len(series.values) >= LEAST_STEPS
     ]
     if len({series.rank for _, series in found}) < len(candidate.ranks) or not found:
@@ -142,13 +150,19 @@ def _length(series: _Series) -> float:
     return max(len(series.values) * series.steps_apart, 1.0)
 
 
-def _series(records: RankRecords) -> Iterable[_Series]:
+def _series(records: RankRecords, *, is_shared: bool) -> Iterable[_Series]:
     live = tuple(record.live_bytes for record in records.steps)
     yield _Series(
         kind="live", rank=records.rank, values=live, steps_apart=1.0, least_growth_bytes=0
     )
+    host = tuple(each.host_bytes for each in records.steps if each.host_bytes is not None)
+    if len(host) == len(live):
+        yield _Series(
+            kind="host", rank=records.rank, values=host, steps_apart=1.0,
+            least_growth_bytes=LEAST_HOST_GROWTH_BYTES,
+        )  # fmt: skip
     used = [record for record in records.steps if record.device_bytes is not None]
-    if len(used) > 1:
+    if len(used) > 1 and not is_shared:
         apart = (used[-1].step - used[0].step) / (len(used) - 1)
         yield _Series(
             kind="device-used", rank=records.rank,

@@ -12,6 +12,7 @@ from typing import Any
 from harness.checks.answer import error, failed, passed, refuse_parameters
 from harness.checks.evidence import first_steps, sentence
 from harness.checks.steps import (
+    BEFORE,
     count,
     groups_of,
     rank_table,
@@ -20,6 +21,7 @@ from harness.checks.steps import (
     state_table,
     step_table,
     when,
+    with_same_copies,
 )
 from harness.records import (
     ABSENT,
@@ -57,6 +59,7 @@ def check(
     """Compare every digest of the (step, rank) pairs that both runs hold."""
     if (refusal := refuse_parameters(NAME, parameters)) is not None:
         return refusal
+    reference, candidate = with_same_copies(reference, candidate)
     if (renamed := _names_differ(reference, candidate)) is not None:
         return renamed
     starts = {
@@ -65,9 +68,12 @@ def check(
         if records.start is not None
     }
     ours, theirs = state_table(reference), state_table(candidate)
+    if lone := [rank for step, rank in ours.keys() ^ theirs.keys() if step == BEFORE]:
+        told = f"one run alone has a record of the state before step 0, on {show_ranks(set(lone))}"
+        return error(NAME, "corrupt_record", told)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     num_tensors = sum(map(_num_digests, (ours[key] for key in pairs)))
-    if not num_tensors:
+    if not any(_num_digests(ours[key]) for key in pairs if key[0] != BEFORE):
         return error(NAME, "not_run", "the runs share no digest of any tensor: nothing to compare")
     differing = [key for key in pairs if ours[key].digests != theirs[key].digests]
     if not differing:

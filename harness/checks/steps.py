@@ -2,9 +2,12 @@
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 from harness.records import (
+    COPIES,
     GROUP_ORDER,
     FloatBits,
     InitialRecord,
@@ -13,6 +16,7 @@ from harness.records import (
     StepRecord,
 )
 
+Value = TypeVar("Value")
 BEFORE = -1
 """In place of a step's number: the state before the first one."""
 StateTable = dict[tuple[int, int], StepRecord | InitialRecord]
@@ -44,6 +48,33 @@ def state_table(run: RunResult) -> StateTable:
         if records.initial is not None
     }
     return dict(sorted((table | step_table(run)).items()))
+
+
+def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
+    """A run whose records hold no other groups of digests."""
+
+    def kept(groups: Mapping[str, Value]) -> dict[str, Value]:
+        return {group: value for group, value in groups.items() if is_wanted(group)}
+
+    def of_rank(records: RankRecords) -> RankRecords:
+        start, initial = records.start, records.initial
+        return replace(
+            records,
+            start=start and replace(start, tensors=kept(start.tensors)),
+            initial=initial and replace(initial, digests=kept(initial.digests)),
+            steps=tuple(replace(step, digests=kept(step.digests)) for step in records.steps),
+        )
+
+    return replace(run, ranks=tuple(map(of_rank, run.ranks)))
+
+
+def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
+    """The runs without `COPIES` where their strategies keep other ones; else as they are."""
+    sharded = [run.spec.config.get("fsdp", {}) for run in runs]
+    held = {(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}
+    if len(held) == 1:
+        return runs
+    return tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
 
 
 def when(step: int) -> str:

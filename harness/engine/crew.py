@@ -95,6 +95,7 @@ class Records:
         self.window_s = 0.0
         self._files = [rank_path(Path(), rank) for rank in job.ranks]
         self._soak, self._config = job.spec.soak, job.spec.config
+        self._is_builtin = job.spec.is_builtin
         self._num_bytes, self._have_begun = 0, False
 
     def have_grown(self, run_s: float) -> bool:
@@ -107,7 +108,7 @@ class Records:
             run_s: seconds since the run was started.
         """
         if not self._have_begun:
-            self._have_begun = any(map(has_begun, self._files))
+            self._have_begun = any(has_begun(f, is_builtin=self._is_builtin) for f in self._files)
             if self._soak is None or self._have_begun:
                 return True
             return run_s < START_STALLS * self._soak.stall_s

@@ -16,6 +16,16 @@ FAULTS: tuple[Fault, ...] = (
         points_at=Pointer(phase="input", module="embedding", tensor="embedding:input"),
     ),
     Fault(
+        name="same_data",
+        description="A rank reads the shard of another, in every run.",
+        takes=AT_STEP,
+        expects=("same_data",),
+        kind="data",
+        symptom="nothing: half of the data is read twice, the rest never",
+        cell=Cell(graph=("attn",), step=0, legs=("reference", "control", "candidate")),
+        points_at=Pointer(phase="input", tensor="tokens"),
+    ),
+    Fault(
         name="other_shuffle",
         description="A rank shuffles by another seed.",
         takes=AT_STEP,
@@ -40,7 +50,7 @@ FAULTS: tuple[Fault, ...] = (
         expects=("diverged",),
         kind="data",
         symptom="the loss falls fast, and the model learns to copy",
-        points_at=Pointer(phase="input", module="head", tensor="*loss*"),
+        points_at=Pointer(phase="input", tensor="targets"),
     ),
     Fault(
         name="repeated_microbatch",

@@ -4,6 +4,15 @@ from harness.faults.fault import AT_STEP, AT_TENSOR, Cell, Fault, Pointer
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        name="other_initialisation",
+        description="A rank draws its first weights from another seed.",
+        takes=("rank",),
+        expects=("diverged",),
+        kind="numerics",
+        symptom="nothing: the training begins from other weights",
+        points_at=Pointer(phase="initialisation", tensor="*.weight"),
+    ),
+    Fault(
         name="ulp",
         description="One element of a main weight moves by one ulp after the optimizer step.",
         takes=AT_TENSOR,
@@ -84,6 +93,17 @@ FAULTS: tuple[Fault, ...] = (
         everywhere=True,
         cell=Cell(settings={"microbatches": 2}),
         points_at=Pointer(phase="backward", tensor="head:gradient"),
+    ),
+    Fault(
+        name="logged_aux_loss",
+        description="A router's load-balancing loss is logged doubled; its gradient is right.",
+        takes=("step",),
+        expects=("diverged",),
+        everywhere=True,
+        kind="numerics",
+        symptom="a curve that nobody can explain",
+        cell=Cell(settings={"model": "moe_tiny"}),
+        points_at=Pointer(phase="forward", tensor="layers.*.router.balance_loss"),
     ),
     Fault(
         name="aux_loss_scale",
@@ -372,6 +392,18 @@ FAULTS: tuple[Fault, ...] = (
         points_at=Pointer(
             phase="optimizer", module="layers.1*", tensor="layers.1.mlp.mlp.*.weight"
         ),
+    ),
+    Fault(
+        name="copies_left_stale",
+        description="A layer's copies of weights do not follow the last update of the run.",
+        takes=("step",),
+        expects=("diverged",),
+        kind="numerics",
+        source="F69",
+        symptom="nothing, until something else computes with them",
+        everywhere=True,
+        cell=Cell(settings={"fsdp": {"strategy": "optim"}}, step=5),
+        points_at=Pointer(phase="optimizer", module="layers.1*", tensor="layers.1.*"),
     ),
     Fault(
         name="stale_model_weights",

@@ -169,6 +169,7 @@ class _Session:
                 },
             )
         )
+        self.file.write(observer.initial())
         device.synchronize()
         startup_s = time.monotonic() - self.started_s
         launched = Launched(trainer, wanted=self.spec.kernels)

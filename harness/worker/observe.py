@@ -6,7 +6,9 @@ as their bits.
 """
 
 import hashlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,9 +17,11 @@ from fsdp_core.graph.digest_words import NUM_LANES
 from fsdp_core.graph.taps import PLACE_COLUMN
 from fsdp_core.train import StepOutputs, Trainer
 from fsdp_core.train.stressed import StressedTrainer
-from harness.records import UNFINISHED, EventRecord, FloatBits, StepRecord
+from harness.records import UNFINISHED, EventRecord, FloatBits, InitialRecord, StepRecord
 from harness.worker.record_file import RecordFile
 from harness.worker.step_clock import StepClock
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Observer:
@@ -41,21 +45,41 @@ class Observer:
         names = {group: tuple(named) for group, (named, _) in self._trainer.digested.items()}
         return names | {"rng": tuple(self._trainer.rng_states())}
 
+    def initial(self) -> InitialRecord:
+        """The state before the first step; once, as it waits for the device."""
+        trainer = self._trainer
+        digests, nonfinite = {"rng": self._rng()}, {}
+        for group, rows in trainer.digest_state().items():
+            digests[group], bad = self._of_group(group, rows)
+            if bad:
+                nonfinite[group] = bad
+        return InitialRecord(rank=self._rank, digests=digests, nonfinite=nonfinite)
+
     def observe(self, step: int) -> None:
         """Take the outputs of `step`; writes records when the ring is full."""
         trainer = self._trainer
         with trainer.device.on(trainer.stream):
             self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
         self._clock.tick()
-        states = trainer.rng_states().values()
-        rng = "".join(_blake(state.numpy().tobytes()) for state in states)
+        rng = self._rng()
         device, moved = trainer.device, self._count_moved(step)
         # What a stressor holds in its turn is no memory of the program's.
         lent = trainer.stress_bytes if isinstance(trainer, StressedTrainer) else 0
         live = device.live_bytes() - lent
-        self._pending.append(_HostFacts(step, rng, live, device.peak_bytes(), moved))
+        facts = _HostFacts(step, rng, live, device.peak_bytes(), moved, host_bytes())
+        self._pending.append(facts)
         if len(self._pending) == len(self._ring):
             self.flush()
+
+    def _rng(self) -> str:
+        states = self._trainer.rng_states().values()
+        return "".join(_blake(state.numpy().tobytes()) for state in states)
+
+    def _of_group(self, group: str, rows: torch.Tensor) -> tuple[str, tuple[str, ...]]:
+        """Digests of a group out of its rows on the host, and who of it is not finite."""
+        text, counts = digest_hex(rows)
+        names = self._trainer.digested[group][0]
+        return text, tuple(n for n, count in zip(names, counts, strict=True) if count)
 
     def begin(self) -> None:
         """Forget the taps of the last step, once all have read them: `unfinished` tells of this."""
@@ -108,10 +132,9 @@ class Observer:
         bits = [FloatBits.from_bits(v & 0xFFFFFFFF) for v in row[: num_losses + 2].tolist()]
         digests, nonfinite, cursor = {"rng": facts.rng}, {}, num_losses + 2
         for group in self._groups:
-            names = self._trainer.digested[group][0]
-            stop = cursor + len(names) * NUM_COLUMNS
-            digests[group], counts = digest_hex(row[cursor:stop].view(-1, NUM_COLUMNS))
-            bad = tuple(n for n, count in zip(names, counts, strict=True) if count)
+            stop = cursor + len(self._trainer.digested[group][0]) * NUM_COLUMNS
+            rows = row[cursor:stop].view(-1, NUM_COLUMNS)
+            digests[group], bad = self._of_group(group, rows)
             if bad:
                 nonfinite[group] = bad
             cursor = stop
@@ -129,6 +152,7 @@ class Observer:
             taps=self._taps_text(row[cursor:]),
             pointer_changes=facts.moved,
             device_bytes=device_bytes,
+            host_bytes=facts.host_bytes,
         )
 
     def _taps_text(self, row: torch.Tensor) -> str:
@@ -147,6 +171,13 @@ class _HostFacts:
     live_bytes: int
     peak_bytes: int
     moved: int | None
+    host_bytes: int
+
+
+def host_bytes() -> int:
+    """Resident memory of this process that no file holds: mapped data grows as it is read."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * PAGE_BYTES
 
 
 def _blake(data: bytes) -> str:

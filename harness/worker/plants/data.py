@@ -191,6 +191,7 @@ def _changed(change: Callable[[RowInputs], None]) -> Planting:
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {
+        "same_data": _before(_same_shard),
         "same_shard": _before(_same_shard),
         "other_shuffle": _before(_other_shuffle),
         "shifted_epoch": _before(_shifted_epoch),

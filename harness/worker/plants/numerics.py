@@ -1,5 +1,6 @@
 """Faults of numbers: see `harness.faults.numerics`.
 
+before step 0       weights that are drawn
 forward, backward   a table, a factor, a value of a module
 gradients           rows of the last matrix of the rank, once the step's are summed
 optimizer           what it is told, what it keeps, what it writes
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fsdp_core.model.moe.router
 import fsdp_core.model.sdpa
 import fsdp_core.model.sharding
+import fsdp_core.train.build
 import fsdp_core.train.trainer
 from fsdp_core.config import TrainConfig
 from fsdp_core.fsdp.gradients import Gradients
@@ -36,6 +39,20 @@ from harness.worker.plants.seams import (
 
 Rows = Callable[[torch.Tensor], None]
 """Changes rows of a matrix in place."""
+
+# ---- before step 0
+
+
+def _other_initialisation(config: TrainConfig) -> TrainConfig:
+    def made(init: Callable[..., None]) -> Callable[..., None]:
+        def drawn_otherwise(stages: Any, seed: int, **how: Any) -> None:
+            init(stages, seed + 1, **how)
+
+        return drawn_otherwise
+
+    wrap(fsdp_core.train.build, "init_weights", made)
+    return config
+
 
 # ---- forward and backward
 
@@ -89,6 +106,19 @@ def _router(trainer: Trainer) -> Router:
     branch = module_named(trainer, "layers.1.mlp")
     assert isinstance(branch, MoeBranch)
     return branch.moe.router
+
+
+def _logged_aux_loss(trainer: Trainer) -> None:
+    """What is logged of the balance loss is twice what its gradient belongs to."""
+
+    def made(losses: Callable[..., Any]) -> Callable[..., Any]:
+        def logged(*args: Any) -> Any:
+            found = losses(*args)
+            return found._replace(balance=found.balance * 2)
+
+        return logged
+
+    wrap(fsdp_core.model.moe.router, "router_losses", made)
 
 
 def _aux_loss_scale(trainer: Trainer) -> None:
@@ -351,6 +381,11 @@ def _stale_model_weights(trainer: Trainer) -> None:
         wrap(group, name, lambda refresh: lambda: None)
 
 
+def _copies_left_stale(trainer: Trainer) -> None:
+    """They follow when the next forward asks for them, but not after the update."""
+    wrap(group_named(trainer, "layers.1"), "main_weight_changed", lambda follow: lambda: None)
+
+
 def _main_weight(change: Callable[[torch.Tensor], Any]) -> Planting:
     """One element of a main weight, after the optimizer's step."""
 
@@ -382,6 +417,7 @@ def _gradients(change: Rows) -> Planting:
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
     {
+        "other_initialisation": Planting(before_make=_other_initialisation),
         "ulp": _main_weight(lambda element: element.view(torch.int32).add_(1)),
         "nan": _filled(float("nan")),
         "negative_zero": _filled(-0.0),
@@ -391,6 +427,7 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         "nan_activation": _before(_nan_activation),
         "loss_scale": _before(_loss_scale),
         "aux_loss_scale": _before(_aux_loss_scale),
+        "logged_aux_loss": _before(_logged_aux_loss),
         "ignored_bias": _before(_ignored_bias),
         "flushed_denormals": _before(_flushed_denormals),
         "gradient_rows_swapped": _gradients(_swap_rows),
@@ -415,6 +452,7 @@ PLANTINGS: Mapping[str, Planting] = MappingProxyType(
         "exchanged_moments": _before(_exchanged_moments),
         "rounded_main_weights": _before(_rounded_main_weights),
         "updated_neighbour": _before(_updated_neighbour),
+        "copies_left_stale": _before(_copies_left_stale),
         "stale_model_weights": _before(_stale_model_weights),
     }
 )

@@ -31,7 +31,7 @@ from fsdp_core.model.weights import init_weights
 from fsdp_core.parallel.axes import Axes
 from fsdp_core.parallel.rng import RandomStreams
 from fsdp_core.train import Trainer
-from harness.records import DIGEST_GROUPS
+from harness.records import COPIES, DIGEST_GROUPS, SAMPLES
 
 STEPS = 5
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, seq=6)
@@ -119,16 +119,53 @@ def test_trains_as_plain_torch_does(axes: Axes, strategy: str, model: ModelConfi
     assert expected[0][1] > 0.5, "the clipping must clip"
 
 
-def test_digests_are_those_of_the_named_tensors(axes: Axes) -> None:
-    """After a step each group's rows are its tensors' digests, and records know every group."""
-    trainer = Trainer(config(optim=OptimConfig(clip_grad_norm=0.0)), axes, Device("cpu"))
+@pytest.mark.parametrize(
+    ("further", "options"),
+    [
+        (set(), {}),
+        ({"buffers"}, {"model": EXPERTS}),
+        ({COPIES}, {"dtype": "bf16", "fsdp": FsdpConfig(strategy="no_shard")}),
+    ],
+)
+def test_digests_are_those_of_the_named_tensors(
+    axes: Axes, further: set[str], options: dict[str, Any]
+) -> None:
+    """After a step each group's rows are its tensors' digests, and records know every group.
+
+    Losses of routers are buffers; copies of weights are digested where a rank keeps them.
+    """
+    chosen = config(optim=OptimConfig(clip_grad_norm=0.0), **options)
+    trainer = Trainer(chosen, axes, Device("cpu"))
     outputs = trainer.step(0)
-    assert {*outputs.digests, "rng"} == set(DIGEST_GROUPS)
+    assert {*outputs.digests, "rng"} == {*DIGEST_GROUPS, SAMPLES, *further}
     for group, (names, tensors) in trainer.digested.items():
         rows = empty_rows(len(names), "cpu")
         digest_tensors(tensors, rows)
         assert digest_hex(rows) == digest_hex(outputs.digests[group]), group
         assert len(set(names)) == len(names) == len(tensors)
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize("graph", [(), ("attn",), ("full_iteration",)])
+def test_a_gathered_copy_does_not_outlive_the_update(
+    axes: Axes, graph: tuple[str, ...], *, reshards: bool
+) -> None:
+    """What was gathered is never computed with again: why it needs no digest."""
+    fsdp = FsdpConfig(reshard_after_forward=reshards)
+    chosen = config(dtype="bf16", graph=graph, fsdp=fsdp)
+    spoiled, plain = (Trainer(chosen, axes, Device("cpu")) for _ in range(2))
+    for step in range(STEPS):
+        for group in spoiled.groups:
+            assert not list(group.copies_at_rest())
+            assert (group.gathered is None) == (step == 0)
+            if group.gathered is not None:
+                group.gathered.fill_(torch.nan)
+        ours, theirs = spoiled.step(step), plain.step(step)
+        assert torch.equal(ours.losses, theirs.losses)
+        for name, rows in ours.digests.items():
+            assert torch.equal(rows, theirs.digests[name]), (step, name)
+    spoiled.close()
+    plain.close()
 
 
 def test_wrapping_leaves_the_initial_bits(axes: Axes) -> None:

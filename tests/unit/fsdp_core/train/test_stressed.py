@@ -25,8 +25,8 @@ WORK: dict[str, dict[str, Any]] = {
     "close": {},
 }
 """What a trainer is asked to do, in order."""
-LOOKS = {"at_work", "keep", "named_tensors", "pointer_changes", "rng_states"}
-"""Methods that issue nothing on the stream."""
+LOOKS = {"at_work", "digest_state", "keep", "named_tensors", "pointer_changes", "rng_states"}
+"""Methods that issue nothing on the stream, or read the state while nothing is under stress."""
 
 
 class Places(TorchDispatchMode):

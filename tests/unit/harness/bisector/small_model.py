@@ -13,13 +13,16 @@ from fsdp_core.config import TrainConfig
 from harness.bisector.found import Location
 from harness.bisector.locate import between
 from harness.checks.graph_proof import launches, owed
+from harness.checks.steps import BEFORE
 from harness.records import (
-    DIGEST_GROUPS,
+    COPIES,
     DIGEST_HEX_CHARS,
     NEVER_RAN,
+    SAMPLES,
     TAP_HEX_CHARS,
     EndRecord,
     FloatBits,
+    InitialRecord,
     RankExit,
     RankRecords,
     RunOutcome,
@@ -39,6 +42,9 @@ TENSORS = {
     "weights": WEIGHTS,
     "optim": (*(f"{name}.exp_avg" for name in WEIGHTS), "step_count"),
     "rng": ("cpu",),
+    "buffers": ("layers.0.mlp.router.balance_loss",),
+    COPIES: WEIGHTS,
+    SAMPLES: ("tokens", "targets"),
 }
 # What each call handles, in program order: a tap and the value that goes through it.
 FORWARD = (
@@ -84,9 +90,9 @@ def step_record(rank: int, step: int) -> StepRecord:
         grad_norm=FloatBits.from_bits(0x3F000000 + step),
         digests={
             group: "".join(_md5(group, name, rank, step) for name in TENSORS[group])
-            for group in DIGEST_GROUPS
+            for group in TENSORS
         },
-        nonfinite=dict.fromkeys(DIGEST_GROUPS, ()),
+        nonfinite=dict.fromkeys(TENSORS, ()),
         step_s=0.01,
         live_bytes=1,
         peak_bytes=1,
@@ -95,6 +101,15 @@ def step_record(rank: int, step: int) -> StepRecord:
             for tap, number in ROWS
         ),
     )
+
+
+def initial_record(rank: int) -> InitialRecord:
+    """The state before the first step, which has no gradients."""
+    digests = {
+        group: "".join(_md5(group, name, rank, BEFORE) for name in TENSORS[group])
+        for group in ("weights", "optim", "rng")
+    }
+    return InitialRecord(rank=rank, digests=digests, nonfinite={})
 
 
 def run_of(*, graph: tuple[str, ...] = (), replica: int = 0, taps: bool = True) -> RunResult:
@@ -133,6 +148,7 @@ def _rank(rank: int, spec: RunSpec, *, taps: bool) -> RankRecords:
             rank=rank, steps=STEPS, peak_bytes=1, startup_s=0.1, wall_s=1.0,
             replays=launches(graphs), graphs=graphs,
         ),
+        initial=initial_record(rank),
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from harness.bisector.found import Location
 from harness.bisector.locate import between
-from harness.records import RunResult
+from harness.checks.steps import BEFORE
+from harness.records import COPIES, SAMPLES, RunResult
 from tests.unit.harness.bisector.small_model import (
     OTHER,
     ROWS,
@@ -27,6 +28,39 @@ from tests.unit.harness.bisector.small_model import (
 def brief(found: Location) -> tuple[object, ...]:
     """Phase, module, tensor."""
     return found.phase, found.module, found.tensor
+
+
+@pytest.mark.parametrize(
+    ("group", "module", "tensor"),
+    [("weights", "embedding", "embedding.weight"), ("rng", "", "cpu")],
+)
+def test_other_weights_before_step_0_are_an_initialisation(
+    group: str, module: str, tensor: str
+) -> None:
+    """Whatever the steps after it computed of them: the rank and its first tensor are named."""
+    candidate = edited(run_of(graph=("attn",)), {1: both(calls_from("embedding:output"))}, step=0)
+    own = candidate.ranks[1]
+    assert own.initial is not None
+    text = own.initial.digests | {group: "f" + own.initial.digests[group][1:]}
+    other = dataclasses.replace(own, initial=dataclasses.replace(own.initial, digests=text))
+    found = between(run_of(), dataclasses.replace(candidate, ranks=(candidate.ranks[0], other)))
+    assert brief(found) == ("initialisation", module, tensor)
+    assert (found.step, found.rank, found.ranks, found.quantity) == (BEFORE, 1, (1,), group)
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ("buffers", ("forward", "layers.0.mlp.router", "layers.0.mlp.router.balance_loss")),
+        (COPIES, ("optimizer", "norm", "norm.weight")),
+        (SAMPLES, ("input", "", "targets")),
+    ],
+)
+def test_what_nothing_was_computed_from_yet(group: str, expected: tuple[str, str, str]) -> None:
+    """A loss that is logged alone, a copy that is behind its weight, labels: all else equal."""
+    found = place_in({1: digests(**{group: {expected[2]}})})
+    assert brief(found) == expected
+    assert (found.step, found.ranks, found.quantity) == (2, (1,), group)
 
 
 @pytest.mark.parametrize(

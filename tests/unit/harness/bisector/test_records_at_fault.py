@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 
 from harness.bisector.locate import between, locate
-from harness.records import CaseSpec, RankRecords, RunResult, StepRecord
+from harness.records import SAMPLES, CaseSpec, RankRecords, RunResult, StepRecord
 from harness.store import CaseRuns
 from tests.unit.harness.bisector.small_model import (
     OTHER,
     STEPS,
     WEIGHTS,
+    Edit,
     calls_from,
     digests,
     edited,
@@ -41,6 +42,12 @@ def of_step(step: int) -> StepRecord:
     return run_of().ranks[1].steps[step]
 
 
+def old_state(record: StepRecord) -> StepRecord:
+    """A record of what step 1 left, though the step has read its own data."""
+    read = {SAMPLES: record.digests[SAMPLES]}
+    return dataclasses.replace(record, digests=of_step(1).digests | read)
+
+
 def test_a_record_with_the_digests_of_the_step_before_is_not_the_programs_fault() -> None:
     """All of them, with the losses of its own step, and the next step is right again."""
     old = {1: lambda record: dataclasses.replace(record, digests=of_step(1).digests)}
@@ -51,7 +58,7 @@ def test_a_record_with_the_digests_of_the_step_before_is_not_the_programs_fault(
 
 def test_state_that_stays_wrong_is_the_programs() -> None:
     """A step that was not taken leaves old state, too, and the step after it is wrong as well."""
-    old = {1: lambda record: dataclasses.replace(record, digests=of_step(1).digests)}
+    old: dict[int, Edit] = {1: old_state}
     candidate = edited(run_of(graph=("attn",)), old)
     candidate = edited(candidate, {1: digests(weights=WEIGHTS)}, step=3)
     assert between(run_of(), candidate).phase == "reduce"
@@ -59,7 +66,7 @@ def test_state_that_stays_wrong_is_the_programs() -> None:
 
 def test_old_digests_beside_another_loss_are_the_programs() -> None:
     """Something was computed otherwise in the step: its record says so."""
-    old = {1: lambda record: dataclasses.replace(record, digests=of_step(1).digests, loss=OTHER)}
+    old = {1: lambda record: dataclasses.replace(old_state(record), loss=OTHER)}
     assert between(run_of(), edited(run_of(graph=("attn",)), old)).phase == "reduce"
 
 

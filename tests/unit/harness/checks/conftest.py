@@ -9,11 +9,13 @@ import pytest
 
 from fsdp_core.config import TrainConfig
 from harness.checks.graph_proof import launches, owed
+from harness.checks.steps import BEFORE
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
     EndRecord,
     FloatBits,
+    InitialRecord,
     RankExit,
     RankRecords,
     RunOutcome,
@@ -36,6 +38,16 @@ TAPS = {
     "layers.0.attn:gradient[0]": (0, 3), "layers.0.attn:gradient[1]": (0, 7),
     "layers.1.attn:gradient[0]": (1, 2), "layers.1.attn:gradient[1]": (1, 6),
 }  # fmt: skip
+
+
+STATE = ("weights", "optim", "rng")
+"""Groups that there are before the first step."""
+
+
+def digests_of(group: str, rank: int, step: int) -> str:
+    """Of a group's tensors, in a whole run."""
+    each = (hashlib.md5(f"{group}/{n}/{rank}/{step}".encode()) for n in TENSORS[group])
+    return "".join(digest.hexdigest() for digest in each)
 
 
 class Lab:
@@ -83,13 +95,7 @@ class Lab:
             loss=losses[0],
             microbatch_losses=losses,
             grad_norm=FloatBits.from_bits(0x3F000000 + step),
-            digests={
-                group: "".join(
-                    hashlib.md5(f"{group}/{name}/{rank}/{step}".encode()).hexdigest()
-                    for name in TENSORS[group]
-                )
-                for group in DIGEST_GROUPS
-            },
+            digests={group: digests_of(group, rank, step) for group in DIGEST_GROUPS},
             nonfinite=dict.fromkeys(DIGEST_GROUPS, ()),
             step_s=0.01,
             live_bytes=1000,
@@ -119,6 +125,10 @@ class Lab:
                 replays=launches(graphs), graphs=graphs,
             ),
             problems=(),
+            initial=InitialRecord(
+                rank=rank, nonfinite={},
+                digests={group: digests_of(group, rank, BEFORE) for group in STATE},
+            ),
         )  # fmt: skip
 
     def run(self, spec: RunSpec) -> RunResult:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from harness.checks import finite
-from harness.records import FloatBits
+from harness.records import DIGEST_GROUPS, FloatBits
 
 NAN = FloatBits.from_bits(0x7FC00000)
 INF = FloatBits.from_bits(0xFF800000)
@@ -32,6 +32,22 @@ def test_each_float_is_looked_at(lab: Any, edit: Any, value: FloatBits, quantity
     where = answer.difference
     assert where is not None
     assert (where.step, where.rank, where.quantity) == (2, 1, quantity)
+
+
+@pytest.mark.parametrize("rank", [0, 7, 8, 15])
+@pytest.mark.parametrize("group", [*DIGEST_GROUPS, "buffers"])
+def test_each_group_of_each_of_16_ranks_is_looked_at(
+    make_lab: Any, edit: Any, rank: int, group: str
+) -> None:
+    """A tensor of any group that is not finite fails, named with its group and rank."""
+    reference, _, candidate = make_lab(world_size=16).legs()
+    bad = edit.step(candidate, rank, 2, nonfinite={group: ("a tensor",)})
+    answer = finite.check(reference, bad, {})
+    assert (answer.outcome, answer.what) == ("failed", "nonfinite")
+    where = answer.difference
+    assert where is not None
+    assert (where.step, where.rank, where.quantity, where.tensor) == (2, rank, group, "a tensor")
+    assert answer.figures["nonfinite_pairs"] == 1
 
 
 def test_gradient_is_named_before_the_norm_made_of_it(lab: Any, edit: Any) -> None:

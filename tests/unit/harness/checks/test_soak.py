@@ -9,6 +9,7 @@ from harness.checks import judge
 from harness.checks.complete import find_flaw
 from harness.checks.soak import check, rate_bound
 from harness.records import EventRecord, RunResult
+from harness.shared_gpus import HOST_KEY, SHARED_HOST
 from harness.soaking import SoakSpec
 
 KIB = 1 << 10
@@ -187,6 +188,42 @@ def test_what_the_driver_counts_is_looked_at_too(soaked: Any, edit: Any) -> None
         answer = check(reference, edit.rank(candidate, 0, steps=steps), {})
         assert (answer.outcome == "failed") == grows
         assert answer.message.startswith("device-used memory of rank 0 grows") == grows
+
+
+def test_neighbours_on_a_shared_gpu_leak_for_themselves(soaked: Any, edit: Any) -> None:
+    """Where a GPU is shared, what the driver counts on all of it is nobody's; live memory is."""
+    _, reference, _, candidate = soaked
+    start = candidate.ranks[0].start
+    variables = {HOST_KEY: f"{SHARED_HOST}-0"}
+    prints = start.environment["fingerprint"] | {"environment": variables}
+    shared = replace(start, environment=start.environment | {"fingerprint": prints})
+    steps = tuple(
+        replace(record, device_bytes=(1 << 30) + (4 << 20) * record.step)
+        for record in candidate.ranks[0].steps
+    )
+    grown = edit.rank(candidate, 0, steps=steps)
+    assert check(reference, grown, {}).what == "memory_regression"
+    assert check(reference, edit.rank(grown, 0, start=shared), {}).outcome == "passed"
+    own = tuple(replace(record, live_bytes=(4 << 20) * record.step) for record in steps)
+    answer = check(reference, edit.rank(grown, 0, start=shared, steps=own), {})
+    assert (answer.what, answer.figures["leak_bytes_per_step"]) == ("memory_regression", 4 << 20)
+
+
+@pytest.mark.parametrize(("a_step", "grows"), [(1 << 20, True), (64 * KIB, False)])
+def test_the_host_leaks_too(soaked: Any, edit: Any, a_step: int, grows: bool) -> None:
+    """1 MiB a step of a rank's process fails the soak; what allocators keep does not."""
+    _, reference, _, candidate = soaked
+    steps = tuple(
+        replace(record, host_bytes=(1 << 30) + a_step * record.step)
+        for record in candidate.ranks[1].steps
+    )
+    answer = check(reference, edit.rank(candidate, 1, steps=steps), {})
+    assert (answer.outcome, answer.what) == (
+        ("failed", "memory_regression") if grows else ("passed", "")
+    )
+    if grows:
+        assert answer.message.startswith("host memory of rank 1 grows by 1,048,576 bytes a step")
+        assert answer.figures["leak_rank"] == 1.0
 
 
 def test_late_values_that_are_not_finite_fail(soaked: Any, edit: Any) -> None:

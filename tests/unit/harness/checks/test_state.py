@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checks import state
-from harness.records import DIGEST_GROUPS
+from harness.checks.complete import find_flaw
+from harness.records import COPIES, DIGEST_GROUPS, RunResult
 
 
 def test_equal_runs_pass(lab: Any) -> None:
@@ -15,7 +17,90 @@ def test_equal_runs_pass(lab: Any) -> None:
     reference, _, candidate = lab.legs()
     answer = state.check(reference, candidate, {})
     assert answer.outcome == "passed"
-    assert answer.figures["digests"] == 7 * lab.steps * lab.world_size
+    assert answer.figures["digests"] == (5 + 7 * lab.steps) * lab.world_size
+
+
+@pytest.mark.parametrize(("group", "tensor"), [("weights", "embed.weight"), ("rng", "cpu")])
+def test_another_initialisation_is_before_step_0(
+    lab: Any, edit: Any, group: str, tensor: str
+) -> None:
+    """What differs before the first step is said to, whatever differs later."""
+    reference, _, candidate = lab.legs()
+    for step in range(lab.steps):
+        candidate = edit.digest(candidate, 0, step, "weights", 0)
+    initial = candidate.ranks[1].initial
+    digests = initial.digests | {group: "0" + initial.digests[group][1:]}
+    assert digests != initial.digests
+    other = dataclasses.replace(initial, digests=digests)
+    answer = state.check(reference, edit.rank(candidate, 1, initial=other), {})
+    where = answer.difference
+    assert (answer.outcome, answer.what) == ("failed", "diverged")
+    assert where is not None
+    assert (where.step, where.rank, where.quantity, where.tensor) == (-1, 1, group, tensor)
+    assert "before step 0" in answer.message
+
+
+@pytest.mark.parametrize("strategies", [("optim", "optim"), ("optim", "no_shard")])
+def test_copies_are_compared_where_strategies_keep_the_same(
+    lab: Any, edit: Any, strategies: tuple[str, str]
+) -> None:
+    """A stale copy fails though all else is equal; another strategy keeps other copies, or none."""
+    runs: list[RunResult] = []
+    for run, strategy, copy in zip(lab.legs()[::2], strategies, "ab", strict=True):
+        config = run.spec.config | {"fsdp": {"strategy": strategy}}
+        made = dataclasses.replace(run, spec=dataclasses.replace(run.spec, config=config))
+        for records in run.ranks:
+            start, steps = records.start, list(records.steps)
+            last = steps[-1].digests | {COPIES: copy * 32}
+            steps[-1] = dataclasses.replace(steps[-1], digests=last)
+            tensors = start.tensors | {COPIES: ("embed.weight",)}
+            made = edit.rank(
+                made, records.rank, steps=tuple(steps),
+                start=dataclasses.replace(start, tensors=tensors),
+            )  # fmt: skip
+        runs.append(made)
+    answer = state.check(runs[0], runs[1], {})
+    if len(set(strategies)) > 1:
+        assert answer.outcome == "passed"
+        return
+    where = answer.difference
+    assert (answer.outcome, answer.what) == ("failed", "diverged")
+    assert where is not None
+    assert (where.step, where.rank, where.quantity) == (lab.steps - 1, 0, COPIES)
+
+
+def test_an_initial_state_of_one_run_alone_is_damage(lab: Any, edit: Any) -> None:
+    """It is not passed over: there is no pass without it, of a rank or of a run."""
+    reference, _, candidate = lab.legs()
+    lost = edit.rank(candidate, 1, initial=None)
+    for pair in ((reference, lost), (lost, reference)):
+        answer = state.check(*pair, {})
+        assert (answer.outcome, answer.what) == ("error", "corrupt_record")
+    flaw = find_flaw(lost)
+    assert flaw is not None
+    assert (flaw.what, flaw.rank) == ("corrupt_record", 1)
+
+
+@pytest.mark.parametrize("rank", [0, 7, 8, 15])
+@pytest.mark.parametrize("step", [-1, 0, 3])
+def test_each_of_16_ranks_is_compared(make_lab: Any, edit: Any, rank: int, step: int) -> None:
+    """A difference on any rank of many fails, on that rank, and all pairs are counted."""
+    lab = make_lab(world_size=16)
+    reference, _, candidate = lab.legs()
+    pairs = 16 * (1 + lab.steps)
+    assert f"{pairs} (step, rank) pairs" in state.check(reference, candidate, {}).message
+    if step < 0:
+        initial = candidate.ranks[rank].initial
+        digests = initial.digests | {"weights": "f" + initial.digests["weights"][1:]}
+        changed = edit.rank(candidate, rank, initial=dataclasses.replace(initial, digests=digests))
+    else:
+        changed = edit.digest(candidate, rank, step, "optim", 40)
+    answer = state.check(reference, changed, {})
+    where = answer.difference
+    assert answer.outcome == "failed"
+    assert where is not None
+    assert (where.step, where.rank) == (step, rank)
+    assert (answer.figures["differing_ranks"], answer.figures["differing_pairs"]) == (1, 1)
 
 
 def test_order_is_step_group_tensor_rank(lab: Any, edit: Any) -> None:

@@ -6,7 +6,23 @@ from typing import Any
 import pytest
 
 from harness.checks import loss
-from harness.checks.steps import count, step_table
+from harness.checks.steps import BEFORE, count, rank_table, shared_pairs, state_table, step_table
+
+
+def test_tables_hold_every_rank_and_step(make_lab: Any) -> None:
+    """Of 16 ranks each, in the order of steps and then ranks, the state before step 0 first."""
+    lab = make_lab(world_size=16)
+    run, _, other = lab.legs()
+    steps = [(step, rank) for step in range(lab.steps) for rank in range(16)]
+    states = [(BEFORE, rank) for rank in range(16)]
+    assert list(step_table(run)) == steps
+    assert list(state_table(run)) == states + steps
+    assert shared_pairs(state_table(run), state_table(other)) == states + steps
+    assert list(rank_table(run)) == list(range(16))
+    for (step, rank), record in step_table(run).items():
+        assert record is run.ranks[rank].steps[step]
+    for _, rank in states:
+        assert state_table(run)[BEFORE, rank] is run.ranks[rank].initial
 
 
 @pytest.mark.parametrize(

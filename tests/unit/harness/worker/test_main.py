@@ -27,6 +27,7 @@ from harness.records import (
     EndRecord,
     ErrorRecord,
     EventRecord,
+    InitialRecord,
     PlantSpec,
     RunSpec,
     StartRecord,
@@ -44,7 +45,7 @@ def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str
     records = rank.run(spec(graph=graph))
     assert rank.code == 0
     kinds = [type(record) for record in records]
-    assert kinds == [StartRecord, *[StepRecord] * 5, EventRecord, EventRecord, EndRecord]
+    assert kinds == [StartRecord, InitialRecord, *[StepRecord] * 5, *[EventRecord] * 2, EndRecord]
     assert [r.step for r in records if isinstance(r, StepRecord)] == [0, 1, 2, 3, 4]
     start, (event, memory, end) = records[0], records[-3:]
     assert isinstance(memory, EventRecord)
@@ -58,7 +59,7 @@ def test_a_good_rank_writes_every_record(rank: Any, spec: Spec, graph: tuple[str
         1,
         "cpu",
     )
-    assert set(start.tensors) == {"grads", "weights", "optim", "rng"}
+    assert set(start.tensors) == {"samples", "grads", "weights", "optim", "rng"}
     fingerprint = start.environment["fingerprint"]
     assert fingerprint["torch"] == torch.__version__
     assert fingerprint["deterministic"] is True
@@ -101,7 +102,7 @@ def test_runs_of_one_specification_agree(rank: Any, spec: Spec) -> None:
 
 def test_another_seed_is_another_run(rank: Any, spec: Spec) -> None:
     """The seed reaches weights, data and generators."""
-    first, second = (rank.run(spec(seed=seed))[1] for seed in (1, 2))
+    first, second = (rank.run(spec(seed=seed))[2] for seed in (1, 2))
     assert isinstance(first, StepRecord)
     assert isinstance(second, StepRecord)
     assert first.loss != second.loss
@@ -131,7 +132,7 @@ def test_an_exception_is_the_last_record(
     *before, error = records
     assert isinstance(error, ErrorRecord)
     assert not any(isinstance(r, EndRecord) for r in records)
-    assert [type(r) for r in before] == [StartRecord]
+    assert [type(r) for r in before] == [StartRecord, InitialRecord]
     assert (error.what, error.type, error.step) == ("crashed", "ValueError", 0)
     assert error.message.startswith("data.path: expected a corpus of at least 7 bytes")
     assert "in window" in error.traceback

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from fsdp_core.device import Device
-from fsdp_core.graph.digest import digest_hex
+from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.train import Trainer
 from harness.recorder import RecordsUnwritable
@@ -91,6 +91,29 @@ def test_records_hold_the_tensors_bits(spec: Spec, tmp_path: Path) -> None:
         assert len(records[0].digests[group]) == 32 * len(found)
 
 
+def test_the_state_before_step_0_is_recorded(spec: Spec, tmp_path: Path) -> None:
+    """Digests of weights, moments and random states as the first step finds them, and no others."""
+    trainer = make_trainer(spec(steps=2))
+    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    weights, _ = trainer.digested["weights"]
+    record = observer.initial()
+    assert set(record.digests) == {"weights", "optim", "rng"}
+    assert (record.rank, record.nonfinite) == (0, {})
+    wanted = empty_rows(len(weights), "cpu")
+    digest_tensors(trainer.digested["weights"][1], wanted)
+    assert record.digests["weights"] == digest_hex(wanted)[0]
+    trainer.digested["weights"][1][1].view(-1)[0] = math.nan
+    trainer.optimizer.exp_avg[0].view(-1)[0] = 1.0
+    torch.rand(1)
+    other = observer.initial()
+    assert other.nonfinite == {"weights": (weights[1],)}
+    for group, text in record.digests.items():
+        rows = [text[i : i + 32] for i in range(0, len(text), 32)]
+        found = [other.digests[group][i : i + 32] for i in range(0, len(text), 32)]
+        changed = {"weights": 1, "optim": 0, "rng": 0}[group]
+        assert [i for i, (a, b) in enumerate(zip(rows, found, strict=True)) if a != b] == [changed]
+
+
 def test_special_floats_keep_their_bits(spec: Spec, tmp_path: Path) -> None:
     """NaN payloads, -0.0, infinities and subnormals arrive as they were."""
     trainer = make_trainer(spec(steps=1))
@@ -139,7 +162,8 @@ def test_flushing_changes_nothing_but_times(spec: Spec, tmp_path: Path) -> None:
         observer.flush()
         plain = [record.to_json() for record in read(path)]
         for record in plain:
-            del record["step_s"], record["live_bytes"], record["peak_bytes"]
+            for name in ("step_s", "live_bytes", "peak_bytes", "host_bytes"):
+                del record[name]
         seen.append(plain)
         trainer.close()
         dist.destroy_process_group()
@@ -153,6 +177,8 @@ def test_observing_changes_no_bit_of_the_run(spec: Spec, tmp_path: Path) -> None
     for observed in (False, True):
         trainer = make_trainer(spec(steps=4))
         observer = Observer(trainer, 0, RecordFile(tmp_path / "r")) if observed else None
+        if observer is not None:
+            observer.initial()
         for step in range(4):
             trainer.step(step)
             if observer is not None:
@@ -185,6 +211,25 @@ def test_memory_is_live_and_peak(spec: Spec, tmp_path: Path) -> None:
     peaks = [record.peak_bytes for record in records]
     assert peaks == sorted(peaks)
     assert records[1].live_bytes == records[2].live_bytes
+
+
+def test_memory_of_the_host_is_that_of_the_process(spec: Spec, tmp_path: Path) -> None:
+    """Each step has it as it was after the step, files that are mapped left out."""
+    trainer = make_trainer(spec(steps=3, flush_every=3))
+    observer = Observer(trainer, 0, RecordFile(tmp_path / "r"))
+    held, mapped, size = [], tmp_path / "mapped", 64 << 20
+    mapped.write_bytes(bytes(size))
+    for step in range(3):
+        trainer.step(step)
+        if step == 1:
+            held.append(torch.zeros(size, dtype=torch.uint8).fill_(1))
+        if step == 2:
+            held.append(torch.from_file(str(mapped), size=size, dtype=torch.uint8))
+            held[-1].sum()
+        observer.observe(step)
+    before, after, read_file = (record.host_bytes or 0 for record in read(tmp_path / "r"))
+    assert size / 2 < after - before < 2 * size
+    assert abs(read_file - after) < size / 2
 
 
 def test_file_appends_whole_lines(tmp_path: Path) -> None:
