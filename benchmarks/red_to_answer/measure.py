@@ -53,7 +53,7 @@ class Bench:
             skipped = "skipped" if made.returncode == ExitCode.NOTHING_RAN else "none"
             note = f"not run: exit code {made.returncode}; {told[0]}"
             return replace(row, verdict=skipped, note=note)
-        place, spec, verdict = find_answer(str(folder / "run" / "cases" / case), None)
+        place, spec, verdict, _ = find_answer(str(folder / "run" / "cases" / case), None)
         if verdict is None or place is None:
             return replace(row, note="not run: no verdict")
         row = replace(row, verdict=f"{verdict.outcome} {verdict.what}".strip())
