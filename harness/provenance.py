@@ -43,9 +43,9 @@ _NUMERIC = re.compile(
 )
 _OF_NO_NUMBER = re.compile(
     r"\w+_(?:DIR|FILE|HOME|PATH|PREFIX|SOCKET_IFNAME)|NCCL_DEBUG\w*|TORCH_FR_\w+"
-    r"|TORCH_LOGS\w*|TORCH_NCCL_DEBUG_\w+|TORCH_TRACE"
+    r"|TORCH_LOGS\w*|TORCH_NCCL_(?:DEBUG|DUMP|TRACE)_\w+|TORCH_TRACE"
 )
-"""Of those above: they say where files go, what is printed, which network card is used."""
+"""Of those above: where files go, what is printed or recorded, which network card is used."""
 _DRIVER, _PROCESSOR = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
 _HEAD_BYTES = 16 << 10
 """Of /proc/cpuinfo: the first processor. The kernel asks each of them as it is read."""

@@ -66,6 +66,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in another dtype, for results of an `autograd.Function`.
+
+    Compiled by torch 2.11, one that ends in a `to` that changes nothing has gradients of zero: the
+    tensor that comes back is also among the intermediates, which are marked to have none.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def merge(one: Pair, other: Pair) -> Pair:
     """Join attention over disjoint keys; a query keeps its bits where the other `lse` is -inf."""
     total = torch.logaddexp(one[1], other[1])
@@ -88,7 +97,7 @@ class Task:
         out, lse = self.kernel.forward(
             _taken(block, qkv), spans, causal=block.causal, scale=self.scale
         )
-        out = out.to(wide(out.dtype))
+        out = as_dtype(out, wide(out.dtype))
         if block.queries is None:
             return out, lse
         return block.queries.spread(out), block.queries.spread(lse, -math.inf)
@@ -140,10 +149,7 @@ class _Attention(torch.autograd.Function):
         qkv = (plan.blank(q), plan.blank(k), plan.blank(v))
         out, lse = way.forward(qkv, task)
         # A kernel leaves rows of padding as they come.
-        out, lse = plan.blank(out), plan.blank(lse)
-        # A `to` that changes nothing, compiled by torch 2.11, has gradients of zero: it returns the
-        # tensor that it took, which dynamo also holds for an intermediate without a gradient.
-        out = out if out.dtype == q.dtype else out.to(q.dtype)
+        out, lse = as_dtype(plan.blank(out), q.dtype), plan.blank(lse)
         ctx.save_for_backward(*qkv, out, lse)
         ctx.way, ctx.task = way, task
         return out

@@ -321,5 +321,6 @@ def test_compiled_attention_has_the_gradients_of_eager_attention(
     q, k, v = (t.clone().requires_grad_() for t in inputs[:3])
     out = torch.compile(attention, backend="aot_eager", dynamic=False)(q, k, v)
     grads = torch.autograd.grad(out, (q, k, v), inputs[3])
-    for name, got in zip(RESULTS, (out.detach(), *grads), strict=True):
-        assert torch.equal(got, eager[name]), name
+    results = zip(RESULTS, (out.detach(), *grads), strict=True)
+    same = {name: torch.equal(got, eager[name]) for name, got in results}
+    assert same == dict.fromkeys(RESULTS, True)

@@ -28,6 +28,7 @@ from harness.engine.whereabouts import (
     find_missing,
     place_path,
 )
+from harness.provenance import variables
 from harness.records import RunSpec
 from harness.soaking import SoakSpec
 from tests.unit.harness.engine.nccl_dump import dump, dump_of
@@ -166,6 +167,14 @@ def test_only_soaks_on_gpus_ask_for_evidence(tmp_path: Path) -> None:
     assert evidence_environment(spec(), tmp_path, 3, {})["CUDA_COREDUMP_FILE"].endswith(
         "cuda3.core"
     )
+
+
+@pytest.mark.parametrize("kind", [spec(), spec(soak=None, config=PROGRAM)])
+def test_what_makes_a_rank_leave_evidence_decides_no_bits(kind: RunSpec, tmp_path: Path) -> None:
+    """A soak has these variables, and its reference has not: their environments are the same."""
+    found = evidence_environment(kind, tmp_path, 0, {})
+    assert found
+    assert variables(found) == {}
 
 
 def test_ranks_without_a_pipe_are_passed_over(tmp_path: Path) -> None:
