@@ -157,7 +157,6 @@ def test_memory_without_a_name_that_was_resized() -> None:
     assert watched.graphs[0]["replays"] == 1
 
 
-@pytest.mark.xfail(reason="a host graph keeps alive what it uses", strict=False)
 @pytest.mark.parametrize("name", ["weight", ""])
 def test_memory_that_was_freed(name: str) -> None:
     """Told by its name, else by its size."""
