@@ -53,9 +53,9 @@ OWN_FOLDERS = ("runs", "cases", "report")
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE = "shards.json"
+"""Of a shard: `harness.sharding`."""
 JOURNAL_FILE = "questions.jsonl"
 """Of a search: what `harness bisect` asked."""
-"""Of a shard: `harness.sharding`."""
 LEGS = ("reference", "control", "candidate")
 FILES_KEY = "files"
 """Key of the manifest under which are the checksums of the files beside it."""

@@ -105,8 +105,7 @@ def _decided(found: Location, wrong: Sequence[int], world: int, unit: str) -> Lo
     into = f"into the {found.operation or 'collective'} of {unit}"
     found = replace(found, sum_hides_rank=False)
     if not wrong and found.operation == "all-gather":
-        # No evidence against the gather: it may be anything that follows.
-        told = f"what every rank gave {into} is equal: it went wrong in that, or computed otherwise"
+        told = f"what every rank gave {into} is equal: the fault is in it, or in what follows"
         return replace(found, evidence=(*found.evidence, told))
     if found.operation == "all-gather":
         found = replace(found, collective=f"all-gather of the weights of {unit}")

@@ -57,7 +57,7 @@ class _Active:
     open_since_s: float | None = None
     put_off: bool = False
     is_held: bool = False
-    """Until its reference has ended, whose nodes it is to have: Slurm has not heard of it."""
+    """Not submitted yet: it waits for its reference to end, to run on the same nodes."""
 
 
 class SlurmEngine:

@@ -58,7 +58,7 @@ BETWEEN_TWO = ("send", "recv", "recv_anysource", "monitored_barrier")
 """Methods that some groups count with their collectives, though ranks need not call as many."""
 MOST_MARKS = 4096
 MOST_RECENT = 32
-"""Collectives that a rank names when it is asked; `SIZE_BYTES` has room for them."""
+"""Collectives that a rank names when it is asked, where `SIZE_BYTES` has room for them."""
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Functions of torch that give what is recorded of collectives: of NCCL, of the other backends."""
 OF_TORCH = str(Path(torch.__file__).parent)
@@ -243,7 +243,7 @@ class Notes:
                 "recent": self._recent(entries, place)
             }
         half = self._answer.with_suffix(".tmp")
-        half.write_text(json.dumps(place) + "\n")
+        half.write_text(fitting(place))
         half.replace(self._answer)
 
     def _at_work(self) -> dict[str, str]:
@@ -319,6 +319,18 @@ class Notes:
             "key": key, "number": number, "called_at": called_at,
             "sizes": str(entry["input_sizes"]) if operator in SIZED else "",
         }  # fmt: skip
+
+
+def fitting(place: dict[str, Any]) -> str:
+    """A place as a line of at most `SIZE_BYTES`, with as many of its latest collectives as fit.
+
+    The leader reads no longer one: keys of groups of hundreds of ranks are long.
+    """
+    text = json.dumps(place) + "\n"
+    while len(text) > SIZE_BYTES and place.get("recent"):
+        place = place | {"recent": place["recent"][len(place["recent"]) // 2 + 1 :]}
+        text = json.dumps(place) + "\n"
+    return text
 
 
 def _recorded() -> Iterator[dict[str, Any]]:

@@ -222,7 +222,7 @@ def _is_quiet(observer: Observer) -> bool:
 def _hook_seeds(observer: Observer) -> None:
     """Python and NumPy seed from the clock: their states count once the program has seeded them.
 
-    To put back what was taken in this process seeds nothing: torch.compile does so as it compiles.
+    Restoring a state that was saved in this process is no seeding: torch.compile does it.
     """
     taken: set[tuple[str, int]] = set()
 
@@ -230,7 +230,8 @@ def _hook_seeds(observer: Observer) -> None:
         @functools.wraps(original)
         def get(*args: Any, **kwargs: Any) -> Any:
             state = original(*args, **kwargs)
-            taken.add((name, _hash_of_state(state)))
+            if name not in observer.seeded:
+                taken.add((name, _hash_of_state(state)))
             return state
 
         return get
@@ -238,7 +239,8 @@ def _hook_seeds(observer: Observer) -> None:
     def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def seed(*args: Any, **kwargs: Any) -> Any:
-            if not args or (name, _hash_of_state(args[0])) not in taken:
+            is_seeded = name in observer.seeded
+            if not is_seeded and (not args or (name, _hash_of_state(args[0])) not in taken):
                 observer.seeded.add(name)
             return original(*args, **kwargs)
 
@@ -256,7 +258,7 @@ def _hook_seeds(observer: Observer) -> None:
 
 
 def _hash_of_state(state: Any) -> int:
-    """Of a generator, whether its numbers are a tuple or an array."""
+    """Hash of a generator's state: a tuple, with an array in it if it is NumPy's."""
     return hash(pickle.dumps(state))
 
 

@@ -189,16 +189,22 @@ def _overwritten_gradient(trainer: Trainer) -> None:
 
 def _gradient_counted_twice(trainer: Trainer) -> None:
     """What a reduction gives is added to itself."""
-    group = group_named(trainer, "layers.1")
+    _add_twice(group_named(trainer, "layers.1").gradients, every=1)
+
+
+def _add_twice(gradients: Gradients, *, every: int) -> None:
+    """Add what each reduction of that many gives twice."""
+    calls = itertools.count(1)
 
     def made(deposit: Callable[[Any], None]) -> Callable[[Any], None]:
         def deposit_twice(rows: Any) -> None:
-            deposit({index: row.clone() for index, row in rows.items()})
+            if next(calls) % every == 0:
+                deposit({index: row.clone() for index, row in rows.items()})
             deposit(rows)
 
         return deposit_twice
 
-    wrap(group.gradients, "_deposit", made)
+    wrap(gradients, "_deposit", made)
 
 
 def _microbatch_counted_twice(trainer: Trainer) -> None:
@@ -225,20 +231,8 @@ def _microbatch_counted_twice(trainer: Trainer) -> None:
 
 def _microbatch_added_twice(trainer: Trainer) -> None:
     """What the reduction of the last microbatch gives is added twice."""
-    number = trainer.config.microbatches
-
-    def made(deposit: Callable[[Any], None]) -> Callable[[Any], None]:
-        calls = itertools.count(1)
-
-        def deposit_twice(rows: Any) -> None:
-            if next(calls) % number == 0:
-                deposit({index: row.clone() for index, row in rows.items()})
-            deposit(rows)
-
-        return deposit_twice
-
     for group in trainer.groups:
-        wrap(group.gradients, "_deposit", made)
+        _add_twice(group.gradients, every=trainer.config.microbatches)
 
 
 def _rounded_gradients(config: TrainConfig) -> TrainConfig:

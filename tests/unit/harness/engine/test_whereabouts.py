@@ -15,6 +15,7 @@ from harness.engine.whereabouts import (
     place_path,
     read_place,
 )
+from harness.recorder.collectives import fitting
 
 ALL = (0, 1, 2, 3)
 
@@ -171,3 +172,23 @@ def test_a_damaged_place_is_none(tmp_path: Path, text: bytes) -> None:
     path = place_path(tmp_path, 0)
     path.write_bytes(text)
     assert read_place(path) is None
+
+
+@pytest.mark.parametrize("ranks", [8, 200, 1000])
+def test_an_answer_is_as_long_as_the_leader_reads(ranks: int, tmp_path: Path) -> None:
+    """Of groups of many ranks it names fewer collectives, the latest; its place is there."""
+    key = ",".join(map(str, range(ranks)))
+    told = [
+        {"key": key, "number": number, "operator": "all_reduce", "step": 3} for number in range(32)
+    ]
+    place = {
+        "step": 3, "operator": "all_reduce", "label": "", "group": list(range(ranks)),
+        "is_inside": True, "entered": {key: 31}, "recent": told,
+    }  # fmt: skip
+    path = tmp_path / "rank0.answer"
+    path.write_text(fitting(place))
+    found = read_place(path)
+    assert found is not None
+    numbers = [each.number for each in found.recent]
+    assert numbers == list(range(32))[32 - len(numbers) :]
+    assert (len(numbers) == 32) == (ranks == 8)
