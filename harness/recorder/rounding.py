@@ -72,10 +72,9 @@ class Rounding:
         Raises:
             CannotRound: the program did not round at random all the time.
         """
-        if self._mode is None:
+        # A run that never began has no step: it is no sample.
+        if self._mode is None or self._thread is None:
             return
-        if self._thread is None:
-            raise CannotRound("the run was to round at random and had no training forward pass")
         if threading.current_thread() is self._thread:
             if self._mode not in _get_current_dispatch_mode_stack():
                 raise CannotRound("another dispatch mode of the program ended random rounding")

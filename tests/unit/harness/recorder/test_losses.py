@@ -255,3 +255,18 @@ def test_losses_that_are_scaled_together_are_each_their_own(tmp_path: Path) -> N
 
     (step,) = recorded(program, tmp_path).steps
     assert losses(step) == [1.0, 2.0]
+
+
+def test_losses_of_one_backward_pass_are_all_recorded(tmp_path: Path) -> None:
+    """`torch.autograd.backward` takes several."""
+
+    def program() -> None:
+        model = nn.Linear(3, 2, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = model(torch.ones(3)) * torch.tensor([1.0, 2.0])
+        torch.autograd.backward((first, second))
+        optimizer.step()
+
+    (step,) = recorded(program, tmp_path).steps
+    assert set(losses(step)) == {3.0, 6.0}

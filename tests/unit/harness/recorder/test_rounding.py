@@ -117,3 +117,15 @@ def test_compiled_parts_run_eagerly_and_what_was_compiled_before_is_seen(tmp_pat
     assert late.error is not None
     assert late.error.what == "unsupported"
     assert "torch.compile" in late.error.message
+
+
+def test_each_rank_rounds_by_itself() -> None:
+    """With one seed they would err alike, and sums over ranks would have too little spread."""
+    found = []
+    for rank in (0, 1, 1):
+        mode = Rounding(SimpleNamespace(rounding=1, rank=rank))  # type: ignore[arg-type]
+        mode.begin()
+        found.append((torch.full((64,), 1 / 3) * 1.1).tolist())
+        mode.end()
+    assert found[1] == found[2]
+    assert found[0] != found[1]
