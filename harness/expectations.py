@@ -8,8 +8,8 @@ from harness.history import CostModel, History, cost_model, machine_kind
 from harness.machine import Machine, num_cores
 from harness.plan import estimate_s
 from harness.records import RunSpec, dumps
+from harness.scenario.shards import CORES
 from harness.schedule import Seconds
-from harness.shards import CORES
 
 
 def expected_here(database: Path | None, machine: str) -> Seconds:

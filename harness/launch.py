@@ -24,6 +24,7 @@ from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.engine.slurm import SlurmEngine
+from harness.engine.slurm_options import SlurmOptions
 from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
 from harness.expectations import expected_here, kind_of
 from harness.leftovers import clear_leftovers
@@ -49,12 +50,11 @@ from harness.request import Carried, CutShort, Prepared, Request
 from harness.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.retries import Retries, stored_limit
 from harness.run import execute, is_left, keep_trace, open_repeats
+from harness.scenario.schema import Overrides
+from harness.scenario.suite import load_suite
 from harness.schedule import unique_runs
-from harness.schema import Overrides
 from harness.sharding import keep_whole, refuse_changed, take_shard
-from harness.slurm_options import SlurmOptions
 from harness.store import RunFolder, load_case
-from harness.suite import load_suite
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",

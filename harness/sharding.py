@@ -15,7 +15,7 @@ from harness.errors import NothingSelected, UsageError
 from harness.expectations import expected_anywhere
 from harness.object_file import read_object, told
 from harness.records import CaseSpec, Json, RecordError, dumps
-from harness.shards import Shard, cut, fingerprint, parse_shard
+from harness.scenario.shards import Shard, cut, fingerprint, parse_shard
 from harness.store import SHARDS_FILE
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import click
 
 from harness import display
-from harness.cadence import SELECTIONS, TIERS
 from harness.checks.steps import count as counted
 from harness.errors import NothingSelected, UsageError
 from harness.expectations import expected_anywhere
-from harness.listing import check_files, find_scenarios
-from harness.matrix import expand
 from harness.records import CaseSpec, ExitCode
-from harness.schema import Overrides, load_scenario
-from harness.select import select
+from harness.scenario.cadence import SELECTIONS, TIERS
+from harness.scenario.listing import check_files, find_scenarios
+from harness.scenario.matrix import expand
+from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.selection import select
+from harness.scenario.shards import MAX_SHARDS, cut, parts
+from harness.scenario.suite import load_suite
 from harness.sharding import refuse_changed, take_shard
-from harness.shards import MAX_SHARDS, cut, parts
-from harness.suite import load_suite
 
 _PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]

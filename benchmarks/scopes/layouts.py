@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.config import ConfigError, ParallelConfig
-from harness.case_id import token
 from harness.errors import UsageError
-from harness.schema import Choice
-from harness.settings import decode_settings
-from harness.yaml_source import Origin, parse_text
+from harness.scenario.case_id import token
+from harness.scenario.schema import Choice
+from harness.scenario.settings import decode_settings
+from harness.scenario.yaml_source import Origin, parse_text
 
 OPTION = "--parallel"
 
