@@ -13,10 +13,10 @@ from harness.checks.steps import count as counted
 from harness.errors import NothingSelected, UsageError
 from harness.expectations import expected_anywhere
 from harness.records import CaseSpec, ExitCode
-from harness.scenario.cadence import SELECTIONS, TIERS
 from harness.scenario.listing import check_files, find_scenarios
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.sections import SELECTIONS, TIERS
 from harness.scenario.selection import select
 from harness.scenario.shards import MAX_SHARDS, cut, parts
 from harness.scenario.suite import load_suite

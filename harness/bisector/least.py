@@ -30,7 +30,7 @@ from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfB
 from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import capabilities_of, program_of
 from harness.records import RunSpec
-from harness.scenario.plant_setting import LAST_RANK
+from harness.scenario.settings import LAST_RANK
 
 COUNTS = ("model.layers", "microbatches", "micro_batch_size")
 """Sizes that are made smaller, in this order, after steps and ranks."""

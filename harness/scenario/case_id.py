@@ -15,10 +15,9 @@ from typing import Any
 
 from harness.faults.catalogue import CATALOGUE
 from harness.records import PlantSpec
-from harness.scenario.plant_setting import LAST_RANK
 from harness.scenario.program_section import OPEN
 from harness.scenario.schema import Choice
-from harness.scenario.settings import Value, leaf_types
+from harness.scenario.settings import LAST_RANK, Value, leaf_types
 
 MAX_ID_CHARS = 120
 _HASH_CHARS = 8

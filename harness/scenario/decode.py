@@ -1,11 +1,16 @@
 """Taking typed values out of YAML nodes, or saying exactly what is wrong with them.
 
+A section is a table of fields, key to taker: `take_fields` refuses keys that are not in the table
+and has each taker look at its value. Every refusal is a `ScenarioError`.
+
 Strict on purpose: nothing is converted but an integer where a number is due, and the text `1e-3`
 (a string to YAML 1.1) where a number is due. A bool is never an integer, a number never a string.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
 
 from harness.errors import ScenarioError, did_you_mean
 from harness.scenario.yaml_source import Node, Origin
@@ -14,6 +19,8 @@ MAX_INT = 2**63 - 1
 MAX_SECONDS = 30 * 86400.0
 """Of any time that a scenario states: beyond, deadlines overflow."""
 _NUMBER_CHARS = frozenset("0123456789+-.eE")
+Taker = Callable[[Node, str], Any]
+"""From a node and its dotted key, which messages name, to the value."""
 
 
 def refuse(
@@ -23,37 +30,11 @@ def refuse(
     return node.origin.error(key, expected=expected, got=got or node.shown(), legal=tuple(legal))
 
 
-def take_mapping(
-    node: Node, key: str, *, legal: Iterable[str] | None = None, required: Iterable[str] = ()
-) -> dict[str, Node]:
-    """A mapping with none but `legal` keys (any, if None) and all the `required` ones.
-
-    Raises:
-        ScenarioError: not a mapping, or a key unknown or missing.
-    """
-    if not isinstance(node.value, dict):
-        raise refuse(node, key, "a mapping", legal=legal or ())
-    for name in node.value if legal is not None else ():
-        legal = tuple(legal or ())
-        if name not in legal:
-            raise unknown_key(name, node.keys[name], key, legal)
-    for name in required:
-        if name not in node.value:
-            raise node.origin.error(
-                dotted(key, name), expected="this key", got="nothing", legal=tuple(legal or ())
-            )
-    return node.value
-
-
 def unknown_key(name: str, origin: Origin, parent: str, legal: Iterable[str]) -> ScenarioError:
     """The error for a key that means nothing, with the closest that does."""
     legal = tuple(legal)
-    return origin.error(
-        dotted(parent, name),
-        expected="a known key",
-        got=f"{Node(name, origin).shown()}{did_you_mean(name, legal)}",
-        legal=legal,
-    )
+    got = f"{Node(name, origin).shown()}{did_you_mean(name, legal)}"
+    return origin.error(dotted(parent, name), expected="a known key", got=got, legal=legal)
 
 
 def dotted(parent: str, name: str) -> str:
@@ -61,11 +42,41 @@ def dotted(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent not in ("", "file") else name
 
 
-def take_list(node: Node, key: str, what: str) -> tuple[Node, ...]:
-    """A non-empty list; `what` says of what, for the message."""
+def take_mapping(
+    node: Node, key: str, *, legal: Iterable[str] | None = None, required: Iterable[str] = ()
+) -> dict[str, Node]:
+    """A mapping with none but `legal` keys (any, if None) and all the `required` ones."""
+    known = None if legal is None else tuple(legal)
+    if not isinstance(node.value, dict):
+        raise refuse(node, key, "a mapping", legal=known or ())
+    for name in node.value:
+        if known is not None and name not in known:
+            raise unknown_key(name, node.keys[name], key, known)
+    for name in required:
+        if name not in node.value:
+            raise node.origin.error(
+                dotted(key, name), expected="this key", got="nothing", legal=known or ()
+            )
+    return node.value
+
+
+def take_fields(
+    node: Node, key: str, fields: Mapping[str, Taker], *, required: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The values of a mapping with none but the fields' keys, in the fields' order."""
+    entries = take_mapping(node, key, legal=fields, required=required)
+    return {
+        name: take(entries[name], dotted(key, name))
+        for name, take in fields.items()
+        if name in entries
+    }
+
+
+def take_list(node: Node, key: str, what: str, *, may_be_empty: bool = False) -> tuple[Node, ...]:
+    """A list; `what` says of what, for the message."""
     if not isinstance(node.value, tuple):
         raise refuse(node, key, f"a list of {what}")
-    if not node.value:
+    if not node.value and not may_be_empty:
         raise refuse(node, key, f"a list of {what}", got="an empty list")
     return node.value
 
@@ -77,24 +88,21 @@ def take_str(node: Node, key: str, *, legal: Iterable[str] = ()) -> str:
         quoted = "a string" if node.raw == "" else f'a string, "{node.raw}" in quotes'
         raise refuse(node, key, quoted, legal=legal)
     if legal and node.value not in legal:
-        raise refuse(
-            node,
-            key,
-            "one of the legal values",
-            got=node.shown() + did_you_mean(node.value, legal),
-            legal=legal,
-        )
+        got = node.shown() + did_you_mean(node.value, legal)
+        raise refuse(node, key, "one of the legal values", got=got, legal=legal)
     return node.value
 
 
-def take_int(node: Node, key: str, *, minimum: int | None = None) -> int:
-    """An integer of at most 64 bits; a bool is not one."""
-    expected = "an integer" if minimum is None else f"an integer >= {minimum}"
+def take_int(node: Node, key: str, *, least: int | None = None, most: int | None = None) -> int:
+    """An integer of at most 64 bits, within bounds; a bool is not one."""
+    expected = "an integer" if least is None else f"an integer >= {least}"
+    if most is not None:
+        expected = f"an integer from {least} to {most}"
     if isinstance(node.value, bool) or not isinstance(node.value, int):
         raise refuse(node, key, expected)
     if abs(node.value) > MAX_INT:
         raise refuse(node, key, "an integer of at most 64 bits")
-    if minimum is not None and node.value < minimum:
+    if not (node.value if least is None else least) <= node.value <= (most or MAX_INT):
         raise refuse(node, key, expected)
     return node.value
 
@@ -128,3 +136,8 @@ def take_bool(node: Node, key: str) -> bool:
     if not isinstance(node.value, bool):
         raise refuse(node, key, "a bool", legal=("true", "false"))
     return node.value
+
+
+take_count: Taker = partial(take_int, least=1)
+take_positive: Taker = partial(take_float, above=0)
+take_seconds: Taker = partial(take_float, above=0, most=MAX_SECONDS)

@@ -34,15 +34,11 @@ from harness.records import CaseSpec, RunSpec
 from harness.samples import refusal
 from harness.scenario.case_id import Words, label, unique_ids
 from harness.scenario.decode import dotted
-from harness.scenario.plant_setting import check_has_part
-from harness.scenario.program_section import ProgramLeg
 from harness.scenario.schema import Choice, Rule, Scenario
-from harness.scenario.settings import Leg as BuiltinLeg
-from harness.scenario.settings import overlay
+from harness.scenario.settings import Leg, check_has_part, overlay
 from harness.soaking import LEAST_STEPS
 from harness.tolerance import ROUNDING, LossGap, tolerance_of
 
-Leg = BuiltinLeg | ProgramLeg
 MAX_COMBINATIONS = 50_000
 Device = Literal["cpu", "cuda"]
 Assignment = dict[str, Choice]
@@ -245,7 +241,7 @@ class _Maker:
         if key not in self.legs:
             layers = (choice.settings for choice in held.values())
             settings = overlay(self.scenario.base, *layers)
-            leg = self.legs[key] = self.scenario.build(settings, self.scenario.compare.origin)
+            leg = self.legs[key] = self.scenario.build(settings)
             number = self.identities.setdefault(leg.identity, len(self.identities))
             self.numbers[id(leg)] = number
         return self.legs[key]
@@ -323,7 +319,7 @@ class _Maker:
 
     def _check_rounds(self, reference: Leg) -> None:
         """A reference that cannot round at random has no bounds of rounding."""
-        if self.scenario.compare.expect != ROUNDING or not isinstance(reference, BuiltinLeg):
+        if self.scenario.compare.expect != ROUNDING or reference.config is None:
             return
         if (why := refusal(reference.plain())) is not None:
             raise self.scenario.compare.origin.error(
@@ -361,7 +357,7 @@ class _Maker:
         for role, plant in plants.items():
             leg = candidate if role == "candidate" else reference
             for planted in each_of(plant):
-                assert isinstance(leg, BuiltinLeg)
+                assert leg.config is not None
                 written = held.get("plant", held[self.scenario.compare.axis]).origin
                 check_has_part(CATALOGUE[planted.fault], leg.config, role, written)
 

@@ -9,35 +9,48 @@
     include  mappings key -> value: extend the cases that they fit, or add a case
     compare  the axis whose reference value every other value is compared with, and how equal they
              are to be: `bitwise`, or a tolerance (harness.tolerance)
-    checks   loss, state, taps, finite, peak_memory, soak
-    soak     steps, replays or duration_s; rotate, period, stall_s (see `soak_section`)
-    launch   device, timeout_s, slots, engine, slurm
+    checks   loss, state, taps, finite, graphs, peak_memory, throughput, soak
+    soak     how long runs go on, and stressors that take turns
+    launch   where and for how long runs may run
     tier     smoke, pr, nightly or weekly
-    select   all, pairwise or changed (see `cadence`)
+    select   all, pairwise or changed
 
-`harness.scenario.matrix` states what exclude and include mean. Every refusal is a `ScenarioError`.
+`sections` says more of checks, soak, launch, tier and select, and `matrix` what exclude and include
+mean. Every refusal is a `ScenarioError`.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.scenario.cadence import decode_select, decode_tier
 from harness.scenario.decode import dotted, refuse, take_list, take_mapping, take_str
-from harness.scenario.legal import is_listed, listed_layouts
-from harness.scenario.program_section import ProgramLeg, ProgramVocabulary
+from harness.scenario.program_section import ProgramVocabulary
 from harness.scenario.sections import (
+    LENGTHS,
     Launch,
+    Soak,
     decode_checks,
     decode_expect,
     decode_launch,
     decode_name,
+    decode_select,
+    decode_soak,
+    decode_tier,
     decode_why,
+    joined,
     split_option,
 )
-from harness.scenario.settings import Leg, Setting, build_leg, decode_settings, overlay
-from harness.scenario.soak_section import Soak, decode_soak, joined
+from harness.scenario.settings import (
+    Leg,
+    Setting,
+    build_leg,
+    decode_settings,
+    is_listed,
+    listed_layouts,
+    overlay,
+)
 from harness.scenario.yaml_source import Node, Origin, parse_bytes, read_bytes
 from harness.tolerance import ROUNDING, Expect
 
@@ -45,9 +58,9 @@ SECTIONS = (
     "name", "why", "base", "program", "axes", "exclude", "include", "compare", "checks", "soak",
     "launch", "tier", "select",
 )  # fmt: skip
+REQUIRED = ("name", "why", "axes", "compare", "checks")
 Decode = Callable[[str, Node, Origin, str], tuple[Setting, ...]]
 """The settings that a key and its node stand for, in a section."""
-REQUIRED = ("name", "why", "axes", "compare", "checks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +137,11 @@ class Scenario:
     select: str = "all"
     program: ProgramVocabulary | None = None
 
-    def build(self, settings: Mapping[str, Setting], fallback: Origin) -> Leg | ProgramLeg:
+    def build(self, settings: Mapping[str, Setting]) -> Leg:
         """The run that settings describe, by leaf (`ScenarioError`: a rule is broken)."""
         if self.program is None:
-            return build_leg(settings, fallback)
-        values = {leaf: setting.value for leaf, setting in settings.items()}
-        return self.program.build(
-            values, {leaf: setting.origin for leaf, setting in settings.items()}
-        )
+            return build_leg(settings, self.compare.origin)
+        return self.program.build(settings)
 
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, if there is one."""
@@ -159,35 +169,30 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     """
     origin = Origin(path, 1)
     root = parse_bytes(source, origin)
-    sections = take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
+    written = take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
+    sections, options = _with_options(written, overrides.sets)
     program = _decode_program(sections, path)
-    decode = decode_settings if program is None else _settings_of(program)
-    base = _decode_base(sections.get("base"), overrides.sets, decode, program)
+    decode = decode_settings if program is None else program.decode
+    base = _decode_base(sections.get("base"), decode) if program is None else program.base
+    base += tuple(each for option in options for each in decode(*option, ""))
     axes = _decode_axes(sections["axes"], overrides.axes, base, decode)
-    _refuse_set_axes(base, axes)
+    owners = {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
+    for key, value, where in options:
+        _refuse_set_axes(key, decode(key, value, where, ""), owners)
     compare = _decode_compare(sections["compare"], axes, decode)
-    launch = decode_launch(sections.get("launch"), overrides.sets)
-    soak = decode_soak(sections.get("soak"), overrides.sets, launch.timeout_s)
+    launch = decode_launch(sections.get("launch"))
+    soak = decode_soak(sections.get("soak"), launch.timeout_s)
     checks = decode_checks(sections["checks"], compare.expect)
-    if soak is not None and compare.expect == ROUNDING:
-        raise sections["soak"].origin.error(
-            "soak", expected="no soak with compare.expect rounding", got="one"
-        )
-    if ("soak" in checks) != (soak is not None):
-        raise sections["checks"].origin.error(
-            "checks.soak",
-            expected="the check soak and the section soak together",
-            got="the section alone" if soak is not None else "the check alone",
-        )
+    _refuse_soak(sections, compare, soaked="soak" in checks)
     return Scenario(
         name=decode_name(sections["name"]),
         why=decode_why(sections["why"]),
         path=path,
         source=source,
-        base=joined(base, _owners(axes), soak),
+        base=joined(base, owners, soak),
         axes=axes,
         exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode),
-        include=_decode_rules("include", sections.get("include"), axes, decode),
+        include=_decode_rules("include", sections.get("include"), axes, decode, owners),
         compare=compare,
         checks=checks,
         checks_origin=sections["checks"].origin,
@@ -198,6 +203,45 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
         select=decode_select(sections.get("select")),
         program=program,
     )
+
+
+def read_tier(path: Path) -> str:
+    """The tier of a scenario file, whatever else is in it; "" for none.
+
+    Raises:
+        ScenarioError: not YAML, no mapping, or a tier that there is not.
+    """
+    root = parse_bytes(read_bytes(path), Origin(str(path), 1))
+    return decode_tier(take_mapping(root, "file").get("tier"))
+
+
+def _with_options(
+    written: Mapping[str, Node], sets: Iterable[str]
+) -> tuple[dict[str, Node], list[tuple[str, Node, Origin]]]:
+    """The sections with `--set launch.X` and `--set soak.X` in them, and what else is set."""
+    sections, others = dict(written), []
+    for option in sets:
+        key, value, origin = split_option("--set", option)
+        head, *names = key.split(".")
+        if head in ("launch", "soak") and names:
+            sections[head] = _put(sections.get(head), key, names, value, origin)
+        else:
+            others.append((key, value, origin))
+    return sections, others
+
+
+def _put(node: Node | None, key: str, names: list[str], value: Node, origin: Origin) -> Node:
+    """A mapping with the option's value in it, under these names one below the other."""
+    if not names:
+        return value
+    node = Node({}, origin) if node is None else node
+    if not isinstance(node.value, dict):
+        raise origin.error(key, expected="a key of a mapping", got=f"one of {node.shown()}")
+    name, *inner = names
+    # An option says how long a soak is instead of what the file says.
+    held = {k: v for k, v in node.value.items() if name not in LENGTHS or k not in LENGTHS}
+    held[name] = _put(node.value.get(name), key, inner, value, origin)
+    return dataclasses.replace(node, value=held, keys=node.keys | {name: origin})
 
 
 def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabulary | None:
@@ -212,20 +256,23 @@ def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabular
     return ProgramVocabulary(sections["program"], path)
 
 
-def _settings_of(program: ProgramVocabulary) -> Decode:
-    def decode(key: str, node: Node, written: Origin, where: str) -> tuple[Setting, ...]:
-        return tuple(Setting(*each) for each in program.decode(key, node, written, where))
+def _refuse_soak(sections: Mapping[str, Node], compare: Compare, *, soaked: bool) -> None:
+    has_section = "soak" in sections
+    if has_section and compare.expect == ROUNDING:
+        raise sections["soak"].origin.error(
+            "soak", expected="no soak with compare.expect rounding", got="one"
+        )
+    if soaked != has_section:
+        raise sections["checks"].origin.error(
+            "checks.soak",
+            expected="the check soak and the section soak together",
+            got="the section alone" if has_section else "the check alone",
+        )
 
-    return decode
 
-
-def _decode_base(
-    node: Node | None, sets: Iterable[str], decode: Decode, program: ProgramVocabulary | None
-) -> tuple[Setting, ...]:
-    written = [] if program is None else [Setting(*each) for each in program.base]
+def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
     seen: dict[str, Setting] = {}
-    entries = take_mapping(node, "base") if node is not None else {}
-    for key, value in entries.items():
+    for key, value in take_mapping(node, "base").items() if node is not None else ():
         assert node is not None
         for setting in decode(key, value, node.keys[key], "base"):
             if setting.leaf in seen:
@@ -235,22 +282,13 @@ def _decode_base(
                     got=f"it again (first on line {seen[setting.leaf].origin.line})",
                 )
             seen[setting.leaf] = setting
-            written.append(setting)
-    for option in sets:
-        key, value, origin = split_option("--set", option)
-        if key.partition(".")[0] in ("launch", "soak"):
-            continue
-        written += decode(key, value, origin, "")
-    return tuple(written)
+    return tuple(seen.values())
 
 
-def _refuse_set_axes(base: tuple[Setting, ...], axes: tuple[Axis, ...]) -> None:
+def _refuse_set_axes(key: str, settings: Iterable[Setting], owners: Mapping[str, str]) -> None:
     """An option that sets what an axis sets would change nothing."""
-    owners = _owners(axes)
-    for setting in base:
-        option, _, key = setting.origin.file.partition(" ")
-        if option == "--set" and setting.origin.line is None and setting.leaf in owners:
-            owner = owners[setting.leaf]
+    for setting in settings:
+        if owner := owners.get(setting.leaf):
             raise setting.origin.error(
                 key,
                 expected=f"a key that no axis sets (say --axis {owner}=[...])",
@@ -258,22 +296,17 @@ def _refuse_set_axes(base: tuple[Setting, ...], axes: tuple[Axis, ...]) -> None:
             )
 
 
-def _owners(axes: tuple[Axis, ...]) -> dict[str, str]:
-    """Leaf to the axis that sets it."""
-    return {leaf: axis.name for axis in axes for choice in axis.choices for leaf in choice.leaves}
-
-
 def _decode_axes(
     node: Node, overrides: Iterable[str], base: tuple[Setting, ...], decode: Decode
 ) -> tuple[Axis, ...]:
-    entries = dict(take_mapping(node, "axes"))
-    origins = dict(node.keys)
+    entries, origins = dict(take_mapping(node, "axes")), dict(node.keys)
     for option in overrides:
         name, value, origin = split_option("--axis", option)
         entries[name], origins[name] = value, origin
     if not entries:
         raise refuse(node, "axes", "at least one axis", got="an empty mapping")
     axes = tuple(_decode_axis(name, entries[name], origins[name], base, decode) for name in entries)
+    listed = any(is_listed(name, entry) for name, entry in entries.items())
     owners: dict[str, str] = {}
     for axis in axes:
         for leaf in dict.fromkeys(leaf for choice in axis.choices for leaf in choice.leaves):
@@ -284,23 +317,18 @@ def _decode_axes(
                     got=f"{leaf}, which the axis {owners[leaf]} sets too",
                 )
             owners[leaf] = axis.name
-    _refuse_model_beside_listed(entries, axes, owners)
-    return axes
-
-
-def _refuse_model_beside_listed(
-    entries: Mapping[str, Node], axes: tuple[Axis, ...], owners: Mapping[str, str]
-) -> None:
-    """Which layouts are legal depends on the model, so there can be but one."""
-    listed = any(is_listed(name, node) for name, node in entries.items())
     for axis in axes:
-        if listed and any(owners[leaf] == axis.name for leaf in owners if leaf[:6] == "model."):
+        # Which layouts are legal depends on the model, so there can be but one.
+        if listed and any(
+            leaf[:6] == "model." for choice in axis.choices for leaf in choice.leaves
+        ):
             raise axis.origin.error(
                 dotted("axes", axis.name),
                 expected="the model in base, as the axis parallel lists layouts that are legal "
                 "for it",
                 got="an axis of models",
             )
+    return axes
 
 
 def _decode_axis(
@@ -327,14 +355,17 @@ def _decode_axis(
 
 
 def _decode_rules(
-    section: str, node: Node | None, axes: tuple[Axis, ...], decode: Decode
+    section: str,
+    node: Node | None,
+    axes: tuple[Axis, ...],
+    decode: Decode,
+    owners: Mapping[str, str] | None = None,
 ) -> tuple[Rule, ...]:
-    if node is None or node.value == ():
-        return ()
+    """The entries of exclude, or of include, which knows the owners of leaves."""
+    by_name = {axis.name: axis for axis in axes}
+    legal = by_name if owners is None else None
     rules = []
-    for entry in take_list(node, section, "mappings"):
-        by_name = {axis.name: axis for axis in axes}
-        legal = by_name if section == "exclude" else None
+    for entry in () if node is None else take_list(node, section, "mappings", may_be_empty=True):
         entries = take_mapping(entry, section, legal=legal)
         if not entries:
             raise refuse(entry, section, "at least one key", got="an empty mapping")
@@ -342,18 +373,17 @@ def _decode_rules(
             key: Choice(decode(key, value, entry.keys[key], section), value.origin)
             for key, value in entries.items()
         }
-        if section == "exclude":
+        if owners is not None:
+            _refuse_overlap(choices, owners)
+        else:
             for key, choice in choices.items():
                 _find_choice(by_name[key], choice, entries[key], dotted(section, key))
-        else:
-            _refuse_overlap(choices, axes)
         rules.append(Rule(choices, entry.origin))
     return tuple(rules)
 
 
-def _refuse_overlap(choices: dict[str, Choice], axes: tuple[Axis, ...]) -> None:
+def _refuse_overlap(choices: dict[str, Choice], owners: Mapping[str, str]) -> None:
     """An include entry may set a leaf once, and an axis' leaf only by the axis' own name."""
-    owners = _owners(axes)
     seen: dict[str, str] = {}
     for key, choice in choices.items():
         for leaf in choice.leaves:

@@ -18,11 +18,10 @@ from typing import Literal
 
 from harness.errors import NothingSelected, UsageError, shown
 from harness.records import CaseSpec, Json
-from harness.scenario.cadence import read_tier
 from harness.scenario.covering import num_pairs, pairwise
 from harness.scenario.listing import find_scenarios
 from harness.scenario.matrix import expand_marked
-from harness.scenario.schema import Overrides, Scenario, load_scenario
+from harness.scenario.schema import Overrides, Scenario, load_scenario, read_tier
 from harness.scenario.sections import Launch
 from harness.scenario.selection import select
 

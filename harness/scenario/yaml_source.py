@@ -11,12 +11,14 @@ no tags but `!!str`, decimal integers only, finite numbers only, no dates. `1e-3
 1.1) stays a string here; the decoder takes it where a number is due.
 """
 
+import dataclasses
+import io
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -63,16 +65,12 @@ class Node:
         origin: where the value starts.
         raw: a plain (unquoted) scalar's text as written; "" for anything else.
         keys: where each key of a mapping stands.
-        size: number of nodes, aliases expanded.
-        depth: levels below this one, itself included.
     """
 
     value: "Scalar | tuple[Node, ...] | dict[str, Node]"
     origin: Origin
     raw: str = ""
     keys: dict[str, Origin] = field(default_factory=dict)
-    size: int = 1
-    depth: int = 1
 
     def plain(self) -> Any:
         """The value without its origins."""
@@ -107,31 +105,22 @@ def read_bytes(path: Path) -> bytes:
     origin = Origin(str(path))
     try:
         status = path.stat()
-        kind = _not_a_file(status.st_mode)
-        size, data = status.st_size, b""
-        if not kind and size <= MAX_FILE_BYTES:
-            with path.open("rb") as stream:
-                # One byte more than allowed: the file may have grown since stat, or lie (/proc).
-                data = stream.read(MAX_FILE_BYTES + 1)
-                size = max(size, len(data))
+        is_file = stat.S_ISREG(status.st_mode)
+        with path.open("rb") if is_file else io.BytesIO() as stream:
+            # One byte more than allowed: the file may have grown since stat, or lie (/proc).
+            data = stream.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise origin.error("file", expected="a scenario file", got="no such file") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise origin.error("file", expected="a readable file", got=shown(reason)) from None
-    if kind:
+    if not is_file:
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
         raise origin.error("file", expected="a scenario file", got=kind)
-    if size > MAX_FILE_BYTES:
-        raise origin.error(
-            "file", expected=f"at most {MAX_FILE_BYTES:,} bytes", got=f"{size:,} bytes"
-        )
+    if (size := max(status.st_size, len(data))) > MAX_FILE_BYTES:
+        most = f"at most {MAX_FILE_BYTES:,} bytes"
+        raise origin.error("file", expected=most, got=f"{size:,} bytes")
     return data
-
-
-def _not_a_file(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "a folder"
-    return "" if stat.S_ISREG(mode) else "not a regular file"
 
 
 def parse_bytes(data: bytes, origin: Origin) -> Node:
@@ -161,7 +150,7 @@ def parse_text(text: str, origin: Origin) -> Node:
         code = ord(control.group())
         raise where.error("file", expected="text", got=f"the control character 0x{code:02x}")
     try:
-        return _Builder(origin).build(yaml.parse(text, Loader=_LOADER))
+        return _Reader(yaml.parse(text, Loader=_LOADER), origin).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = _at_line(origin, mark.line) if mark else origin
@@ -176,158 +165,132 @@ def _at_line(origin: Origin, line: int) -> Origin:
     return origin if origin.line is None else Origin(origin.file, line + 1)
 
 
-@dataclass
-class _Open:
-    """A container that is still being read. `key` waits for its value."""
+class _Reader:
+    """Events to one Node tree; it may recurse, as depth is limited.
 
-    origin: Origin
-    mapping: bool
-    anchor: str | None
-    items: list[Node] = field(default_factory=list)
-    entries: dict[str, Node] = field(default_factory=dict)
-    keys: dict[str, Origin] = field(default_factory=dict)
-    key: str | None = None
+    `total` is the number of values so far, keys included and aliases expanded.
+    """
 
-    def close(self) -> Node:
-        children = list(self.entries.values()) if self.mapping else self.items
-        return Node(
-            value=self.entries if self.mapping else tuple(self.items),
-            origin=self.origin,
-            keys=self.keys,
-            size=1 + len(self.keys) + sum(child.size for child in children),
-            depth=1 + max((child.depth for child in children), default=0),
-        )
-
-
-class _Builder:
-    """Events to one Node tree. `self.total` is the number of nodes so far, aliases expanded."""
-
-    def __init__(self, origin: Origin) -> None:
-        self.source = origin
-        self.open: list[_Open] = []
+    def __init__(self, events: Iterator[Any], source: Origin) -> None:
+        self.events, self.source = events, source
         self.anchors: dict[str, Node] = {}
         self.total = 0
-        self.root: Node | None = None
-        self.documents = 0
 
-    def build(self, events: Iterator[Any]) -> Node:
-        for event in events:
-            origin = _at_line(self.source, event.start_mark.line)
+    def document(self) -> Node:
+        """The only document that there is."""
+        root: Node | None = None
+        for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
-                self.documents += 1
-                if self.documents > 1:
-                    raise origin.error("file", expected="one YAML document", got="a second one")
-            elif isinstance(event, yaml.AliasEvent):
-                self._alias(event, origin)
-            elif isinstance(event, yaml.ScalarEvent):
-                node = _scalar(event, origin, as_key=self._key_due())
-                self._count(1, origin)
-                self._add(node, event.anchor)
-            elif isinstance(event, yaml.CollectionStartEvent):
-                self._start(event, origin)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                closing = self.open.pop()
-                self._add(closing.close(), closing.anchor)
-        if self.root is None:
+                if root is not None:
+                    raise self._at(event).error(
+                        "file", expected="one YAML document", got="a second one"
+                    )
+                root = self._node(next(self.events), "", 1)
+        if root is None:
             raise self.source.error("file", expected="a scenario", got="an empty file")
-        return self.root
+        return root
 
-    def _start(self, event: Any, origin: Origin) -> None:
-        if event.tag is not None:
+    def _at(self, event: Any) -> Origin:
+        return _at_line(self.source, event.start_mark.line)
+
+    def _node(self, event: Any, path: str, level: int) -> Node:
+        """The node that begins with an event; `level` is that of a container in this place."""
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event, path, level)
+        origin = self._at(event)
+        if isinstance(event, yaml.ScalarEvent):
+            node = _scalar(event, origin)
+            self._count(1, origin, path)
+        else:
+            node = self._container(event, origin, path, level)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node
+        return node
+
+    def _container(self, event: Any, origin: Origin, path: str, level: int) -> Node:
+        _refuse_tag(event.tag, origin)
+        self._count(1, origin, path)
+        self._limit_depth(level, origin, path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = []
+            while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+                items.append(self._node(event, path, level + 1))
+            return Node(tuple(items), origin)
+        entries: dict[str, Node] = {}
+        keys: dict[str, Origin] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            key, where = self._key(event, path), self._at(event)
+            inner = f"{path}.{key}" if path else key
+            if key in keys:
+                first = keys[key].line
+                again = "it twice" if first is None else f"it again (first on line {first})"
+                raise where.error(inner, expected="each key once", got=again)
+            keys[key] = where
+            entries[key] = self._node(next(self.events), inner, level + 1)
+        return Node(entries, origin, keys=keys)
+
+    def _key(self, event: Any, path: str) -> str:
+        origin, key, expected = self._at(event), path or "file", "a string key"
+        if isinstance(event, yaml.CollectionStartEvent):
             _refuse_tag(event.tag, origin)
-        if self._key_due():
-            raise origin.error(self._path(), expected="a string key", got="a list or mapping")
-        self._count(1, origin)
-        mapping = isinstance(event, yaml.MappingStartEvent)
-        self.open.append(_Open(origin, mapping, event.anchor))
-        self._limit_depth(0, origin)
+            raise origin.error(key, expected=expected, got="a list or mapping")
+        node = self._node(event, path, 0)
+        if not isinstance(node.value, str):
+            if isinstance(event, yaml.AliasEvent):
+                raise origin.error(key, expected=expected, got=f"*{event.anchor}")
+            raise origin.error("syntax", expected=f"{expected}, quoted", got=node.shown())
+        if node.value == "<<" and node.raw:
+            raise origin.error(key, expected="keys written out", got="a merge key (<<)")
+        return node.value
 
-    def _alias(self, event: Any, origin: Origin) -> None:
-        node = self.anchors.get(event.anchor)
+    def _alias(self, event: Any, path: str, level: int) -> Node:
+        origin, node = self._at(event), self.anchors.get(event.anchor)
         if node is None:
             raise origin.error(
-                self._path(), expected="an anchor defined above", got=f"*{event.anchor}"
+                path or "file", expected="an anchor defined above", got=f"*{event.anchor}"
             )
-        self._count(node.size, origin)
-        self._limit_depth(node.depth, origin)
-        if self._key_due() and not isinstance(node.value, str):
-            raise origin.error(self._path(), expected="a string key", got=f"*{event.anchor}")
-        self._add(Node(node.value, origin, node.raw, node.keys, node.size, node.depth), None)
+        size, levels = _measure(node)
+        self._count(size, origin, path)
+        self._limit_depth(level + levels - 1, origin, path)
+        return dataclasses.replace(node, origin=origin)
 
-    def _add(self, node: Node, anchor: str | None) -> None:
-        if anchor is not None:
-            self.anchors[anchor] = node
-        if not self.open:
-            self.root = node
-            return
-        parent = self.open[-1]
-        if not parent.mapping:
-            parent.items.append(node)
-        elif parent.key is None:
-            self._start_entry(parent, node)
-        else:
-            parent.entries[parent.key] = node
-            parent.key = None
-
-    def _start_entry(self, parent: _Open, node: Node) -> None:
-        key = str(node.value)
-        if key == "<<" and node.raw:
-            raise node.origin.error(
-                self._path(), expected="keys written out", got="a merge key (<<)"
-            )
-        if key in parent.keys:
-            first = parent.keys[key].line
-            raise node.origin.error(
-                self._path(key),
-                expected="each key once",
-                got="it twice" if first is None else f"it again (first on line {first})",
-            )
-        parent.keys[key] = node.origin
-        parent.key = key
-
-    def _key_due(self) -> bool:
-        return bool(self.open) and self.open[-1].mapping and self.open[-1].key is None
-
-    def _count(self, nodes: int, origin: Origin) -> None:
-        self.total += nodes
+    def _count(self, values: int, origin: Origin, path: str) -> None:
+        self.total += values
         if self.total > MAX_NODES:
-            raise origin.error(
-                self._path(),
-                expected=f"at most {MAX_NODES:,} values, aliases expanded",
-                got=f"at least {self.total:,}",
-            )
+            most = f"at most {MAX_NODES:,} values, aliases expanded"
+            raise origin.error(path or "file", expected=most, got=f"at least {self.total:,}")
 
-    def _limit_depth(self, below: int, origin: Origin) -> None:
-        if len(self.open) + below > MAX_DEPTH:
-            raise origin.error(
-                self._path(), expected=f"at most {MAX_DEPTH} levels", got="deeper nesting"
-            )
-
-    def _path(self, key: str | None = None) -> str:
-        keys = [entry.key for entry in self.open if entry.key is not None]
-        return ".".join([*keys, *([key] if key is not None else [])]) or "file"
+    def _limit_depth(self, level: int, origin: Origin, path: str) -> None:
+        if level > MAX_DEPTH:
+            most = f"at most {MAX_DEPTH} levels"
+            raise origin.error(path or "file", expected=most, got="deeper nesting")
 
 
-def _refuse_tag(tag: str, origin: Origin) -> NoReturn:
-    name = tag.replace(_TAG, "!!")
-    raise origin.error("syntax", expected="a value without a tag", got=f"the tag {shown(name)}")
+def _measure(node: Node) -> tuple[int, int]:
+    """Values, keys included, and levels of containers. It takes no longer than was counted."""
+    if not isinstance(node.value, dict | tuple):
+        return 1, 0
+    held = node.value.values() if isinstance(node.value, dict) else node.value
+    inner = [_measure(child) for child in held]
+    size = 1 + len(node.keys) + sum(each for each, _ in inner)
+    return size, 1 + max((levels for _, levels in inner), default=0)
 
 
-def _scalar(event: Any, origin: Origin, *, as_key: bool) -> Node:
+def _refuse_tag(tag: str | None, origin: Origin) -> None:
+    if tag is not None:
+        name = shown(tag.replace(_TAG, "!!"))
+        raise origin.error("syntax", expected="a value without a tag", got=f"the tag {name}")
+
+
+def _scalar(event: Any, origin: Origin) -> Node:
     text: str = event.value
     if bad := _UNWRITABLE.search(text):
         raise origin.error("syntax", expected="text", got=f"the character {shown(bad.group())}")
-    if event.tag is not None:
-        if event.tag != f"{_TAG}str":
-            _refuse_tag(event.tag, origin)
+    if event.tag != f"{_TAG}str":
+        _refuse_tag(event.tag, origin)
+    if event.tag is not None or not event.implicit[0]:
         return Node(text, origin)
-    if not event.implicit[0]:
-        return Node(text, origin)
-    value = _resolve(text, origin)
-    if as_key and not isinstance(value, str):
-        got = Node(value, origin, text).shown()
-        raise origin.error("syntax", expected="a string key, quoted", got=got)
-    return Node(value, origin, text)
+    return Node(_resolve(text, origin), origin, text)
 
 
 def _resolve(text: str, origin: Origin) -> Scalar:

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UsageError
-from harness.scenario.cadence import TIERS
 from harness.scenario.matrix import named
 from harness.scenario.schema import Scenario
+from harness.scenario.sections import TIERS
 from harness.scenario.selection import Expression, read_expression
 
 _EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")

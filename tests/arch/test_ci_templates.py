@@ -15,7 +15,7 @@ import yaml
 
 from harness.cli import commands
 from harness.records import ExitCode
-from harness.scenario.cadence import TIERS
+from harness.scenario.sections import TIERS
 from tests.arch.tree import ROOT
 
 pytest_plugins = ["pytester"]

@@ -139,9 +139,9 @@ def test_exclude_and_include_name_its_values(tmp_path: Path) -> None:
 
 def test_too_many_layouts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list is cut short before it fills the memory, and the limit is said."""
-    monkeypatch.setattr("harness.scenario.legal.MAX_LAYOUTS", 34)
+    monkeypatch.setattr("harness.scenario.settings.MAX_LAYOUTS", 34)
     assert len(cases(tmp_path)) == 34
-    monkeypatch.setattr("harness.scenario.legal.MAX_LAYOUTS", 33)
+    monkeypatch.setattr("harness.scenario.settings.MAX_LAYOUTS", 33)
     with pytest.raises(ScenarioError, match=r"axes\.parallel: expected at most 33 layouts"):
         cases(tmp_path)
 
