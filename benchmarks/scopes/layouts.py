@@ -6,8 +6,7 @@ from typing import Any
 
 from fsdp_core.config import ConfigError, ParallelConfig
 from harness.errors import UsageError
-from harness.scenario.case_id import token
-from harness.scenario.schema import Choice
+from harness.scenario.case_id import Choice
 from harness.scenario.settings import decode_settings
 from harness.scenario.yaml_source import Origin, parse_text
 
@@ -61,4 +60,4 @@ def _read(text: str) -> tuple[int, Layout]:
         ranks = ParallelConfig(**degrees).world_size  # type: ignore[arg-type]
     except ConfigError as error:
         raise UsageError(f"{OPTION} {text!r}: {error.within('parallel')}") from None
-    return ranks, Layout(token(Choice(settings, node.origin)), degrees)
+    return ranks, Layout(Choice(settings, node.origin).token, degrees)

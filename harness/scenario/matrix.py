@@ -21,7 +21,7 @@ into the legs that it names; the other legs get its counterpart, if the catalogu
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,17 +32,18 @@ from harness.faults.catalogue import CATALOGUE, LEGS
 from harness.plant_spec import PlantSpec, each_of, joined
 from harness.records import CaseSpec, RunSpec
 from harness.samples import refusal
-from harness.scenario.case_id import Words, label, unique_ids
+from harness.scenario.case_id import Assignment, Choice, unique_ids
 from harness.scenario.decode import dotted
-from harness.scenario.schema import Choice, Rule, Scenario
+from harness.scenario.schema import Rule, Scenario
 from harness.scenario.settings import Leg, check_has_part, overlay
 from harness.soaking import LEAST_STEPS
 from harness.tolerance import ROUNDING, LossGap, tolerance_of
 
 MAX_COMBINATIONS = 50_000
 Device = Literal["cpu", "cuda"]
-Assignment = dict[str, Choice]
-_Match = tuple[tuple[str, tuple[tuple[str, object], ...]], ...]
+Plants = Mapping[str, PlantSpec | None]
+"""What is planted, by role of the run in its case."""
+_NO_PLANTS: Plants = dict.fromkeys(LEGS)
 
 
 def expand(scenario: Scenario, device: Device) -> tuple[CaseSpec, ...]:
@@ -60,11 +61,11 @@ def expand_marked(
     scenario: Scenario, device: Device
 ) -> tuple[tuple[CaseSpec, ...], tuple[str, ...]]:
     """As `expand`, and the ids of the cases that include entries added: somebody wants these."""
-    left = _exclude(scenario, _product(scenario))
-    assignments = _include(scenario, left)
-    if not assignments:
-        raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
     with held_off():
+        left, added = _assignments(scenario)
+        assignments = left + added
+        if not assignments:
+            raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
         ids = unique_ids(assignments, last=scenario.compare.axis)
         maker = _Maker(scenario, device)
         named = zip(ids, assignments, strict=True)
@@ -77,12 +78,25 @@ def named(scenario: Scenario) -> Iterator[tuple[str, dict[str, str]]]:
     Raises:
         ScenarioError: an exclude or include entry does nothing, or there are too many cases.
     """
-    assignments = _include(scenario, _exclude(scenario, _product(scenario)))
-    words = Words()
-    for name, held in zip(
-        unique_ids(assignments, last=scenario.compare.axis), assignments, strict=True
-    ):
-        yield name, {key: words.label(choice) for key, choice in held.items()}
+    assignments = list(itertools.chain(*_assignments(scenario)))
+    ids = unique_ids(assignments, last=scenario.compare.axis)
+    for name, held in zip(ids, assignments, strict=True):
+        yield name, {key: choice.label for key, choice in held.items()}
+
+
+def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]]:
+    """What the axes give, without what is excluded, and what include entries add."""
+    held = _product(scenario)
+    matching, removed = _matching(held), set[int]()
+    for rule in scenario.exclude:
+        if not (places := matching(rule.choices)):
+            raise rule.origin.error(
+                "exclude",
+                expected="an entry that removes a case",
+                got=f"{_words(rule)}, which matches none (the reference leg is no case)",
+            )
+        removed.update(places)
+    return _include(scenario, [each for n, each in enumerate(held) if n not in removed])
 
 
 def _product(scenario: Scenario) -> list[Assignment]:
@@ -95,80 +109,52 @@ def _product(scenario: Scenario) -> list[Assignment]:
             got=f"{lengths} = {count:,}",
         )
     names = [axis.name for axis in scenario.axes]
-    reference = scenario.compare.reference.leaves
+    compare = scenario.compare
     columns = [
-        [c for c in axis.choices if axis.name != scenario.compare.axis or c.leaves != reference]
-        for axis in scenario.axes
-    ]
+        [c for c in each.choices
+         if each.name != compare.axis or c.identity != compare.reference.identity]
+        for each in scenario.axes
+    ]  # fmt: skip
     return [dict(zip(names, row, strict=True)) for row in itertools.product(*columns)]
 
 
-def _identity(choice: Choice) -> tuple[tuple[str, object], ...]:
-    return tuple(sorted(choice.leaves.items()))
+def _matching(assignments: list[Assignment]) -> Callable[[Mapping[str, Choice]], list[int]]:
+    """Finds the places of those that have every wanted choice, without asking each each time."""
+    by_names: dict[tuple[str, ...], dict[tuple[Hashable, ...], list[int]]] = {}
 
-
-class _Index:
-    """Finds the cases that agree with a rule's axis values, without asking each case each time."""
-
-    def __init__(self, assignments: list[Assignment]) -> None:
-        self.assignments = assignments
-        self.identities: dict[int, tuple[tuple[str, object], ...]] = {}
-        self.by_names: dict[tuple[str, ...], dict[_Match, list[int]]] = {}
-
-    def matches(self, wanted: Mapping[str, Choice]) -> list[int]:
-        """Positions of the cases that have every wanted choice."""
+    def matching(wanted: Mapping[str, Choice]) -> list[int]:
         names = tuple(sorted(wanted))
-        if names not in self.by_names:
-            groups: dict[_Match, list[int]] = {}
-            for position, held in enumerate(self.assignments):
-                groups.setdefault(self._match(held, names), []).append(position)
-            self.by_names[names] = groups
-        return self.by_names[names].get(self._match(wanted, names), [])
+        if names not in by_names:
+            groups = by_names[names] = {}
+            for place, held in enumerate(assignments):
+                key = tuple([held[name].identity for name in names])
+                groups.setdefault(key, []).append(place)
+        return by_names[names].get(tuple(wanted[name].identity for name in names), [])
 
-    def _match(self, held: Mapping[str, Choice], names: tuple[str, ...]) -> _Match:
-        return tuple((name, self._known(held[name])) for name in names)
-
-    def _known(self, choice: Choice) -> tuple[tuple[str, object], ...]:
-        if id(choice) not in self.identities:
-            self.identities[id(choice)] = _identity(choice)
-        return self.identities[id(choice)]
+    return matching
 
 
-def _exclude(scenario: Scenario, assignments: list[Assignment]) -> list[Assignment]:
-    index = _Index(assignments)
-    removed: set[int] = set()
-    for rule in scenario.exclude:
-        matched = index.matches(rule.choices)
-        if not matched:
-            raise rule.origin.error(
-                "exclude",
-                expected="an entry that removes a case",
-                got=f"{_words(rule)}, which matches none (the reference leg is no case)",
-            )
-        removed.update(matched)
-    return [held for position, held in enumerate(assignments) if position not in removed]
-
-
-def _include(scenario: Scenario, assignments: list[Assignment]) -> list[Assignment]:
-    index = _Index(assignments)
+def _include(
+    scenario: Scenario, assignments: list[Assignment]
+) -> tuple[list[Assignment], list[Assignment]]:
+    matching = _matching(assignments)
     extended = [dict(held) for held in assignments]
     added: list[Assignment] = []
     for rule in scenario.include:
         on_axes = {key: c for key, c in rule.choices.items() if scenario.axis(key) is not None}
         others = {key: c for key, c in rule.choices.items() if key not in on_axes}
-        matched = index.matches(on_axes)
-        if not matched:
+        places = matching(on_axes)
+        if not places:
             added.append(_added(scenario, rule))
-            continue
-        if not others:
+        elif not others:
             raise rule.origin.error(
                 "include",
                 expected="an entry that extends or adds a case",
                 got=f"{_words(rule)}, a case that the axes already give",
             )
-        for position in matched:
-            _extend(extended[position], others, rule)
-    return extended + added
+        for place in places:
+            _extend(extended[place], others, rule)
+    return extended, added
 
 
 def _extend(held: Assignment, others: Mapping[str, Choice], rule: Rule) -> None:
@@ -186,7 +172,7 @@ def _extend(held: Assignment, others: Mapping[str, Choice], rule: Rule) -> None:
 def _added(scenario: Scenario, rule: Rule) -> Assignment:
     axis = scenario.compare.axis
     choice = rule.choices.get(axis)
-    if choice is None or choice.leaves == scenario.compare.reference.leaves:
+    if choice is None or choice.identity == scenario.compare.reference.identity:
         got = "nothing" if choice is None else "the reference, which is no case by itself"
         raise (rule.origin if choice is None else choice.origin).error(
             dotted("include", axis),
@@ -197,53 +183,64 @@ def _added(scenario: Scenario, rule: Rule) -> Assignment:
 
 
 def _words(rule: Rule) -> str:
-    return ", ".join(f"{key}: {label(choice)}" for key, choice in rule.choices.items())
+    return ", ".join(f"{key}: {choice.label}" for key, choice in rule.choices.items())
 
 
 @dataclass
 class _Maker:
-    """Builds cases; legs and runs that cases share are built once."""
+    """Builds cases; legs and runs that cases share are built once.
+
+    `legs` have a number beside them, one for all that do the same: it is cheaper to hash.
+    """
 
     scenario: Scenario
     device: Device
-    legs: dict[tuple[tuple[str, int], ...], Leg] = field(default_factory=dict)
+    legs: dict[tuple[tuple[str, int], ...], tuple[Leg, int]] = field(default_factory=dict)
     runs: dict[tuple[int, str, PlantSpec | None, bool], RunSpec] = field(default_factory=dict)
-    identities: dict[Hashable, int] = field(default_factory=dict)
-    numbers: dict[int, int] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
     seen: dict[tuple[object, ...], str] = field(default_factory=dict)
-    words: Words = field(default_factory=Words)
 
     def case(self, name: str, held: Assignment) -> CaseSpec:
-        compare = self.scenario.compare
-        candidate = self._leg(held)
-        reference = self._leg({**held, compare.axis: compare.reference})
-        plants = {role: _planted(role, candidate, reference) for role in LEGS}
-        self._check_pair(name, held, candidate, reference, plants)
+        compare, checks = self.scenario.compare, self.scenario.checks
+        candidate, mine = self._leg(held)
+        reference, theirs = self._leg({**held, compare.axis: compare.reference})
+        plants = _planted(candidate, reference)
+        runs = ((mine, plants["candidate"]), (theirs, plants["reference"]))
+        choice, key = held[compare.axis], dotted("axes", compare.axis)
+        if runs[0] == runs[1]:
+            raise choice.origin.error(
+                key,
+                expected="a value that changes the run",
+                got=f"{choice.label}, which leaves candidate and reference alike",
+            )
+        self._check_equal(choice, candidate, reference)
+        if (other := self.seen.setdefault(runs, name)) != name:
+            raise choice.origin.error(
+                key, expected="each case once", got=f"{name}, the same runs as {other}"
+            )
         self._check_looks(held, candidate, reference, plants)
         soaks = self._who_soaks(candidate, reference)
         return CaseSpec(
             id=name,
             scenario=self.scenario.name,
-            labels={key: self.words.label(choice) for key, choice in held.items()},
+            labels={key: choice.label for key, choice in held.items()},
             reference=self._run(reference, "reference", plants["reference"], soaks=soaks[1]),
             control=self._run(reference, "control", plants["control"], soaks=soaks[1]),
             candidate=self._run(candidate, "candidate", plants["candidate"], soaks=soaks[0]),
             expect=compare.expect,
-            checks=self.scenario.checks,
-            repeats=self.scenario.checks.get("throughput", {}).get("repeats", 0),
+            checks=checks,
+            repeats=checks.get("throughput", {}).get("repeats", 0),
             # Within a tolerance bits differ by design: that they come again says nothing.
             confirm=self.scenario.launch.confirm and compare.expect == "bitwise",
         )
 
-    def _leg(self, held: Mapping[str, Choice]) -> Leg:
+    def _leg(self, held: Assignment) -> tuple[Leg, int]:
         # Choices live as long as the scenario, so their addresses name them.
-        key = tuple((name, id(choice)) for name, choice in held.items())
+        key = tuple([(name, id(choice)) for name, choice in held.items()])
         if key not in self.legs:
-            layers = (choice.settings for choice in held.values())
-            settings = overlay(self.scenario.base, *layers)
-            leg = self.legs[key] = self.scenario.build(settings)
-            number = self.identities.setdefault(leg.identity, len(self.identities))
-            self.numbers[id(leg)] = number
+            settings = overlay(self.scenario.base, *(choice.settings for choice in held.values()))
+            leg = self.scenario.build(settings)
+            self.legs[key] = leg, self.numbers.setdefault(leg.identity, len(self.numbers))
         return self.legs[key]
 
     def _who_soaks(self, candidate: Leg, reference: Leg) -> tuple[bool, bool]:
@@ -284,54 +281,33 @@ class _Maker:
             )
         return self.runs[key]
 
-    def _check_pair(
-        self,
-        name: str,
-        held: Assignment,
-        candidate: Leg,
-        reference: Leg,
-        plants: Mapping[str, PlantSpec | None],
-    ) -> None:
-        axis = self.scenario.compare.axis
-        where, key = held[axis].origin, dotted("axes", axis)
-        # Equal configurations have one number, which is cheaper to hash again and again.
-        first, second = self.numbers[id(candidate)], self.numbers[id(reference)]
-        pair = (first, plants["candidate"], second, plants["reference"])
-        if pair[:2] == pair[2:]:
-            raise where.error(
-                key, expected="a value that changes the run", got=f"{label(held[axis])}, "
-                "which leaves candidate and reference alike"
-            )  # fmt: skip
-        self._check_rounds(reference)
-        exact = self.scenario.compare.expect == "bitwise"
-        for what, mine, theirs in _pairing(candidate, reference, exact=exact):
+    def _check_equal(self, choice: Choice, candidate: Leg, reference: Leg) -> None:
+        """What must be equal for records of the runs to have a partner each, and their bits to."""
+        compare = self.scenario.compare
+        due: tuple[tuple[str, int | str, int | str], ...] = (
+            ("world size", candidate.world_size, reference.world_size),
+            ("number of steps", candidate.steps, reference.steps),
+            ("number of microbatches", candidate.microbatches, reference.microbatches),
+        )
+        if compare.expect == "bitwise":
+            # Compiled code is another program: fused operators round elsewhere.
+            due += (("compiled parts", candidate.compiled, reference.compiled),)
+        for what, mine, theirs in due:
             if mine != theirs:
-                raise where.error(
-                    key,
+                raise choice.origin.error(
+                    dotted("axes", compare.axis),
                     expected=f"the reference's {what}, {theirs}, to compare one to one",
                     got=f"{mine}",
                 )
-        if pair in self.seen:
-            raise where.error(
-                key, expected="each case once", got=f"{name}, the same runs as {self.seen[pair]}"
-            )
-        self.seen[pair] = name
-
-    def _check_rounds(self, reference: Leg) -> None:
-        """A reference that cannot round at random has no bounds of rounding."""
-        if self.scenario.compare.expect != ROUNDING or reference.config is None:
-            return
-        if (why := refusal(reference.plain())) is not None:
-            raise self.scenario.compare.origin.error(
+        builtin = reference.config is not None
+        if compare.expect == ROUNDING and builtin and (why := refusal(reference.plain())):
+            # A reference that cannot round at random has no bounds of rounding.
+            raise compare.origin.error(
                 "compare.expect", expected=f"{why[0]}, for rounding to be measured", got=why[1]
             )
 
     def _check_looks(
-        self,
-        held: Assignment,
-        candidate: Leg,
-        reference: Leg,
-        plants: Mapping[str, PlantSpec | None],
+        self, held: Assignment, candidate: Leg, reference: Leg, plants: Plants
     ) -> None:
         """A check with nothing to look at, or a fault with no place, would be for nothing."""
         taps_due = self.scenario.program is None  # a script may give its recorder some
@@ -382,26 +358,18 @@ class _Maker:
             )
 
 
-def _pairing(
-    candidate: Leg, reference: Leg, *, exact: bool
-) -> Iterator[tuple[str, int | str, int | str]]:
-    """What must be equal for records of the legs to have a partner each, and for their bits to."""
-    mine, theirs = candidate, reference
-    yield "world size", mine.world_size, theirs.world_size
-    yield "number of steps", mine.steps, theirs.steps
-    yield "number of microbatches", mine.microbatches, theirs.microbatches
-    if exact:
-        # Compiled code is another program: fused operators round elsewhere.
-        yield "compiled parts", mine.compiled, theirs.compiled
-
-
-def _planted(role: str, candidate: Leg, reference: Leg) -> PlantSpec | None:
-    """The faults of one run: its own leg's, and counterparts of those it is compared with."""
-    own = candidate.plant if role == "candidate" else reference.plant
-    mine = [fault for fault in each_of(own) if role in fault.legs]
-    twins = [
-        dataclasses.replace(fault, fault=CATALOGUE[fault.fault].counterpart, legs=(role,))
-        for fault in each_of(candidate.plant or own)
-        if role not in fault.legs and CATALOGUE[fault.fault].counterpart
-    ]
-    return joined(mine + twins)
+def _planted(candidate: Leg, reference: Leg) -> Plants:
+    """The faults of each run: its own leg's, and counterparts of those it is compared with."""
+    if candidate.plant is None and reference.plant is None:
+        return _NO_PLANTS
+    plants = {}
+    for role in LEGS:
+        own = candidate.plant if role == "candidate" else reference.plant
+        mine = [fault for fault in each_of(own) if role in fault.legs]
+        twins = [
+            dataclasses.replace(fault, fault=CATALOGUE[fault.fault].counterpart, legs=(role,))
+            for fault in each_of(candidate.plant or own)
+            if role not in fault.legs and CATALOGUE[fault.fault].counterpart
+        ]
+        plants[role] = joined(mine + twins)
+    return plants

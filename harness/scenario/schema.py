@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.scenario.case_id import Choice
 from harness.scenario.decode import dotted, refuse, take_list, take_mapping, take_str
 from harness.scenario.program_section import ProgramVocabulary
 from harness.scenario.sections import (
@@ -61,19 +62,6 @@ SECTIONS = (
 REQUIRED = ("name", "why", "axes", "compare", "checks")
 Decode = Callable[[str, Node, Origin, str], tuple[Setting, ...]]
 """The settings that a key and its node stand for, in a section."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One value of an axis, or one key of an include entry: the settings that it stands for."""
-
-    settings: tuple[Setting, ...]
-    origin: Origin
-
-    @property
-    def leaves(self) -> dict[str, Any]:
-        """Leaf to value: two choices are the same if these are."""
-        return {setting.leaf: setting.value for setting in self.settings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,14 +330,13 @@ def _decode_axis(
     seen: dict[tuple[Any, ...], Origin] = {}
     for value in take_list(node, key, f"values of {name}"):
         choice = Choice(decode(name, value, origin, "axes"), value.origin)
-        identity = tuple(sorted(choice.leaves.items()))
-        if identity in seen:
-            line = seen[identity].line
+        if choice.identity in seen:
+            line = seen[choice.identity].line
             got = f"{value.shown()} twice"
             if line is not None and line != value.origin.line:
                 got = f"{value.shown()} again (first on line {line})"
             raise value.origin.error(key, expected="each value once", got=got)
-        seen[identity] = value.origin
+        seen[choice.identity] = value.origin
         choices.append(choice)
     return Axis(name, tuple(choices), origin)
 
@@ -404,7 +391,7 @@ def _refuse_overlap(choices: dict[str, Choice], owners: Mapping[str, str]) -> No
 
 def _find_choice(axis: Axis, choice: Choice, node: Node, key: str) -> Choice:
     for candidate in axis.choices:
-        if candidate.leaves == choice.leaves:
+        if candidate.identity == choice.identity:
             return candidate
     raise refuse(node, key, f"a value of the axis {axis.name}")
 

@@ -113,7 +113,9 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
     return plain
 
 
-_hints = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints(kind: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 @functools.cache
