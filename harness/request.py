@@ -11,8 +11,8 @@ from harness.occupancy import Occupancy
 from harness.plan import Plan
 from harness.records import Verdict
 from harness.scenario.schema import Overrides
+from harness.scenario.shards import Whole
 from harness.scenario.suite import Selected
-from harness.sharding import Whole
 from harness.store import RunFolder
 
 

@@ -55,7 +55,7 @@ CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE = "shards.json"
 JOURNAL_FILE = "questions.jsonl"
 """Of a search: what `harness bisect` asked."""
-"""Of a shard: `harness.sharding`."""
+"""Of a shard: `harness.scenario.shards`."""
 LEGS = ("reference", "control", "candidate")
 FILES_KEY = "files"
 """Key of the manifest under which are the checksums of the files beside it."""

@@ -57,7 +57,7 @@ def _read(text: str) -> tuple[int, Layout]:
     settings = decode_settings("parallel", node, origin, "")
     degrees = {setting.leaf.partition(".")[2]: setting.value for setting in settings}
     try:
-        ranks = ParallelConfig(**degrees).world_size  # type: ignore[arg-type]
+        ranks = ParallelConfig(**degrees).world_size
     except ConfigError as error:
         raise UsageError(f"{OPTION} {text!r}: {error.within('parallel')}") from None
     return ranks, Layout(Choice(settings, node.origin).token, degrees)

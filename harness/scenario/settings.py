@@ -114,12 +114,12 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
 
 
 @functools.cache
-def _hints(kind: Hashable) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
 @functools.cache
-def parts() -> dict[str, type[Any]]:
+def parts() -> dict[str, Any]:
     """The nested configurations of `TrainConfig`, by field name."""
     return {
         name: kind for name, kind in _hints(TrainConfig).items() if dataclasses.is_dataclass(kind)

@@ -9,6 +9,9 @@ without mixing the runs of two machines in one case. Costliest first is within 4
 (R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Applied Mathematics 17(2), 1969).
 Equal cases and equal costs give equal shards on every machine: what the machine at hand has, cores
 and GPUs, is not asked. Every case is in exactly one shard.
+
+The folder of a shard holds `shards.json`: every case of the whole matrix and the shard that it is
+in. So whoever puts shards together knows what is missing, whichever shard was lost.
 """
 
 import hashlib
@@ -17,15 +20,19 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
-from harness.errors import UsageError, shown
-from harness.records import CaseSpec, Json
+from harness.checksum import with_checksum
+from harness.disk import write_atomic
+from harness.errors import NothingSelected, UsageError, shown
+from harness.object_file import read_object, told
+from harness.records import CaseSpec, Json, RecordError, dumps
 from harness.repeats import runs_of
 from harness.schedule import Seconds, unique_runs
+from harness.store import SHARDS_FILE
 
 MAX_SHARDS = 1000
-CORES = 8
-"""Of the machine that costs are estimated for: the same for every shard, whoever cuts."""
 _SHARD = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 
 
@@ -141,3 +148,81 @@ def fingerprint(shards: Sequence[Sequence[CaseSpec]]) -> str:
     """Names a cut: shards that are to be merged must be of one."""
     ids = [[case.id for case in shard] for shard in shards]
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Json):
+    """The matrix that a shard is of.
+
+    Attributes:
+        shard: which one it is.
+        cut: names the cut; shards of one cut hold every case once.
+        cases: of all shards, in their order.
+        shards: ids of the cases of each.
+    """
+
+    shard: Shard
+    cut: str
+    cases: tuple[CaseSpec, ...]
+    shards: tuple[tuple[str, ...], ...]
+
+
+def take_shard(
+    cases: Sequence[CaseSpec], text: str, seconds: Seconds
+) -> tuple[tuple[CaseSpec, ...], Whole]:
+    """The cases of the shard `text`, which is I/N, and the whole that it is of.
+
+    Raises:
+        UsageError: no shard.
+        NothingSelected: the shard holds no case.
+    """
+    shard = parse_shard(text)
+    shards = cut(cases, shard.number, seconds)
+    chosen = shards[shard.index - 1]
+    if not chosen:
+        filled = sum(map(bool, shards))
+        raise NothingSelected(
+            f"shard {shard} holds no case: those that share a reference stay together, so "
+            f"{len(cases)} cases fill {filled} of {shard.number} shards (harness list --shards "
+            f"{shard.number} --json names those)"
+        )
+    ids = tuple(tuple(case.id for case in held) for held in shards)
+    return chosen, Whole(shard=shard, cut=fingerprint(shards), cases=tuple(cases), shards=ids)
+
+
+def refuse_changed(cases: Sequence[CaseSpec]) -> NoReturn:
+    """Refuse a shard of what has changed.
+
+    What has changed is what a history says, and each shard adds to one: the next would be cut
+    otherwise, and cases would be in none.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        "--shard: expected select: all or pairwise, got changed: histories differ from shard to "
+        "shard, and cases would be in none; add --select all, or leave out --shard"
+    )
+
+
+def keep_whole(folder: Path, whole: Whole) -> None:
+    """Write what a shard's folder says of the others.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    write_atomic(folder / SHARDS_FILE, dumps(with_checksum(whole)) + "\n")
+
+
+def load_whole(folder: Path) -> Whole | None:
+    """What a run folder says of the matrix that it is a shard of; None if it is no shard.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    try:
+        return Whole.from_json(read_object(folder / SHARDS_FILE))
+    except FileNotFoundError:
+        return None
+    except (OSError, RecordError) as error:
+        raise UsageError(f"{folder} is a damaged run folder: {told(error)}") from error

@@ -9,26 +9,22 @@ is told: in the plan, in the run folder's manifest and in its report.
 """
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from harness.errors import NothingSelected, UsageError, shown
-from harness.records import CaseSpec, Json
-from harness.scenario.covering import num_pairs, pairwise
-from harness.scenario.listing import find_scenarios
-from harness.scenario.matrix import expand_marked
+from harness.errors import HarnessError, NothingSelected, UsageError, shown
+from harness.records import CaseSpec, ExitCode, Json
+from harness.scenario.case_id import shortened
+from harness.scenario.matrix import Device, expand, expand_marked
 from harness.scenario.schema import Overrides, Scenario, load_scenario, read_tier
 from harness.scenario.sections import Launch
-from harness.scenario.selection import select
+from harness.scenario.selection import num_pairs, pairwise, select
 
+SUFFIXES = (".yaml", ".yml")
 MAX_ID_CHARS = 180
-_HASH_CHARS = 8
 NO_OVERRIDES = Overrides()
-Device = Literal["cpu", "cuda"]
 Changed = Callable[[Sequence[CaseSpec]], tuple[CaseSpec, ...]]
 """Those of the cases that have not passed as they are now."""
 
@@ -173,6 +169,22 @@ class Suite:
         return f"-k {shown(keyword)} selects none of {num_all} cases of {self.name}"
 
 
+def find_scenarios(paths: Iterable[Path]) -> tuple[Path, ...]:
+    """The files named, and those in the folders named, sorted within each folder.
+
+    Raises:
+        NothingSelected: there is none.
+    """
+    found: dict[Path, None] = {}
+    searched = [str(path) for path in paths]
+    for path in map(Path, searched):
+        inside = (p for p in sorted(path.rglob("*")) if p.suffix in SUFFIXES and p.is_file())
+        found |= dict.fromkeys(inside if path.is_dir() else (path,))
+    if not found:
+        raise NothingSelected(f"no scenario file in {', '.join(searched)}")
+    return tuple(found)
+
+
 def load_suite(
     paths: Sequence[Path], *, tiers: Sequence[str] = (), overrides: Overrides = NO_OVERRIDES
 ) -> Suite:
@@ -250,8 +262,7 @@ def _joined(scenario: str, case: str) -> str:
     name = f"{scenario}.{case}"
     if len(name) <= MAX_ID_CHARS:
         return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
-    return f"{name[: MAX_ID_CHARS - _HASH_CHARS - 1]}-{digest}"
+    return shortened(name, name, MAX_ID_CHARS)
 
 
 def _quoted(scenario: Scenario) -> str:
@@ -259,3 +270,26 @@ def _quoted(scenario: Scenario) -> str:
     lines = scenario.source.decode().splitlines()
     body = "".join(f"      {line}".rstrip() + "\n" for line in lines)
     return f"  - file: {json.dumps(Path(scenario.path).name)}\n    text: |2\n{body}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Json):
+    """What came of checking one file: its number of cases, or the error's line and exit code."""
+
+    file: str
+    num_cases: int = 0
+    error: str = ""
+    exit_code: int = ExitCode.PASSED
+
+
+def check_files(files: Sequence[Path], overrides: Overrides) -> tuple[Checked, ...]:
+    """Decode and expand every file; errors become results."""
+    results = []
+    for file in files:
+        try:
+            cases = expand(load_scenario(file, overrides=overrides), "cpu")
+        except HarnessError as error:
+            results.append(Checked(file=str(file), error=str(error), exit_code=error.exit_code))
+        else:
+            results.append(Checked(file=str(file), num_cases=len(cases)))
+    return tuple(results)

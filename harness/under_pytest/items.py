@@ -18,9 +18,9 @@ import pytest
 from harness.checks import confirmation
 from harness.errors import HarnessError
 from harness.records import Verdict
-from harness.scenario.covering import pairwise
 from harness.scenario.matrix import expand_marked
 from harness.scenario.schema import load_scenario
+from harness.scenario.selection import pairwise
 from harness.under_pytest.narrowing import Narrowing, asked_by_name, keywords
 from harness.under_pytest.service import Answer
 

@@ -5,9 +5,9 @@
     select: pairwise   of what -k leaves, as `harness run -k` does
 
 Both read pytest's expressions with the words of `harness.scenario.selection`, and pytest reads them
-again. What
-they cannot read or decide here stays in, for pytest to decide: markers that a conftest.py gives to
-single cases may be any. Keywords that one gives are not known to -k where a whole file is left out.
+again. What they cannot read or decide here stays in, for pytest to decide: markers that a
+conftest.py gives to single cases may be any. Keywords that one gives are not known to -k where a
+whole file is left out.
 """
 
 import itertools

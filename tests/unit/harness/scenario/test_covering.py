@@ -1,4 +1,4 @@
-"""Contracts of harness.scenario.covering: every pair, the same each time, few."""
+"""Contracts of harness.scenario.selection: every pair, the same each time, few."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records import CaseSpec, RunSpec
-from harness.scenario.covering import num_pairs, pairwise
+from harness.scenario.selection import num_pairs, pairwise
 
 RUN = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1.0)
 
