@@ -417,3 +417,21 @@ def test_a_compared_plant_has_its_counterpart_in_the_reference(tmp_path: Path) -
         None, "positive_zero",
     ]  # fmt: skip
     assert found[0].reference.key != found[1].reference.key
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ({"compile": ["none", ["mlp", "attn"]]},
+         {"no_compile-attn": "none", "compile_attn+mlp-attn": "attn+mlp"}),
+        ({"stress": ["none", ["jitter", "poison"]]},
+         {"no_stress-attn": "none", "stress_jitter+poison-attn": "jitter+poison"}),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_kind_is_called_none(
+    values: dict[str, Any], labels: dict[str, str], tmp_path: Path
+) -> None:
+    """In labels and ids, not by the word for no graph."""
+    (name,) = values
+    found = cases(tmp_path, axes={"graph": ["eager", ["attn"]]} | values)
+    assert {case.id: case.labels[name] for case in found} == labels
