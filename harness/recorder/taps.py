@@ -26,7 +26,6 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from fsdp_core.graph.digest import NUM_COLUMNS, Digester
-from fsdp_core.graph.digest_words import NUM_LANES
 from harness.recorder.observer import Observer
 from harness.recorder.state import plain
 
@@ -176,9 +175,7 @@ class Taps:
             self._digests[kind] = _planned(held)
         digester, rows, weights = self._digests[kind]
         digester(held, rows)
-        folded = (rows * weights).sum(0, dtype=torch.int32)
-        folded[NUM_LANES] = rows[:, NUM_LANES].amax()
-        self._observer.tap(row, folded, held)
+        self._observer.tap(row, (rows * weights).sum(0, dtype=torch.int32), held)
 
 
 def _planned(tensors: Sequence[Tensor]) -> tuple[Digester, Tensor, Tensor]:

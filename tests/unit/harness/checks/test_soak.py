@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from harness.checks import judge
+from harness.checks.answer import error
 from harness.checks.complete import find_flaw
-from harness.checks.soak import check, rate_bound
+from harness.checks.soak import check, rate_bound, withdrawn
 from harness.records import EventRecord, RunResult
 from harness.shared_gpus import HOST_KEY, SHARED_HOST
-from harness.soaking import SoakSpec
+from harness.soaking import LEAST_STEPS, SoakSpec
 
 KIB = 1 << 10
 STEPS, BASE = 96, 64
@@ -233,6 +234,8 @@ def test_late_values_that_are_not_finite_fail(soaked: Any, edit: Any) -> None:
     verdict = judge(case, reference, control, bad)
     assert (verdict.outcome, verdict.what) == ("failed", "nonfinite")
     assert f"at step {STEPS - 2} on rank 1" in verdict.message
+    answer = check(reference, bad, {})
+    assert (answer.outcome, answer.what) == ("failed", "nonfinite")
 
 
 def test_a_bound_needs_every_other_check(soaked: Any, edit: Any) -> None:
@@ -245,6 +248,23 @@ def test_a_bound_needs_every_other_check(soaked: Any, edit: Any) -> None:
     assert (answer.outcome, answer.message) == (
         "skipped", "not run: state did not pass: there is no bound to state",
     )  # fmt: skip
+
+
+def test_a_bound_needs_answers_of_other_checks(soaked: Any) -> None:
+    """One without an answer is no pass either."""
+    _, reference, _, candidate = soaked
+    bound = check(reference, candidate, {})
+    assert withdrawn(bound, [bound]) is bound
+    answer = withdrawn(bound, [error("taps", "not_run", "no tapped module ran")])
+    assert (answer.outcome, answer.what) != (bound.outcome, bound.what)
+
+
+def test_each_rank_shows_whether_its_memory_grows(soaked: Any, edit: Any) -> None:
+    """One with too few steps for that leaves the question open."""
+    _, reference, _, candidate = soaked
+    short = edit.rank(candidate, 1, steps=candidate.ranks[1].steps[: LEAST_STEPS - 1])
+    answer = check(reference, short, {})
+    assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
 def test_a_run_that_was_not_soaked_proves_nothing(lab: Any) -> None:
