@@ -22,10 +22,10 @@ from harness.bisector.telling import make_search_view
 from harness.bisector.two_cells import case_of_two, is_one_layout
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
-from harness.matrix import expand
 from harness.records import CaseSpec, ExitCode, Verdict
-from harness.schema import Overrides, load_scenario
-from harness.select import select
+from harness.scenario.matrix import expand
+from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.selection import select
 from harness.store import RunFolder
 
 _PATH = click.Path(path_type=Path)

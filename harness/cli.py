@@ -41,8 +41,8 @@ from harness.report_commands import (
     report_command,
     show_command,
 )
-from harness.schema import Overrides
-from harness.sections import ENGINES
+from harness.scenario.schema import Overrides
+from harness.scenario.sections import ENGINES
 from harness.suite_options import list_command, suite_options
 from harness.typed import program
 from harness.wrap_command import wrap_command

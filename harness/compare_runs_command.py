@@ -20,10 +20,10 @@ from harness.program.spec import POSITIONAL, program_of
 from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
 from harness.report_commands import build_reports, command_line
-from harness.sections import decode_expect
+from harness.scenario.sections import decode_expect
+from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, OUTCOME_FILE, SPEC_FILE, RunFolder
 from harness.tolerance import ROUNDING
-from harness.yaml_source import Origin, parse_text
 
 _PATH = click.Path(path_type=Path)
 SCENARIO = "compare-runs"

@@ -36,7 +36,7 @@ from harness.masking import Masker
 from harness.plan import Plan
 from harness.progress import duration, plan_line
 from harness.records import ExitCode, RunOutcome, Verdict
-from harness.select import compile_expression
+from harness.scenario.selection import compile_expression
 
 CLEAN_CELLS = 200
 CLEAN_PER_LINE = 50

@@ -24,8 +24,9 @@ from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.engine.slurm import SlurmEngine
+from harness.engine.slurm_options import SlurmOptions
 from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
-from harness.expectations import expected_here, kind_of
+from harness.expectations import expected_anywhere, expected_here, kind_of
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
@@ -49,12 +50,11 @@ from harness.request import Carried, CutShort, Prepared, Request
 from harness.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.retries import Retries, stored_limit
 from harness.run import execute, is_left, keep_trace, open_repeats
-from harness.schedule import unique_runs
-from harness.schema import Overrides
-from harness.sharding import keep_whole, refuse_changed, take_shard
-from harness.slurm_options import SlurmOptions
+from harness.scenario.schema import Overrides
+from harness.scenario.shards import keep_whole, refuse_changed, take_shard
+from harness.scenario.suite import load_suite
+from harness.schedule import Seconds, unique_runs
 from harness.store import RunFolder, load_case
-from harness.suite import load_suite
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",
@@ -90,9 +90,7 @@ def prepare(request: Request) -> Prepared:
     refuse_secrets(chosen, () if slurm is None else slurm.args)
     whole = None
     if request.shard is not None:
-        chosen, whole = take_shard(
-            chosen, request.shard, costs=request.costs, recorded_in=request.history
-        )
+        chosen, whole = take_shard(chosen, request.shard, _costs(request))
     wanted = request.slots or suite.launch.slots
     if slurm is None:
         slots, devices = _slots(wanted, device, here, request.ranks_per_gpu)
@@ -119,6 +117,17 @@ def prepare(request: Request) -> Prepared:
         tiers=suite.tiers,
         whole=whole,
     )
+
+
+def _costs(request: Request) -> Seconds:
+    """What shards are cut by; it must not change from shard to shard."""
+    costs, history = request.costs, request.history
+    if costs is not None and history is not None and costs.resolve() == history.resolve():
+        raise UsageError(
+            f"--costs {costs}: expected a history that this run does not add to, or the next "
+            f"shard is cut otherwise; copy it, or record elsewhere with --history"
+        )
+    return expected_anywhere(costs)
 
 
 def _paths(request: Request) -> tuple[Path, ...]:

@@ -25,7 +25,7 @@ from typing import Any
 from harness.disk import link_or_copy
 from harness.errors import Infrastructure, UsageError
 from harness.records import CaseSpec, Verdict
-from harness.sharding import Whole, load_whole
+from harness.scenario.shards import Whole, load_whole
 from harness.store import RunFolder
 
 _OF_ALL = (

@@ -6,11 +6,11 @@ The machine at hand is then only where the harness waits: what it lacks says not
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from harness.engine.slurm_options import SlurmOptions
 from harness.errors import UsageError
 from harness.records import CaseSpec, RecordError
 from harness.repeats import confirming_runs, runs_of
 from harness.schedule import unique_runs
-from harness.slurm_options import SlurmOptions
 
 MANIFEST_KEY = "slurm"
 

@@ -16,11 +16,11 @@ import click
 from harness import display
 from harness.engine.server import server_environment
 from harness.errors import Infrastructure, NothingSelected, UsageError
-from harness.matrix import expand
 from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, ExitCode, RunSpec
-from harness.schema import Overrides, load_scenario
-from harness.select import select
+from harness.scenario.matrix import expand
+from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.selection import select
 
 MIB = 1 << 20
 COLUMNS = ("parameters", "gradients", "optimizer", "largest_unit")

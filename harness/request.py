@@ -4,16 +4,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from harness.engine.slurm_options import SlurmOptions
 from harness.errors import Interrupted
 from harness.machine import Machine
 from harness.occupancy import Occupancy
 from harness.plan import Plan
 from harness.records import Verdict
-from harness.schema import Overrides
-from harness.sharding import Whole
-from harness.slurm_options import SlurmOptions
+from harness.scenario.schema import Overrides
+from harness.scenario.shards import Whole
+from harness.scenario.suite import Selected
 from harness.store import RunFolder
-from harness.suite import Selected
 
 
 @dataclass(frozen=True, kw_only=True)

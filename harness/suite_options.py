@@ -9,18 +9,16 @@ from typing import Any
 import click
 
 from harness import display
-from harness.cadence import SELECTIONS, TIERS
 from harness.checks.steps import count as counted
 from harness.errors import NothingSelected, UsageError
 from harness.expectations import expected_anywhere
-from harness.listing import check_files, find_scenarios
-from harness.matrix import expand
 from harness.records import CaseSpec, ExitCode
-from harness.schema import Overrides, load_scenario
-from harness.select import select
-from harness.sharding import refuse_changed, take_shard
-from harness.shards import MAX_SHARDS, cut, parts
-from harness.suite import load_suite
+from harness.scenario.matrix import expand
+from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.sections import SELECTIONS, TIERS
+from harness.scenario.selection import select
+from harness.scenario.shards import MAX_SHARDS, cut, parts, refuse_changed, take_shard
+from harness.scenario.suite import check_files, find_scenarios, load_suite
 
 _PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]
@@ -134,7 +132,7 @@ class _Asked:
             changed=refuse_changed if cut or shard else tuple,
         )  # fmt: skip
         if shard is not None:
-            self.cases, _ = take_shard(self.cases, shard, costs=costs, recorded_in=None)
+            self.cases, _ = take_shard(self.cases, shard, expected_anywhere(costs))
 
     def show(self, *, as_json: bool, count: bool) -> int:
         if as_json:

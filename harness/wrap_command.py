@@ -30,11 +30,11 @@ from harness.errors import UsageError, shown
 from harness.lookup import DEFAULT_OUT, unused
 from harness.masking import Masker
 from harness.program.launch import recording
-from harness.program.section import DETERMINISM
 from harness.program.spec import POSITIONAL, ProgramSpec
 from harness.recorded import Part
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 from harness.records import ExitCode, RunResult, RunSpec
+from harness.scenario.program_section import DETERMINISM
 from harness.streams import read_start
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.config import ConfigError, ParallelConfig
-from harness.case_id import token
 from harness.errors import UsageError
-from harness.schema import Choice
-from harness.settings import decode_settings
-from harness.yaml_source import Origin, parse_text
+from harness.scenario.case_id import Choice
+from harness.scenario.settings import decode_settings
+from harness.scenario.yaml_source import Origin, parse_text
 
 OPTION = "--parallel"
 
@@ -58,7 +57,7 @@ def _read(text: str) -> tuple[int, Layout]:
     settings = decode_settings("parallel", node, origin, "")
     degrees = {setting.leaf.partition(".")[2]: setting.value for setting in settings}
     try:
-        ranks = ParallelConfig(**degrees).world_size  # type: ignore[arg-type]
+        ranks = ParallelConfig(**degrees).world_size
     except ConfigError as error:
         raise UsageError(f"{OPTION} {text!r}: {error.within('parallel')}") from None
-    return ranks, Layout(token(Choice(settings, node.origin)), degrees)
+    return ranks, Layout(Choice(settings, node.origin).token, degrees)

@@ -21,10 +21,10 @@ from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
 from harness.plant_spec import PlantSpec, each_of, joined
-from harness.program.section import OPEN
 from harness.program.spec import capabilities_of, program_of
 from harness.records import RunSpec
-from harness.settings import leaf_types
+from harness.scenario.program_section import OPEN
+from harness.scenario.settings import leaf_types
 
 PLANT, PROGRAM, STRESS = "plant", "program", "stress"
 OF_PROGRAM = ("record", "determinism", "every")

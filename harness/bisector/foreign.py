@@ -23,10 +23,10 @@ from harness.bisector.commit_runs import same_end
 from harness.bisector.differences import leaves_of
 from harness.bisector.failure import Failure, failure_of
 from harness.bisector.questions import UNRESOLVED, Question, Reply
-from harness.program.section import OPEN
 from harness.program.spec import ProgramSpec, command_line, folder_of, program_of
 from harness.records import CaseSpec, RunSpec, Verdict, What
 from harness.repeats import FIRST_REPEAT
+from harness.scenario.program_section import OPEN
 from harness.store import LEGS
 
 TEMPLATE = Path(__file__).with_name("standalone.py")

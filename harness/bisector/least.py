@@ -28,9 +28,9 @@ from harness.bisector.failure import Judged
 from harness.bisector.halving import first_failing
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfBudget
 from harness.faults.catalogue import CATALOGUE
-from harness.plant_setting import LAST_RANK
 from harness.program.spec import capabilities_of, program_of
 from harness.records import RunSpec
+from harness.scenario.settings import LAST_RANK
 
 COUNTS = ("model.layers", "microbatches", "micro_batch_size")
 """Sizes that are made smaller, in this order, after steps and ranks."""

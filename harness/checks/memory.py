@@ -12,9 +12,9 @@ half a run's n, whatever single steps hold for a while.
 import math
 from collections.abc import Mapping
 
-from harness.check_limits import PEAK_MEMORY
 from harness.checks import memory_owners
 from harness.checks.answer import error, failed, passed
+from harness.checks.limits import PEAK_MEMORY
 from harness.checks.steps import rank_table
 from harness.records import CheckResult, RankRecords, RunResult
 

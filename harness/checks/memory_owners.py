@@ -7,10 +7,9 @@ same rank of the reference: a candidate that keeps more must not raise its own l
 from collections.abc import Mapping
 from typing import Any
 
-from harness.check_limits import FORMULA_NAMES
 from harness.checks.answer import error, failed, passed
+from harness.checks.limits import FORMULA_NAMES, evaluate
 from harness.checks.steps import rank_table
-from harness.formula import evaluate
 from harness.records import CheckResult, RankRecords, RunResult
 
 NAME = "peak_memory"

@@ -25,14 +25,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from harness.check_limits import (
+from harness.checks.answer import error, failed, passed
+from harness.checks.complete import NO_BLAME, failure_of_machine, find_flaw
+from harness.checks.limits import (
     DEFAULT_MAX_SLOWDOWN,
     DEFAULT_SKIP_STEPS,
     THROUGHPUT,
     TIMED_STEPS,
 )
-from harness.checks.answer import error, failed, passed
-from harness.checks.complete import NO_BLAME, failure_of_machine, find_flaw
 from harness.checks.memory import peak_bytes
 from harness.checks.speed import Speed, judge
 from harness.flops import step_flops

@@ -30,10 +30,10 @@ from harness.faults.fault import Fault
 from harness.launch import Prepared, Request, carry_out, prepare, prepare_cases
 from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import describe, resolve_device
-from harness.matrix import Device
 from harness.plan import Plan
 from harness.records import CaseSpec, RunOutcome, RunSpec, Verdict
-from harness.shards import parse_shard
+from harness.scenario.matrix import Device
+from harness.scenario.shards import parse_shard
 from harness.store import LEGS, CaseRuns, RunFolder
 
 PATIENCE: Mapping[Device, float] = {"cpu": 1.0, "cuda": 4.0}

@@ -26,9 +26,9 @@ from fsdp_core.config import STRESSORS
 from harness.errors import UsageError
 from harness.faults.catalogue import BASE
 from harness.faults.fault import Cell, Fault
-from harness.matrix import Device, expand
 from harness.records import CaseSpec, What
-from harness.schema import decode_scenario
+from harness.scenario.matrix import Device, expand
+from harness.scenario.schema import decode_scenario
 
 SCENARIO = "faults"
 """What cases say they are of."""

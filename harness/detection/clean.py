@@ -27,8 +27,8 @@ from harness.detection.cells import (
 from harness.errors import UsageError
 from harness.faults.catalogue import BASE
 from harness.faults.fault import Fault
-from harness.matrix import Device
 from harness.records import CaseSpec
+from harness.scenario.matrix import Device
 
 CLEAN_LABEL = "clean"
 WHY = "Nothing is planted here: whatever is said is a false alarm."

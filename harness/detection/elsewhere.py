@@ -16,7 +16,7 @@ from typing import Any
 from harness.detection.cells import CELL, Variant, cases_of, scenario_text, stress_of
 from harness.errors import UsageError
 from harness.faults.fault import Cell, Fault
-from harness.matrix import Device
+from harness.scenario.matrix import Device
 
 ELSEWHERE_LABEL = "elsewhere"
 CAPTURES_AT = 2

@@ -20,8 +20,8 @@ from harness.detection.elsewhere import ELSEWHERE_LABEL, elsewhere
 from harness.detection.rows import Judged, Row, can_run, located, row_of, to_locate
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
-from harness.matrix import Device
 from harness.records import CaseSpec, Outcome, What
+from harness.scenario.matrix import Device
 from harness.store import RunFolder
 
 CONFIDENCE = 0.95

@@ -5,7 +5,7 @@ world 8, 3 nodes:  [0 1 2] [3 4 5] [6 7]
 
 from dataclasses import dataclass
 
-from harness.slurm_options import SlurmOptions
+from harness.engine.slurm_options import SlurmOptions
 
 
 @dataclass(frozen=True)

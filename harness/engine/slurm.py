@@ -34,11 +34,11 @@ from harness.engine.patience import Leftovers, Patience, Queued
 from harness.engine.put_together import Word, needs_word, put_together
 from harness.engine.shares import share_out
 from harness.engine.slurm_calls import OUTSIDE, JobState, NoAnswer, QueueFull, SlurmCalls
+from harness.engine.slurm_options import SlurmOptions
 from harness.engine.slurm_request import batch_command, identity, request, script
 from harness.engine.watch import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
-from harness.slurm_options import SlurmOptions
 from harness.store import begin_run, save_outcome
 
 ENTRY = "harness.worker.main:rank_main"

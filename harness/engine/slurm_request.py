@@ -7,10 +7,10 @@ from pathlib import Path
 
 from harness.engine.job_files import LOG_FILE
 from harness.engine.shares import share_out
+from harness.engine.slurm_options import SlurmOptions
 from harness.engine.watch import Limits
 from harness.errors import UsageError
 from harness.records import RunSpec
-from harness.slurm_options import SlurmOptions
 
 START_S = 300.0
 """What a job may take beyond its run's timeout: cold imports, file systems, stacks."""

@@ -1,7 +1,6 @@
 """Programs under test: the built-in trainer, or anybody's script, module or function.
 
     spec      what a scenario says of a program, as a run's specification holds it
-    section   the key `program` of a scenario, and the axes args.X, env.X and packages.X
     packages  environments for package versions that a scenario asks for
     launch    one rank of a script, a module or a function, with the recorder in it
 

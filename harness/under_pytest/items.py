@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from harness.checks import confirmation
-from harness.covering import pairwise
 from harness.errors import HarnessError
-from harness.matrix import expand_marked
 from harness.records import Verdict
-from harness.schema import load_scenario
+from harness.scenario.matrix import expand_marked
+from harness.scenario.schema import load_scenario
+from harness.scenario.selection import pairwise
 from harness.under_pytest.narrowing import Narrowing, asked_by_name, keywords
 from harness.under_pytest.service import Answer
 

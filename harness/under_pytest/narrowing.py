@@ -4,9 +4,10 @@
     -k  a file is left out as a whole if the names of its folders and cases say so; no case is made
     select: pairwise   of what -k leaves, as `harness run -k` does
 
-Both read pytest's expressions with the words of `harness.select`, and pytest reads them again. What
-they cannot read or decide here stays in, for pytest to decide: markers that a conftest.py gives to
-single cases may be any. Keywords that one gives are not known to -k where a whole file is left out.
+Both read pytest's expressions with the words of `harness.scenario.selection`, and pytest reads them
+again. What they cannot read or decide here stays in, for pytest to decide: markers that a
+conftest.py gives to single cases may be any. Keywords that one gives are not known to -k where a
+whole file is left out.
 """
 
 import itertools
@@ -16,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cadence import TIERS
 from harness.errors import UsageError
-from harness.matrix import named
-from harness.schema import Scenario
-from harness.select import Expression, read_expression
+from harness.scenario.matrix import named
+from harness.scenario.schema import Scenario
+from harness.scenario.sections import TIERS
+from harness.scenario.selection import Expression, read_expression
 
 _EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")
 MAX_UNKNOWN = 6
@@ -43,7 +44,7 @@ class Narrowing:
             scenario: what is in it.
 
         Raises:
-            ScenarioError: see `harness.matrix.named`.
+            ScenarioError: see `harness.scenario.matrix.named`.
         """
         if self._marks is not None:
             marks = {mark.name for mark in file.iter_markers()}

@@ -22,7 +22,7 @@ from harness.errors import Interrupted, UsageError, shown
 from harness.history import remember
 from harness.records import CaseSpec, Json, Verdict
 from harness.run import Silent, execute
-from harness.schema import load_scenario
+from harness.scenario.schema import load_scenario
 from harness.store import RunFolder
 from harness.under_pytest.pool import RunPool, SharedEngine
 

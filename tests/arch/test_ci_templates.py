@@ -13,9 +13,9 @@ import click
 import pytest
 import yaml
 
-from harness.cadence import TIERS
 from harness.cli import commands
 from harness.records import ExitCode
+from harness.scenario.sections import TIERS
 from tests.arch.tree import ROOT
 
 pytest_plugins = ["pytester"]

@@ -10,8 +10,8 @@ import click
 import pytest
 
 from harness.cli import commands
-from harness.matrix import expand
-from harness.schema import load_scenario
+from harness.scenario.matrix import expand
+from harness.scenario.schema import load_scenario
 from tests.cookbook.transcript import GAP, Step, changes, read_steps
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.engine.slurm import SlurmEngine
+from harness.engine.slurm_options import SlurmOptions
 from harness.records import RunOutcome, RunSpec
-from harness.slurm_options import SlurmOptions
 from tests.nodes import local_slurm
 from tests.nodes.local_slurm import LocalSlurm
 from tests.nodes.runs import LIMIT_S, PATIENCE, engine, job_id_of, spec, wait_for

@@ -7,9 +7,9 @@ from typing import Any
 from harness.engine.job_files import load_submission
 from harness.engine.patience import Patience
 from harness.engine.slurm import SlurmEngine
+from harness.engine.slurm_options import SlurmOptions
 from harness.engine.watch import Limits
 from harness.records import RunOutcome, RunSpec
-from harness.slurm_options import SlurmOptions
 
 ENTRY = "tests.planted.stub_ranks:rank_main"
 LIMITS = Limits(grace_s=0.5, stacks_s=0.5)

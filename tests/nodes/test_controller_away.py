@@ -11,8 +11,8 @@ import pytest
 from harness.engine import slurm_calls
 from harness.engine.job_files import load_submission
 from harness.engine.slurm_calls import SlurmCalls
+from harness.engine.slurm_options import SlurmOptions
 from harness.errors import Infrastructure
-from harness.slurm_options import SlurmOptions
 from tests.nodes.local_slurm import LocalSlurm
 from tests.nodes.runs import LIMIT_S, PATIENCE, engine, spec, wait_for
 

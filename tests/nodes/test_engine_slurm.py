@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from harness.engine.job_files import load_submission, read_reports
+from harness.engine.slurm_options import SlurmOptions
 from harness.records import RunOutcome, RunResult
-from harness.slurm_options import SlurmOptions
 from harness.store import load_run_folder
 from tests.nodes.local_slurm import LocalSlurm
 from tests.nodes.runs import LIMIT_S, engine, finish, spec

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.engine.job_files import load_submission, save_submission
+from harness.engine.slurm_options import SlurmOptions
 from harness.errors import UsageError
 from harness.records import CaseSpec, ExitCode
-from harness.slurm_options import SlurmOptions
 from harness.store import RunFolder, begin_run
 from tests.nodes.local_slurm import LocalSlurm
 from tests.nodes.runs import LIMIT_S, engine, job_id_of, spec, wait_for

@@ -10,7 +10,7 @@ from harness.engine.local import LocalEngine
 from harness.launch import Request, make_folder, prepare
 from harness.records import CaseSpec, Verdict
 from harness.run import Silent, execute
-from harness.schema import Overrides
+from harness.scenario.schema import Overrides
 
 SLOTS = 8
 Judged = list[tuple[CaseSpec, Verdict]]

@@ -6,9 +6,9 @@ import pytest
 
 from harness.checks import exit_code
 from harness.faults.catalogue import CATALOGUE
-from harness.matrix import expand
 from harness.records import CaseSpec, ExitCode
-from harness.schema import load_scenario
+from harness.scenario.matrix import expand
+from harness.scenario.schema import load_scenario
 from tests.planted.conftest import RunScenario
 
 ROOT = Path(__file__).parents[2]

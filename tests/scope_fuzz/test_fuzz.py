@@ -7,8 +7,8 @@ import pytest
 
 from fsdp_core.config import ConfigError
 from harness.errors import ScenarioError
-from harness.matrix import expand
-from harness.schema import load_scenario
+from harness.scenario.matrix import expand
+from harness.scenario.schema import load_scenario
 from tests.dist.rank_pool import RankPool
 from tests.scope_fuzz.case import Case
 from tests.scope_fuzz.draw import Draw

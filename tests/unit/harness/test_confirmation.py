@@ -13,10 +13,10 @@ from harness.checks import confirmation
 from harness.cli import main
 from harness.history.gathering import gather
 from harness.inspection import inspect
-from harness.matrix import expand
 from harness.records import ExitCode, RunSpec, StepRecord, Verdict, What
 from harness.repeats import CONFIRMING, confirming_runs, is_timed
-from harness.schema import load_scenario
+from harness.scenario.matrix import expand
+from harness.scenario.schema import load_scenario
 from harness.store import OUTCOME_FILE, RunFolder, begin_run
 from reports import html, json_report, junit, markdown
 from reports.summary import summarise

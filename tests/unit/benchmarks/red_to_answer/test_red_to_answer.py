@@ -7,9 +7,9 @@ from benchmarks.red_to_answer.__main__ import main
 from benchmarks.red_to_answer.cells import PLANTED, SMOKE, Planted
 from benchmarks.red_to_answer.measure import Bench
 from benchmarks.red_to_answer.rows import Reached, Row, append, read_rows
-from harness.matrix import expand
-from harness.schema import Overrides, load_scenario
-from harness.select import select
+from harness.scenario.matrix import expand
+from harness.scenario.schema import Overrides, load_scenario
+from harness.scenario.selection import select
 
 ROW = Row(
     cell=next(iter(PLANTED)), fault="ulp", verdict="failed diverged", case_s=2.0,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import TrainConfig
-from harness.check_limits import TIMED_STEPS
 from harness.checks import throughput
+from harness.checks.limits import TIMED_STEPS
 from harness.checks.speed import judge
 from harness.flops import step_flops
 from harness.records import CheckResult, ErrorRecord, EventRecord, RunResult

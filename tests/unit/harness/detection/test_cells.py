@@ -14,8 +14,8 @@ from harness.detection.cells import (
 from harness.detection.clean import CLEAN_LABEL, clean_cells
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
-from harness.matrix import Device
-from harness.schema import decode_scenario
+from harness.scenario.matrix import Device
+from harness.scenario.schema import decode_scenario
 
 
 def _device(fault: Fault) -> Device:

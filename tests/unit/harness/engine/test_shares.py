@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.engine.shares import share_out
-from harness.slurm_options import SlurmOptions
+from harness.engine.slurm_options import SlurmOptions
 
 COUNT = st.integers(1, 70)
 

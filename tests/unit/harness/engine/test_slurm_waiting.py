@@ -16,9 +16,9 @@ from harness.engine.job_files import (
 from harness.engine.patience import Patience
 from harness.engine.slurm import SlurmEngine
 from harness.engine.slurm_calls import Account, JobState, NoAnswer, QueueFull
+from harness.engine.slurm_options import SlurmOptions
 from harness.errors import Infrastructure
 from harness.records import RankExit, RunSpec, dumps
-from harness.slurm_options import SlurmOptions
 
 RUN = RunSpec(
     config={"graph": [], "steps": 4, "microbatches": 1}, device="cpu", world_size=2, timeout_s=60.0

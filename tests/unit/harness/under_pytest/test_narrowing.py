@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from harness import matrix
 from harness.errors import NothingSelected
 from harness.launch import Request, prepare
-from harness.matrix import expand, named
-from harness.schema import load_scenario
+from harness.scenario import matrix
+from harness.scenario.matrix import expand, named
+from harness.scenario.schema import load_scenario
 from harness.under_pytest import items
 from tests.unit.harness.under_pytest.test_plugin import Run, run, scenario
 

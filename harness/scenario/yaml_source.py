@@ -1,0 +1,330 @@
+"""YAML to plain values that remember where each was written, within limits.
+
+    bytes -> text (size, UTF-8, no control characters) -> parser events -> Node tree
+
+The tree is built from the event stream, not by PyYAML's composer, so that every limit stops the
+work when it is reached: depth before a deep file can exhaust the stack, and the number of nodes
+with each alias counted as often as it is used, so that anchors which explode are refused at once.
+
+Narrower than YAML 1.1 where 1.1 surprises: one document, string keys, no key twice, no merge keys,
+no tags but `!!str`, decimal integers only, finite numbers only, no dates. `1e-3` (a string to YAML
+1.1) stays a string here; the decoder takes it where a number is due.
+"""
+
+import dataclasses
+import io
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.errors import ScenarioError, shown
+
+MAX_FILE_BYTES = 1_000_000
+MAX_NODES = 20_000
+MAX_DEPTH = 20
+MAX_NUMBER_CHARS = 40
+
+Scalar = str | int | float | bool | None
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_TAG = "tag:yaml.org,2002:"
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+"""What escapes in double quotes can smuggle in and no report can hold: NUL, half a surrogate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value was written: a file and line, or the name of an option (no line)."""
+
+    file: str
+    line: int | None = None
+
+    def error(
+        self, key: str, *, expected: str, got: str, legal: tuple[object, ...] = (), rule: str = ""
+    ) -> ScenarioError:
+        """The error to raise for `key` at this place."""
+        return ScenarioError(
+            file=self.file, line=self.line, key=key, expected=expected, got=got, legal=legal,
+            rule=rule,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A value and where it stands.
+
+    Attributes:
+        value: a scalar, a tuple of nodes, or a mapping of key to node.
+        origin: where the value starts.
+        raw: a plain (unquoted) scalar's text as written; "" for anything else.
+        keys: where each key of a mapping stands.
+    """
+
+    value: "Scalar | tuple[Node, ...] | dict[str, Node]"
+    origin: Origin
+    raw: str = ""
+    keys: dict[str, Origin] = field(default_factory=dict)
+
+    def plain(self) -> Any:
+        """The value without its origins."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, tuple):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def shown(self) -> str:
+        """The value as an error message shows it; says what YAML made of a bare word."""
+        if isinstance(self.value, dict):
+            return f"the mapping {shown(self.plain())}"
+        if isinstance(self.value, tuple):
+            return f"the list {shown(self.plain())}"
+        if self.value is None:
+            return "nothing"
+        if isinstance(self.value, bool):
+            said = str(self.value).lower()
+            if self.raw.lower() == said:
+                return said
+            return f"{said} (YAML reads a bare {self.raw} as a bool)"
+        return shown(self.value)
+
+
+def read_bytes(path: Path) -> bytes:
+    """A scenario file's bytes.
+
+    Raises:
+        ScenarioError: missing, not a regular file, unreadable, or larger than the limit.
+    """
+    origin = Origin(str(path))
+    try:
+        status = path.stat()
+        is_file = stat.S_ISREG(status.st_mode)
+        with path.open("rb") if is_file else io.BytesIO() as stream:
+            # One byte more than allowed: the file may have grown since stat, or lie (/proc).
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise origin.error("file", expected="a scenario file", got="no such file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise origin.error("file", expected="a readable file", got=shown(reason)) from None
+    if not is_file:
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise origin.error("file", expected="a scenario file", got=kind)
+    if (size := max(status.st_size, len(data))) > MAX_FILE_BYTES:
+        most = f"at most {MAX_FILE_BYTES:,} bytes"
+        raise origin.error("file", expected=most, got=f"{size:,} bytes")
+    return data
+
+
+def parse_bytes(data: bytes, origin: Origin) -> Node:
+    """Decode UTF-8 and parse; `origin` names the file, or the option that the text came from.
+
+    Raises:
+        ScenarioError: not UTF-8, binary, not YAML, or past a limit of this module.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = _at_line(origin, data.count(b"\n", 0, error.start))
+        raise where.error(
+            "file", expected="UTF-8 text", got=f"byte 0x{data[error.start]:02x}"
+        ) from None
+    return parse_text(text, origin)
+
+
+def parse_text(text: str, origin: Origin) -> Node:
+    """Parse one YAML document.
+
+    Raises:
+        ScenarioError: binary, not YAML, or past a limit of this module.
+    """
+    if control := _CONTROL.search(text):
+        where = _at_line(origin, text.count("\n", 0, control.start()))
+        code = ord(control.group())
+        raise where.error("file", expected="text", got=f"the control character 0x{code:02x}")
+    try:
+        return _Reader(yaml.parse(text, Loader=_LOADER), origin).document()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = _at_line(origin, mark.line) if mark else origin
+        problem = f"an error: {error.problem or error.context}"
+        raise where.error("syntax", expected="valid YAML", got=problem) from None
+    except yaml.YAMLError as error:
+        raise origin.error("syntax", expected="valid YAML", got=f"an error: {error}") from None
+
+
+def _at_line(origin: Origin, line: int) -> Origin:
+    """`line` counts from 0, as parsers do. Options have no lines."""
+    return origin if origin.line is None else Origin(origin.file, line + 1)
+
+
+class _Reader:
+    """Events to one Node tree; it may recurse, as depth is limited.
+
+    `total` is the number of values so far, keys included and aliases expanded.
+    """
+
+    def __init__(self, events: Iterator[Any], source: Origin) -> None:
+        self.events, self.source = events, source
+        self.anchors: dict[str, Node] = {}
+        self.total = 0
+
+    def document(self) -> Node:
+        """The only document that there is."""
+        root: Node | None = None
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                if root is not None:
+                    raise self._at(event).error(
+                        "file", expected="one YAML document", got="a second one"
+                    )
+                root = self._node(next(self.events), "", 1)
+        if root is None:
+            raise self.source.error("file", expected="a scenario", got="an empty file")
+        return root
+
+    def _at(self, event: Any) -> Origin:
+        return _at_line(self.source, event.start_mark.line)
+
+    def _node(self, event: Any, path: str, level: int) -> Node:
+        """The node that begins with an event; `level` is that of a container in this place."""
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event, path, level)
+        origin = self._at(event)
+        if isinstance(event, yaml.ScalarEvent):
+            node = _scalar(event, origin)
+            self._count(1, origin, path)
+        else:
+            node = self._container(event, origin, path, level)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node
+        return node
+
+    def _container(self, event: Any, origin: Origin, path: str, level: int) -> Node:
+        _refuse_tag(event.tag, origin)
+        self._count(1, origin, path)
+        self._limit_depth(level, origin, path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = []
+            while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+                items.append(self._node(event, path, level + 1))
+            return Node(tuple(items), origin)
+        entries: dict[str, Node] = {}
+        keys: dict[str, Origin] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            key, where = self._key(event, path), self._at(event)
+            inner = f"{path}.{key}" if path else key
+            if key in keys:
+                first = keys[key].line
+                again = "it twice" if first is None else f"it again (first on line {first})"
+                raise where.error(inner, expected="each key once", got=again)
+            keys[key] = where
+            entries[key] = self._node(next(self.events), inner, level + 1)
+        return Node(entries, origin, keys=keys)
+
+    def _key(self, event: Any, path: str) -> str:
+        origin, key, expected = self._at(event), path or "file", "a string key"
+        if isinstance(event, yaml.CollectionStartEvent):
+            _refuse_tag(event.tag, origin)
+            raise origin.error(key, expected=expected, got="a list or mapping")
+        node = self._node(event, path, 0)
+        if not isinstance(node.value, str):
+            if isinstance(event, yaml.AliasEvent):
+                raise origin.error(key, expected=expected, got=f"*{event.anchor}")
+            raise origin.error("syntax", expected=f"{expected}, quoted", got=node.shown())
+        if node.value == "<<" and node.raw:
+            raise origin.error(key, expected="keys written out", got="a merge key (<<)")
+        return node.value
+
+    def _alias(self, event: Any, path: str, level: int) -> Node:
+        origin, node = self._at(event), self.anchors.get(event.anchor)
+        if node is None:
+            raise origin.error(
+                path or "file", expected="an anchor defined above", got=f"*{event.anchor}"
+            )
+        size, levels = _measure(node)
+        self._count(size, origin, path)
+        self._limit_depth(level + levels - 1, origin, path)
+        return dataclasses.replace(node, origin=origin)
+
+    def _count(self, values: int, origin: Origin, path: str) -> None:
+        self.total += values
+        if self.total > MAX_NODES:
+            most = f"at most {MAX_NODES:,} values, aliases expanded"
+            raise origin.error(path or "file", expected=most, got=f"at least {self.total:,}")
+
+    def _limit_depth(self, level: int, origin: Origin, path: str) -> None:
+        if level > MAX_DEPTH:
+            most = f"at most {MAX_DEPTH} levels"
+            raise origin.error(path or "file", expected=most, got="deeper nesting")
+
+
+def _measure(node: Node) -> tuple[int, int]:
+    """Values, keys included, and levels of containers. It takes no longer than was counted."""
+    if not isinstance(node.value, dict | tuple):
+        return 1, 0
+    held = node.value.values() if isinstance(node.value, dict) else node.value
+    inner = [_measure(child) for child in held]
+    size = 1 + len(node.keys) + sum(each for each, _ in inner)
+    return size, 1 + max((levels for _, levels in inner), default=0)
+
+
+def _refuse_tag(tag: str | None, origin: Origin) -> None:
+    if tag is not None:
+        name = shown(tag.replace(_TAG, "!!"))
+        raise origin.error("syntax", expected="a value without a tag", got=f"the tag {name}")
+
+
+def _scalar(event: Any, origin: Origin) -> Node:
+    text: str = event.value
+    if bad := _UNWRITABLE.search(text):
+        raise origin.error("syntax", expected="text", got=f"the character {shown(bad.group())}")
+    if event.tag != f"{_TAG}str":
+        _refuse_tag(event.tag, origin)
+    if event.tag is not None or not event.implicit[0]:
+        return Node(text, origin)
+    return Node(_resolve(text, origin), origin, text)
+
+
+def _resolve(text: str, origin: Origin) -> Scalar:
+    """What a plain scalar means, by YAML 1.1's own patterns less its surprises."""
+    tag = f"{_TAG}str"
+    for candidate, pattern in yaml.SafeLoader.yaml_implicit_resolvers.get(text[:1], ()):
+        if pattern.match(text):
+            tag = candidate
+            break
+    kind = tag.removeprefix(_TAG)
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() in ("yes", "true", "on")
+    if kind in ("int", "float"):
+        return _number(text, origin, whole=kind == "int")
+    if kind == "timestamp":
+        raise origin.error("syntax", expected="a quoted string", got=f"the date {text}")
+    return text
+
+
+def _number(text: str, origin: Origin, *, whole: bool) -> int | float:
+    if len(text) > MAX_NUMBER_CHARS:
+        raise origin.error("syntax", expected="a number of readable length", got=shown(text))
+    if whole and _DECIMAL.fullmatch(text):
+        return int(text)
+    try:
+        number = float(text)
+    except ValueError:  # .nan, .inf, 1:30 (sexagesimal), 0x1f
+        number = float("nan")
+    # 017 is octal to YAML 1.1 and decimal to the reader: nobody may be surprised by a seed of 15.
+    octal = whole and number == number
+    if octal or number - number != 0:
+        raise origin.error(
+            "syntax", expected="a finite decimal number, or a quoted string", got=text
+        )
+    return number
