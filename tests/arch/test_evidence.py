@@ -26,7 +26,7 @@ PATTERNS = {
     "harness/scenario/selection.py": (1, NAMES),
     "harness/scenario/shards.py": (1, NAMES),
     "harness/store.py": (1, NAMES),
-    "harness/under_pytest/narrowing.py": (1, NAMES),
+    "harness/under_pytest/collection.py": (1, NAMES),
     "reports/causes.py": (1, NAMES),
     "harness/engine/gpu_evidence.py": (3, "dumps of NCCL's recorder and CUDA's driver"),
     "harness/engine/outcome.py": (1, "faulthandler's stacks of a process that answers no more"),
