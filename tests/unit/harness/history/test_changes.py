@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from harness.history.changes import MIN_HISTORY, MIN_NIGHTS, deviation, find_changes
+from harness.history.trend import MIN_HISTORY, MIN_VALUES, deviation, find_changes
 
 NIGHTS = 60
 SERIES = 200
@@ -52,7 +52,7 @@ def test_a_step_of_three_deviations_is_found_within_five_nights(sign: int) -> No
         values[55:] = [value + 3 * sign for value in values[55:]]
         ends = (
             end
-            for end in range(55 + MIN_NIGHTS, 66)
+            for end in range(55 + MIN_VALUES, 66)
             if any(abs(change.at - 55) <= 2 and change.ratio * sign > 0
                    for change in find_changes(values[:end]))
         )  # fmt: skip
