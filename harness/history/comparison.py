@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry
-from harness.history.trend import METRIC_NAMES, METRICS, SIGMA_OF_MAD, facts_of
+from harness.history.entries import FolderEntry, RunEntry
+from harness.history.trend import METRIC_NAMES, SIGMA_OF_MAD, facts_of
 from harness.provenance import changes, different, flat, told
 from harness.records import ExitCode, Json, Outcome
 
@@ -159,7 +159,7 @@ class _Side:
         logs: dict[str, float] = {}
         for name, case in self.cases.items():
             pair = (self.run(name, "reference"), self.run(name, "control"))
-            values = [METRICS[metric](run) if run and not run.what else None for run in pair]
+            values = [getattr(run, metric) if run and not run.what else None for run in pair]
             if values[0] and values[1]:
                 logs[case.reference] = abs(math.log(values[1] / values[0]))
         return list(logs.values())
@@ -178,7 +178,7 @@ def _environment(left: _Side, right: _Side) -> Iterator[EnvironmentChange]:
 
 def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, "Noise"]) -> CaseChange:
     ours, theirs = left.cases.get(name), right.cases.get(name)
-    before, after = _verdict(ours), _verdict(theirs)
+    before, after = (entry.verdict if entry else "" for entry in (ours, theirs))
     if ours is None or theirs is None:
         worse = "it is gone" if theirs is None else f"it is new and {after}"
         accepted = after in ("passed", "skipped unsupported")
@@ -200,10 +200,6 @@ def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, "Noise"]) ->
         case_id=name, before=before, after=after, worse=tuple(words), bits=bits, deltas=deltas,
         incomparable=why,
     )  # fmt: skip
-
-
-def _verdict(case: CaseEntry | None) -> str:
-    return "" if case is None else f"{case.outcome} {case.what}".strip()
 
 
 def _incomparable(name: str, left: _Side, right: _Side) -> str:
@@ -256,8 +252,7 @@ def _deltas(
     mine, other = left.run(name, "candidate"), right.run(name, "candidate")
     found = []
     for metric, of in noise.items():
-        before = METRICS[metric](mine) if mine else None
-        after = METRICS[metric](other) if other else None
+        before, after = getattr(mine, metric, None), getattr(other, metric, None)
         if not mine or not other or before is None or after is None or before <= 0:
             continue
         within = 0.0

@@ -59,6 +59,11 @@ class CaseEntry(_Attempt):
     inputs: str = ""
     retried: tuple[str, ...] = ()
 
+    @property
+    def verdict(self) -> str:
+        """'failed diverged'."""
+        return f"{self.outcome} {self.what}".strip()
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunEntry(_Attempt):

@@ -23,14 +23,7 @@ from harness.checks.memory import peak_bytes
 from harness.confirm import confirmed, confirmed_alone
 from harness.disk import write_atomic
 from harness.errors import HarnessError, one_line
-from harness.history.entries import (
-    CaseEntry,
-    FolderEntry,
-    RunEntry,
-    inputs_of,
-    name_of,
-    work_of,
-)
+from harness.history.entries import CaseEntry, FolderEntry, RunEntry, inputs_of, name_of, work_of
 from harness.history.ledger import Damaged, Gone, History, Recorded, locked, make, set_aside
 from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint

@@ -11,7 +11,7 @@ and what a commit does to both shows in the first.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import NormalDist, fmean, geometric_mean, median
@@ -24,11 +24,8 @@ from harness.records import Json, Outcome, What
 
 SAYS_NOTHING: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")
 """How a case ends of which the machine was the reason."""
-METRICS: dict[str, Callable[[RunEntry], float | None]] = {
-    "step_s": lambda run: run.step_s,
-    "peak_bytes": lambda run: run.peak_bytes,
-    "startup_s": lambda run: run.startup_s,
-}
+METRICS = ("step_s", "peak_bytes", "startup_s")
+"""Fields of a run."""
 METRIC_NAMES = {
     "step_s": "step time", "peak_bytes": "peak memory", "startup_s": "start-up",
     "step_ratio": "step time over the reference's",
@@ -207,7 +204,7 @@ def _trend(
             folder=folder.id, created=folder.created, commit=case.commit or folder.commit,
             attempt=case.attempt, outcome=case.outcome, what=case.what, message=case.message,
             environment=folder.environment_id, retried=case.retried, series=letter,
-            step_ratio=ratio, **{name: of(run) if run else None for name, of in METRICS.items()},
+            step_ratio=ratio, **{name: getattr(run, name) if run else None for name in METRICS},
         )
         for (folder, case), run, letter, ratio in zip(entries, runs, letters, ratios, strict=True)
     )  # fmt: skip
