@@ -23,7 +23,8 @@ import sys
 from collections.abc import Callable
 from statistics import NormalDist, fmean, variance
 
-from harness.history.comparison import FALSE_ALARMS, noise_of, quantile
+from harness.checks.spread import quantile
+from harness.history.comparison import FALSE_ALARMS, noise_of
 from harness.history.trend import MIN_HISTORY, MIN_VALUES, Z_LIMIT, find_changes
 
 NIGHTS = 60
@@ -112,7 +113,7 @@ def found_within(
 def told_by_t(before: int, after: int, source: random.Random, series: int = 2000) -> float:
     """Share of steps after `before` nights that a t-test of the right border sees."""
     free, found = before + after - 2, 0
-    limit = quantile(NormalDist().cdf(-Z_LIMIT), free)
+    limit = quantile(2 * NormalDist().cdf(-Z_LIMIT), free)
     for _ in range(series):
         left, right = normal(source, before), normal(source, after)
         pooled = ((before - 1) * variance(left) + (after - 1) * variance(right)) / free

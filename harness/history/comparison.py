@@ -13,12 +13,12 @@ comparisons of equal runs with normal noise 1 raises a false alarm (`python -m
 benchmarks.change_points`); of 10 cases of which one run in twenty is six times as far out, 9.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from harness.checks.spread import quantile
 from harness.history.entries import FolderEntry, RunEntry
 from harness.history.trend import METRIC_NAMES, SIGMA_OF_MAD, facts_of
 from harness.provenance import changes, different, flat, told
@@ -306,33 +306,6 @@ def noise_of(pairs: Sequence[float], level: float) -> Noise:
     squares = math.fsum(distance * distance for distance in pairs)
     return Noise(
         deviation=math.sqrt(squares / len(pairs)) if pairs else None,
-        factor=quantile(level, max(1, len(pairs))),
+        factor=quantile(2 * level, max(1, len(pairs))),
         least=OF_WIDEST * max(pairs, default=0.0),
     )
-
-
-@functools.cache
-def quantile(probability: float, freedom: int) -> float:
-    """What Student's t exceeds with this probability, which is below 1 / 2.
-
-    For whole degrees of freedom the distribution is a finite sum (Abramowitz and Stegun, Handbook
-    of Mathematical Functions, 1964, 26.7.3 and 26.7.4); the quantile is found by halving.
-    """
-
-    def exceeds(value: float) -> float:
-        angle = math.atan2(value, math.sqrt(freedom))
-        cosine, sine, odd = math.cos(angle), math.sin(angle), freedom % 2
-        term, total = cosine if odd else 1.0, 0.0
-        for place in range(1, (freedom - odd) // 2 + 1):
-            total += term
-            term *= cosine * cosine * (2 * place - 1 + odd) / (2 * place + odd)
-        between = 2 / math.pi * (angle + sine * total) if odd else sine * total
-        return (1.0 - between) / 2
-
-    low, high = 0.0, 1.0
-    while exceeds(high) > probability:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if exceeds(middle) > probability else (low, middle)
-    return high

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.history import Comparison, compare
-from harness.history.comparison import FALSE_ALARMS, noise_of, quantile
+from harness.history.comparison import FALSE_ALARMS, noise_of
 from harness.history.entries import FolderEntry, RunEntry, name_of
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, night
 
@@ -233,17 +233,6 @@ def test_a_run_that_has_open_cases_is_no_verdict() -> None:
     """What is alike so far may not be in the end: exit 6."""
     assert compare(night(0), night(1, num_cases=2)).exit_code == 6
     assert compare(night(0, num_cases=2), night(1)).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("probability", "freedom", "value"),
-    [(0.025, 1, 12.7062), (0.025, 2, 4.30265), (0.01, 3, 4.54070), (0.01, 5, 3.36493),
-     (0.025, 7, 2.36462), (0.005, 10, 3.16927),
-     (0.0005, 30, 3.64596), (0.4, 1, 0.32492)],
-)  # fmt: skip
-def test_student_is_as_in_tables(probability: float, freedom: int, value: float) -> None:
-    """Quantiles as books have them."""
-    assert quantile(probability, freedom) == pytest.approx(value, rel=1e-5)
 
 
 def test_step_times_on_other_numbers_of_slots_are_not_compared() -> None:
