@@ -3,10 +3,12 @@
 Reference and candidate share the sampler, so that no comparison of both sees one that gives every
 rank the same. Ranks that differ in dp_outer, dp or cp have tokens of their own; those of tp, pp, ep
 and etp with the same three read the same. What is compared is all that a rank reads in the run, as
-a single batch may be drawn twice by chance: of fewer than `LEAST_SEQUENCES` nothing is said.
+a single batch may be drawn twice by chance: nothing is said where all of them may (`_may_repeat`).
 
 Of another program nobody knows which ranks share their data, so that nothing is asked of it.
 """
+
+import math
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.layouts import Dense, dense_coordinates
@@ -16,7 +18,10 @@ from harness.records import DIGEST_HEX_CHARS, SAMPLES, CheckResult, Difference, 
 
 NAME = "samples"
 TOKENS = "tokens"
-LEAST_SEQUENCES = 4
+LEAST_BITS = 32.0
+"""Of chance in all that a rank reads."""
+LEAST_STEPS = 6
+"""Of a user's corpus, which may be as short as a sequence: this many steps, no two alike."""
 
 
 def same_data(run: RunResult, leg: str) -> CheckResult | None:
@@ -42,8 +47,7 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
         return error(NAME, "corrupt_record", f"the {leg}'s specification, config: {wrong}")
     read: dict[tuple[str, ...], int] = {}
     for rank, tokens in tokens_of.items():
-        sequences = len(tokens) * config.microbatches * config.micro_batch_size
-        if sequences < LEAST_SEQUENCES or config.model.vocab_size == 1:
+        if _may_repeat(config, tokens):
             return None
         first = read.setdefault(tokens, rank)
         if _part(places[first]) == _part(places[rank]):
@@ -61,6 +65,14 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
             same_as_rank=first,
         )  # fmt: skip
     return None
+
+
+def _may_repeat(config: TrainConfig, tokens: tuple[str, ...]) -> bool:
+    """Whether another rank might read the same by chance."""
+    if config.data.path is not None:
+        return len(tokens) < LEAST_STEPS or len(set(tokens)) < len(tokens)
+    sequences = len(tokens) * config.microbatches * config.micro_batch_size
+    return sequences * math.log2(config.model.vocab_size) < LEAST_BITS
 
 
 def _part(place: Dense) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ Inside of a capture nothing is observed: what the capture holds is observed afte
 
 import contextlib
 import functools
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -219,24 +220,44 @@ def _is_quiet(observer: Observer) -> bool:
 
 
 def _hook_seeds(observer: Observer) -> None:
-    """Python and NumPy seed from the clock: their states count once the program has seeded them."""
+    """Python and NumPy seed from the clock: their states count once the program has seeded them.
+
+    To put back what was taken in this process seeds nothing: torch.compile does so as it compiles.
+    """
+    taken: set[tuple[str, int]] = set()
+
+    def taking(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get(*args: Any, **kwargs: Any) -> Any:
+            state = original(*args, **kwargs)
+            taken.add((name, _hash_of_state(state)))
+            return state
+
+        return get
 
     def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(original)
         def seed(*args: Any, **kwargs: Any) -> Any:
-            observer.seeded.add(name)
+            if not args or (name, _hash_of_state(args[0])) not in taken:
+                observer.seeded.add(name)
             return original(*args, **kwargs)
 
         return seed
 
-    owners: list[tuple[str, Any, tuple[str, ...]]] = [("python", random, ("seed", "setstate"))]
+    owners: list[tuple[str, Any, str, str]] = [("python", random, "getstate", "setstate")]
     with contextlib.suppress(ImportError):
         import numpy
 
-        owners.append(("numpy", numpy.random, ("seed", "set_state")))
-    for name, owner, functions in owners:
-        for function in functions:
+        owners.append(("numpy", numpy.random, "get_state", "set_state"))
+    for name, owner, get, put in owners:
+        setattr(owner, get, taking(getattr(owner, get), name))
+        for function in ("seed", put):
             setattr(owner, function, seeding(getattr(owner, function), name))
+
+
+def _hash_of_state(state: Any) -> int:
+    """Of a generator, whether its numbers are a tuple or an array."""
+    return hash(pickle.dumps(state))
 
 
 def _hook_optimizers(observer: Observer) -> None:

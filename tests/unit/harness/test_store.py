@@ -144,7 +144,7 @@ def test_create_goes_on_where_a_kill_cut_it_short(tmp_path: Path) -> None:
         ("manifest.json", "{}", "its checksum is gone"),
         ("manifest.json", sealed({}), "schema: expected an integer"),
         ("manifest.json", sealed({"schema": True}), "schema: expected an integer"),
-        ("manifest.json", sealed({"schema": 999}), "newer harness"),
+        ("manifest.json", sealed({"schema": SCHEMA_VERSION + 1}), "newer harness"),
         ("manifest.json", sealed({"schema": 1}), "scenario.yaml: its checksum is gone"),
         ("cases.json", None, "damaged"),
         ("cases.json", "\x00", "damaged"),

@@ -22,7 +22,7 @@ Choice = Callable[[Dense, int], object]
 
 
 def read(run: RunResult, choice: Choice, **config: Any) -> RunResult:
-    """The run with a digest of the tokens in each step that follows from the rank's place."""
+    """The run with a digest of tokens that follows from the rank's place and the step."""
     spec = dataclasses.replace(run.spec, config=run.spec.config | config)
     ranks = []
     for records in run.ranks:
@@ -30,8 +30,8 @@ def read(run: RunResult, choice: Choice, **config: Any) -> RunResult:
         place = dense_coordinates(ParallelConfig(**config["parallel"]), records.rank)
         steps = []
         for step in records.steps:
-            text = f"{step.step}/{choice(place, step.step)}".encode()
-            digests = step.digests | {SAMPLES: 2 * hashlib.md5(text).hexdigest()}
+            text = str(choice(place, step.step))
+            digests = step.digests | {SAMPLES: 2 * hashlib.md5(text.encode()).hexdigest()}
             steps.append(dataclasses.replace(step, digests=digests))
         tensors = records.start.tensors | {SAMPLES: ("tokens", "targets")}
         start = dataclasses.replace(records.start, tensors=tensors)
@@ -42,8 +42,7 @@ def read(run: RunResult, choice: Choice, **config: Any) -> RunResult:
 
 def own(place: Dense, step: int) -> object:
     """What the sampler gives: ranks of tp and pp read the same."""
-    del step
-    return place.dp_outer, place.dp, place.cp
+    return step, place.dp_outer, place.dp, place.cp
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS)
@@ -80,22 +79,27 @@ def _at(parallel: dict[str, Any], rank: int) -> Dense:
 
 def alike(place: Dense, step: int) -> object:
     """A sampler that knows no ranks."""
-    del place, step
-    return 0
+    del place
+    return step
 
 
 @pytest.mark.parametrize(
     ("steps", "choice", "config"),
     [
-        (4, lambda place, step: place.dp if step == 2 else 0, {}),
+        (4, lambda place, step: (step, place.dp if step == 2 else 0), {}),
         (1, alike, {"microbatches": 2}),
         (4, alike, {"model": {"vocab_size": 1}}),
+        (8, alike, {"model": {"vocab_size": 2}}),
+        (5, alike, {"data": {"kind": "text", "path": "short.txt"}}),
+        (8, lambda place, step: 0, {"data": {"kind": "text", "path": "short.txt"}}),
     ],
 )
 def test_what_is_equal_by_chance_is_no_failure(
     make_lab: Any, steps: int, choice: Choice, config: dict[str, Any]
 ) -> None:
-    """One step of other samples, too few sequences to tell, one token in all."""
+    """One step of other samples, too few sequences to tell, one token in all, two; a corpus of
+    which nobody knows the length, or of one sequence.
+    """
     run = make_lab(steps=steps).legs()[0]
     assert same_data(read(run, choice, parallel={"dp": 2}, **config), "reference") is None
 
@@ -122,3 +126,12 @@ def test_the_same_data_in_every_run_fails_the_case(lab: Any, choice: Choice, out
         assert (verdict.what, verdict.check) == ("same_data", "samples")
         assert verdict.difference is not None
         assert verdict.difference.rank == 1
+
+
+def test_a_corpus_that_is_read_alike_in_many_steps_is_a_failure(make_lab: Any) -> None:
+    """No two steps of it are alike, so that it is longer than what is read."""
+    run = make_lab(steps=6).legs()[0]
+    corpus = {"data": {"kind": "text", "path": "corpus.txt"}}
+    found = same_data(read(run, alike, parallel={"dp": 2}, **corpus), "x")
+    assert found is not None
+    assert found.what == "same_data"

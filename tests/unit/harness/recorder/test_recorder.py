@@ -295,6 +295,38 @@ def uses_numpy() -> None:
     np.random.rand()
 
 
+@pytest.mark.parametrize("name", ["python", "numpy"])
+def test_a_state_that_is_put_back_is_no_seed(name: str, tmp_path: Path) -> None:
+    """As torch.compile does where it compiles; one from elsewhere, a checkpoint's, is one."""
+
+    get: Callable[[], Any] = random.getstate if name == "python" else np.random.get_state
+
+    def program(state: Any) -> Callable[[], None]:
+        def run() -> None:
+            put: Callable[[Any], None]
+            put = random.setstate if name == "python" else np.random.set_state
+            before: Any = random.getstate() if name == "python" else np.random.get_state()
+            model = model_of()
+            optimizer = SGD(model.parameters(), 0.1)
+            uses_python()
+            uses_numpy()
+            put(before if state is None else state)
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+
+        return run
+
+    held = get()
+    uses_python()
+    uses_numpy()
+    found = []
+    for number, state in enumerate((None, None, held)):
+        uses_numpy()  # a fork has its parent's numbers
+        found.append(all_digests(recorded(program(state), tmp_path / str(number))))
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
 @pytest.mark.parametrize("draw", [uses_python, uses_numpy])
 @pytest.mark.parametrize("seeds", [False, True])
 def test_a_generator_counts_once_the_program_seeds_it(
