@@ -58,7 +58,7 @@ from harness.suite import load_suite
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",
-    "prepare", "prepare_rerun",
+    "prepare", "prepare_rerun", "provenance_of",
 ]  # fmt: skip
 
 DEFAULT_SCENARIOS = Path("scenarios")
@@ -218,7 +218,7 @@ def _refuse_other_code(folder: RunFolder, here: Machine, request: Request) -> No
     """
     if request.mixed or "code" not in folder.manifest:  # made before it was recorded
         return
-    before, now = deciding(folder.manifest), deciding(_provenance(here, folder.cases))
+    before, now = deciding(folder.manifest), deciding(provenance_of(here, folder.cases))
     if told := changes(before, now):
         raise UsageError(
             f"--resume {folder.path}: expected the code, packages and variables of its runs, but "
@@ -431,11 +431,12 @@ def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping
         "selected": [part.to_json() for part in prepared.selected],
         NOTES_KEY: list(prepared.notes),
         MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
-        **_provenance(prepared.machine, prepared.plan.cases),
+        **provenance_of(prepared.machine, prepared.plan.cases),
     }
 
 
-def _provenance(here: Machine, cases: Sequence[CaseSpec]) -> dict[str, Any]:
+def provenance_of(here: Machine, cases: Sequence[CaseSpec]) -> dict[str, Any]:
+    """What a manifest says of the environment in which the runs of cases are made now."""
     configs = {spec.key: spec.config for spec in unique_runs(cases).values()}
     machine: dict[str, Any] = json.loads(dumps(here))
     return record(machine, codes_of(configs.values()))

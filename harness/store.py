@@ -53,7 +53,7 @@ OWN_FOLDERS = ("runs", "cases", "report")
 LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE = "shards.json"
-JOURNAL_FILE = "questions.jsonl"
+SEARCH_FILE = "bisect.json"
 """Of a search: what `harness bisect` asked."""
 """Of a shard: `harness.sharding`."""
 LEGS = ("reference", "control", "candidate")

@@ -1,30 +1,392 @@
-"""The first bad commit, by `git bisect` in a temporary worktree.
+"""The first bad commit, by `git bisect` in a temporary worktree; the first bad release.
 
     bad fails, often enough that its rate is known  ->  good passes
       ->  git bisect proposes a commit, runs answer: fails, passes, or unresolved (skipped)
       ->  the passes that the end rests on are asked again  ->  one commit, or the suspects
 
 git only chooses (`bisect start --no-checkout`): commits are checked out where a run is due, so a
-search that goes on from its journal costs nothing until it gets to what is new. Commits with the
-same files are the same question. A commit that fails once is bad for good; one that passes does so
-as often as `chance` asks for. If a pass that the end rests on is taken back, the search starts
-again, with all that is known.
+search that goes on from its kept answers costs nothing until it gets to what is new. Commits with
+the same files are the same question. A commit that fails once is bad for good; one that passes does
+so as often as `chance` asks for. If a pass that the end rests on is taken back, the search starts
+again, with all that is known. What it rests on is what every bisection does: from the first bad
+commit on, all are bad.
 
-What it rests on is what every bisection does: from the first bad commit on, all are bad.
+The user's checkout, its index and a bisection that the user has begun stay as they are: a worktree
+has its own `HEAD`, and its own `refs/bisect`. It goes away with its maker.
+
+Releases are halved between one that passes and one that fails; the reference stays as it was. One
+that cannot be installed, or fails in another way, gives no verdict and is passed over.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from harness.bisector.chance import CONFIDENCE, NeverFails, Patience, learn, patience
-from harness.bisector.commit_answers import CommitAnswers, Say
-from harness.bisector.commit_range import Commit, CommitRange, Run, resolve_range
-from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Journal, OutOfBudget
-from harness.bisector.worktree import temporary_worktree
+from harness.bisector.chance import (
+    CONFIDENCE,
+    FAILS,
+    PASSES,
+    UNRESOLVED,
+    Answer,
+    NeverFails,
+    Patience,
+    learn,
+    patience,
+)
+from harness.bisector.differences import config_of, leaves_of
+from harness.bisector.experiments import Asker, Judged, OutOfBudget, Questions, Reply, failure_of
 from harness.checks.steps import count
 from harness.codec import Json
-from harness.errors import UsageError
+from harness.disk import FolderLock
+from harness.errors import Infrastructure, UsageError, shown
+from harness.program.launch import make_environments
+from harness.program.packages import releases
+from harness.program.spec import program_of
+from harness.records import CaseSpec, Verdict
+
+TIMEOUT_S = 120.0
+PREFIX = "bisect-commits-"
+GIVEN_UP_S = 60.0
+"""Between the making of a folder and that of the worktree in it are milliseconds."""
+OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
+
+
+class Git:
+    """git in one folder, with its errors in one line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, *arguments: str, legal: Sequence[int] = (0,)) -> str:
+        """What git prints.
+
+        Args:
+            arguments: after `git -C FOLDER`.
+            legal: exit codes that are no error.
+
+        Raises:
+            UsageError: git is not there, says no, or does not end.
+        """
+        # No hooks: those of the user's checkout are not for this one.
+        command = ["git", "-C", str(self.folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S,
+                env=environment(), stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise UsageError("searching commits takes git, which is not on PATH") from None
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"git {arguments[0]} did not end in {TIMEOUT_S:g} s") from None
+        if done.returncode not in legal:
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing"]
+            # The first line says what is wrong; what follows is advice.
+            raise UsageError(f"git {arguments[0]} in {self.folder}: {said[0]}")
+        return done.stdout.rstrip("\n")
+
+    def resolve(self, name: str) -> str:
+        """The full hash of a commit.
+
+        Raises:
+            UsageError: there is no such commit.
+        """
+        try:
+            return self(
+                "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
+            )
+        except UsageError:
+            raise UsageError(
+                f"--commits: expected a commit of {self.folder}, got {shown(name)}"
+            ) from None
+
+
+def environment() -> dict[str, str]:
+    """Of git, whatever hook or language we run in."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
+    return kept | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "true"}
+
+
+def top_level(folder: Path) -> Path:
+    """The root of the repository that a folder is in.
+
+    Raises:
+        UsageError: in none.
+    """
+    return Path(Git(folder)("rev-parse", "--show-toplevel"))
+
+
+@contextmanager
+def temporary_worktree(root: Path, commit: str) -> Iterator["Worktree"]:
+    """A detached worktree of the repository at `root`, removed whatever happens.
+
+    Raises:
+        UsageError: git says no.
+    """
+    git = Git(root)
+    _remove_abandoned(git)
+    holder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = FolderLock(holder / "lock")
+    try:
+        lock.acquire()
+        place = holder / "worktree"
+        git("worktree", "add", "--quiet", "--detach", str(place), commit)
+        yield Worktree(place)
+    finally:
+        _remove(git, holder)
+        lock.release()
+
+
+def _remove(git: Git, holder: Path) -> None:
+    # By hand: git refuses to remove what holds submodules, or what is half made.
+    shutil.rmtree(holder, ignore_errors=True)
+    with suppress(UsageError):
+        git("worktree", "prune")
+
+
+def _remove_abandoned(git: Git) -> None:
+    """Worktrees whose makers were killed; the lock of one that works is held."""
+    lines = git("worktree", "list", "--porcelain").splitlines()
+    trees = [Path(line.removeprefix("worktree ")) for line in lines if line.startswith("worktree ")]
+    holders = [tree.parent for tree in trees if tree.parent.name.startswith(PREFIX)]
+    for holder in dict.fromkeys((*holders, *_unused())):
+        lock = FolderLock(holder / "lock")
+        with suppress(UsageError, Infrastructure):
+            if holder.is_dir():
+                lock.acquire()
+            _remove(git, holder)
+            lock.release()
+
+
+def _unused() -> Iterator[Path]:
+    """Folders whose makers were killed before git knew of them; not of one that is at it now."""
+    for holder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            now_unix_s = time.time()
+            is_old = now_unix_s - holder.stat().st_mtime > GIVEN_UP_S
+            if is_old and not (holder / "worktree").exists():
+                yield holder
+
+
+class Worktree:
+    """A checkout that may be changed at will."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.git = Git(folder)
+
+    def check_out(self, commit: str) -> None:
+        """The files of a commit, and no others: no compiled module of another commit stays behind.
+
+        Raises:
+            UsageError: git says no.
+        """
+        self.git("checkout", "--quiet", "--force", "--detach", commit)
+        self.git("clean", "-ffdxq")
+
+
+# --- a range, and what is run of it --------------------------------------------------------------
+
+
+HASH_CHARS = 10
+LEFT_OUT, PUT_IN = "left_out", "put_in"
+"""Of a reply's detail: settings of a case that the commit did not know, and that it alone knew."""
+
+
+@dataclass(frozen=True)
+class CommitRange:
+    """Where to search.
+
+    Attributes:
+        root: anywhere in the repository; nothing of it is changed.
+        commits: `good..bad`.
+        paths: all that decides an answer; empty for every file of a commit.
+    """
+
+    root: Path
+    commits: str
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkout:
+    """One try of one commit.
+
+    Attributes:
+        folder: worktree with the commit's files.
+        repository: the user's checkout, of which nothing must come into the run.
+        commit: its full hash.
+        attempt: tries of it before this one.
+    """
+
+    folder: Path
+    repository: Path
+    commit: str
+    attempt: int
+
+
+Run = Callable[[Checkout], Reply]
+"""Makes one run; its reply has an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit(Json):
+    """A commit as people name it."""
+
+    hash: str
+    subject: str
+
+    def __str__(self) -> str:
+        """Short hash and subject."""
+        return f"{self.hash[:HASH_CHARS]} {self.subject}"
+
+
+def parse_range(text: str) -> tuple[str, str]:
+    """Good and bad of `good..bad`; no bad is HEAD.
+
+    Raises:
+        UsageError: it is no such range.
+    """
+    good, dots, bad = text.partition("..")
+    if not good or not dots or bad.startswith(".") or good.startswith("-"):
+        raise UsageError(f"--commits: expected GOOD..BAD, got {shown(text)}")
+    return good, bad or "HEAD"
+
+
+def resolve_range(where: CommitRange) -> tuple[Path, str, str]:
+    """The repository's root, and the full hashes of good and bad.
+
+    Raises:
+        UsageError: no repository, no range, no such commit, or bad does not descend from good.
+    """
+    top = top_level(where.root)
+    good, bad = (Git(top).resolve(end) for end in parse_range(where.commits))
+    if good == bad or Git(top)("merge-base", good, bad, legal=(0, 1)) != good:
+        raise UsageError(
+            "--commits: expected a good commit that the bad one descends from, got "
+            f"{shown(where.commits)}"
+        )
+    return top, good, bad
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+Say = Callable[[str], None]
+OF_COMMITS = "commit-"
+"""Begins the key of every question about a commit."""
+
+
+class CommitAnswers:
+    """Answers of commits, run by run: each is checked out where a run of it is due, and asked once.
+
+    Args:
+        worktree: is given the files of whatever is run.
+        where: the commits.
+        run: makes one run.
+        questions: keeps the answers, and has the budget.
+        cost: of one run.
+        say: is told of every answer, in one line.
+
+    Attributes:
+        num_runs: tries of commits, of this and earlier sittings.
+    """
+
+    def __init__(
+        self, worktree: Worktree, where: CommitRange, run: Run, questions: Questions,
+        *, cost: int, say: Say,
+    ) -> None:  # fmt: skip
+        self.git = worktree.git
+        self.say = say
+        self.num_runs = 0
+        self._settings: dict[str, dict[str, None]] = {LEFT_OUT: {}, PUT_IN: {}}
+        self._worktree = worktree
+        self._where = where
+        self._run = run
+        self._questions = questions
+        self._cost = cost
+        self._files: dict[str, str] = {}
+        self._subjects: dict[str, str] = {}
+        self._answers: dict[str, list[Answer]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each kind of setting that not all commits have."""
+        words = {
+            LEFT_OUT: "settings that not every commit knows are left out there, at their defaults",
+            PUT_IN: "settings that only some commits know are at their defaults there",
+        }
+        return [f"{words[kind]}: {', '.join(s)}" for kind, s in self._settings.items() if s]
+
+    def read(self, good: str, bad: str) -> None:
+        """Look up files and subjects of all commits at once."""
+        for ends in ((bad, f"^{good}"), ("--no-walk", good)):
+            for line in self.git("log", "--format=%H %T %s", *ends, "--").splitlines():
+                commit, tree, subject = line.split(" ", 2)
+                self._subjects[commit] = subject
+                if not self._where.paths:
+                    self._files[commit] = tree
+
+    def words(self, commit: str) -> Commit:
+        return Commit(hash=commit, subject=self._subjects[commit])
+
+    def commits(self, bad: str, goods: Sequence[str]) -> list[str]:
+        """What may be the first bad commit, the newest first."""
+        return self.git("rev-list", "--topo-order", bad, "--not", *goods, "--").split()
+
+    def once(self, commit: str, attempt: int) -> Answer:
+        """One run, which may be known already."""
+        files = self._files_of(commit)
+        answers = self._answers.setdefault(files, [])
+        if attempt < len(answers):
+            return answers[attempt]
+        told = self.words(commit)
+        again = f" (run {attempt + 1})" if attempt else ""
+
+        def find_out() -> Reply:
+            self._worktree.check_out(commit)
+            return self._run(
+                Checkout(
+                    folder=self._worktree.folder, repository=self._where.root,
+                    commit=commit, attempt=attempt,
+                )
+            )  # fmt: skip
+
+        key = f"{OF_COMMITS}{files}-{attempt}"
+        reply = self._questions.pay(key, f"does {told} fail?{again}", self._cost, find_out)
+        for kind, settings in self._settings.items():
+            settings |= dict.fromkeys(map(str, reply.detail.get(kind, ())))
+        answer: Answer = reply.answer or UNRESOLVED
+        self.num_runs += 1
+        self.say(f"{told}: {answer}{again}" + (f": {reply.words}" if reply.words else ""))
+        answers.append(answer)
+        return answer
+
+    def answer(self, commit: str, passes: int) -> Answer:
+        """Fails once it has failed, passes after so many runs; all runs so far count."""
+        known = self._answers.get(self._files_of(commit), [])
+        for number in range(max(passes, len(known))):
+            if (answer := self.once(commit, number)) != PASSES:
+                return answer
+        return PASSES
+
+    def _files_of(self, commit: str) -> str:
+        """The same for commits whose files are the same."""
+        if commit not in self._files:
+            listed = self.git("ls-tree", commit, "--", *self._where.paths)
+            self._files[commit] = hashlib.sha256(listed.encode()).hexdigest()[:40]
+        return self._files[commit]
+
+
+# --- the search ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +432,8 @@ class CommitSearch(Json):
 def find_first_bad(
     where: CommitRange,
     run: Run,
-    journal: Journal,
+    questions: Questions,
     *,
-    name: str = "",
     once: bool = False,
     known: Patience | None = None,
     cost: int = 1,
@@ -83,8 +444,7 @@ def find_first_bad(
     Args:
         where: the commits.
         run: makes one run in a checkout.
-        journal: keeps the answers, and has the budget.
-        name: of what is run, for the keys of questions: another name is another question.
+        questions: keeps the answers, and has the budget.
         once: the fault is known to fire in every run: one run a commit, and no more.
         known: how often the case has failed as it is here, where here is the bad commit: that it
             fails there is seen once more, and its rate is taken from this.
@@ -98,8 +458,8 @@ def find_first_bad(
     top, good, bad = resolve_range(where)
     with temporary_worktree(top, bad) as worktree:
         asked = CommitAnswers(
-            worktree, replace(where, root=top), run, journal, name=name, cost=cost, say=say
-        )  # fmt: skip
+            worktree, replace(where, root=top), run, questions, cost=cost, say=say
+        )
         return _Search(asked, good, bad, once=once, known=known).find()
 
 
@@ -239,3 +599,115 @@ class _Search:
             patience=str(self._patience) if self._patience is not None else "one run a commit",
             notes=(*self._notes, *asked.notes),
         )
+
+
+# --- releases of a package -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseSearch(Json):
+    """What a search among releases has found.
+
+    Attributes:
+        package: its name.
+        first, last: ends of the range.
+        older, newer: releases next to each other, as far as they were asked, of which one passes
+            and one fails; "" where both ends of the range answer alike.
+        older_answer, newer_answer: of these; of the ends where they answer alike.
+        skipped: releases between the two that gave no verdict.
+        num_releases: in the range.
+    """
+
+    package: str
+    first: str
+    last: str
+    older: str = ""
+    newer: str = ""
+    older_answer: Answer = UNRESOLVED
+    newer_answer: Answer = UNRESOLVED
+    skipped: tuple[str, ...] = ()
+    num_releases: int = 0
+
+    def __str__(self) -> str:
+        """For people: `first bad release: toy 1.3; last good: 1.2 (of 6 releases)`."""
+        of = f"of {count(self.num_releases, 'release')}"
+        if not self.older:
+            ends = f"{self.package} {self.first} and {self.last}"
+            if UNRESOLVED in (self.older_answer, self.newer_answer):
+                return f"no release found: {ends}: {self.older_answer}, {self.newer_answer} ({of})"
+            word = _release_word(self.older_answer)
+            return f"all are {word}: {ends} ({of}; those between not asked)"
+        between = f"; no verdict between: {', '.join(self.skipped)}" if self.skipped else ""
+        new, old = _release_word(self.newer_answer), _release_word(self.older_answer)
+        return (
+            f"first {new} release: {self.package} {self.newer}; last {old}: {self.older} "
+            f"({of}{between})"
+        )
+
+
+def _release_word(answer: Answer) -> str:
+    return "bad" if answer == FAILS else "good"
+
+
+def find_release(
+    case: CaseSpec, verdict: Verdict, package: str, ends: str, asker: Asker,
+    *, patience: Patience | None = None,
+) -> ReleaseSearch:  # fmt: skip
+    """Search the releases `A..B` of a package for that from which on a case fails, or passes.
+
+    Raises:
+        UsageError: no such range, package or release.
+        OutOfBudget: what was asked is kept.
+    """
+    versions = published(package, ends)
+    judged = Judged(case, failure_of(verdict), asker, verdict)
+    judged.patience = patience
+
+    def ask(version: str) -> Answer:
+        leaves = leaves_of(case.candidate.config) | {f"packages.{package}": version}
+        candidate = replace(case.candidate, config=config_of(leaves))
+        try:
+            make_environments(filter(None, [program_of(candidate.config)]), lambda _: None)
+        except UsageError:
+            return UNRESOLVED
+        return judged.answer(candidate, words=f"does it fail with {package} {version}?")
+
+    found = search_releases(versions, ask)
+    first, last = versions[0], versions[-1]
+    return replace(found, package=package, first=first, last=last, num_releases=len(versions))
+
+
+def published(package: str, ends: str) -> list[str]:
+    """The releases `A..B` of a package, the oldest first.
+
+    Raises:
+        UsageError: no such range, package or release.
+    """
+    first, dots, last = ends.partition("..")
+    if not first or not dots or not last or last.startswith("."):
+        raise UsageError(f"--package: expected NAME A..B, got {shown(ends)}")
+    return releases(package, first, last, Path(sys.executable))
+
+
+def search_releases(versions: Sequence[str], ask: Callable[[str], Answer]) -> ReleaseSearch:
+    """Two neighbours of which one passes and one fails; versions are asked once each."""
+    low, high, skipped = 0, len(versions) - 1, set[int]()
+    answers = {0: ask(versions[0])}
+    if high:
+        answers[high] = ask(versions[high])
+    plain = ReleaseSearch(
+        package="", first="", last="", older_answer=answers[low], newer_answer=answers[high]
+    )
+    if {answers[low], answers[high]} != {FAILS, PASSES}:
+        return plain
+    while between := [n for n in range(low + 1, high) if n not in skipped]:
+        middle = min(between, key=lambda n: abs(2 * n - low - high))
+        answers[middle] = ask(versions[middle])
+        if answers[middle] == answers[low]:
+            low = middle
+        elif answers[middle] == answers[high]:
+            high = middle
+        else:
+            skipped.add(middle)
+    passed_over = tuple(versions[n] for n in sorted(skipped) if low < n < high)
+    return replace(plain, older=versions[low], newer=versions[high], skipped=passed_over)

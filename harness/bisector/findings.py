@@ -3,29 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCauses
-from harness.bisector.commits import CommitSearch
+from harness.bisector.commits import CommitSearch, ReleaseSearch
+from harness.bisector.experiments import AskedQuestion
 from harness.bisector.found import Location
-from harness.bisector.layer_range import LayerRange
-from harness.bisector.releases import ReleaseSearch
+from harness.bisector.repro import Alone
 from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
 from harness.disk import write_atomic
 from harness.object_file import read_object
 from harness.records import Outcome, What
-
-FINDINGS_FILE = "bisect.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskedQuestion(Json):
-    """One question that cost runs."""
-
-    words: str
-    answer: str
-    runs: int
-    seconds: float
+from harness.store import SEARCH_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +28,6 @@ class Findings(Json):
         place: where the fault entered; None before that stage.
         causes: smallest sets of differences between the legs that still fail; None before that
             stage, or if nobody asked.
-        layers: that must be captured; None before that stage, or if no capture is to blame.
         least_case: the scenario that fails alone; None before that stage, or if nobody asked.
         commits: the first bad one, or the range of suspects; None if nobody asked.
         release: of a package, the first bad one; None if nobody asked.
@@ -59,7 +46,6 @@ class Findings(Json):
     environment: tuple[str, ...] = ()
     place: Location | None = None
     causes: FoundCauses | None = None
-    layers: LayerRange | None = None
     least_case: Alone | None = None
     commits: CommitSearch | None = None
     release: ReleaseSearch | None = None
@@ -75,7 +61,7 @@ def keep_findings(folder: Path, findings: Findings) -> Path:
     Raises:
         Infrastructure: the disk refused.
     """
-    path = folder / FINDINGS_FILE
+    path = folder / SEARCH_FILE
     write_atomic(path, dumps(with_checksum(findings)) + "\n")
     return path
 
@@ -83,6 +69,6 @@ def keep_findings(folder: Path, findings: Findings) -> Path:
 def read_findings(folder: Path) -> Findings | None:
     """What an earlier sitting has kept; None if there is none that decodes."""
     try:
-        return Findings.from_json(read_object(folder / FINDINGS_FILE))
+        return Findings.from_json(read_object(folder / SEARCH_FILE))
     except (OSError, RecordError):
         return None

@@ -9,11 +9,13 @@ found by halving: the least one first, as most faults need little.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.config import DEGREES, TrainConfig
+from harness.bisector.chance import FAILS, PASSES, UNRESOLVED, Answer
 from harness.bisector.differences import (
     LegChanges,
     config_of,
@@ -24,13 +26,24 @@ from harness.bisector.differences import (
     with_steps,
     world_size_of,
 )
-from harness.bisector.failure import Judged
-from harness.bisector.halving import first_failing
-from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfBudget
+from harness.bisector.experiments import Judged, OutOfBudget
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_setting import LAST_RANK
 from harness.program.spec import capabilities_of, program_of
 from harness.records import RunSpec
+
+
+def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | None:
+    """The first of ordered values from which on all fail; None if none was seen to.
+
+    The first one is asked first, as most faults need little. A value after the last is taken to
+    fail: where those that are asked pass, the answer lies behind them. None is asked twice.
+    """
+    if not values or fails(values[0]):
+        return values[0] if values else None
+    place = bisect_left(values, True, lo=1, key=fails)
+    return values[place] if place < len(values) else None
+
 
 COUNTS = ("model.layers", "microbatches", "micro_batch_size")
 """Sizes that are made smaller, in this order, after steps and ranks."""
