@@ -12,9 +12,8 @@ import click
 
 from harness import display, machine
 from harness.answers import find_answer
-from harness.bisector.findings import Findings
 from harness.bisector.layouts import case_of_two, is_one_layout
-from harness.bisector.render import PAGE_FILE, make_search_view, print_findings
+from harness.bisector.render import PAGE_FILE, Findings, make_search_view, print_findings
 from harness.bisector.repro import FOLDER
 from harness.bisector.session import Search, Until, bisect
 from harness.errors import NothingSelected, UsageError

@@ -10,8 +10,7 @@ from pathlib import Path
 from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
 from harness.answers import find_answer
-from harness.bisector.findings import Findings, read_findings
-from harness.bisector.render import UNKNOWN, first_wrong
+from harness.bisector.render import UNKNOWN, Findings, first_wrong, read_findings
 from harness.detection.localised import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode

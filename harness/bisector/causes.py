@@ -576,7 +576,7 @@ class _Search:
     def _ask(self, judged: Judged, changes: Changes, *, confirm: bool) -> Answer:
         candidate = self._legs.run_with(changes)
         words = f"does it fail with {self._words(changes)}?"
-        answer = (judged.confirmed if confirm else judged.answer)(candidate, words=words)
+        answer = judged.answer(candidate, words=words, sure=confirm)
         if candidate.key in judged.others:
             self._others.setdefault(changes, judged.others[candidate.key])
         return answer

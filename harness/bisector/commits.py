@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.bisector.chance import (
-    CONFIDENCE,
     FAILS,
     PASSES,
     UNRESOLVED,
@@ -76,12 +75,14 @@ class Git:
         Raises:
             UsageError: git is not there, says no, or does not end.
         """
+        kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
         # No hooks: those of the user's checkout are not for this one.
         command = ["git", "-C", str(self.folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S,
-                env=environment(), stdin=subprocess.DEVNULL,
+                env=kept | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "true"},
+                stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except FileNotFoundError:
             raise UsageError("searching commits takes git, which is not on PATH") from None
@@ -92,6 +93,15 @@ class Git:
             # The first line says what is wrong; what follows is advice.
             raise UsageError(f"git {arguments[0]} in {self.folder}: {said[0]}")
         return done.stdout.rstrip("\n")
+
+    def check_out(self, commit: str) -> None:
+        """The files of a commit, and no others: no compiled module of another commit stays behind.
+
+        Raises:
+            UsageError: git says no.
+        """
+        self("checkout", "--quiet", "--force", "--detach", commit)
+        self("clean", "-ffdxq")
 
     def resolve(self, name: str) -> str:
         """The full hash of a commit.
@@ -109,23 +119,8 @@ class Git:
             ) from None
 
 
-def environment() -> dict[str, str]:
-    """Of git, whatever hook or language we run in."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
-    return kept | {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": "true"}
-
-
-def top_level(folder: Path) -> Path:
-    """The root of the repository that a folder is in.
-
-    Raises:
-        UsageError: in none.
-    """
-    return Path(Git(folder)("rev-parse", "--show-toplevel"))
-
-
 @contextmanager
-def temporary_worktree(root: Path, commit: str) -> Iterator["Worktree"]:
+def temporary_worktree(root: Path, commit: str) -> Iterator[Git]:
     """A detached worktree of the repository at `root`, removed whatever happens.
 
     Raises:
@@ -139,7 +134,7 @@ def temporary_worktree(root: Path, commit: str) -> Iterator["Worktree"]:
         lock.acquire()
         place = holder / "worktree"
         git("worktree", "add", "--quiet", "--detach", str(place), commit)
-        yield Worktree(place)
+        yield Git(place)
     finally:
         _remove(git, holder)
         lock.release()
@@ -174,23 +169,6 @@ def _unused() -> Iterator[Path]:
             is_old = now_unix_s - holder.stat().st_mtime > GIVEN_UP_S
             if is_old and not (holder / "worktree").exists():
                 yield holder
-
-
-class Worktree:
-    """A checkout that may be changed at will."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.git = Git(folder)
-
-    def check_out(self, commit: str) -> None:
-        """The files of a commit, and no others: no compiled module of another commit stays behind.
-
-        Raises:
-            UsageError: git says no.
-        """
-        self.git("checkout", "--quiet", "--force", "--detach", commit)
-        self.git("clean", "-ffdxq")
 
 
 # --- a range, and what is run of it --------------------------------------------------------------
@@ -267,7 +245,7 @@ def resolve_range(where: CommitRange) -> tuple[Path, str, str]:
     Raises:
         UsageError: no repository, no range, no such commit, or bad does not descend from good.
     """
-    top = top_level(where.root)
+    top = Path(Git(where.root)("rev-parse", "--show-toplevel"))
     good, bad = (Git(top).resolve(end) for end in parse_range(where.commits))
     if good == bad or Git(top)("merge-base", good, bad, legal=(0, 1)) != good:
         raise UsageError(
@@ -277,113 +255,8 @@ def resolve_range(where: CommitRange) -> tuple[Path, str, str]:
     return top, good, bad
 
 
-# --- answers -------------------------------------------------------------------------------------
-
-
-Say = Callable[[str], None]
 OF_COMMITS = "commit-"
 """Begins the key of every question about a commit."""
-
-
-class CommitAnswers:
-    """Answers of commits, run by run: each is checked out where a run of it is due, and asked once.
-
-    Args:
-        worktree: is given the files of whatever is run.
-        where: the commits.
-        run: makes one run.
-        questions: keeps the answers, and has the budget.
-        cost: of one run.
-        say: is told of every answer, in one line.
-
-    Attributes:
-        num_runs: tries of commits, of this and earlier sittings.
-    """
-
-    def __init__(
-        self, worktree: Worktree, where: CommitRange, run: Run, questions: Questions,
-        *, cost: int, say: Say,
-    ) -> None:  # fmt: skip
-        self.git = worktree.git
-        self.say = say
-        self.num_runs = 0
-        self._settings: dict[str, dict[str, None]] = {LEFT_OUT: {}, PUT_IN: {}}
-        self._worktree = worktree
-        self._where = where
-        self._run = run
-        self._questions = questions
-        self._cost = cost
-        self._files: dict[str, str] = {}
-        self._subjects: dict[str, str] = {}
-        self._answers: dict[str, list[Answer]] = {}
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence for each kind of setting that not all commits have."""
-        words = {
-            LEFT_OUT: "settings that not every commit knows are left out there, at their defaults",
-            PUT_IN: "settings that only some commits know are at their defaults there",
-        }
-        return [f"{words[kind]}: {', '.join(s)}" for kind, s in self._settings.items() if s]
-
-    def read(self, good: str, bad: str) -> None:
-        """Look up files and subjects of all commits at once."""
-        for ends in ((bad, f"^{good}"), ("--no-walk", good)):
-            for line in self.git("log", "--format=%H %T %s", *ends, "--").splitlines():
-                commit, tree, subject = line.split(" ", 2)
-                self._subjects[commit] = subject
-                if not self._where.paths:
-                    self._files[commit] = tree
-
-    def words(self, commit: str) -> Commit:
-        return Commit(hash=commit, subject=self._subjects[commit])
-
-    def commits(self, bad: str, goods: Sequence[str]) -> list[str]:
-        """What may be the first bad commit, the newest first."""
-        return self.git("rev-list", "--topo-order", bad, "--not", *goods, "--").split()
-
-    def once(self, commit: str, attempt: int) -> Answer:
-        """One run, which may be known already."""
-        files = self._files_of(commit)
-        answers = self._answers.setdefault(files, [])
-        if attempt < len(answers):
-            return answers[attempt]
-        told = self.words(commit)
-        again = f" (run {attempt + 1})" if attempt else ""
-
-        def find_out() -> Reply:
-            self._worktree.check_out(commit)
-            return self._run(
-                Checkout(
-                    folder=self._worktree.folder, repository=self._where.root,
-                    commit=commit, attempt=attempt,
-                )
-            )  # fmt: skip
-
-        key = f"{OF_COMMITS}{files}-{attempt}"
-        reply = self._questions.pay(key, f"does {told} fail?{again}", self._cost, find_out)
-        for kind, settings in self._settings.items():
-            settings |= dict.fromkeys(map(str, reply.detail.get(kind, ())))
-        answer: Answer = reply.answer or UNRESOLVED
-        self.num_runs += 1
-        self.say(f"{told}: {answer}{again}" + (f": {reply.words}" if reply.words else ""))
-        answers.append(answer)
-        return answer
-
-    def answer(self, commit: str, passes: int) -> Answer:
-        """Fails once it has failed, passes after so many runs; all runs so far count."""
-        known = self._answers.get(self._files_of(commit), [])
-        for number in range(max(passes, len(known))):
-            if (answer := self.once(commit, number)) != PASSES:
-                return answer
-        return PASSES
-
-    def _files_of(self, commit: str) -> str:
-        """The same for commits whose files are the same."""
-        if commit not in self._files:
-            listed = self.git("ls-tree", commit, "--", *self._where.paths)
-            self._files[commit] = hashlib.sha256(listed.encode()).hexdigest()[:40]
-        return self._files[commit]
 
 
 # --- the search ----------------------------------------------------------------------------------
@@ -437,7 +310,6 @@ def find_first_bad(
     once: bool = False,
     known: Patience | None = None,
     cost: int = 1,
-    say: Say = lambda _: None,
 ) -> CommitSearch:
     """Search a range of commits for the first on which a run fails.
 
@@ -449,32 +321,36 @@ def find_first_bad(
         known: how often the case has failed as it is here, where here is the bad commit: that it
             fails there is seen once more, and its rate is taken from this.
         cost: of one run, for the budget: a case is three runs.
-        say: is told of every step, in one line.
 
     Raises:
         UsageError: git says no, good does not pass, bad does not fail.
         OutOfBudget: `best` is a `CommitSearch` of what was found.
     """
     top, good, bad = resolve_range(where)
-    with temporary_worktree(top, bad) as worktree:
-        asked = CommitAnswers(
-            worktree, replace(where, root=top), run, questions, cost=cost, say=say
-        )
-        return _Search(asked, good, bad, once=once, known=known).find()
+    with temporary_worktree(top, bad) as git:
+        return _Search(
+            git, replace(where, root=top), (good, bad), run, questions,
+            once=once, known=known, cost=cost,
+        ).find()  # fmt: skip
 
 
 class _Search:
+    """One search: each commit is checked out where a run of it is due, and asked once."""
+
     def __init__(
-        self, asked: CommitAnswers, good: str, bad: str, *, once: bool,
-        known: Patience | None,
+        self, git: Git, where: CommitRange, ends: tuple[str, str], run: Run, questions: Questions,
+        *, once: bool, known: Patience | None, cost: int,
     ) -> None:  # fmt: skip
-        self._asked = asked
-        asked.read(good, bad)
-        self._good, self._bad = good, bad
-        self._once = once
-        self._known = known
-        self._suspects = asked.commits(bad, [good])
-        self._num_commits = len(self._suspects)
+        self._git, self._where, self._run, self._questions = git, where, run, questions
+        self._good, self._bad = ends
+        self._once, self._known, self._cost = once, known, cost
+        self._files: dict[str, str] = {}
+        self._subjects: dict[str, str] = {}
+        self._read()
+        self._suspects = self._between(self._bad, [self._good])
+        self._num_commits, self._num_runs = len(self._suspects), 0
+        self._answers: dict[str, list[Answer]] = {}
+        self._settings: dict[str, dict[str, None]] = {LEFT_OUT: {}, PUT_IN: {}}
         self._skipped: set[str] = set()
         self._patience: Patience | None = None
         self._notes: list[str] = []
@@ -489,7 +365,7 @@ class _Search:
                 if lucky is None:
                     return self._found()
                 self._notes.append(
-                    f"{self._asked.words(lucky)}: passed at first and failed when asked again"
+                    f"{self._words(lucky)}: passed at first and failed when asked again"
                 )
                 if lucky == self._good:
                     raise self._good_fails()
@@ -498,69 +374,117 @@ class _Search:
             error.best = replace(self._found(), first_bad=None, stopped=str(error))
             raise
 
+    # --- one commit
+
+    def _read(self) -> None:
+        """Look up files and subjects of all commits at once."""
+        for ends in ((self._bad, f"^{self._good}"), ("--no-walk", self._good)):
+            for line in self._git("log", "--format=%H %T %s", *ends, "--").splitlines():
+                commit, tree, subject = line.split(" ", 2)
+                self._subjects[commit] = subject
+                if not self._where.paths:
+                    self._files[commit] = tree
+
+    def _files_of(self, commit: str) -> str:
+        """The same for commits whose files are the same."""
+        if commit not in self._files:
+            listed = self._git("ls-tree", commit, "--", *self._where.paths)
+            self._files[commit] = hashlib.sha256(listed.encode()).hexdigest()[:40]
+        return self._files[commit]
+
+    def _words(self, commit: str) -> Commit:
+        return Commit(hash=commit, subject=self._subjects[commit])
+
+    def _between(self, bad: str, goods: Sequence[str]) -> list[str]:
+        """What may be the first bad commit, the newest first."""
+        return self._git("rev-list", "--topo-order", bad, "--not", *goods, "--").split()
+
+    def _ask(self, commit: str, attempt: int) -> Answer:
+        """One run, which may be known already."""
+        files = self._files_of(commit)
+        answers = self._answers.setdefault(files, [])
+        if attempt < len(answers):
+            return answers[attempt]
+        told = self._words(commit)
+        again = f" (run {attempt + 1})" if attempt else ""
+
+        def find_out() -> Reply:
+            self._git.check_out(commit)
+            return self._run(
+                Checkout(
+                    folder=self._git.folder, repository=self._where.root, commit=commit,
+                    attempt=attempt,
+                )
+            )  # fmt: skip
+
+        key = f"{OF_COMMITS}{files}-{attempt}"
+        reply = self._questions.pay(key, f"does {told} fail?{again}", self._cost, find_out)
+        for kind, settings in self._settings.items():
+            settings |= dict.fromkeys(map(str, reply.detail.get(kind, ())))
+        answer: Answer = reply.answer or UNRESOLVED
+        self._num_runs += 1
+        answers.append(answer)
+        return answer
+
+    def _answer(self, commit: str, passes: int) -> Answer:
+        """Fails once it has failed, passes after so many runs; all runs so far count."""
+        known = self._answers.get(self._files_of(commit), [])
+        for number in range(max(passes, len(known))):
+            if (answer := self._ask(commit, number)) != PASSES:
+                return answer
+        return PASSES
+
     # --- the ends of the range
 
     def _learn(self, *, flaky: bool) -> None:
-        bad = self._asked.words(self._bad)
+        said = f"--commits: expected a bad commit that fails, got {self._words(self._bad)}"
         if self._once:
-            if self._asked.answer(self._bad, 1) != FAILS:
-                raise UsageError(f"--commits: expected a bad commit that fails, got {bad}")
+            if self._answer(self._bad, 1) != FAILS:
+                raise UsageError(said)
             return
         # Halvings, both ends, and what skips may add.
         num_questions = math.ceil(math.log2(self._num_commits + 1)) + 2
-        if self._known is not None and not flaky and self._asked.once(self._bad, 0) == FAILS:
+        if self._known is not None and not flaky and self._ask(self._bad, 0) == FAILS:
             self._patience = patience(
-                self._known.failures, self._known.trials,
-                num_questions=num_questions, confidence=CONFIDENCE,
-            )  # fmt: skip
-            self._asked.say(str(self._patience))
-            return
-        try:
-            self._patience = learn(
-                lambda attempt: self._asked.once(self._bad, attempt),
-                num_questions=num_questions, confidence=CONFIDENCE, flaky=flaky,
-            )  # fmt: skip
-        except NeverFails as error:
-            raise UsageError(
-                f"--commits: expected a bad commit that fails, got {bad}: {error}"
-            ) from error
-        self._asked.say(str(self._patience))
+                self._known.failures, self._known.trials, num_questions=num_questions
+            )
+        else:
+            try:
+                self._patience = learn(
+                    lambda attempt: self._ask(self._bad, attempt),
+                    num_questions=num_questions, flaky=flaky,
+                )  # fmt: skip
+            except NeverFails as error:
+                raise UsageError(f"{said}: {error}") from error
 
     def _see_good_pass(self) -> None:
-        answer = self._asked.answer(self._good, self._passes)
+        passes = 1 if self._patience is None else self._patience.passes
+        answer = self._answer(self._good, passes)
         if answer == FAILS:
             raise self._good_fails()
         if answer == UNRESOLVED:
-            good = self._asked.words(self._good)
+            good = self._words(self._good)
             raise UsageError(f"--commits: expected a good commit that can be run, got {good}")
 
     def _good_fails(self) -> UsageError:
-        good = self._asked.words(self._good)
         return UsageError(
-            f"--commits: expected a good commit that passes, got {good}, which fails: name an "
-            "older one"
+            f"--commits: expected a good commit that passes, got {self._words(self._good)}, which "
+            "fails: name an older one"
         )
-
-    @property
-    def _passes(self) -> int:
-        return self._patience.passes if self._patience is not None else 1
-
-    @property
-    def _confirmations(self) -> int:
-        return self._patience.confirmations if self._patience is not None else 1
 
     # --- between them
 
     def _bisect(self) -> list[str]:
         """Let git choose until it has one, or only skipped ones; the good commits."""
-        git, bad, goods = self._asked.git, self._bad, [self._good]
+        git, bad, goods = self._git, self._bad, [self._good]
+        passes = 1 if self._patience is None else self._patience.passes
         git("bisect", "reset", legal=(0, 1))
         git("bisect", "start", "--no-checkout", bad, self._good)
-        self._suspects = self._asked.commits(bad, goods)
+        self._suspects = self._between(bad, goods)
         while not set(self._suspects) - {bad} <= self._skipped:
             commit = git("rev-parse", "--verify", "BISECT_HEAD")
             assert commit in self._suspects, f"git asks for {commit}, which is settled"
-            answer = self._asked.answer(commit, self._passes)
+            answer = self._answer(commit, passes)
             if answer == FAILS:
                 bad = commit
             elif answer == PASSES:
@@ -570,12 +494,12 @@ class _Search:
             term = {FAILS: "bad", PASSES: "good", UNRESOLVED: "skip"}[answer]
             # 2: only skipped commits are left.
             git("bisect", term, commit, legal=(0, 2))
-            self._suspects = self._asked.commits(bad, goods)
+            self._suspects = self._between(bad, goods)
         return goods
 
     def _boundary(self, goods: Sequence[str]) -> list[str]:
         """The good commits that the suspects stand on; all others that are good are older."""
-        git = self._asked.git
+        git = self._git
         parents = {p for c in self._suspects for p in git("rev-parse", f"{c}^@").split()}
         return [
             commit
@@ -584,21 +508,24 @@ class _Search:
         ]
 
     def _stands(self, commit: str) -> bool:
-        return self._asked.answer(commit, self._confirmations) == PASSES
+        passes = 1 if self._patience is None else self._patience.confirmations
+        return self._answer(commit, passes) == PASSES
 
     def _found(self) -> CommitSearch:
-        asked, suspects = self._asked, tuple(map(self._asked.words, self._suspects))
+        suspects = tuple(map(self._words, self._suspects))
+        left_out, put_in = (", ".join(self._settings[kind]) for kind in (LEFT_OUT, PUT_IN))
+        notes = {
+            "settings that not every commit knows are left out there, at their defaults": left_out,
+            "settings that only some commits know are at their defaults there": put_in,
+        }
         return CommitSearch(
-            first_bad=suspects[0] if len(suspects) == 1 else None,
-            suspects=suspects,
-            skipped=tuple(asked.words(c) for c in sorted(self._skipped)),
-            good=asked.words(self._good),
-            bad=asked.words(self._bad),
-            num_commits=self._num_commits,
-            num_runs=asked.num_runs,
-            patience=str(self._patience) if self._patience is not None else "one run a commit",
-            notes=(*self._notes, *asked.notes),
-        )
+            first_bad=suspects[0] if len(suspects) == 1 else None, suspects=suspects,
+            skipped=tuple(map(self._words, sorted(self._skipped))),
+            good=self._words(self._good), bad=self._words(self._bad),
+            num_commits=self._num_commits, num_runs=self._num_runs,
+            patience="one run a commit" if self._patience is None else str(self._patience),
+            notes=(*self._notes, *(f"{words}: {names}" for words, names in notes.items() if names)),
+        )  # fmt: skip
 
 
 # --- releases of a package -----------------------------------------------------------------------

@@ -385,9 +385,7 @@ def load_runs(folder: RunFolder, case: CaseSpec) -> CaseRuns:
     return CaseRuns(case=case, **legs)
 
 
-def judged_by(
-    differ: Callable[[RunResult, RunResult], str],
-) -> Judge:
+def judged_by(differ: Callable[[RunResult, RunResult], str]) -> Judge:
     """A judge for questions whose control is the reference itself: it only says what was seen.
 
     Args:
@@ -514,22 +512,13 @@ class Judged:
         self.patience = chance.learn(run, num_questions=num_questions, confidence=confidence)
 
     def answer(
-        self, candidate: RunSpec, *, reference: RunSpec | None = None, words: str = ""
-    ) -> Answer:
-        """Whether a case fails the same way; passes are believed for a step of a search."""
-        passes = self.patience.passes if self.patience is not None else 1
-        return self._often(candidate, reference, words, passes)
+        self, candidate: RunSpec, *, reference: RunSpec | None = None, words: str = "",
+        sure: bool = False,
+    ) -> Answer:  # fmt: skip
+        """Whether a case fails the same way; `sure` where a conclusion rests on a pass."""
+        known = self.patience
+        passes = 1 if known is None else known.confirmations if sure else known.passes
 
-    def confirmed(
-        self, candidate: RunSpec, *, reference: RunSpec | None = None, words: str = ""
-    ) -> Answer:
-        """The same where a conclusion rests on a pass."""
-        passes = self.patience.confirmations if self.patience is not None else 1
-        return self._often(candidate, reference, words, passes)
-
-    def _often(
-        self, candidate: RunSpec, reference: RunSpec | None, words: str, passes: int
-    ) -> Answer:
         def run(number: int) -> Answer:
             return self.once(
                 candidate, number, reference=reference, words=words, ahead=passes - number

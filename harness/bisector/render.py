@@ -1,4 +1,4 @@
-"""The answer in words, and what the user sees while a search goes on: all that people read.
+"""What a search has found, in words, and what the user sees while it goes on: all that people read.
 
 facts         the same lines for the screen and for the page; the first three say what failed,
               where it entered, and the first thing that is wrong there
@@ -8,6 +8,7 @@ SearchView    1. which call differs first, up to step 3? step 3, forward, layers
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,22 +17,88 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.bisector.causes import FoundCauses
+from harness.bisector.commits import CommitSearch, ReleaseSearch
 from harness.bisector.experiments import AskedQuestion
-from harness.bisector.findings import Findings
 from harness.bisector.found import Element, Location
+from harness.bisector.least import LayerRange
+from harness.bisector.repro import Alone
 from harness.checks.steps import count
+from harness.checksum import with_checksum
+from harness.codec import Json, RecordError, dumps
 from harness.disk import write_atomic
 from harness.display import cell
 from harness.errors import one_line
+from harness.object_file import read_object
 from harness.plan import Plan
 from harness.progress import COLOURS, LiveView, PlainView, View, duration
-from harness.records import WHATS, RunOutcome, RunSpec, Verdict
+from harness.records import WHATS, Outcome, RunOutcome, RunSpec, Verdict, What
+from harness.store import SEARCH_FILE
 from harness.typed import typed
 
 UNKNOWN = "not known"
 OTHER_ENVIRONMENT = (
     "the legs ran in other environments, so no setting is searched for: make them alike, run again"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings(Json):
+    """All that is known of a failing case.
+
+    Attributes:
+        case_id, scenario: which case.
+        outcome, what, message: its verdict.
+        command: that goes on with the search, or shows it again.
+        environment: what legs or nights ran in, where it differs; said first.
+        place: where the fault entered; None before that stage.
+        causes: smallest sets of differences between the legs that still fail; None before that
+            stage, or if nobody asked.
+        layers: that must be captured; None before that stage, or if no capture is to blame.
+        least_case: the scenario that fails alone; None before that stage, or if nobody asked.
+        commits: the first bad one, or the range of suspects; None if nobody asked.
+        release: of a package, the first bad one; None if nobody asked.
+        questions: what was asked, in order.
+        num_runs: made in all sittings.
+        seconds: spent in all sittings.
+        stopped: why the search ended before its end; "" if it did not.
+    """
+
+    case_id: str
+    scenario: str
+    outcome: Outcome
+    what: What
+    message: str
+    command: str
+    environment: tuple[str, ...] = ()
+    place: Location | None = None
+    causes: FoundCauses | None = None
+    layers: LayerRange | None = None
+    least_case: Alone | None = None
+    commits: CommitSearch | None = None
+    release: ReleaseSearch | None = None
+    questions: tuple[AskedQuestion, ...] = ()
+    num_runs: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+
+
+def keep_findings(folder: Path, findings: Findings) -> Path:
+    """Write what is known; the file's path.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    path = folder / SEARCH_FILE
+    write_atomic(path, dumps(with_checksum(findings)) + "\n")
+    return path
+
+
+def read_findings(folder: Path) -> Findings | None:
+    """What an earlier sitting has kept; None if there is none that decodes."""
+    try:
+        return Findings.from_json(read_object(folder / SEARCH_FILE))
+    except (OSError, RecordError):
+        return None
 
 
 def first_wrong(place: Location | None) -> str:
@@ -127,6 +194,8 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
         seldom = f"failed in {how_often.failures} of {count(how_often.trials, 'run')}"
         lines.append(("how often", seldom))
     lines += [("why", why) for why in causes(findings.causes)]
+    if findings.layers is not None:
+        lines.append(("layers", str(findings.layers)))
     if findings.what == "different_environment":
         lines.append(("why", OTHER_ENVIRONMENT))
     if findings.least_case is not None:

@@ -33,8 +33,8 @@ from harness.bisector.differences import (
     plants_of,
     program_in,
 )
-from harness.bisector.experiments import Asker, Failure, Judged, OutOfBudget, Reply, failure_of
-from harness.bisector.least import find_least
+from harness.bisector.experiments import Asker, Failure, Judged, OutOfBudget, Reply
+from harness.bisector.least import find_least, judged_of_cause
 from harness.case_id import whole_id
 from harness.checks.steps import count
 from harness.codec import Json
@@ -158,24 +158,6 @@ def leave_alone(
     script = write_script(text, repro_name(case), folder)
     flaw = seen_to_fail(script, judged.failure, least.candidate, asker)
     return dataclasses.replace(found, script=str(script), script_flaw=flaw)
-
-
-def judged_of_cause(
-    case: CaseSpec,
-    verdict: Verdict,
-    causes: FoundCauses | None,
-    cause: FoundCause | None,
-    asker: Asker,
-) -> Judged | None:
-    """Who answers for the cause by itself; None if it does not fail again."""
-    if cause is None or causes is None:
-        return Judged(case, failure_of(verdict), asker, verdict)
-    legs = LegChanges(case.reference, case.candidate)
-    alone = dataclasses.replace(case, candidate=legs.run_with(cause.changes))
-    judged = Judged(alone, cause.failure, asker)
-    judged.patience = causes.patience
-    words = f"does it fail with {' + '.join(cause.changes) or 'none of the changes'}?"
-    return judged if judged.answer(alone.candidate, words=words) == FAILS else None
 
 
 def _story(

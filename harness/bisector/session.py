@@ -1,6 +1,6 @@
 """A search: what is asked, its folder, its engine, its stages, and what it keeps after each.
 
-    environment -> place -> causes -> least case -> commits -> releases
+    environment -> place -> causes -> layers -> least case -> commits -> releases
 
 A stage takes what is known and gives what is known after it. Findings and page are written after
 every stage, and when somebody stops the search: what was found stays, and the same command goes on.
@@ -30,10 +30,10 @@ from harness.bisector.commits import (
 )
 from harness.bisector.environment import compare, of_legs, of_nights
 from harness.bisector.experiments import AskedQuestion, Asker, Budget, OutOfBudget, Questions
-from harness.bisector.findings import Findings, keep_findings, read_findings
 from harness.bisector.layouts import Compared, first_apart
+from harness.bisector.least import find_layer_range
 from harness.bisector.probes import locate_case
-from harness.bisector.render import SearchView, keep_page
+from harness.bisector.render import Findings, SearchView, keep_findings, keep_page, read_findings
 from harness.bisector.repro import FOLDER, leave_alone
 from harness.case_id import whole_id
 from harness.checks.complete import find_flaw
@@ -52,7 +52,7 @@ from harness.typed import typed
 SHORT_HASH = 12
 COMMITS_FOLDER = "commits"
 """Of the folder of a search: run folders of other commits."""
-Until = Literal["environment", "place", "causes", "least"]
+Until = Literal["environment", "place", "causes", "layers", "least"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +180,18 @@ def _causes(state: State) -> Findings:
     return replace(findings, causes=found)
 
 
+def _layers(state: State) -> Findings:
+    """Which layers must be captured for it to fail."""
+    findings = state.findings
+    if findings.causes is None:
+        return findings
+    try:
+        found = find_layer_range(state.runs.case, state.verdict, findings.causes, state.asker)
+    except OutOfBudget as error:
+        raise Unfinished(findings, str(error)) from None
+    return replace(findings, layers=found)
+
+
 def _least(state: State) -> Findings:
     """A scenario that fails alone, in the least ranks, layers and steps."""
     findings = state.findings
@@ -252,7 +264,7 @@ def _known_rate(state: State) -> Patience | None:
 
 STAGES: dict[Until, Stage] = {
     "environment": _environment, "place": _place, "causes": _causes,
-    "least": _least,
+    "layers": _layers, "least": _least,
 }  # fmt: skip
 """In this order; each may rest on those before it."""
 
@@ -270,7 +282,7 @@ REPLIES = "replies"
 """Of the folder of a search: what is answered by none of its runs."""
 MOST_TOLD = 3
 NO_ANSWER = "no answer yet"
-_OF_STAGES = ("place", "causes", "least_case", "commits", "release")
+_OF_STAGES = ("place", "causes", "layers", "least_case", "commits", "release")
 
 
 def bisect(search: Search, view: SearchView) -> tuple[Findings, Path]:

@@ -11,9 +11,8 @@ from harness.bisector.causes import FoundCause, FoundCauses
 from harness.bisector.chance import patience
 from harness.bisector.commits import Commit, CommitSearch
 from harness.bisector.experiments import AskedQuestion, Failure
-from harness.bisector.findings import Findings
 from harness.bisector.found import Element, Location
-from harness.bisector.render import causes, element, facts, page, print_findings
+from harness.bisector.render import Findings, causes, element, facts, page, print_findings
 from harness.bisector.repro import Alone
 
 ELEMENT = Element(
