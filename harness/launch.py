@@ -58,7 +58,7 @@ from harness.store import RunFolder, load_case
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",
-    "prepare", "prepare_rerun", "rounds",
+    "prepare", "prepare_rerun", "provenance_of", "rounds",
 ]  # fmt: skip
 
 DEFAULT_SCENARIOS = Path("scenarios")
@@ -232,7 +232,7 @@ def _refuse_other_code(folder: RunFolder, here: Machine, request: Request) -> No
     """
     if request.mixed or "code" not in folder.manifest:  # made before it was recorded
         return
-    before, now = deciding(folder.manifest), deciding(_provenance(here, folder.cases))
+    before, now = deciding(folder.manifest), deciding(provenance_of(here, folder.cases))
     if told := changes(before, now):
         raise UsageError(
             f"--resume {folder.path}: expected the code, packages and variables of its runs, but "
@@ -450,11 +450,12 @@ def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping
         NOTES_KEY: list(prepared.notes),
         SESSION_KEY: prepared.session,
         MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
-        **_provenance(prepared.machine, prepared.plan.cases),
+        **provenance_of(prepared.machine, prepared.plan.cases),
     }
 
 
-def _provenance(here: Machine, cases: Sequence[CaseSpec]) -> dict[str, Any]:
+def provenance_of(here: Machine, cases: Sequence[CaseSpec]) -> dict[str, Any]:
+    """What a manifest says of the environment in which the runs of cases are made now."""
     configs = {spec.key: spec.config for spec in unique_runs(cases).values()}
     machine: dict[str, Any] = json.loads(dumps(here))
     return record(machine, codes_of(configs.values()))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.again import says_nothing
-from harness.bisector.asking import judged_by
+from harness.bisector.experiments import judged_by
 from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
 from harness.engine.local import LocalEngine
