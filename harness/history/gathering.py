@@ -256,7 +256,7 @@ def _run(result: RunResult, key: str, attempt: int, fingerprint: str, commit: st
         step_s=middle,
         step_spread_s=None if middle is None else median(abs(t - middle) for t in times),
         timed_steps=len(times),
-        peak_bytes=peak if whole and 0 < peak <= MAX_INTEGER else None,
+        peak_bytes=peak or None if whole else None,
         replays=min((end.replays for end in ends), default=0) if whole else 0,
         loss_bits=_bits(result, _loss_text) if whole else "",
         state_bits=_bits(result, _state_text) if whole else "",

@@ -10,16 +10,25 @@ import threading
 import typing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError, Infrastructure, UsageError
-from harness.history import NOT_WRITTEN_FILE, History, Recorded, ledger, record_folder, remember
+from harness.history import (
+    NOT_WRITTEN_FILE,
+    History,
+    Recorded,
+    gathering,
+    ledger,
+    record_folder,
+    remember,
+)
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of
 from harness.history.ledger import Damaged, locked, make, open_import, set_aside
 from harness.records import Difference
@@ -180,7 +189,7 @@ def test_a_row_that_was_changed_is_left_out_and_told(change: str, path: Path) ->
 @pytest.mark.parametrize(
     ("column", "value"),
     [("attempt", -1), ("outcome", "fine"), ("labels", "[1]"), ("wall_s", "soon"),
-     ("labels", '{"a":' * 100 + "1" + "}" * 100)],
+     ("labels", '{"a":' * 100 + "1" + "}" * 100), ("labels", '{"a": "1", "a": "2"}')],
 )  # fmt: skip
 def test_a_forged_row_is_left_out(column: str, value: object, path: Path) -> None:
     """A digest that fits makes no entry of a row that no harness writes."""
@@ -213,6 +222,27 @@ def test_an_import_that_fails_adds_nothing(path: Path, tmp_path: Path) -> None:
         with pytest.raises(Infrastructure, match="disk is full"):
             other.merge(whole)
         assert list(other.entries()) == NIGHTS[:1]
+
+
+def test_a_refusal_in_the_middle_adds_nothing(path: Path) -> None:
+    """What SQLite has not rolled back by itself is rolled back, and the next one is recorded."""
+    with History.open(path) as history:
+        history.connection.execute(
+            "CREATE TRIGGER no BEFORE INSERT ON runs BEGIN SELECT RAISE(FAIL, 'not now'); END"
+        )
+        with pytest.raises(Infrastructure, match="not now"):
+            history.record(night(9))
+        assert list(history.entries()) == NIGHTS
+        history.connection.execute("DROP TRIGGER no")
+        assert history.record(night(9)).folders == 1
+
+
+def test_bytes_that_are_no_text_are_damage(path: Path) -> None:
+    """They are said to be damage, not that the disk refused."""
+    with History.open(path) as history:
+        history.connection.execute("UPDATE cases SET message = CAST(x'ff' AS TEXT)")
+        with pytest.raises(Damaged, match=r"is damaged: .*decode"):
+            list(history.entries())
 
 
 def cut(data: bytes) -> bytes:
@@ -452,3 +482,33 @@ def test_several_that_find_it_damaged_lose_nothing(folder: Path) -> None:
     assert f"is damaged: file is not a database; it is kept as {kept}" in said[-1]
     assert kept.read_bytes() == b"not a database" * 1000
     assert {entry.id for entry in trusted(database)[0]} == set("012345")
+
+
+def test_another_that_was_first_is_not_renamed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waited for the lock uses the new one; one that vanishes as it is opened is made anew."""
+    database = folder.parent / "history.sqlite"
+    database.write_bytes(b"not a database" * 1000)
+    first = Path(shutil.copytree(folder, folder.with_name("first")))
+    manifest = json.loads((first / "manifest.json").read_text())
+    rewrite(first / "manifest.json", manifest | {"id": "1"})
+
+    def after_another(path: Path) -> AbstractContextManager[None]:
+        monkeypatch.setattr(gathering, "locked", locked)
+        assert "is kept as" in record_folder(first, path)[1]
+        return locked(path)
+
+    monkeypatch.setattr(gathering, "locked", after_another)
+    assert record_folder(folder, database)[1] == ""
+    assert [kept.name for kept in folder.parent.glob("*.damaged*")] == ["history.sqlite.damaged"]
+    assert len(trusted(database)[0]) == 2
+
+    def vanishes(path: Path) -> str:
+        path.unlink()
+        monkeypatch.setattr(ledger, "quote", quote)
+        return quote(str(path))
+
+    monkeypatch.setattr(ledger, "quote", lambda _: vanishes(database))
+    assert record_folder(folder, database)[1] == ""
+    assert len(trusted(database)[0]) == 1

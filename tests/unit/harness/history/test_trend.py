@@ -332,6 +332,15 @@ def test_noise_alone_is_no_change() -> None:
     assert [seed for seed in range(SERIES) if find_changes(series(seed))] == []
 
 
+def test_outliers_do_not_make_the_rest_look_steady() -> None:
+    """If one value in five is eight deviations out, at most 8 of 200 series give an alarm."""
+
+    def far_out(source: random.Random) -> float:
+        return source.gauss(0, 1) + 8 * source.choice((-1, 1)) * (source.random() < 1 / 5)
+
+    assert sum(bool(find_changes(series(seed, noise=far_out))) for seed in range(SERIES)) <= 8
+
+
 def test_looking_every_time_seldom_finds_noise() -> None:
     """Of 60 clean series at most one gives a false alarm at any of 49 nights that are looked at."""
     alarms = 0
