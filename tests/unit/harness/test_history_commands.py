@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import pytest
@@ -111,6 +112,10 @@ def test_what_is_not_there_is_said(
     """An unknown name is usage, an empty history is nothing, a missing one is usage."""
     assert "did you mean nightly" in said(capsys, "history", "nightli", code=4)
     assert "expected a history, got nothing" in said(capsys, "history", "--history", "none", code=4)
+    with History.open(filled) as history:
+        begin = mode(entry.id[0] for entry in history.entries())
+    told = said(capsys, "compare", begin, begin, "--history", str(filled), code=4)
+    assert f"'{begin}': expected a run folder or an id, got several runs of" in told
     History.open(tmp_path / "empty", create=True).connection.close()
     assert "holds no run yet" in said(capsys, "history", "--history", "empty", code=5)
     filled.write_bytes(filled.read_bytes()[:20_000])

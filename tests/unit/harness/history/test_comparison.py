@@ -241,3 +241,5 @@ def test_step_times_on_other_numbers_of_slots_are_not_compared() -> None:
     assert [delta.metric for delta in done.cases[0].deltas] == ["peak_bytes"]
     assert done.exit_code == 0
     assert "slots" in [change.name for change in done.environment]
+    done = against(slots=2, values=only("reference", work="x"))
+    assert "slots" not in done.cases[0].incomparable

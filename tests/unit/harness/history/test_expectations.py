@@ -69,6 +69,8 @@ def test_like_runs_stand_in_for_unknown_ones(history: History) -> None:
 
 def test_runs_that_did_not_end_well_count_only_alone(history: History) -> None:
     """A hang says how long a run takes only if it always hangs; an interruption says nothing."""
+    history.record(night(9, values=lambda run, leg: {"what": "hang", "wall_s": 4.0, "step_s": 0.1}))
+    assert expected(history, MACHINE, 1)(spec(seed=7)) == ESTIMATE
     unknown = spec(config=spec().config | {"model": {"preset": "none"}})
     own = {"work": work_of(unknown)}
     seconds = took(history, 0, 1.0, what="interrupted", **own)
