@@ -84,6 +84,22 @@ def named(scenario: Scenario) -> Iterator[tuple[str, dict[str, str]]]:
         yield name, {key: choice.label for key, choice in held.items()}
 
 
+def count(scenario: Scenario) -> int:
+    """How many cases `expand` gives. Only axes that an entry names are multiplied out.
+
+    Raises:
+        ScenarioError: as `named`.
+    """
+    _check_size(scenario)
+    ruled = {key for rule in (*scenario.exclude, *scenario.include) for key in rule.choices}
+    few = dataclasses.replace(
+        scenario, axes=tuple(axis for axis in scenario.axes if axis.name in ruled)
+    )
+    left, added = _assignments(few)
+    others = (c for axis, c in _columns(scenario).items() if axis not in ruled)
+    return len(left) * math.prod(map(len, others)) + len(added)
+
+
 def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]]:
     """What the axes give, without what is excluded, and what include entries add."""
     held = _product(scenario)
@@ -99,7 +115,7 @@ def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]
     return _include(scenario, [each for n, each in enumerate(held) if n not in removed])
 
 
-def _product(scenario: Scenario) -> list[Assignment]:
+def _check_size(scenario: Scenario) -> None:
     count = math.prod(len(axis.choices) for axis in scenario.axes)
     if count > MAX_COMBINATIONS:
         lengths = " x ".join(f"{axis.name} {len(axis.choices)}" for axis in scenario.axes)
@@ -108,14 +124,22 @@ def _product(scenario: Scenario) -> list[Assignment]:
             expected=f"at most {MAX_COMBINATIONS:,} combinations",
             got=f"{lengths} = {count:,}",
         )
-    names = [axis.name for axis in scenario.axes]
+
+
+def _columns(scenario: Scenario) -> dict[str, list[Choice]]:
+    """The values of each axis in a candidate."""
     compare = scenario.compare
-    columns = [
-        [c for c in each.choices
-         if each.name != compare.axis or c.identity != compare.reference.identity]
+    return {
+        each.name: [c for c in each.choices
+                    if each.name != compare.axis or c.identity != compare.reference.identity]
         for each in scenario.axes
-    ]  # fmt: skip
-    return [dict(zip(names, row, strict=True)) for row in itertools.product(*columns)]
+    }  # fmt: skip
+
+
+def _product(scenario: Scenario) -> list[Assignment]:
+    _check_size(scenario)
+    columns = _columns(scenario)
+    return [dict(zip(columns, row, strict=True)) for row in itertools.product(*columns.values())]
 
 
 def _matching(assignments: list[Assignment]) -> Callable[[Mapping[str, Choice]], list[int]]:
