@@ -247,6 +247,8 @@ def _legal(
     degrees = _Degrees(world_size, model, only)
     for chosen in degrees.all():
         for sequence_parallel, pp_chunks, dynamic_cp in itertools.product(*options):
+            if sequence_parallel and chosen["tp"] == 1:
+                continue  # refused by a rule too; not to build it halves the time
             try:
                 parallel = ParallelConfig(
                     **chosen,

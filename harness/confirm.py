@@ -14,7 +14,7 @@ from harness.checks import judge as judge_case
 from harness.errors import one_line
 from harness.records import CaseSpec, RunResult, Verdict
 from harness.repeats import past_legs, runs_of
-from harness.retries import beside_attempts
+from harness.runner.retries import beside_attempts
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
 from harness.tolerance import ROUNDING
 

@@ -17,10 +17,7 @@ from harness.beside import Timeline, beside
 from harness.checks import confirmation
 from harness.checks.steps import count
 from harness.disk import read_tail
-from harness.doctor import Diagnosis
 from harness.errors import one_line
-from harness.plan import Plan
-from harness.progress import COLOURS, duration, plan_line, run_ending, run_word
 from harness.records import (
     OUTCOMES,
     CaseSpec,
@@ -29,6 +26,8 @@ from harness.records import (
     RunResult,
     Verdict,
 )
+from harness.runner.plan import Plan
+from harness.runner.progress import COLOURS, duration, plan_line, run_ending, run_word
 
 PLAIN_WIDTH = 100
 """Columns where neither a terminal nor $COLUMNS says how many there are."""
@@ -273,18 +272,3 @@ def stderr_tail(path: Path) -> tuple[str, ...]:
     """The last lines that a rank printed; empty if there are none, or no plain file."""
     text = read_tail(path, STDERR_TAIL_BYTES).decode(errors="replace")
     return tuple(text.splitlines()[-STDERR_TAIL_LINES:])
-
-
-def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """Findings, then what follows from them."""
-    colours = {"ok": "green", "warn": "yellow", "missing": "red"}
-    table = plain_table("", "state", "")
-    for finding in diagnosis.findings:
-        table.add_row(
-            cell(finding.name), cell(finding.state, colours[finding.state]), cell(finding.detail)
-        )
-    console.print(table)
-    for line in diagnosis.can_run:
-        console.print(cell(f"can run     {line}", "green"), soft_wrap=True)
-    for line in diagnosis.cannot_run:
-        console.print(cell(f"cannot run  {line}", "yellow"), soft_wrap=True)

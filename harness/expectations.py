@@ -17,8 +17,8 @@ from harness.errors import HarnessError
 from harness.history import History, machine_kind
 from harness.history.entries import work_of
 from harness.machine import Machine, num_cores
-from harness.plan import estimate_s
 from harness.records import RunSpec, dumps
+from harness.runner.plan import estimate_s
 from harness.samples import SLOWDOWN
 from harness.schedule import Seconds
 

@@ -33,9 +33,9 @@ from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
 from harness.masking import Masker
-from harness.plan import Plan
-from harness.progress import duration, plan_line
 from harness.records import ExitCode, RunOutcome, Verdict
+from harness.runner.plan import Plan
+from harness.runner.progress import duration, plan_line
 from harness.scenario.selection import compile_expression
 
 CLEAN_CELLS = 200

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.checksum import KEY as CHECKSUM_KEY
-from harness.occupancy import Occupancy
 from harness.records import (
     OUTCOMES,
     RECORD_KINDS,
@@ -26,7 +25,8 @@ from harness.records import (
     RunOutcome,
     Verdict,
 )
-from harness.retries import Attempt
+from harness.runner.occupancy import Occupancy
+from harness.runner.retries import Attempt
 from harness.store import LEGS
 from harness.tolerance import Expect
 from reports.addresses import LegAddresses

@@ -20,7 +20,7 @@ from harness.history import NOT_WRITTEN_FILE
 from harness.lookup import bisect_line
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, Outcome, RunResult, Verdict
-from harness.retries import Attempt, earlier_attempts
+from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS
 from reports.addresses import LegAddresses, leg_addresses
 from reports.frames import Frames, load

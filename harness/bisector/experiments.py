@@ -35,7 +35,7 @@ from harness.errors import HarnessError, Infrastructure, UsageError
 from harness.object_file import read_object
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
 from harness.repeats import FIRST_REPEAT, runs_of
-from harness.run import Judge, Progress, Silent, execute
+from harness.runner.run import Judge, Progress, Silent, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
 
 TIMED: tuple[What, ...] = ("throughput_regression", "noisy")

@@ -29,9 +29,9 @@ from harness.disk import write_atomic
 from harness.display import cell
 from harness.errors import one_line
 from harness.object_file import read_object
-from harness.plan import Plan
-from harness.progress import COLOURS, LiveView, PlainView, View, duration
 from harness.records import WHATS, Outcome, RunOutcome, RunSpec, Verdict, What
+from harness.runner.plan import Plan
+from harness.runner.progress import COLOURS, LiveView, PlainView, View, duration
 from harness.store import SEARCH_FILE
 from harness.typed import typed
 

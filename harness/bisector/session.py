@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import commit, launch
+from harness import commit
 from harness.bisector.causes import FoundCauses, find_causes
 from harness.bisector.chance import Patience
 from harness.bisector.commit_runs import case_run, commit_run, program_range
@@ -44,7 +44,8 @@ from harness.program.spec import capabilities_of, program_of
 from harness.provenance import MACHINE_KINDS, changes, everything, facts
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
-from harness.run import stop_on_signals
+from harness.runner import launch
+from harness.runner.run import stop_on_signals
 from harness.scenario.case_id import whole_id
 from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
 from harness.typed import typed

@@ -27,11 +27,11 @@ from harness.detection.matrix import (
 from harness.detection.rows import Row
 from harness.errors import NothingSelected, UsageError
 from harness.faults.fault import Fault
-from harness.launch import Prepared, Request, carry_out, prepare, prepare_cases
 from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import describe, resolve_device
-from harness.plan import Plan
 from harness.records import CaseSpec, RunOutcome, RunSpec, Verdict
+from harness.runner.launch import Prepared, Request, carry_out, prepare, prepare_cases
+from harness.runner.plan import Plan
 from harness.scenario.matrix import Device
 from harness.scenario.shards import parse_shard
 from harness.store import LEGS, CaseRuns, RunFolder

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from harness import launch
 from harness.errors import HarnessError, InternalError, Interrupted
 from harness.history import remember
 from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import describe, resolve_device
 from harness.records import ExitCode, Verdict
-from harness.run import Silent, advance
+from harness.runner import launch
+from harness.runner.run import Silent, advance
 from harness.scenario.sections import TIERS
 from harness.scenario.suite import SUFFIXES, joined
 from harness.store import MANIFEST_FILE, RunFolder

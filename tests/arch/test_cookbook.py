@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from harness.cli import commands
+from harness.cli.main import commands
 from harness.scenario.matrix import expand
 from harness.scenario.schema import load_scenario
 from tests.cookbook.transcript import GAP, Step, changes, read_steps

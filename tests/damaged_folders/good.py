@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness import cli, launch, report_commands
+from harness import cli
+from harness.cli import report as report_commands
 from harness.errors import Infrastructure
 from harness.records import FloatBits, RunSpec, StepRecord, What
+from harness.runner import launch
 from tests.unit.harness.fake_engine import FakeEngine, unequal
 
 SCENARIO = """\

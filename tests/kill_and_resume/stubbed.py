@@ -7,8 +7,10 @@ import functools
 import os
 import sys
 
-from harness import cli, launch, report_commands
+from harness import cli
+from harness.cli import report as report_commands
 from harness.engine.local import LocalEngine
+from harness.runner import launch
 
 if __name__ == "__main__":
     setattr(  # noqa: B010 - the class is replaced by what makes it

@@ -3,8 +3,9 @@
 import functools
 import sys
 
-from harness import cli, launch
+from harness import cli
 from harness.engine.local import LocalEngine
+from harness.runner import launch
 
 if __name__ == "__main__":
     setattr(  # noqa: B010 - the class is replaced by what makes it

@@ -23,7 +23,7 @@ HARNESS = """
 import sys
 from pathlib import Path
 from harness.errors import HarnessError
-from harness.run import execute
+from harness.runner.run import execute
 from harness.store import RunFolder
 from tests.nodes.runs import engine
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch
 from harness.checks.complete import find_flaw
 from harness.engine.slurm import SlurmEngine
 from harness.records import ExitCode
+from harness.runner import launch
 from harness.store import load_run_folder
 from tests.nodes.local_slurm import LocalSlurm
 from tests.nodes.runs import LIMIT_S

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from harness.engine.local import LocalEngine
-from harness.launch import Request, make_folder, prepare
 from harness.records import CaseSpec, Verdict
-from harness.run import Silent, execute
+from harness.runner.launch import Request, make_folder, prepare
+from harness.runner.run import Silent, execute
 from harness.scenario.schema import Overrides
 
 SLOTS = 8

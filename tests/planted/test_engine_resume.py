@@ -19,7 +19,7 @@ from pathlib import Path
 from harness.engine.local import LocalEngine
 from harness.errors import HarnessError
 from harness.records import Verdict
-from harness.run import execute
+from harness.runner.run import execute
 from harness.store import RunFolder
 
 class Lines:

@@ -8,8 +8,8 @@ from typing import Any
 from harness.checks import judge
 from harness.engine.local import LocalEngine
 from harness.records import CaseSpec, ErrorRecord, RunOutcome, RunSpec, Verdict
-from harness.retries import earlier_attempts
-from harness.run import execute
+from harness.runner.retries import earlier_attempts
+from harness.runner.run import execute
 from harness.store import RunFolder
 from reports.summary import summarise
 from tests.planted import stub_ranks

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.again import says_nothing
 from harness.bisector.experiments import judged_by
 from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
@@ -19,8 +18,9 @@ from harness.engine.local import LocalEngine
 from harness.engine.watch import Limits
 from harness.infrastructure import machine_failure
 from harness.records import CaseSpec, EndRecord, ErrorRecord, RunOutcome, RunSpec, Verdict, What
-from harness.retries import beside_attempts, earlier_attempts
-from harness.run import Silent, execute
+from harness.runner.again import says_nothing
+from harness.runner.retries import beside_attempts, earlier_attempts
+from harness.runner.run import Silent, execute
 from harness.store import RunFolder, num_kept
 from tests.planted import stub_ranks
 from tests.planted.local_runs import until

@@ -16,8 +16,9 @@ def main() -> int:
         from harness.outlet import secure_streams
 
         secure_streams()
-        from harness import cli, launch
+        from harness import cli
         from harness.engine.local import LocalEngine
+        from harness.runner import launch
     except KeyboardInterrupt:
         sys.stderr.write("harness: interrupted\n")
         return 2

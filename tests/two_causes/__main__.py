@@ -15,11 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import launch
 from harness.bisector.causes import FoundCauses, find_causes
 from harness.bisector.experiments import Asker
 from harness.engine.base import Engine
 from harness.errors import HarnessError
+from harness.runner import launch
 from harness.store import RunFolder
 from tests.two_causes.faults import FLAKY_CAUSES, TWO_CAUSES, TwoCauses
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch, report_commands
+from harness.cli import report as report_commands
+from harness.runner import launch
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from harness import launch, merging, report_commands
+from harness import merging
 from harness.cli import main
+from harness.cli import report as report_commands
 from harness.records import RunSpec, What
-from harness.retries import earlier_attempts, stored_limit
+from harness.runner import launch
+from harness.runner.retries import earlier_attempts, stored_limit
 from harness.store import RunFolder, begin_run, kept_folder, save_outcome
 from reports.summary import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json

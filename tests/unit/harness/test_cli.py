@@ -1,4 +1,4 @@
-"""Contracts of harness.cli and harness.launch, with an engine that writes records itself."""
+"""Contracts of harness.cli and harness.runner.launch, with an engine that writes records itself."""
 
 import dataclasses
 import re
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from harness import launch, machine
+from harness import machine
 from harness.cli import main
 from harness.errors import Infrastructure
 from harness.machine import Gpu
 from harness.records import RunSpec, Verdict, What
-from harness.run import execution
+from harness.runner import launch
+from harness.runner.run import execution
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
@@ -333,19 +334,24 @@ def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[st
 
 
 def test_list_counts_several_files(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of several files `list` ends with their total; `--count` leaves out the cases."""
-    Path("second.yaml").write_text(SCENARIO)
-    assert main(["list", "small.yaml", "second.yaml"]) == 0
-    whole = capsys.readouterr().out.splitlines()
-    assert main(["list", "--count", "small.yaml", "second.yaml"]) == 0
-    counted = capsys.readouterr().out.splitlines()
-    assert counted[:-1] == ["small.yaml: 4 cases", "second.yaml: 4 cases"]
-    assert [line for line in whole if not line.startswith("  ")][:-1] == counted[:-1]
-    assert len(whole) == len(counted) + 8
-    for lines in (whole, counted):
-        assert re.fullmatch(r"8 cases in 2 files, \d+\.\d s", lines[-1])
+    """Of several files `list` says how many cases each has; with -k it names them, too."""
+    second = SCENARIO + "exclude: [{graph: [attn], parallel: {dp: 2}}]\n"
+    Path("second.yaml").write_text(second + "include: [{parallel: {dp: 4}, graph: [attn]}]\n")
+    for args in ([], ["--count"]):
+        assert main(["list", *args, "small.yaml", "second.yaml"]) == 0
+        counted = capsys.readouterr().out.splitlines()
+        rows = [line.split() for line in counted[:-1]]
+        assert rows == [["4", "small.yaml"], ["4", "second.yaml"]]
+        assert counted[-1].startswith("8 cases in 2 files")
+    assert main(["list", "small.yaml", "second.yaml", "-k", "dp2"]) == 0
+    named = capsys.readouterr().out.split()
+    assert [name for name in named if name.startswith("dp")] == [
+        "dp2-attn", "dp2-full_iteration", "dp2-full_iteration",
+    ]  # fmt: skip
     assert main(["list", "--count", "small.yaml"]) == 0
-    assert capsys.readouterr().out == "small.yaml: 4 cases\n"
+    assert capsys.readouterr().out.split() == ["4", "small.yaml"]
+    Path("none.yaml").write_text(SCENARIO + "exclude: [{parallel: {dp: 3}}]\n")
+    assert main(["list", "--count", "none.yaml"]) == 4
     assert run_json(capsys, "list", "--count", "small.yaml") == (0, {"small.yaml": 4})
 
 

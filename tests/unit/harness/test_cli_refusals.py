@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch, report_commands
 from harness.cli import main
+from harness.cli import report as report_commands
 from harness.records import RunSpec
+from harness.runner import launch
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
 

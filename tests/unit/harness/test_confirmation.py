@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from harness import launch
 from harness.checks import confirmation
 from harness.cli import main
 from harness.history.gathering import gather
 from harness.inspection import inspect
 from harness.records import ExitCode, RunSpec, StepRecord, Verdict, What
 from harness.repeats import CONFIRMING, confirming_runs, is_timed
+from harness.runner import launch
 from harness.scenario.matrix import expand
 from harness.scenario.schema import load_scenario
 from harness.store import OUTCOME_FILE, RunFolder, begin_run

@@ -1,12 +1,12 @@
-"""Contracts of harness.doctor."""
+"""Contracts of harness.cli.doctor."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from harness import doctor
-from harness.doctor import Diagnosis, diagnose
+from harness.cli import doctor
+from harness.cli.doctor import Diagnosis, diagnose
 from harness.machine import Gpu, Machine
 
 GPUS = (Gpu(id="GPU-a", name="H", memory_bytes=1), Gpu(id="GPU-b", name="H", memory_bytes=1))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness import commit, history_commands
+from harness import commit
+from harness.cli import history as history_commands
 from harness.cli import main
 from harness.history import History, compare, flaky_cases, trends
 from harness.history.entries import RunEntry

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, display, launch, occupancy
+from harness import cli, display
 from harness.checks.complete import find_flaw
 from harness.disk import FolderLock, write_atomic
 from harness.engine.job_files import load_submission
@@ -20,7 +20,8 @@ from harness.engine.whereabouts import read_place
 from harness.errors import Infrastructure
 from harness.masking import MASK
 from harness.records import RecordError, RunResult, Verdict, parse_record
-from harness.run import Silent, execute
+from harness.runner import launch, occupancy
+from harness.runner.run import Silent, execute
 from harness.store import RunFolder
 from reports.summary import _history_note
 from reports.text import tail

@@ -1,4 +1,4 @@
-"""Contracts of harness.plan."""
+"""Contracts of harness.runner.plan."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,11 @@ from fsdp_core.config import (
     to_plain,
 )
 from fsdp_core.config.rule import Rule
-from harness import plan as planning
 from harness.errors import UsageError
 from harness.machine import num_cores
-from harness.plan import estimate_s, make_plan, num_parameters, resume_plan
 from harness.records import CaseSpec, PlantSpec, RunSpec
+from harness.runner import plan as planning
+from harness.runner.plan import estimate_s, make_plan, num_parameters, resume_plan
 from harness.samples import NUM_SAMPLES, SLOWDOWN
 
 

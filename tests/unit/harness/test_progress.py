@@ -1,4 +1,4 @@
-"""Contracts of harness.progress and harness.display: everything said, nothing taken for markup."""
+"""What the terminal shows of runs: everything is said, nothing is taken for markup."""
 
 import dataclasses
 import io
@@ -9,8 +9,6 @@ from rich.console import Console
 
 from fsdp_core.config import TrainConfig
 from harness import display
-from harness.plan import Plan, PlannedRun
-from harness.progress import LiveView, PlainView, View, duration, make_view, verdict_text
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -23,6 +21,8 @@ from harness.records import (
     RunSpec,
     Verdict,
 )
+from harness.runner.plan import Plan, PlannedRun
+from harness.runner.progress import LiveView, PlainView, View, duration, make_view, verdict_text
 
 SPEC = RunSpec(config=TrainConfig().to_dict(), device="cpu", world_size=2, timeout_s=60.0)
 EVIL = "[red]x[/red]\n[/] \x1b[31m :smile:"

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch, provenance, report_commands
+from harness import provenance
 from harness.cli import main
+from harness.cli import report as report_commands
 from harness.history import History
 from harness.history.entries import FolderEntry
+from harness.runner import launch
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness import launch, report_commands
 from harness.cli import main
+from harness.cli import report as report_commands
 from harness.infrastructure import SIGNATURES, machine_failure, signature_of
 from harness.records import (
     Ending,
@@ -21,7 +21,8 @@ from harness.records import (
     StepRecord,
     What,
 )
-from harness.retries import earlier_attempts, stored_limit
+from harness.runner import launch
+from harness.runner.retries import earlier_attempts, stored_limit
 from harness.store import RunFolder, save_outcome
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 

@@ -19,7 +19,7 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.run import advance, execute, execution
+from harness.runner.run import advance, execute, execution
 from harness.schedule import unique_runs
 from harness.store import RunFolder, begin_run, save_outcome
 

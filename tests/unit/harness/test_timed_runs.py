@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness import launch, report_commands
 from harness.cli import main
+from harness.cli import report as report_commands
 from harness.records import ExitCode, RunOutcome, RunSpec, StepRecord
 from harness.repeats import is_timed
+from harness.runner import launch
 from tests.unit.harness.fake_engine import FakeEngine
 
 SCENARIO = """\

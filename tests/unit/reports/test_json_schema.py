@@ -109,7 +109,8 @@ def test_what_the_command_line_prints_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`harness run --json` prints what its schema says."""
-    from harness import launch, report_commands
+    from harness.cli import report as report_commands
+    from harness.runner import launch
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "LocalEngine", FakeEngine())

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import launch, report_commands
 from harness.cli import main
+from harness.cli import report as report_commands
+from harness.runner import launch
 from reports.normalise import normalise
 from reports.sameness import differences
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, unequal

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from harness.cli.history import shift_text, turning_point
 from harness.history import CaseTrend, History, flaky_cases, trends
 from harness.history.entries import FolderEntry, RunEntry, name_of
 from harness.history.trend import MIN_HISTORY, MIN_VALUES, deviation, find_changes, wilson
-from harness.history_commands import shift_text, turning_point
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, case, night, run
 
 SAME: dict[str, Any] = {"commit": "abc"}

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from harness import plan as planning
 from harness.cli import main
 from harness.errors import ScenarioError
-from harness.plan import make_plan
 from harness.records import ExitCode
+from harness.runner import plan as planning
+from harness.runner.plan import make_plan
 from tests.unit.harness.scenario.small_scenario import cases
 
 AXIS: dict[str, Any] = {

@@ -16,6 +16,8 @@ from harness.plant_spec import PlantSpec, each_of
 from harness.records import CaseSpec
 from harness.samples import NUM_SAMPLES, samples_of
 from harness.scenario.case_id import MAX_ID_CHARS
+from harness.scenario.matrix import count, named
+from harness.scenario.schema import load_scenario
 from tests.unit.harness.scenario.small_scenario import DPS, GRAPHS, cases, ids
 
 
@@ -435,3 +437,14 @@ def test_nothing_of_a_kind_is_called_none(
     (name,) = values
     found = cases(tmp_path, axes={"graph": ["eager", ["attn"]]} | values)
     assert {case.id: case.labels[name] for case in found} == labels
+
+
+def test_a_count_is_the_number_of_cases() -> None:
+    """Whatever axes, exclude and include entries a file has."""
+    ruled = 0
+    for path in sorted((Path(__file__).parents[4] / "scenarios").rglob("*.yaml")):
+        scenario = load_scenario(path)
+        if (number := count(scenario)) < 5000:
+            assert number == sum(1 for _ in named(scenario)), path
+            ruled += bool(scenario.exclude) + bool(scenario.include)
+    assert ruled > 10

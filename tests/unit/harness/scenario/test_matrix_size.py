@@ -23,7 +23,7 @@ def test_ten_thousand_cases_are_planned_at_once_without_torch(tmp_path: Path) ->
         "import sys\n"
         "from harness.scenario.matrix import expand\n"
         "from harness.scenario.schema import load_scenario\n"
-        "from harness.plan import make_plan\n"
+        "from harness.runner.plan import make_plan\n"
         "from tests.pace import in_paces\n"
         "from harness.display import make_console, print_plan\n"
         "cases = lambda: expand(load_scenario(sys.argv[1]), 'cpu')\n"

@@ -5,11 +5,12 @@ import random
 
 import pytest
 
-from harness import expectations, plan
+from harness import expectations
 from harness.errors import UsageError
 from harness.expectations import expected_anywhere
 from harness.records import CaseSpec, RunSpec
 from harness.repeats import runs_of
+from harness.runner import plan
 from harness.scenario.shards import Shard, cut, fingerprint, parse_shard, parts
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from harness.errors import ScenarioError
-from harness.plan import estimate_s
 from harness.records import CaseSpec, RunSpec
+from harness.runner.plan import estimate_s
 from harness.soaking import SoakSpec, turn_of
 from tests.unit.harness.scenario.small_scenario import cases
 

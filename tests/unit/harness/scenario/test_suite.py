@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.cli import main
-from harness.occupancy import load
+from harness.runner.occupancy import load
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
@@ -207,7 +207,7 @@ def test_a_missing_shard_shows(
 @pytest.fixture
 def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of the time, and nothing is asked of them."""
-    monkeypatch.setattr("harness.report_commands.build_reports", lambda *_: {})
+    monkeypatch.setattr("harness.cli.report.build_reports", lambda *_: {})
 
 
 @pytest.mark.usefixtures("no_reports")

@@ -6,8 +6,8 @@ The fault that is planted in a run says what it leaves: `ulp` other weights, `si
 from pathlib import Path
 
 from harness.engine.base import Slots
-from harness.launch import Prepared
 from harness.records import EndRecord, RankExit, RunOutcome, RunSpec, What
+from harness.runner.launch import Prepared
 from harness.store import begin_run, save_outcome
 from tests.planted.stub_ranks import Stream, start_record, step_record
 

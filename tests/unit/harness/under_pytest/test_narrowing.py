@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.errors import NothingSelected
-from harness.launch import Request, prepare
+from harness.runner.launch import Request, prepare
 from harness.scenario import matrix
 from harness.scenario.matrix import expand, named
 from harness.scenario.schema import load_scenario

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from harness import launch
 from harness.history import History
 from harness.machine import default_slots, describe
 from harness.records import RunOutcome
 from harness.repeats import in_turn
-from harness.run import Silent
+from harness.runner import launch
+from harness.runner.run import Silent
 from harness.store import RunFolder
 from tests.unit.harness.under_pytest import pretend_engine
 

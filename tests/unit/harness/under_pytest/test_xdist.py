@@ -17,7 +17,7 @@ CONFTEST = f"""
 import os, signal
 from pathlib import Path
 import pytest
-from harness import launch
+from harness.runner import launch
 from tests.unit.harness.under_pytest.pretend_engine import PretendEngine
 
 launch.make_engine = PretendEngine

@@ -4,7 +4,7 @@
     undecided, shared_gpu         nobody knows whose end it was (`harness.engine.company`)
     killed, and not for memory    somebody did it: by its own count not the kernel
     killed, anything else         only if somebody asks for it (`--again-killed`)
-    what the machine failed       as often as `launch.retries` allows (`harness.retries`)
+    what the machine failed       as often as `launch.retries` allows (`harness.runner.retries`)
 
 Any other outcome is final. A rank that is killed may have used too much memory: that is a failure,
 and told as one by the harness that saw it, whoever sent the signal. An attempt that is made again

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness import machine
-from harness.changed import changed
 from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
@@ -31,7 +30,6 @@ from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
 from harness.masking import Masker
-from harness.occupancy import keep, metered
 from harness.on_slurm import (
     MANIFEST_KEY,
     device_on_slurm,
@@ -39,17 +37,19 @@ from harness.on_slurm import (
     slots_on_slurm,
     stored_options,
 )
-from harness.plan import make_plan, resume_plan
-from harness.planned import check_whole, refuse_secrets
 from harness.program.launch import make_environments
 from harness.program.spec import codes_of, program_of
-from harness.progress import View
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, dumps
-from harness.request import Carried, CutShort, Prepared, Request
-from harness.retries import MANIFEST_KEY as RETRIES_KEY
-from harness.retries import Retries, stored_limit
-from harness.run import execution, is_left, keep_trace, open_repeats, whole
+from harness.runner.changed import changed
+from harness.runner.occupancy import keep, metered
+from harness.runner.plan import make_plan, resume_plan
+from harness.runner.planned import check_whole, refuse_secrets
+from harness.runner.progress import View
+from harness.runner.request import Carried, CutShort, Prepared, Request
+from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
+from harness.runner.retries import Retries, stored_limit
+from harness.runner.run import execution, is_left, keep_trace, open_repeats, whole
 from harness.scenario.schema import Overrides
 from harness.scenario.shards import keep_whole, refuse_changed, take_shard
 from harness.scenario.suite import load_suite

@@ -16,10 +16,10 @@ from harness.checks.steps import count
 from harness.disk import read_plain, write_atomic
 from harness.errors import HarnessError
 from harness.object_file import MAX_FILE_BYTES
-from harness.plan import Plan
-from harness.progress import duration
 from harness.records import Json, RecordError, RunOutcome, RunSpec, Verdict
-from harness.run import Progress
+from harness.runner.plan import Plan
+from harness.runner.progress import duration
+from harness.runner.run import Progress
 
 OCCUPANCY_FILE = "occupancy.json"
 

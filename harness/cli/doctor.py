@@ -1,5 +1,6 @@
 """What this machine can run, and what is missing for the rest."""
 
+import json
 import os
 import resource
 import shutil
@@ -10,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import click
 import psutil
+from rich.console import Console
 
-from harness.machine import Machine, default_slots
+from harness.display import cell, make_console, plain_table
+from harness.lookup import DEFAULT_OUT
+from harness.machine import Machine, default_slots, describe
 from harness.provenance import package_version
-from harness.records import Json
+from harness.records import ExitCode, Json
 
 State = Literal["ok", "warn", "missing"]
 Purpose = Literal["cpu", "cuda", "te"]
@@ -190,3 +195,30 @@ def _transformer_engine() -> Finding:
     if version:
         return _finding("transformer-engine", "te", "ok", version)
     return _finding("transformer-engine", "te", "missing", "not installed (.[te])")
+
+
+def _print(console: Console, diagnosis: Diagnosis) -> None:
+    """Findings, then what follows from them."""
+    colours = {"ok": "green", "warn": "yellow", "missing": "red"}
+    table = plain_table("", "state", "")
+    for finding in diagnosis.findings:
+        table.add_row(
+            cell(finding.name), cell(finding.state, colours[finding.state]), cell(finding.detail)
+        )
+    console.print(table)
+    for line in diagnosis.can_run:
+        console.print(cell(f"can run     {line}", "green"), soft_wrap=True)
+    for line in diagnosis.cannot_run:
+        console.print(cell(f"cannot run  {line}", "yellow"), soft_wrap=True)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+def doctor(*, as_json: bool) -> int:
+    """Say what this machine can run, and what it lacks."""
+    diagnosis = diagnose(describe(), DEFAULT_OUT)
+    if as_json:
+        click.echo(json.dumps(diagnosis.to_json(), allow_nan=False))
+    else:
+        _print(make_console(), diagnosis)
+    return ExitCode.PASSED if diagnosis.healthy else ExitCode.NO_VERDICT

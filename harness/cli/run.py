@@ -1,14 +1,7 @@
-"""The command line: `harness run | list | rerun | doctor`, and the commands of other modules.
-
-Every error goes through `main`: one line on stderr and the exit code of `harness.errors`. With
-`--json`, stdout holds one JSON value and everything for people goes to stderr.
-"""
+"""`harness run` and `harness rerun`: from their options to verdicts, reports and an exit code."""
 
 import json
 import os
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,39 +10,23 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from harness import display, launch, report_commands
-from harness.again import set_killed_aside
-from harness.bisect_command import bisect_command
-from harness.bisect_exit import bisect_exit, for_git
-from harness.check_command import check_command
-from harness.compare_runs_command import compare_runs_command
-from harness.doctor import diagnose
-from harness.errors import HarnessError, InternalError, Interrupted, UsageError, one_line
-from harness.faults_command import faults_command
-from harness.history import DATABASE_FILE, remember
-from harness.history_commands import compare_command, history_command
-from harness.lookup import DEFAULT_OUT, bisect_line, find_case
-from harness.machine import describe
-from harness.masking import Masker
-from harness.predict_command import predict_command
-from harness.progress import duration, make_view
-from harness.provenance import package_version
-from harness.records import CaseSpec, ExitCode
-from harness.report_commands import (
+from harness import display
+from harness.cli import report as report_commands
+from harness.cli.bisect_exit import bisect_exit
+from harness.cli.report import (
     command_line,
-    merge_command,
-    report_command,
-    show_command,
 )
+from harness.cli.suite import suite_options
+from harness.errors import UsageError, one_line
+from harness.history import DATABASE_FILE, remember
+from harness.lookup import DEFAULT_OUT, bisect_line, find_case
+from harness.masking import Masker
+from harness.records import CaseSpec, ExitCode
+from harness.runner import launch
+from harness.runner.again import set_killed_aside
+from harness.runner.progress import duration, make_view
 from harness.scenario.schema import Overrides
 from harness.scenario.sections import ENGINES
-from harness.suite_options import list_command, suite_options
-from harness.typed import program
-from harness.wrap_command import wrap_command
-
-HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-EXIT_CODES = "Exit codes: 0 passed, 1 a check failed, 2 interrupted, 3 internal, 4 usage, " \
-    "5 nothing ran, 6 no verdict."  # fmt: skip
 
 _PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]
@@ -100,16 +77,7 @@ _overrides = _options(
 )
 
 
-@click.group(context_settings=HELP, epilog=EXIT_CODES)
-@click.version_option(
-    package_version("deltazero") or "of a source tree that is not installed",
-    prog_name="harness", message="%(prog)s %(version)s",
-)  # fmt: skip
-def commands() -> None:
-    """Run training two ways on every layout and prove that not one bit differs."""
-
-
-@commands.command()
+@click.command()
 @click.argument("paths", type=_PATH, nargs=-1, metavar="[SCENARIO]...")
 @_options(suite_options, _keyword, _jobs, _slots, _ranks_per_gpu, _device, _out, _exit_first, _json)
 @_options(_engine, _history, _overrides, bisect_exit)
@@ -253,7 +221,7 @@ def _result(done: launch.Carried, reports: dict[str, Path], code: int) -> dict[s
     }
 
 
-@commands.command()
+@click.command()
 @click.argument("case")
 @click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
 @_options(_out, _slots, _ranks_per_gpu, _jobs, _json, _history, bisect_exit)
@@ -271,74 +239,3 @@ def rerun(
         prepared, out=out, exit_first=False, as_json=as_json,
         database=database, no_history=no_history,
     )  # fmt: skip
-
-
-@commands.command()
-@_json
-def doctor(*, as_json: bool) -> int:
-    """Say what this machine can run, and what it lacks."""
-    diagnosis = diagnose(describe(), DEFAULT_OUT)
-    if as_json:
-        click.echo(json.dumps(diagnosis.to_json(), allow_nan=False))
-    else:
-        display.print_diagnosis(display.make_console(), diagnosis)
-    return ExitCode.PASSED if diagnosis.healthy else ExitCode.NO_VERDICT
-
-
-for _command in (
-    report_command, merge_command, show_command, list_command, history_command, compare_command,
-    predict_command, check_command, bisect_command, faults_command, wrap_command,
-    compare_runs_command,
-):  # fmt: skip
-    commands.add_command(_command)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code, never an exception."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    try:
-        with commands.make_context(program(), list(args), obj=args) as context:
-            code = int(commands.invoke(context) or 0)
-        sys.stdout.flush()
-    except click.exceptions.Exit as error:
-        code = error.exit_code
-    except click.ClickException as error:
-        code = _misused(error)
-    except (KeyboardInterrupt, click.Abort):
-        code = _say(Interrupted("interrupted"))
-    except HarnessError as error:
-        code = _say(error)
-    except BrokenPipeError:
-        # The reader has left (harness list | head): nothing to tell it, and nothing to flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = ExitCode.PASSED
-    except Exception as error:  # noqa: BLE001 - the one place where our own mistakes end
-        code = _internal(error)
-    return for_git(code, args)
-
-
-def _misused(error: click.ClickException) -> int:
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        click.echo(error.format_message(), err=True)
-        return ExitCode.USAGE
-    path = getattr(getattr(error, "ctx", None), "command_path", program())
-    return _say(UsageError(f"{error.format_message()} (see {path} -h)"))
-
-
-def _say(error: HarnessError) -> int:
-    # What is wrong with a value often quotes it.
-    click.echo(f"harness: {Masker(os.environ).text(str(error))}", err=True)
-    return error.exit_code
-
-
-def _internal(error: Exception) -> int:
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="harness-", suffix=".txt", delete=False
-        ) as file:
-            file.write(Masker(os.environ).text(traceback.format_exc()))
-        where = f" (traceback: {file.name})"
-    except OSError:
-        click.echo(Masker(os.environ).text(traceback.format_exc()), err=True)
-        where = ""
-    return _say(InternalError(f"internal error: {type(error).__name__}: {error}{where}"))

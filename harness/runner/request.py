@@ -7,9 +7,9 @@ from typing import Literal
 from harness.engine.slurm_options import SlurmOptions
 from harness.errors import Interrupted
 from harness.machine import Machine
-from harness.occupancy import Occupancy
-from harness.plan import Plan
 from harness.records import Verdict
+from harness.runner.occupancy import Occupancy
+from harness.runner.plan import Plan
 from harness.scenario.schema import Overrides
 from harness.scenario.shards import Whole
 from harness.scenario.suite import Picked, Selected

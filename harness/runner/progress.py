@@ -20,8 +20,8 @@ from rich.text import Text
 from harness.checks import confirmation, soak
 from harness.checks.steps import count
 from harness.errors import one_line
-from harness.plan import Plan
 from harness.records import Outcome, RunOutcome, RunSpec, Verdict
+from harness.runner.plan import Plan
 
 COLOURS: dict[Outcome, str] = {
     "passed": "green", "failed": "bold red", "error": "magenta",

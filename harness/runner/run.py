@@ -6,9 +6,9 @@
     -> bits differ and the case says `confirm` -> both sides once more -> the verdict says so, too
 
 Everything is on disk before it is told, so a kill at any moment loses at most runs under way. A run
-whose outcome says nothing of the program (`harness.again`) is made again by the next execution of
-the folder, and by this one if `retries` allow it and the failure is a known one of the machine; any
-other outcome is final and never retried.
+whose outcome says nothing of the program (`harness.runner.again`) is made again by the next
+execution of the folder, and by this one if `retries` allow it and the failure is a known one of the
+machine; any other outcome is final and never retried.
 """
 
 import dataclasses
@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import ParamSpec, Protocol, Self, TypeVar, cast
 
-from harness.again import says_nothing
 from harness.checks import confirmation
 from harness.checks import judge as judge_case
 from harness.confirm import TRUSTING
@@ -33,7 +32,8 @@ from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, Confirmation, RunOutcome, RunSpec, Verdict
 from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of
-from harness.retries import Retries, beside_attempts
+from harness.runner.again import says_nothing
+from harness.runner.retries import Retries, beside_attempts
 from harness.schedule import Queue, Seconds, arrange, unique_runs
 from harness.store import CASE_FILE, CASES_FILE, RunFolder
 
@@ -63,7 +63,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A progress, and a view (`harness.progress`), that tells nobody."""
+    """A progress, and a view (`harness.runner.progress`), that tells nobody."""
 
     def planned(self, plan: object) -> None:
         """Nothing."""

@@ -1,18 +1,16 @@
 """Options that say what is run together, and `harness list`."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from harness import display
 from harness.checks.steps import count as counted
 from harness.errors import NothingSelected, UsageError
-from harness.expectations import expected_anywhere
 from harness.records import CaseSpec, ExitCode
+from harness.scenario.matrix import count as number_of_cases
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.sections import SELECTIONS, TIERS
@@ -65,10 +63,11 @@ def list_command(
     *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool, count: bool,
     sets: tuple[str, ...], axes: tuple[str, ...], shards: int | None, **suite: Any,
 ) -> int:  # fmt: skip
-    """List the cases of scenario files; of several files, their number and the time taken last.
+    """List the cases of a scenario file; of several files, how many each has.
 
-    PATHS are files and folders, scenarios/ by default. With --tier, --select, --shard or --shards,
-    the cases that `harness run` would choose.
+    PATHS are files and folders, scenarios/ by default. With -k, --json, --tier, --select or --shard
+    the cases of several files are listed, too; the last three are those of `harness run`. Counts
+    alone do not check that each case is legal: --check does.
     """
     overrides = Overrides(sets, axes)
     if check:
@@ -82,15 +81,32 @@ def list_command(
         return asked.show_shards(shards, as_json=as_json) if shards else asked.show(
             as_json=as_json, count=count
         )  # fmt: skip
-    return _list_all(
-        find_scenarios(paths or DEFAULT_PATHS), overrides, keyword, as_json=as_json, count=count
+    files = find_scenarios(paths or DEFAULT_PATHS)
+    if not keyword and (count or (len(files) > 1 and not as_json)):
+        return _count_all(files, overrides, as_json=as_json)
+    return _list_all(files, overrides, keyword, as_json=as_json, count=count)
+
+
+def _count_all(files: Sequence[Path], overrides: Overrides, *, as_json: bool) -> int:
+    numbers = {
+        str(file): number_of_cases(load_scenario(file, overrides=overrides)) for file in files
+    }
+    if as_json:
+        click.echo(json.dumps(numbers))
+        return ExitCode.PASSED
+    width = len(f"{max(numbers.values()):,}")
+    click.echo(
+        "".join(f"{number:{width},}  {name}\n" for name, number in numbers.items()), nl=False
     )
+    if len(files) > 1:
+        total = counted(sum(numbers.values()), "case")
+        click.echo(f"{total} in {len(files)} files; `harness list FILE` names its cases")
+    return ExitCode.PASSED
 
 
 def _list_all(
     files: Sequence[Path], overrides: Overrides, keyword: str | None, *, as_json: bool, count: bool
 ) -> int:
-    began = time.perf_counter()
     found: dict[str, tuple[CaseSpec, ...]] = {}
     numbers: dict[str, int] = {}
     for file in files:
@@ -104,14 +120,13 @@ def _list_all(
         plain = {name: [case.to_json() for case in cases] for name, cases in found.items()}
         click.echo(json.dumps(numbers if count else plain, allow_nan=False))
         return ExitCode.PASSED
-    console = display.make_console()
+    from harness.display import make_console, print_cases  # a count alone does without
+
+    console = make_console()
     for name, cases in found.items():
-        display.print_cases(console, name, cases, number=numbers[name])
+        print_cases(console, name, cases, number=numbers[name])
     if len(files) > 1:
-        seconds = time.perf_counter() - began
-        click.echo(
-            f"{counted(sum(numbers.values()), 'case')} in {len(found)} files, {seconds:.1f} s"
-        )
+        click.echo(f"{counted(sum(numbers.values()), 'case')} in {len(found)} files")
     return ExitCode.PASSED
 
 
@@ -132,6 +147,8 @@ class _Asked:
             changed=refuse_changed if cut or shard else tuple,
         )  # fmt: skip
         if shard is not None:
+            from harness.expectations import expected_anywhere
+
             self.cases, _ = take_shard(self.cases, shard, expected_anywhere(costs))
 
     def show(self, *, as_json: bool, count: bool) -> int:
@@ -141,14 +158,18 @@ class _Asked:
                 json.dumps({self.name: len(plain) if count else plain}, allow_nan=False)
             )  # fmt: skip
             return ExitCode.PASSED
+        from harness.display import make_console, print_cases
+
         shown = () if count else self.cases
-        display.print_cases(display.make_console(), self.name, shown, number=len(self.cases))
+        print_cases(make_console(), self.name, shown, number=len(self.cases))
         for note in filter(None, (part.note() for part in self.told)):
             click.echo(note)
         return ExitCode.PASSED
 
     def show_shards(self, number: int, *, as_json: bool) -> int:
         """A line a shard that holds cases; as JSON, `{"include": [...]}` as GitHub takes it."""
+        from harness.expectations import expected_anywhere
+
         seconds = expected_anywhere(self.costs)
         found = parts(cut(self.cases, number, seconds), seconds)
         if as_json:

@@ -35,8 +35,8 @@ from harness.history.entries import FolderEntry
 from harness.history.ledger import open_import
 from harness.history.trend import METRIC_NAMES, Shift
 from harness.lookup import DEFAULT_OUT
-from harness.progress import COLOURS
 from harness.records import OUTCOMES, ExitCode
+from harness.runner.progress import COLOURS
 from harness.store import RunFolder
 
 _PATH = click.Path(path_type=Path)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from harness import display
 from harness.answers import find_answer
-from harness.check_command import code_of, tell_damage
+from harness.cli.check import code_of, tell_damage
 from harness.inspection import inspect
 from harness.lookup import DEFAULT_OUT, unused
 from harness.masking import Masker

@@ -1,0 +1,1 @@
+"""What is to run becomes runs on slots, and their records verdicts: `launch`, `plan`, `run`."""
