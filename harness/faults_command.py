@@ -43,7 +43,9 @@ CLEAN_PER_LINE = 50
 MATRIX_FILES = ("matrix.md", "matrix.json", "matrix.html")
 
 _PATH = click.Path(path_type=Path)
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 _keyword = click.option(
     "-k", "keyword", metavar="EXPR",
     help="Only faults whose name, class, source or words match: 'streams and not F31'.",

@@ -29,10 +29,26 @@ COMMAND = (sys.executable, "-P", "-m", "harness.worker", "predict")
 
 @click.command("predict")
 @click.argument("scenario", type=click.Path(path_type=Path))
-@click.option("-k", "keyword", metavar="EXPR", help="Only cases that match, as in pytest.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Replace a base value.")
-@click.option("--axis", "axes", multiple=True, metavar="NAME=LIST", help="Replace an axis.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+@click.option(
+    "-k", "keyword", metavar="EXPR", help="Only cases whose id or labels match, as in pytest."
+)
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=YAML",
+    help="Replace a value of base, as fsdp.strategy=no_shard.",
+)
+@click.option(
+    "--axis",
+    "axes",
+    multiple=True,
+    metavar="NAME=LIST",
+    help="Replace the values of an axis, as graph=[eager,[attn]].",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 def predict_command(
     *, scenario: Path, keyword: str | None, sets: tuple[str, ...], axes: tuple[str, ...],
     as_json: bool,

@@ -31,11 +31,11 @@ UNTIL = typing.get_args(Until)
 Command = Callable[..., Any]
 
 _ROOM = (
-    click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time."),
+    click.option("--slots", type=click.IntRange(1), help="Ranks that run at the same time."),
     click.option(
         "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Let N ranks share a GPU."
     ),
-    click.option("--jobs", type=click.IntRange(1), help="Runs that may run at a time."),
+    click.option("--jobs", type=click.IntRange(1), help="Runs at the same time at most."),
 )
 
 
@@ -102,43 +102,69 @@ class _Cells:
 @click.command("bisect")
 @click.argument("case")
 @click.argument("folder", type=_PATH, metavar="[RUN]", required=False)
-@click.option("-k", "keyword", metavar="EXPR", help="Of a scenario: the one case that matches.")
-@click.option("--against", metavar="EXPR", help="Of a scenario: the cell that the one is held to.")
+@click.option(
+    "-k", "keyword", metavar="EXPR", help="With a scenario: the one case to bisect, as in pytest."
+)
+@click.option(
+    "--against",
+    metavar="EXPR",
+    help="With a scenario: compare with this case in place of the reference.",
+)
 @click.option(
     "--step", type=click.IntRange(0), metavar="N",
-    help="Of two layouts: the step that is compared; by default the first that is apart is found.",
+    help="With --against of another layout: the step to compare; by default the first one "
+    "that differs.",
 )  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Of a scenario.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Of a scenario.")
-@click.option("--out", type=_PATH, metavar="FOLDER", help="Folder of the search.")
-@click.option("--budget-runs", type=click.IntRange(0), metavar="N", help="Runs of this sitting.")
 @click.option(
-    "--budget-minutes", type=click.FloatRange(0), metavar="M", help="Minutes of this sitting."
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="With a scenario: device."
+)
+@click.option(
+    "--set", "sets", multiple=True, metavar="KEY=YAML", help="With a scenario: base value."
+)
+@click.option(
+    "--out", type=_PATH, metavar="FOLDER", help="Folder of the search; it continues where it was."
+)
+@click.option(
+    "--budget-runs",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Stop after N runs; call again to continue.",
+)
+@click.option(
+    "--budget-minutes",
+    type=click.FloatRange(0),
+    metavar="M",
+    help="Stop after M minutes; call again to continue.",
 )
 @click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
 @click.option(
     "--until", type=click.Choice(UNTIL), default="least", show_default=True,
-    help="The last stage.",
+    help="Stop after this stage.",
 )  # fmt: skip
 @click.option(
     "--repro", type=_PATH, default=FOLDER, show_default=True, metavar="FOLDER",
-    help="Where the scenario goes that fails alone.",
+    help="Folder for the minimal scenario that reproduces the failure.",
 )  # fmt: skip
 @click.option(
-    "--passed", type=_PATH, metavar="RUN", help="A night in which it passed: what has changed?"
+    "--passed",
+    type=_PATH,
+    metavar="RUN",
+    help="Run folder in which the case passed: report what changed since.",
 )
-@click.option("--commits", default="", metavar="GOOD..BAD", help="Find the first bad commit, too.")
+@click.option("--commits", default="", metavar="GOOD..BAD", help="Also find the first bad commit.")
 @click.option(
     "--package",
     nargs=2,
     metavar="NAME A..B",
-    help="Of a program: find the first bad release of a package, too.",
+    help="With a program: also find the first bad release of a package.",
 )
 @click.option(
     "--every-run", is_flag=True,
-    help="With --commits: it is known to fail in every run, so each commit is asked once.",
+    help="With --commits: the failure is deterministic, so one run a commit is enough.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 @_room
 def bisect_command(
     *, case: str, folder: Path | None, passed: Path | None, no_element: bool, as_json: bool,

@@ -22,7 +22,7 @@ STOP = 128
 
 bisect_exit = click.option(
     OPTION, is_flag=True, expose_value=False,
-    help="Exit codes for git bisect run: 0 good, 1 bad, 125 cannot say, above 127 stop.",
+    help="Exit as git bisect run expects: 0 good, 1 bad, 125 skip, above 127 stop.",
 )  # fmt: skip
 
 

@@ -17,7 +17,9 @@ MAX_LINES = 20
 
 @click.command("check")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 def check_command(*, folder: Path, as_json: bool) -> int:
     """Check every file of a RUN folder against its checksum and judge every pass again.
 

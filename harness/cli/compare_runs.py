@@ -33,13 +33,25 @@ CASE = "candidate"
 @click.command("compare-runs")
 @click.argument("reference", type=_PATH)
 @click.argument("candidate", type=_PATH)
-@click.option("--control", type=_PATH, metavar="RUN", help="The reference, recorded once more.")
-@click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
+@click.option(
+    "--control",
+    type=_PATH,
+    metavar="RUN",
+    help="A second recording of the reference, to tell nondeterminism from a defect.",
+)
+@click.option(
+    "--out",
+    type=_PATH,
+    metavar="FOLDER",
+    help="Run folder to create; by default a new one under out/.",
+)
 @click.option(
     "--expect", default="bitwise", metavar="YAML", show_default=True,
-    help="Or a tolerance, as compare.expect: '{rtol: 1e-5}'.",
+    help="bitwise, or a tolerance as compare.expect of a scenario: '{rtol: 1e-5}'.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 def compare_runs_command(
     *, reference: Path, candidate: Path, control: Path | None, out: Path | None, expect: str,
     as_json: bool,

@@ -213,7 +213,9 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 def doctor(*, as_json: bool) -> int:
     """Say what this machine can run, and what it lacks."""
     diagnosis = diagnose(describe(), DEFAULT_OUT)

@@ -40,10 +40,12 @@ from harness.runner.progress import COLOURS
 from harness.store import RunFolder
 
 _PATH = click.Path(path_type=Path)
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 _database = click.option(
     "--history", "database", type=_PATH, metavar="FILE",
-    default=DEFAULT_OUT / DATABASE_FILE, show_default=True, help="The history.",
+    default=DEFAULT_OUT / DATABASE_FILE, show_default=True, help="History file.",
 )  # fmt: skip
 DEFAULT_DAYS = 60
 MOST_ANSWERS = 60
@@ -57,14 +59,27 @@ MIB = 1 << 20
 @_database
 @click.option(
     "--days", type=click.IntRange(1), default=DEFAULT_DAYS, show_default=True,
-    help="Look at the last N days on which something ran.",
+    help="Show the last N days with runs.",
 )  # fmt: skip
-@click.option("--flaky", is_flag=True, help="Cases whose verdict changed by itself.")
-@click.option("--add", "folders", type=_PATH, multiple=True, metavar="RUN", help="Record a run.")
 @click.option(
-    "--import", "files", type=_PATH, multiple=True, metavar="FILE", help="Merge another history."
+    "--flaky",
+    is_flag=True,
+    help="Show cases whose verdict changed without a change of code or packages.",
 )
-@click.option("--export", type=_PATH, metavar="FILE", help="Write JSON lines; - is stdout.")
+@click.option(
+    "--add", "folders", type=_PATH, multiple=True, metavar="RUN", help="Record a run folder."
+)
+@click.option(
+    "--import",
+    "files",
+    type=_PATH,
+    multiple=True,
+    metavar="FILE",
+    help="Merge another history file into this one.",
+)
+@click.option(
+    "--export", type=_PATH, metavar="FILE", help="Write all entries as JSON lines; - is stdout."
+)
 @_json
 def history_command(
     *, name: str | None, database: Path, days: int, flaky: bool, folders: tuple[Path, ...],

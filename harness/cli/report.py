@@ -18,7 +18,12 @@ from harness.records import ExitCode
 from harness.store import RunFolder, load_case
 
 _PATH = click.Path(path_type=Path)
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+open_report = click.option(
+    "--open", "opens", is_flag=True, help="Open the report page in a browser."
+)
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
 
 
 def command_line() -> list[str]:
@@ -37,20 +42,32 @@ def build_reports(folder: Path, database: Path | None = None) -> dict[str, Path]
     return reports.build(folder, history=database, step=Path(step) if step else None)
 
 
+def show_page(reports: dict[str, Path]) -> None:
+    """Open the page in a browser, if it was written; say where it is if there is none."""
+    page = reports.get("html")
+    if page is not None and click.launch(str(page)) != 0:
+        click.echo(f"harness: no browser could open {page}", err=True)
+
+
 @click.command("report")
 @click.argument("folder", type=_PATH, metavar="RUN")
 @click.option(
     "--normalised", type=_PATH, metavar="FOLDER",
-    help="Keep them there, too, without what may vary: times, places, attempts, history.",
+    help="Also write them to FOLDER without what varies from run to run: times, paths, attempts.",
 )  # fmt: skip
 @click.option(
-    "--same-as", "other", type=_PATH, metavar="RUN", help="Fail if RUN's, normalised, are others."
+    "--same-as",
+    "other",
+    type=_PATH,
+    metavar="RUN",
+    help="Fail if the normalised reports of RUN differ.",
 )
+@open_report
 @_json
 def report_command(
-    *, folder: Path, normalised: Path | None, other: Path | None, as_json: bool
+    *, folder: Path, normalised: Path | None, other: Path | None, opens: bool, as_json: bool
 ) -> int:
-    """Build the reports of a RUN folder again.
+    """Write the reports of a RUN folder again.
 
     Exit code 0 whatever they say; 6 if files are damaged or cases have no verdict.
     """
@@ -65,6 +82,8 @@ def report_command(
     else:
         for name, path in built.items():
             click.echo(f"{name}: {path}")
+    if opens:
+        show_page(built)
     if found.damage or found.unjudged:
         return ExitCode.NO_VERDICT
     return ExitCode.FAILED if differences else ExitCode.PASSED
@@ -88,7 +107,12 @@ def _differences(
 
 @click.command("merge")
 @click.argument("folders", type=_PATH, nargs=-1, required=True, metavar="RUN...")
-@click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
+@click.option(
+    "--out",
+    type=_PATH,
+    metavar="FOLDER",
+    help="Run folder to create; by default a new one under out/.",
+)
 @_json
 def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool) -> int:
     """Put the RUN folders of shards together into one, and report.

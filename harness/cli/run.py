@@ -42,38 +42,75 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 _keyword = click.option(
-    "-k", "keyword", metavar="EXPR", help="Only cases that match, as in pytest: 'dp2 and not attn'."
+    "-k",
+    "keyword",
+    metavar="EXPR",
+    help="Only cases whose id or labels match, as in pytest: 'dp2 and not attn'.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
-_slots = click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time.")
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
+_slots = click.option(
+    "--slots",
+    type=click.IntRange(1),
+    help="Ranks that run at the same time; by default one a GPU, or by memory on a CPU.",
+)
 _ranks_per_gpu = click.option(
     "--ranks-per-gpu", type=click.IntRange(1), metavar="N",
-    help="Let N ranks share a GPU: layouts larger than the machine run, their times say nothing.",
+    help="Let N ranks share a GPU, to run layouts that need more GPUs; times are then meaningless.",
 )  # fmt: skip
-_jobs = click.option("--jobs", type=click.IntRange(1), help="Runs that may run at a time.")
-_out = click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
-_exit_first = click.option("-x", "exit_first", is_flag=True, help="Stop at the first failure.")
+_jobs = click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    help="Runs at the same time at most; by default as many as fit the slots.",
+)
+_out = click.option(
+    "--out",
+    type=_PATH,
+    metavar="FOLDER",
+    help="Run folder to create; by default a new one under out/.",
+)
+_exit_first = click.option("-x", "exit_first", is_flag=True, help="Stop at the first failed case.")
 _device = click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where, over the scenario's."
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Device of every run; overrides launch.device.",
 )
 _history = _options(
     click.option(
         "--history", "database", type=_PATH, metavar="FILE",
-        help=f"History to record in, {DATABASE_FILE} beside the run folder by default.",
+        help=f"Record results in this file; by default {DATABASE_FILE} next to the run folder.",
     ),
-    click.option("--no-history", is_flag=True, help="Record nothing in the history."),
+    click.option("--no-history", is_flag=True, help="Do not record results in a history."),
 )  # fmt: skip
 _engine = _options(
     click.option(
-        "--engine", type=click.Choice(ENGINES), help="Where, over the scenario's launch.engine."
+        "--engine",
+        type=click.Choice(ENGINES),
+        help="Start runs on this machine or as Slurm jobs; overrides launch.engine.",
     ),
     click.option(
-        "--slurm", multiple=True, metavar="KEY=YAML", help="Replace a value of launch.slurm."
+        "--slurm",
+        multiple=True,
+        metavar="KEY=YAML",
+        help="Replace a value of launch.slurm, as partition=gpu.",
     ),
 )
 _overrides = _options(
-    click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Replace a base value."),
-    click.option("--axis", "axes", multiple=True, metavar="NAME=LIST", help="Replace an axis."),
+    click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="KEY=YAML",
+        help="Replace a value of base, as fsdp.strategy=no_shard.",
+    ),
+    click.option(
+        "--axis",
+        "axes",
+        multiple=True,
+        metavar="NAME=LIST",
+        help="Replace the values of an axis, as graph=[eager,[attn]].",
+    ),
 )
 
 
@@ -81,12 +118,27 @@ _overrides = _options(
 @click.argument("paths", type=_PATH, nargs=-1, metavar="[SCENARIO]...")
 @_options(suite_options, _keyword, _jobs, _slots, _ranks_per_gpu, _device, _out, _exit_first, _json)
 @_options(_engine, _history, _overrides, bisect_exit)
-@click.option("--dry-run", is_flag=True, help="Print the plan, run nothing.")
-@click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
-@click.option("--mixed", is_flag=True, help="With --resume: also by other code or packages.")
-@click.option("--again-killed", is_flag=True, help="With --resume: whoever killed it.")
+@report_commands.open_report
+@click.option(
+    "--dry-run", is_flag=True, help="Print the plan and an estimate of its time; run nothing."
+)
+@click.option(
+    "--resume",
+    type=_PATH,
+    metavar="RUN",
+    help="Continue an interrupted run folder: finished runs are kept.",
+)
+@click.option(
+    "--mixed", is_flag=True, help="With --resume: continue even if code or packages changed since."
+)
+@click.option(
+    "--again-killed",
+    is_flag=True,
+    help="With --resume: run again every run that was killed, also those that may have been "
+    "killed for using too much memory.",
+)
 def run(
-    *, sets: tuple[str, ...], axes: tuple[str, ...],
+    *, sets: tuple[str, ...], axes: tuple[str, ...], opens: bool,
     dry_run: bool, again_killed: bool, as_json: bool, database: Path | None, no_history: bool,
     **request: Any,
 ) -> int:  # fmt: skip
@@ -107,7 +159,7 @@ def run(
         return _show_plan(prepared, as_json=as_json)
     return _carry_out(
         prepared, out=asked.out, exit_first=asked.exit_first, as_json=as_json,
-        database=database, no_history=no_history,
+        database=database, no_history=no_history, opens=opens,
     )  # fmt: skip
 
 
@@ -130,7 +182,7 @@ def _show_plan(prepared: launch.Prepared, *, as_json: bool) -> int:
 
 def _carry_out(
     prepared: launch.Prepared, *, out: Path | None, exit_first: bool, as_json: bool,
-    database: Path | None, no_history: bool,
+    database: Path | None, no_history: bool, opens: bool = False,
 ) -> int:  # fmt: skip
     from harness.checks.judge import exit_code
 
@@ -159,6 +211,8 @@ def _carry_out(
     _tell_reports(console, reports)
     if as_json:
         click.echo(json.dumps(_result(done, reports, code), allow_nan=False))
+    if opens:
+        report_commands.show_page(reports)
     return code
 
 

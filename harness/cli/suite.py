@@ -24,16 +24,20 @@ Command = Callable[..., Any]
 OPTIONS: tuple[Callable[[Command], Command], ...] = (
     click.option(
         "--tier", "tiers", type=click.Choice(TIERS), multiple=True,
-        help="Only scenarios of this tier, those under scenarios/ if none is named.",
+        help="Only scenarios of this tier; of those under scenarios/ if no path is given.",
     ),
     click.option(
         "--select", type=click.Choice(SELECTIONS),
-        help="How many of the cases, over what the scenarios say.",
+        help="Which cases: all, a set that covers all pairs of values, or those whose code changed "
+        "since the history's last pass. Overrides the scenario's select.",
     ),
-    click.option("--shard", metavar="I/N", help="Only the part of the cases that is shard I of N."),
+    click.option(
+        "--shard", metavar="I/N",
+        help="Only shard I of N, for CI jobs in parallel; see harness merge.",
+    ),
     click.option(
         "--costs", type=_PATH, metavar="FILE",
-        help="History that shards are cut by; it must not change from shard to shard.",
+        help="Balance shards by the times in this history; give every shard the same file.",
     ),
 )  # fmt: skip
 DEFAULT_PATHS = (Path("scenarios"),)
@@ -48,17 +52,35 @@ def suite_options(function: Command) -> Command:
 
 @click.command("list")
 @click.argument("paths", type=_PATH, nargs=-1)
-@click.option("-k", "keyword", metavar="EXPR", help="Only cases that match, as in pytest.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=YAML", help="Replace a base value.")
-@click.option("--axis", "axes", multiple=True, metavar="NAME=LIST", help="Replace an axis.")
+@click.option(
+    "-k", "keyword", metavar="EXPR", help="Only cases whose id or labels match, as in pytest."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
+)
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=YAML",
+    help="Replace a value of base, as fsdp.strategy=no_shard.",
+)
+@click.option(
+    "--axis",
+    "axes",
+    multiple=True,
+    metavar="NAME=LIST",
+    help="Replace the values of an axis, as graph=[eager,[attn]].",
+)
 @suite_options
 @click.option(
     "--shards", type=click.IntRange(1, MAX_SHARDS), metavar="N",
-    help="What each of N shards would do; with --json, a job matrix for CI.",
+    help="Print what each of N shards would run; with --json, a job matrix for CI.",
 )  # fmt: skip
-@click.option("--check", is_flag=True, help="Validate every file; say all that is wrong.")
-@click.option("--count", is_flag=True, help="How many cases, not which.")
+@click.option(
+    "--check", is_flag=True, help="Validate every case of every file and print every error."
+)
+@click.option("--count", is_flag=True, help="Print the number of cases only.")
 def list_command(
     *, paths: tuple[Path, ...], keyword: str | None, as_json: bool, check: bool, count: bool,
     sets: tuple[str, ...], axes: tuple[str, ...], shards: int | None, **suite: Any,

@@ -48,20 +48,35 @@ SIGNAL_CODE = 128
 
 @click.command("wrap", context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option("--out", type=click.Path(path_type=Path), metavar="RUN", help="Folder of the run.")
-@click.option("--name", default="", metavar="NAME", help="Name of the folder under out/.")
-@click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps that each rank takes.")
-@click.option("--taps", multiple=True, metavar="PATTERN", help="Modules to digest, as taps: [...].")
 @click.option(
-    "--every", type=click.IntRange(1), default=1, metavar="N", help="Digest each Nth step."
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Folder to record in; by default a new one under out/.",
+)
+@click.option("--name", default="", metavar="NAME", help="Name of the new folder under out/.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Steps that each rank must take; fewer are an error.",
+)
+@click.option(
+    "--taps",
+    multiple=True,
+    metavar="PATTERN",
+    help="Modules whose outputs and gradients are digested, as taps of a scenario.",
+)
+@click.option(
+    "--every", type=click.IntRange(1), default=1, metavar="N", help="Digest every Nth step only."
 )
 @click.option(
     "--determinism", type=click.Choice(DETERMINISM), default="off", show_default=True,
-    help="Enforce deterministic kernels and seeds.",
+    help="enforce: seed every generator and ask torch for deterministic kernels.",
 )  # fmt: skip
 @click.option(
     "--part", metavar="I/N", default="",
-    help="One of N that share --out RUN, from 1 on. Under srun they know by themselves.",
+    help="This is part I of N processes that record into the same --out; not needed under srun.",
 )  # fmt: skip
 def wrap_command(
     *, command: tuple[str, ...], out: Path | None, name: str, steps: int | None,
