@@ -67,12 +67,12 @@ class FailingEngine(FakeEngine):
         )
         save_outcome(folder, ended)
         for path in folder.glob("rank*.jsonl"):
-            lines = path.read_text().splitlines()[: 1 + self.steps_before]
-            plain = [StepRecord.from_json(json.loads(line)) for line in lines[1:]]
+            lines = path.read_text().splitlines()[: 2 + self.steps_before]
+            plain = [StepRecord.from_json(json.loads(line)) for line in lines[2:]]
             told = [json.dumps(self.bits_before(record).to_json()) for record in plain]
             if path.name == "rank0.jsonl" and self.recorded:
                 told.append(json.dumps(error(self.message).to_json()))
-            path.write_text("\n".join([lines[0], *told]) + "\n")
+            path.write_text("\n".join([*lines[:2], *told]) + "\n")
         self.ended.append(ended)
 
 

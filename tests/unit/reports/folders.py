@@ -88,6 +88,7 @@ class Writer:
         ):  # fmt: skip
             config = {
                 "steps": self.steps, "microbatches": 2, "graph": scopes, "seed": len(self.cases),
+                "parallel": {"dp": world_size},
             }  # fmt: skip
             legs[leg] = RunSpec(
                 config=config, device="cpu", world_size=world_size, timeout_s=300.0, replica=replica
