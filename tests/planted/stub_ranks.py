@@ -54,8 +54,7 @@ class Stream:
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     stream = Stream(folder, rank)
     stream.write(start_record(spec, rank))
-    state = dict.fromkeys(OF_INITIAL, "0" * 32)
-    stream.write(InitialRecord(rank=rank, digests=state, nonfinite={}))
+    stream.write(initial_record(rank))
     behaviours = spec.config.get("stub", {})
     name = behaviours.get(str(rank), behaviours.get("*", "ok"))
     steps = spec.config["steps"]
@@ -80,6 +79,10 @@ def start_record(spec: RunSpec, rank: int) -> StartRecord:
         tensors=TENSORS,
         environment=environment | {"unix_s": time.time(), "fingerprint": {}},
     )
+
+
+def initial_record(rank: int) -> InitialRecord:
+    return InitialRecord(rank=rank, digests=dict.fromkeys(OF_INITIAL, "0" * 32), nonfinite={})
 
 
 SHOWN_VARIABLES = (

@@ -89,7 +89,9 @@ class FakeEngine:
         self.ended.append(outcome)
 
     def _records(self, spec: RunSpec, rank: int) -> list[Any]:
-        tensors = {group: (TOKENS if group == SAMPLES else "w",) for group in GROUPS}
+        tensors: dict[str, tuple[str, ...]] = {
+            group: (TOKENS if group == SAMPLES else "w",) for group in GROUPS
+        }
         steps = [
             self.spoil(
                 spec,
