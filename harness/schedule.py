@@ -1,24 +1,19 @@
-"""When runs start: the largest first, every slot busy, and no run waits for ever.
+"""When runs start: the widest first, of these the longest, and every free slot is used.
 
-    cases -> unique runs, those that share a reference together -> two orders are tried:
-        the widest first, then the longest       narrow runs fill the end
-        the longest first, then the widest       no long run is left for the end
-    -> the order whose packing on the slots is expected to end first -> `Queue`
+    cases -> unique runs, those that share a reference together -> `arrange` -> `Queue`
 
-`Queue` starts runs in that order. A run that does not fit reserves its slots: it is to start when
-the runs under way are expected to have ended, and until then others may overtake it that will be
-over by then, or that fit beside it. So a run that needs all slots starts as soon as those have
-ended that were under way or overtook it by their expected seconds. This is aggressive backfilling
-(D. Lifka, "The ANL/IBM SP scheduling system", 1995; A. Mu'alem and D. Feitelson, IEEE TPDS 12(6),
-2001). Where expectations are off, all by the same factor for a loaded machine, those that have
-ended say by how much; a run that takes longer than expected lets none pass any more.
+Whenever slots are free, the first run of the order that fits starts: list scheduling, at most twice
+as long as the best order takes (R. L. Graham, SIAM J. Appl. Math. 17(2), 1969; M. R. Garey and
+R. L. Graham, SIAM J. Comput. 4(2), 1975, for runs that need several slots). A run that needs all
+slots comes early, as it is wide; one that is queued again, because the machine failed it, is asked
+first from then on.
 
 Expected seconds order the work and decide nothing else: no verdict depends on them.
 """
 
 import bisect
 import itertools
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,16 +23,12 @@ from harness.repeats import runs_of, untimed_runs
 Seconds = Callable[[RunSpec], float]
 """What a run is expected to take."""
 
-MAX_TRIED = 4000
-"""Runs up to which both orders are tried; beyond, any order has small ones left to fill gaps."""
-
 
 class Job(NamedTuple):
-    """A run to be started. `longest_s` is of the runs that share its reference."""
+    """A run to be started."""
 
     spec: RunSpec
     seconds: float
-    longest_s: float
 
 
 def unique_runs(cases: Iterable[CaseSpec]) -> dict[str, RunSpec]:
@@ -51,187 +42,84 @@ def unique_runs(cases: Iterable[CaseSpec]) -> dict[str, RunSpec]:
 
 
 def arrange(
-    cases: Iterable[CaseSpec],
-    seconds: Seconds,
-    *,
-    slots: int,
-    jobs: int | None = None,
-    left: Callable[[str], bool] = lambda key: True,
+    cases: Iterable[CaseSpec], seconds: Seconds, *, left: Callable[[str], bool] = lambda key: True
 ) -> tuple[Job, ...]:
     """The runs of `cases` in the order in which they are to start, each once, but timed repeats.
+
+    Runs that are compared with one reference stay together: one verdict does not wait for all.
 
     Args:
         cases: what is to be answered; those that are skipped need no run.
         seconds: what a run is expected to take.
-        slots: ranks that may run at a time.
-        jobs: runs that may run at a time; None for no limit.
         left: whether the run of a key is still to be made.
     """
-    groups = _groups(cases, seconds, left)
-    wide = [job for group in sorted(groups, key=lambda g: (-_width(g), -g[0].longest_s))
-            for job in group]  # fmt: skip
-    if len(wide) > MAX_TRIED:
-        return tuple(wide)
-    long = [job for group in sorted(groups, key=lambda g: (-g[0].longest_s, -_width(g)))
-            for job in group]  # fmt: skip
-    ends_s = [makespan_s(order, slots=slots, jobs=jobs) for order in (wide, long)]
-    return tuple(long if ends_s[1] < ends_s[0] else wide)
-
-
-def _width(group: Sequence[Job]) -> int:
-    return max(job.spec.world_size for job in group)
-
-
-def _groups(
-    cases: Iterable[CaseSpec], seconds: Seconds, left: Callable[[str], bool]
-) -> list[list[Job]]:
-    """Runs by the reference that they are compared with: one verdict does not wait for all."""
-    grouped: dict[str, dict[str, RunSpec]] = {}
+    groups: dict[str, list[Job]] = {}
     seen: set[str] = set()
     for case in cases:
-        if case.skip_reason:
-            continue
-        group = grouped.setdefault(case.reference.key, {})
-        for spec in untimed_runs(case):
-            if spec.key not in seen:
-                seen.add(spec.key)
-                if left(spec.key):
-                    group[spec.key] = spec
-    found = []
-    for group in filter(None, grouped.values()):
-        times = [max(0.0, seconds(spec)) for spec in group.values()]
-        longest_s = max(times)
-        found.append([Job(s, t, longest_s) for s, t in zip(group.values(), times, strict=True)])
-    return found
+        for spec in () if case.skip_reason else untimed_runs(case):
+            if spec.key not in seen and left(spec.key):
+                job = Job(spec, max(0.0, seconds(spec)))
+                groups.setdefault(case.reference.key, []).append(job)
+            seen.add(spec.key)
+
+    def size(group: Sequence[Job]) -> tuple[int, float]:
+        return max(job.spec.world_size for job in group), max(job.seconds for job in group)
+
+    return tuple(itertools.chain(*sorted(groups.values(), key=size, reverse=True)))
 
 
 class Queue:
-    """Runs that wait for slots, in their order, each with the slots that it will need."""
+    """Runs that wait for slots, in their order."""
 
-    def __init__(
-        self,
-        order: Iterable[Job],
-        *,
-        slots: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Queue runs.
+    def __init__(self, order: Iterable[Job]) -> None:
+        self._first: deque[RunSpec] = deque()
+        self._by_width: dict[int, deque[tuple[int, RunSpec]]] = {}
+        for place, job in enumerate(order):
+            waiting = self._by_width.setdefault(job.spec.world_size, deque())
+            waiting.append((place, job.spec))
 
-        Args:
-            order: as `arrange` gives it.
-            slots: ranks that may run at a time.
-            clock: seconds; time goes on.
-        """
-        self._slots = slots
-        self._clock = clock
-        self._places = itertools.count()
-        self._by_width: dict[int, list[tuple[int, Job]]] = {}
-        for job in order:
-            width = min(job.spec.world_size, slots)
-            self._by_width.setdefault(width, []).append((next(self._places), job))
-        self._again: list[Job] = []
-        self._running: dict[str, tuple[float, Job]] = {}
-        self._known: dict[str, Job] = {}
-        self._taken_s = self._expected_s = 0.0
-
-    def put_back(self, spec: RunSpec) -> None:
-        """Queue a run that was started once more, before all others: cases wait for it already."""
-        self._again.append(self._known[spec.key])
-
-    def push(self, spec: RunSpec, seconds: float) -> None:
-        """Queue a run that nobody planned, before all others: a case waits for it already."""
-        self._again.append(Job(spec, seconds, seconds))
-
-    def ended(self, key: str) -> None:
-        """Give the slots of a run back."""
-        if key in self._running:
-            began_s, job = self._running.pop(key)
-            self._taken_s += self._clock() - began_s
-            self._expected_s += job.seconds
+    def push(self, spec: RunSpec) -> None:
+        """Queue a run that a case waits for already, before all that were ordered."""
+        self._first.append(spec)
 
     def next(self, can_start: Callable[[RunSpec], bool]) -> RunSpec | None:
         """Take the run to start now, None if none may.
 
         Args:
-            can_start: whether the engine has room for a run now.
+            can_start: whether the engine has room for a run now; it has for every run of a width
+                or for none.
         """
-        if self._again:
-            head, width = self._again[0], self._wide(self._again[0])
-        else:
-            waiting = [(held[0], width) for width, held in self._by_width.items() if held]
-            if not waiting:
-                return None
-            (_, head), width = min(waiting, key=lambda entry: entry[0][0])
-        if can_start(head.spec):
-            if self._again:
-                self._again.pop(0)
-            else:
-                self._by_width[width].pop(0)
-            return self._start(head)
-        return self._overtaking(width, can_start)
-
-    def _overtaking(self, wanted: int, can_start: Callable[[RunSpec], bool]) -> RunSpec | None:
-        """Take a run that does not keep one that waits for `wanted` slots from starting."""
-        free = self._slots - sum(self._wide(job) for _, job in self._running.values())
-        if free >= wanted or not free:
-            return None  # it is not slots that are missing, or nothing fits
-        within_s, beside = self._reservation(free, wanted)
-        for width in sorted(self._by_width, reverse=True):
-            held = self._by_width[width]
-            if width > free or not held:
-                continue
-            place = 0
-            if width > beside:
-                place = bisect.bisect_left(held, -within_s, key=lambda entry: -entry[1].longest_s)
-                if place == len(held):
-                    continue
-            if can_start(held[place][1].spec):
-                return self._start(held.pop(place)[1])
+        if self._first and can_start(self._first[0]):
+            return self._first.popleft()
+        waiting = filter(None, self._by_width.values())
+        for held in sorted(waiting, key=lambda held: held[0][0]):
+            if can_start(held[0][1]):
+                return held.popleft()[1]
         return None
-
-    def _reservation(self, free: int, wanted: int) -> tuple[float, int]:
-        """Expected seconds until `wanted` slots are free, and how many more will be free then.
-
-        In the seconds of `Job.seconds`: what the machine makes of them is taken into account.
-        """
-        now_s = self._clock()
-        slower = self._taken_s / self._expected_s if self._expected_s else 1.0
-        ends = sorted(
-            (max(began_s + job.seconds * slower, now_s), self._wide(job))
-            for began_s, job in self._running.values()
-        )
-        for end_s, width in ends:
-            free += width
-            if free >= wanted:
-                return (end_s - now_s) / slower if slower else 0.0, free - wanted
-        return 0.0, 0
-
-    def _wide(self, job: Job) -> int:
-        return min(job.spec.world_size, self._slots)
-
-    def _start(self, job: Job) -> RunSpec:
-        self._running[job.spec.key] = self._clock(), job
-        self._known[job.spec.key] = job
-        return job.spec
 
 
 def makespan_s(order: Sequence[Job], *, slots: int, jobs: int | None = None) -> float:
-    """When the last run ends if each takes what is expected, by the rules of `Queue`."""
+    """When the last run ends if each takes what is expected, by the rules of `Queue`.
+
+    Args:
+        order: as `arrange` gives it.
+        slots: ranks that may run at a time.
+        jobs: runs that may run at a time; None for no limit.
+    """
     now_s, free = 0.0, slots
-    queue = Queue(order, slots=slots, clock=lambda: now_s)
-    running: list[tuple[float, str, int]] = []
+    queue, seconds = Queue(order), {job.spec.key: job.seconds for job in order}
+    running: list[tuple[float, int]] = []
 
     def can_start(spec: RunSpec) -> bool:
-        return spec.world_size <= free and (jobs is None or len(running) < jobs)
+        fits = spec.world_size <= free and (jobs is None or len(running) < jobs)
+        return fits or not running
 
-    seconds = {job.spec.key: job.seconds for job in order}
     while True:
-        while (spec := queue.next(lambda s: can_start(s) or not running)) is not None:
+        while (spec := queue.next(can_start)) is not None:
             width = min(spec.world_size, slots)
             free -= width
-            bisect.insort(running, (now_s + seconds[spec.key], spec.key, width))
+            bisect.insort(running, (now_s + seconds[spec.key], width))
         if not running:
             return now_s
-        now_s, key, width = running.pop(0)
+        now_s, width = running.pop(0)
         free += width
-        queue.ended(key)

@@ -141,7 +141,7 @@ def resume_plan(
         PlannedRun(key=key, spec=spec, serves=tuple(serves[key]), estimate_s=expected(spec))
         for key, spec in specs.items()
     ]
-    jobs_left = [Job(run.spec, run.estimate_s, run.estimate_s) for run in more]
+    jobs_left = [Job(run.spec, run.estimate_s) for run in more]
     more_s = makespan_s(jobs_left, slots=slots, jobs=jobs)
     return dataclasses.replace(
         plan, runs=(*more, *plan.runs), estimate_s=plan.estimate_s + more_s
@@ -168,10 +168,8 @@ def _order(
             for spec in runs_of(case):
                 serves.setdefault(spec.key, []).append(case.id)
     expected = seconds or default_seconds()
-    order = arrange(
-        cases, expected, slots=slots, jobs=jobs, left=lambda key: not finished(key)
-    )  # fmt: skip
-    alone = [Job(s, expected(s), 0.0) for s in in_turn(cases) if not finished(s.key)]
+    order = arrange(cases, expected, left=lambda key: not finished(key))
+    alone = [Job(s, expected(s)) for s in in_turn(cases) if not finished(s.key)]
     runs = tuple(
         PlannedRun(
             key=job.spec.key,

@@ -226,7 +226,6 @@ class _Matrix:
         self._progress = progress
         self._judge = judge
         self._retries = retries
-        self._seconds = seconds
         self._confirm = confirm
         self.verdicts: dict[str, Verdict] = {}
         self._ended: set[str] = set()
@@ -241,8 +240,8 @@ class _Matrix:
         self._under_way: set[str] = set()
         self._of_run: dict[str, list[CaseSpec]] = {}
         self._unconfirmed: dict[str, Verdict] = {}
-        order = arrange(cases, seconds, slots=engine.slots, left=self.waiting.__contains__)
-        self._queue = Queue(order, slots=engine.slots)
+        order = arrange(cases, seconds, left=self.waiting.__contains__)
+        self._queue = Queue(order)
 
     def in_order(self) -> tuple[Verdict, ...]:
         """The verdicts that there are, as the cases stand."""
@@ -286,12 +285,11 @@ class _Matrix:
             raise Infrastructure(f"the engine has nothing under way, but {left} runs are left")
         ended = []
         for outcome in outcomes:
-            self._queue.ended(outcome.key)
             self._under_way.discard(outcome.key)
             self._progress.run_finished(outcome)
             spec = self.waiting[outcome.key]
             if self._retries.why_again(spec):
-                (self._turns if is_timed(spec) else self._queue).put_back(spec)
+                (self._turns.put_back if is_timed(spec) else self._queue.push)(spec)
                 continue
             self._num_unended -= 1
             self._ended.add(outcome.key)
@@ -390,7 +388,7 @@ class _Matrix:
         self._engine.check(spec)
         self.waiting[spec.key] = spec
         self._num_unended += 1
-        self._queue.push(spec, self._seconds(spec))
+        self._queue.push(spec)
         return False
 
     def _judged(self, case: CaseSpec) -> Verdict:

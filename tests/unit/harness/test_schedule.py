@@ -1,4 +1,4 @@
-"""Contracts of harness.schedule: order, overtaking, reservation, the expected end."""
+"""Contracts of harness.schedule: order, what starts on free slots, the expected end."""
 
 import dataclasses
 import random
@@ -29,7 +29,7 @@ def names(jobs: Iterable[Job]) -> list[str]:
 
 
 def jobs(*given: tuple[str, int, float]) -> list[Job]:
-    return [Job(spec(name, width), seconds, seconds) for name, width, seconds in given]
+    return [Job(spec(name, width), seconds) for name, width, seconds in given]
 
 
 class Machine:
@@ -40,7 +40,7 @@ class Machine:
     ) -> None:
         self.now = 0.0
         self.free = self.slots = slots
-        self.queue = Queue(order, slots=slots, clock=lambda: self.now)
+        self.queue = Queue(order)
         self.takes = {job.spec.key: takes(job) for job in order}
         self.running: list[tuple[float, RunSpec]] = []
         self.began: dict[str, float] = {}
@@ -59,7 +59,6 @@ class Machine:
         self.running.sort(key=lambda entry: entry[0])
         self.now, run = self.running.pop(0)
         self.free += run.world_size
-        self.queue.ended(run.key)
         return str(run.config["name"])
 
     def run_all(self) -> float:
@@ -73,79 +72,34 @@ class Machine:
 def test_wide_and_long_runs_go_first_and_groups_stay_together() -> None:
     """Widest first, then longest; a reference, its control and its candidates are neighbours."""
     cases = [case("a", 2), case("b", 4), case("c", 4), case("a2", 2, "a-ref")]
-    order = arrange(cases, lambda s: 9.0 if s.config["name"] == "c" else 1.0, slots=4)
+    order = arrange(cases, lambda s: 9.0 if s.config["name"] == "c" else 1.0)
     assert names(order) == [
         "c-ref", "c-ref*", "c", "b-ref", "b-ref*", "b", "a-ref", "a-ref*", "a", "a2",
     ]  # fmt: skip
 
 
-def test_a_long_narrow_run_is_not_left_for_the_end() -> None:
-    """Where widest first would leave one long run to the end, longest first is taken."""
-    cases = [*(case(f"w{n}", 4) for n in range(3)), case("long", 1)]
-
-    def takes(run: RunSpec) -> float:
-        return 30.0 if run.config["name"] == "long" else 1.0
-
-    order = arrange(cases, takes, slots=5)
-    assert names(order)[0] == "long-ref"
-    assert makespan_s(order, slots=5) == 30.0
-
-
 def test_what_is_finished_or_skipped_is_not_in_the_order() -> None:
     """Only runs that are left are arranged."""
     one = case("a", 1)
-    assert names(arrange([one], lambda s: 1.0, slots=1, left=lambda k: k == one.control.key)) == [
-        "a-ref*"
-    ]
+    assert names(arrange([one], lambda s: 1.0, left=lambda k: k == one.control.key)) == ["a-ref*"]
 
 
-def test_a_run_that_needs_all_slots_starts_when_its_slots_were_to_be_free() -> None:
-    """Runs that would keep it waiting do not overtake it, however many there are."""
-    small = [(f"s{n}", 1, 7.0) for n in range(50)]
-    machine = Machine(jobs(("first", 1, 10.0), ("all", 4, 5.0), *small), slots=4)
-    machine.run_all()
-    assert machine.began["all"] == 10.0
-    assert sorted(machine.began.values())[:4] == [0.0, 0.0, 0.0, 0.0]  # 3 small ones fit before
+def test_the_first_run_that_fits_starts() -> None:
+    """A run that does not fit yet is overtaken by those that do, and starts when it fits."""
+    order = jobs(("a", 3, 2.0), ("b", 3, 2.0), ("c", 1, 1.0), ("d", 1, 9.0))
+    machine = Machine(order, slots=4)
+    assert machine.fill() == ["a", "c"]
+    assert (machine.wait(), machine.fill()) == ("c", ["d"])
+    assert (machine.wait(), machine.fill()) == ("a", ["b"])
 
 
-def test_what_fits_beside_or_before_overtakes() -> None:
-    """A long run beside the waiting one, and a short one that is over by then, both start."""
-    waiting = ("waits", 3, 5.0)
-    order = jobs(("first", 3, 10.0), waiting, ("long", 1, 99.0), ("late", 1, 11.0))
-    assert Machine(order, slots=4).fill() == ["first", "long"]
-    order = jobs(("first", 3, 10.0), ("waits", 4, 5.0), ("late", 1, 11.0), ("brief", 1, 9.0))
-    assert Machine(order, slots=4).fill() == ["first", "brief"]
-
-
-def test_expectations_that_are_all_off_starve_nobody() -> None:
-    """With every run ten times as long as expected, a run that needs all slots still comes next."""
-    small = [(f"s{n}", 1, 1.0) for n in range(200)]
-    order = jobs(("a", 1, 1.0), ("b", 1, 4.0), ("all", 4, 1.0), *small)
-    machine = Machine(order, slots=4, takes=lambda job: 10 * job.seconds)
-    machine.run_all()
-    before = [name for name, at in machine.began.items() if at < machine.began["all"]]
-    assert len(before) == 2 + 2 + 3 * 3  # beside both, then beside b until it ends
-    assert machine.began["all"] == 40.0
-
-
-def test_a_machine_that_is_slower_by_a_factor_is_learned() -> None:
-    """Once runs have shown the factor, a run overtakes that fits by it and not by the plan."""
-    order = jobs(("probe", 2, 1.0), ("first", 1, 10.0), ("all", 2, 1.0), ("brief", 1, 9.0))
-    machine = Machine(order, slots=2, takes=lambda job: 3 * job.seconds)
-    assert machine.fill() == ["probe"]
-    machine.wait()
-    assert machine.fill() == ["first", "brief"]
-    machine.run_all()
-    assert machine.began["all"] == 33.0
-
-
-def test_a_run_that_is_put_back_goes_first() -> None:
+def test_a_run_that_is_made_again_goes_first() -> None:
     """What the machine failed is made again before all that waits."""
     order = jobs(("a", 1, 1.0), ("b", 1, 1.0), ("c", 1, 1.0))
     machine = Machine(order, slots=1)
     assert machine.fill() == ["a"]
     machine.wait()
-    machine.queue.put_back(order[0].spec)
+    machine.queue.push(order[0].spec)
     assert machine.fill() == ["a"]
 
 
@@ -166,7 +120,7 @@ def test_slots_are_busy_to_the_end(seed: int) -> None:
     def seconds(run: RunSpec) -> float:
         return expected.setdefault(run.key, draw.lognormvariate(1.0, 0.7))
 
-    order = list(arrange(cases, seconds, slots=8))
+    order = list(arrange(cases, seconds))
     assert len({job.spec.key for job in order}) == len(order)
     machine = Machine(order, slots=8, takes=lambda job: job.seconds * draw.uniform(0.5, 2.0))
     wall_s = machine.run_all()
@@ -203,7 +157,7 @@ def test_what_a_plan_takes_is_bounded(slots: int) -> None:
         def seconds(run: RunSpec, took: dict[str, float] = took) -> float:
             return took[run.config["name"]]
 
-        order = list(arrange(cases, seconds, slots=slots))
+        order = list(arrange(cases, seconds))
         machine = Machine(order, slots=slots)
         wall_s = machine.run_all()
         busy_s = sum(width * seconds for _, width, seconds in runs)
@@ -212,30 +166,3 @@ def test_what_a_plan_takes_is_bounded(slots: int) -> None:
         assert least_s <= wall_s * (1 + 1e-9)
         assert wall_s <= 2 * busy_s / slots + max(took.values())
         assert wall_s == pytest.approx(makespan_s(order, slots=slots))
-        by_width = jobs(*sorted(runs, key=lambda r: (-r[1], -r[2])))
-        by_length = jobs(*sorted(runs, key=lambda r: (-r[2], -r[1])))
-        tried = [makespan_s(each, slots=slots) for each in (by_width, by_length)]
-        assert wall_s == pytest.approx(min(tried))
-
-
-@pytest.mark.parametrize("slots", [2, 5, 8])
-def test_no_run_starves_whatever_the_runs_take(slots: int) -> None:
-    """Off by a factor of two each way, the widest run waits for no more than what the longest may
-    take from when it comes first; never are more ranks under way than there are slots."""
-    for seed in range(30):
-        draw = random.Random(100 * slots + seed)
-        runs = [(name, min(width, slots - 1), s) for name, width, s in drawn(draw, slots, 60)]
-        place = draw.randint(1, 30)
-        runs.insert(place, ("all", slots, 3.0))
-        order = jobs(*runs)
-        takes = {name: seconds * draw.uniform(0.5, 2.0) for name, _, seconds in runs}
-
-        def actual(job: Job, takes: dict[str, float] = takes) -> float:
-            return takes[job.spec.config["name"]]
-
-        machine = Machine(order, slots=slots, takes=actual)
-        machine.run_all()
-        assert set(machine.began) == set(takes)
-        first_s = max(machine.began[name] for name, _, _ in runs[:place])
-        longest_s = max(seconds for _, _, seconds in runs)
-        assert machine.began["all"] - first_s <= 2 * longest_s
