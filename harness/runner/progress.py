@@ -6,7 +6,7 @@ as they are: never read as markup, control characters escaped.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -158,6 +158,43 @@ def run_ending(outcome: RunOutcome) -> str:
     return f"{duration(outcome.wall_s)}{message}"
 
 
+class Forecast:
+    """When the runs of a plan will have ended, by what those that ended took.
+
+    A run's part of the work is its expected seconds times its ranks. Until a run has ended, the
+    plan's estimate is all that is known.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._estimate_s = plan.estimate_s
+        self._expected = {run.key: (run.estimate_s, run.spec.world_size) for run in plan.runs}
+        self._work = sum(seconds * ranks for seconds, ranks in self._expected.values())
+        self._done = self._took_s = self._planned_s = 0.0
+
+    def ended(self, outcome: RunOutcome) -> None:
+        """Learn from a run. One that was not planned, or is made again, says nothing."""
+        seconds, ranks = self._expected.pop(outcome.key, (0.0, 0))
+        self._done += seconds * ranks
+        if ranks and not outcome.what:
+            self._took_s += outcome.wall_s
+            self._planned_s += seconds
+
+    def total_s(self, elapsed_s: float, active_s: Mapping[str, float]) -> float:
+        """Seconds from the start to the end.
+
+        Args:
+            elapsed_s: since the start.
+            active_s: runs under way, and for how long each has been.
+        """
+        if not self._planned_s or not self._took_s:
+            return max(self._estimate_s, elapsed_s)
+        slower, done = self._took_s / self._planned_s, self._done
+        for key, seconds in active_s.items():
+            expected_s, ranks = self._expected.get(key, (0.0, 0))
+            done += ranks * min(expected_s, seconds / slower)
+        return elapsed_s * max(1.0, self._work / done)
+
+
 class LiveView:
     """Verdicts scroll by; below them a bar and the runs under way, redrawn in place."""
 
@@ -166,7 +203,7 @@ class LiveView:
         self.clock = clock
         self.total = self.done = 0
         self.active: dict[str, float] = {}
-        self.estimate_s = 0.0
+        self.forecast: Forecast | None = None
         self.started_s = clock()
         self.spinner = Spinner("dots")
         self.live = Live(
@@ -199,15 +236,19 @@ class LiveView:
 
     def how_far(self, now_s: float) -> list[RenderableType]:
         """What stands beside the spinner."""
+        elapsed_s = total_s = now_s - self.started_s
+        if self.forecast is not None:
+            active = {key: now_s - since for key, since in self.active.items()}
+            total_s = self.forecast.total_s(elapsed_s, active)
         return [
             ProgressBar(total=max(1, self.total), completed=self.done, width=30),
             Text(f"{self.done}/{self.total} runs"),
-            Text(f"{duration(now_s - self.started_s)} of about {duration(self.estimate_s)}"),
+            Text(f"{duration(elapsed_s)} of about {duration(total_s)}"),
         ]
 
     def planned(self, plan: Plan) -> None:
         """Set the scale of the bar."""
-        self.total, self.estimate_s = len(plan.runs), plan.estimate_s
+        self.total, self.forecast = len(plan.runs), Forecast(plan)
         self.console.print(Text(plan_line(plan)))
 
     def run_started(self, spec: RunSpec) -> None:
@@ -218,6 +259,8 @@ class LiveView:
         """Move the bar; a run that did not end well is worth a line."""
         self.active.pop(outcome.key, None)
         self.done += 1
+        if self.forecast is not None:
+            self.forecast.ended(outcome)
         self.total = max(self.total, self.done)
         if outcome.what:
             text = f"{run_word(outcome):<12} {outcome.key} {run_ending(outcome)}"

@@ -22,7 +22,15 @@ from harness.records import (
     Verdict,
 )
 from harness.runner.plan import Plan, PlannedRun
-from harness.runner.progress import LiveView, PlainView, View, duration, make_view, verdict_text
+from harness.runner.progress import (
+    Forecast,
+    LiveView,
+    PlainView,
+    View,
+    duration,
+    make_view,
+    verdict_text,
+)
 
 SPEC = RunSpec(config=TrainConfig().to_dict(), device="cpu", world_size=2, timeout_s=60.0)
 EVIL = "[red]x[/red]\n[/] \x1b[31m :smile:"
@@ -239,3 +247,26 @@ def test_a_table_that_is_piped_breaks_no_word(
     assert [w for w in capsys.readouterr().out.split() if "x" in w] == words * 2
     target.print("one two " * 20)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+
+
+def test_the_end_is_forecast_from_runs_that_ended() -> None:
+    """A machine that takes three times as long is known after its first run; a crash says
+    nothing, and no forecast is below what has passed."""
+    specs = [dataclasses.replace(SPEC, replica=n) for n in range(4)]
+    runs = tuple(
+        PlannedRun(key=spec.key, spec=spec, serves=(), estimate_s=10.0) for spec in specs
+    )  # fmt: skip
+    forecast = Forecast(Plan(slots=2, jobs=None, cases=(), estimate_s=40.0, runs=runs))
+    assert forecast.total_s(5.0, {specs[0].key: 5.0}) == 40.0
+    assert forecast.total_s(50.0, {specs[0].key: 50.0}) == 50.0
+    crashed = dataclasses.replace(outcome("crashed"), key=specs[0].key, wall_s=1.0)
+    forecast.ended(crashed)
+    assert forecast.total_s(2.0, {}) == 40.0
+    forecast.ended(dataclasses.replace(outcome(), key=specs[1].key, wall_s=30.0))
+    assert forecast.total_s(31.0, {}) == pytest.approx(62.0)
+    # Half of the third run: 15 of its 30 s.
+    assert forecast.total_s(46.0, {specs[2].key: 15.0}) == pytest.approx(46.0 * 4 / 2.5)
+    assert forecast.total_s(99.0, {specs[2].key: 68.0}) == pytest.approx(99.0 * 4 / 3)
+    for spec in specs[2:]:
+        forecast.ended(dataclasses.replace(outcome(), key=spec.key, wall_s=30.0))
+    assert forecast.total_s(120.0, {}) == 120.0
