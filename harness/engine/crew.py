@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,9 +22,9 @@ import psutil
 from harness.engine.first_failure import FirstFailure, claim
 from harness.engine.gpu_evidence import (
     ask_for_dumps,
+    dumps_take_s,
     evidence_environment,
     prepare_to_ask,
-    with_time_for_dumps,
 )
 from harness.engine.gpus import gpu_environment
 from harness.engine.outcome import signal_name
@@ -131,12 +131,13 @@ class Crew:
         From now on SIGTERM, if the job says so, ends the ranks, stacks first.
         """
         self.started_s = time.monotonic()
+        limits = replace(limits, stacks_s=max(limits.stacks_s, dumps_take_s(job.spec)))
         # Where the first failure is told; None on a node that does not host it.
         self.store: object = None
         self.watch = Watch(
             ranks=job.ranks,
             timeout_s=job.spec.timeout_s,
-            limits=with_time_for_dumps(limits, job.spec),
+            limits=limits,
             started_s=self.started_s,
             stall_s=job.spec.stall_s if job.spec.soak is None else job.spec.soak.stall_s,
         )

@@ -25,7 +25,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from harness.disk import read_plain
-from harness.engine.watch import Limits
 from harness.engine.whereabouts import Place, answer_path, group_key, place_path, read_place
 from harness.records import RunSpec
 
@@ -76,12 +75,11 @@ def evidence_environment(
     return {name: value for name, value in wanted.items() if name not in set_already}
 
 
-def with_time_for_dumps(limits: Limits, spec: RunSpec) -> Limits:
-    """As patient with ranks that are asked for stacks as their dumps need."""
-    asks = DUMP_S if evidence_environment(spec, Path(), 0, {}) else 0.0
-    if _is_program(spec) and spec.world_size > 1:
-        asks = max(asks, ANSWER_S)
-    return replace(limits, stacks_s=max(limits.stacks_s, asks))
+def dumps_take_s(spec: RunSpec) -> float:
+    """Seconds that ranks need to answer when they are asked where they are."""
+    if evidence_environment(spec, Path(), 0, {}):
+        return DUMP_S
+    return ANSWER_S if _is_program(spec) and spec.world_size > 1 else 0.0
 
 
 def _is_program(spec: RunSpec) -> bool:
