@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from harness.records import RunResult, What
 
 SHARED_GPU: What = "shared_gpu"
-"""What is said of a run where nobody knows whose doing its end was (`harness.engine.company`)."""
+"""What is said of a run where nobody knows whose doing its end was (`harness.engine.gpus`)."""
 HOST_KEY = "NCCL_HOSTID"
 SHARED_HOST = "shared-gpus"
 """How its value begins where ranks share GPUs (`harness/engine/gpus.py` has the reason)."""

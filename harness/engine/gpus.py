@@ -5,12 +5,50 @@ GPUs are therefore put on hosts of their own, by NCCL_HOSTID: the first rank of 
 the first host, the second rank of each the next, and so on. Ranks of one such host talk as ever;
 hosts talk through sockets on the loopback device. A layout of 8 ranks so runs on 2 GPUs as on four
 hosts of two: with NCCL's own kernels and bits, and with times that mean nothing.
+
+Whose end may have been the doing of another run: under CUDA's MPS, of one on the same GPU.
+
+    runs under way -> who was beside whom -> ends that were not good -> which may explain which
+
+Where MPS runs, processes on one GPU share a server: a rank that faults there, or is killed, takes
+the ranks of other runs with it, and all of them get CUDA's words for it. Ends are *tied* if their
+runs were on one GPU at the same time and failed at about the same time; what is tied to something
+tied is in the same group. An end is certain where the rank at fault recorded an error that is none
+of the device, before any other of its group failed.
+
+This module knows no processes and no files: it is told, and asked what is in question.
+
+Runs that shared a GPU under CUDA's MPS and did not end well: made again alone, and then judged.
+
+    an end that is not good -> held, `undecided` on the disk -> nothing more can be tied to it
+      its own (`neighbours`)           stands
+      in question                      kept as an attempt, made again with nobody beside it
+        fails again                    stands: it is the culprit
+        ends well, a culprit is known  the new attempt counts
+        ends well, none is known       `shared_gpu`: no verdict
+
+So nothing that failed once passes because it was lucky the second time. A culprit is known if one
+of the same group ended by itself for certain, or failed alone about where it had failed before:
+otherwise another may have ended it, and what it did alone explains nothing.
+
+After a fault MPS gives out no GPU until the last client of its server is gone: seconds at times. A
+run that is refused one before its first step has said nothing; it is made again, later each time.
+
+All of this can be cut short. What is not decided says so in its outcome, which then counts as none,
+and whoever makes the run again asks on from its kept attempts.
 """
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from harness.shared_gpus import HOST_KEY, SHARED_HOST
+from harness.infrastructure import library_failures, machine_failure
+from harness.records import RankRecords, RunOutcome, RunResult, RunSpec, What
+from harness.shared_gpus import HOST_KEY, SHARED_GPU, SHARED_HOST
+from harness.store import kept_folder, num_kept, read_outcome, save_outcome, set_aside
+from harness.streams import rank_path, read_ranks
 
 MPS_PIPES = "/tmp/nvidia-mps"
 """Folder of the pipes of CUDA's MPS, unless CUDA_MPS_PIPE_DIRECTORY names another."""
@@ -52,3 +90,405 @@ def mps_runs() -> bool:
     """Whether processes that use CUDA here go through MPS: its daemon has made its control pipe."""
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_PIPES
     return os.path.exists(os.path.join(folder, "control"))  # noqa: PTH110, PTH118 - never raises
+
+
+NOTICE_S = 30.0
+"""How much later than its GPU was lost a rank may see that: it looks when it waits for the device.
+"""
+FIRST_S = 1.0
+"""By how much two processes may be late in telling when something failed."""
+LOST: tuple[What, ...] = ("interrupted", "not_run")
+"""Ends that say nothing: neither whose doing they were, nor what else they ended."""
+OF_COMPANY: tuple[What, ...] = ("hang", "oom")
+"""What company alone can bring about: kernels that wait for each other, memory that is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """An end that was not good. Times are monotonic seconds.
+
+    Attributes:
+        first_s: when it failed; of a hang, when it last showed signs of life.
+        last_s: when its last rank was gone.
+        own: nothing of the device is in it.
+    """
+
+    key: str
+    what: What
+    first_s: float
+    last_s: float
+    own: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is known of runs that did not end well.
+
+    Attributes:
+        stand: keys of those whose end is their own.
+        asked: of the others, which runs may have ended each; none where only company may have.
+    """
+
+    stand: tuple[str, ...]
+    asked: dict[str, tuple[str, ...]]
+
+
+class Neighbours:
+    """Runs on shared GPUs, from their start until it is known whose their end was."""
+
+    def __init__(self) -> None:
+        self._gpus: dict[str, frozenset[str]] = {}
+        self._beside: dict[str, set[str]] = {}
+        self._ends: dict[str, End] = {}
+
+    def started(self, key: str, gpus: Collection[str]) -> None:
+        """Take note of a run and of who is on its GPUs."""
+        if not self._gpus and not self._ends:
+            self._beside.clear()
+        mine = frozenset(gpus)
+        self._beside[key] = {other for other, theirs in self._gpus.items() if theirs & mine}
+        for other in self._beside[key]:
+            self._beside[other].add(key)
+        self._gpus[key] = mine
+
+    def left(self, key: str) -> None:
+        """Take note that no rank of the run is left."""
+        self._gpus.pop(key, None)
+
+    def had_company(self, key: str) -> bool:
+        """Whether another run was on a GPU of this one while it ran."""
+        return bool(self._beside.get(key))
+
+    def ended(self, end: End) -> None:
+        """Take note of an end that was not good, of a run that had company."""
+        self._ends[end.key] = end
+
+    def due_s(self, now_s: float) -> float | None:
+        """Until when more ends may be tied to those so far; None if none can, or none is known."""
+        return max(self._until(now_s), default=None)
+
+    def _until(self, now_s: float) -> Iterator[float]:
+        for end in self._ends.values():
+            until_s = end.last_s + NOTICE_S
+            if until_s > now_s and not self._gpus.keys().isdisjoint(self._beside[end.key]):
+                yield until_s
+
+    def decide(self) -> Decision:
+        """Whose the ends so far were, which are forgotten; `due_s` must have been None."""
+        ties = {end.key: set(self._tied(end)) for end in self._ends.values()}
+        stand: list[str] = []
+        asked: dict[str, tuple[str, ...]] = {}
+        for end in self._ends.values():
+            if end.what in LOST or (end.own and self._was_first(end, ties[end.key])):
+                stand.append(end.key)
+            elif ties[end.key] or end.what in OF_COMPANY:
+                group = _reached(end.key, ties) - {end.key}
+                asked[end.key] = tuple(k for k in self._ends if k in group and not self._lost(k))
+            else:
+                stand.append(end.key)
+        self._ends.clear()
+        return Decision(stand=tuple(stand), asked=asked)
+
+    def _lost(self, key: str) -> bool:
+        return self._ends[key].what in LOST
+
+    def _tied(self, end: End) -> Iterator[str]:
+        for other in self._ends.values():
+            near = end.first_s <= other.last_s + NOTICE_S and other.first_s <= end.last_s + NOTICE_S
+            if near and other.key in self._beside[end.key]:
+                yield other.key
+
+    def _was_first(self, end: End, tied: Iterable[str]) -> bool:
+        """Whether no other failed before; a hang began at a time that nobody knows."""
+        others = [self._ends[key] for key in tied]
+        return all(
+            other.what == "hang" or other.first_s >= end.first_s - FIRST_S for other in others
+        )
+
+
+def _reached(key: str, ties: dict[str, set[str]]) -> set[str]:
+    """All that is tied to a run, or to what is."""
+    found, left = {key}, [key]
+    while left:
+        new = ties[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+REFUSED = "device_unavailable"
+"""A failure of the machine (`harness.infrastructure`): no rank was given a GPU."""
+RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""How long to wait before each further start of a run that was refused its GPU."""
+STEPS_BESIDE = 1
+"""A rank's own step runs so far ahead of the device's, or behind, as it fails."""
+_SILENT: tuple[What, ...] = ("", SHARED_GPU, *LOST)
+"""What explains no other run's end."""
+
+
+@dataclass
+class Question:
+    """A run to be made alone.
+
+    Attributes:
+        places: folders of those that may have ended it; empty of one that was refused its GPU.
+        in_doubt: whether it got so far that another run may have ended it.
+        refusals: how often it was refused its GPU.
+    """
+
+    spec: RunSpec
+    folder: Path
+    places: dict[str, Path]
+    outcome: RunOutcome | None = None
+    in_doubt: bool = True
+    refusals: int = 0
+
+
+class Company:
+    """Keeps ends back until it is known whose they were."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        mps: Callable[[], bool],
+        patience_s: float,
+        recovery_s: Sequence[float] = RECOVERY_S,
+    ) -> None:
+        """Know who shares GPUs.
+
+        Args:
+            devices: GPU of each slot.
+            mps: whether CUDA's processes go through MPS now.
+            patience_s: what may pass from the first failure of a run to its end, but for a hang.
+            recovery_s: waits between starts of a run that is refused its GPU.
+        """
+        self._shares = len(set(devices)) < len(devices)
+        self._mps = mps
+        self._patience_s = patience_s
+        self._recovery_s = recovery_s
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every run: what is undecided on the disk stays so."""
+        self._neighbours = Neighbours()
+        self._doubted: set[str] = set()
+        self._held: dict[str, tuple[RunSpec, Path, RunOutcome]] = {}
+        self._questions: dict[str, Question] = {}
+        self._alone = ""
+        self._recovered_s = 0.0
+
+    def asks(self, spec: RunSpec, folder: Path) -> bool:
+        """Whether an earlier attempt of a run is in question: then it waits to be made alone."""
+        kept = _kept(folder, spec.key)
+        if not any(outcome.undecided for outcome in kept):
+            return False
+        tied = {key for outcome in kept for key in outcome.tied}
+        places = {key: folder.with_name(key) for key in sorted(tied)}
+        self._questions[spec.key] = Question(spec, folder, places)
+        return True
+
+    def started(self, key: str, devices: Sequence[str]) -> str:
+        """Take note of a run; which of its ends are undecided: `failed`, `finished`, or none."""
+        if key == self._alone:
+            return "finished"
+        if not (self._shares and devices and self._mps()):
+            return ""
+        self._neighbours.started(key, devices)
+        self._doubted.add(key)
+        return "failed"
+
+    def left(self, key: str) -> None:
+        """Take note that no rank of a run is left."""
+        self._neighbours.left(key)
+
+    def closed(self) -> bool:
+        """Whether nothing may start: a run is to be alone, or a GPU's runs are ending together."""
+        return bool(self._alone) or self.due_s() is not None
+
+    def due_s(self) -> float | None:
+        """Until when to wait: for ends that may be tied to those held, for a GPU; None: neither."""
+        now_s = time.monotonic()
+        waits = [self._neighbours.due_s(now_s)]
+        waits += [self._recovered_s] if self._recovered_s > now_s else []
+        return max((until_s for until_s in waits if until_s is not None), default=None)
+
+    def ended(self, spec: RunSpec, folder: Path, outcome: RunOutcome) -> RunOutcome | None:
+        """What to tell of a run that has ended; None as long as its outcome is held back."""
+        key = spec.key
+        if key == self._alone:
+            self._alone = ""
+            question = self._questions[key]
+            if not self._is_put_off(question, outcome):
+                question.outcome = outcome
+            return None
+        if key in self._doubted:
+            refused = Question(spec, folder, {}, in_doubt=False)
+            if self._is_put_off(refused, outcome):
+                self._doubted.discard(key)
+                self._questions[key] = refused
+                return None
+        had_company = self._neighbours.had_company(key)
+        if key in self._doubted and outcome.what and had_company:
+            self._neighbours.ended(_end(spec, folder, outcome, self._patience_s))
+            if outcome.what not in LOST:
+                if not outcome.undecided:  # written by the engine: its leader is dead
+                    outcome = _saved(folder, replace(outcome, undecided=True))
+                self._held[key] = (spec, folder, outcome)
+                return None
+        self._doubted.discard(key)
+        return _saved(folder, replace(outcome, undecided=False)) if outcome.undecided else outcome
+
+    def _is_put_off(self, question: Question, outcome: RunOutcome) -> bool:
+        """Whether a run was refused its GPU, and is to be made again once MPS has recovered."""
+        if question.refusals >= len(self._recovery_s) or not _is_refused(question, outcome):
+            return False
+        self._recovered_s = time.monotonic() + self._recovery_s[question.refusals]
+        question.refusals += 1
+        _saved(question.folder, replace(outcome, undecided=False))
+        return True
+
+    def settled(self) -> list[RunOutcome]:
+        """Outcomes that need not be held back any longer; those in question are queued."""
+        if self.due_s() is None and (certain := self._part(self._neighbours.decide())):
+            return certain
+        asked = self._questions
+        if not asked or self._held or any(q.outcome is None for q in asked.values()):
+            return []
+        self._questions = {}
+        # First those that failed alone: they may be what explains the others' ends.
+        return [_answered(q) for q in sorted(asked.values(), key=lambda q: not _failed(q.outcome))]
+
+    def _part(self, decision: Decision) -> list[RunOutcome]:
+        held, self._held = self._held, {}
+        self._doubted -= held.keys()
+        for key, tied in decision.asked.items():
+            spec, folder, outcome = held[key]
+            told = f"{outcome.message}; {_beside(tied)}"
+            _saved(folder, replace(outcome, message=told, tied=tied))
+            self._questions[key] = Question(spec, folder, {k: held[k][1] for k in tied})
+        certain = [held[key] for key in decision.stand if key in held]
+        return [_saved(folder, replace(end, undecided=False)) for _, folder, end in certain]
+
+    def next_alone(self) -> tuple[RunSpec, Path, int] | None:
+        """The run to make, with its attempt, now that nothing is under way; None if none may be."""
+        if self._recovered_s > time.monotonic():
+            return None
+        for key, question in self._questions.items():
+            if question.outcome is None:
+                self._alone = key
+                set_aside(question.folder)
+                return question.spec, question.folder, num_kept(question.folder)
+        return None
+
+
+def _saved(folder: Path, outcome: RunOutcome) -> RunOutcome:
+    save_outcome(folder, outcome)
+    return outcome
+
+
+def _failed(outcome: RunOutcome | None) -> bool:
+    return outcome is not None and outcome.what not in _SILENT
+
+
+def _kept(folder: Path, key: str) -> list[RunOutcome]:
+    found = (read_outcome(kept_folder(folder, n), key)[0] for n in range(num_kept(folder)))
+    return [outcome for outcome in found if outcome is not None]
+
+
+def _is_refused(question: Question, outcome: RunOutcome) -> bool:
+    if not outcome.what:
+        return False
+    spec = question.spec
+    ranks = tuple(read_ranks(question.folder, spec.world_size))
+    return machine_failure(RunResult(spec=spec, outcome=outcome, ranks=ranks)) == REFUSED
+
+
+def _end(spec: RunSpec, folder: Path, outcome: RunOutcome, patience_s: float) -> End:
+    now_s, now_unix_s = time.monotonic(), time.time()
+    written = {
+        rank: now_s - max(now_unix_s - rank_path(folder, rank).stat().st_mtime, 0.0)
+        for rank in range(spec.world_size)
+        if rank_path(folder, rank).is_file()
+    }
+    culprit = _culprit(outcome, read_ranks(folder, spec.world_size))
+    first_s = max(written.values(), default=now_s - outcome.wall_s)
+    if culprit is not None and culprit.error is not None:
+        first_s = written.get(culprit.rank, first_s)
+    elif outcome.what != "hang":
+        first_s = max(first_s, now_s - patience_s)
+    own = _is_own(outcome, culprit)
+    return End(key=spec.key, what=outcome.what, first_s=first_s, last_s=now_s, own=own)
+
+
+def _culprit(outcome: RunOutcome, ranks: Sequence[RankRecords]) -> RankRecords | None:
+    return next((each for each in ranks if each.rank == outcome.culprit_rank), None)
+
+
+def _is_own(outcome: RunOutcome, culprit: RankRecords | None) -> bool:
+    """Whether an end was the run's own for certain, if no other failed before it."""
+    if outcome.what == "killed":
+        return True  # by somebody, or by itself: MPS sends no signal
+    if culprit is None or culprit.error is None or outcome.what in OF_COMPANY:
+        return False
+    return "of_device" not in library_failures(culprit.error)
+
+
+# --- what a run that was made alone says ------------------------------------------------------
+
+
+def _answered(question: Question) -> RunOutcome:
+    """The outcome of a run that was made alone, with what it is taken for."""
+    outcome, folder = question.outcome, question.folder
+    assert outcome is not None
+    decided = replace(outcome, undecided=False)
+    first = [each for each in _kept(folder, outcome.key) if each.undecided and each.what]
+    if not question.in_doubt:
+        return _saved(folder, decided)
+    if _failed(outcome):
+        told = f"{outcome.message}; this time alone, before that {_beside(question.places)}"
+        return _saved(folder, replace(decided, message=told))
+    if outcome.what in LOST or _explained(question.places):
+        return _saved(folder, decided)
+    how = first[-1].what if first else "it is not known how"
+    told = (
+        f"it ended as {how} at first ({_beside(question.places)}) and finished alone, and no other "
+        "of them failed alone as it had before: nobody knows whose doing it was; run them in a new "
+        "folder without MPS, or with --jobs 1"
+    )
+    return _saved(folder, replace(decided, what=SHARED_GPU, message=told, culprit_rank=None))
+
+
+def _explained(places: dict[str, Path]) -> bool:
+    return any(_explains(folder, key) for key, folder in places.items())
+
+
+def _explains(folder: Path, key: str) -> bool:
+    """Whether a run is known to have ended by itself when it ended beside others."""
+    asked: int | None = None
+    for number in (*range(num_kept(folder)), None):
+        place = folder if number is None else kept_folder(folder, number)
+        outcome, _ = read_outcome(place, key)
+        if outcome is None or outcome.what in _SILENT:
+            continue
+        step = _failed_at(place, outcome)
+        if outcome.undecided:
+            asked = step
+        elif asked is None or abs(step - asked) <= STEPS_BESIDE:
+            return True
+    return False
+
+
+def _failed_at(folder: Path, outcome: RunOutcome) -> int:
+    """The step in which a run failed, as far as its records tell."""
+    ranks = read_ranks(folder, len(outcome.ranks))
+    culprit = _culprit(outcome, ranks)
+    if culprit is not None and culprit.error is not None:
+        return culprit.error.step
+    return max((step.step for each in ranks for step in each.steps), default=-1) + 1
+
+
+def _beside(keys: Sequence[str] | dict[str, Path]) -> str:
+    if not keys:
+        return "on a GPU under MPS with other runs"
+    noun = "run" if len(keys) == 1 else "runs"
+    return f"on a GPU under MPS with {noun} {', '.join(keys)}, which failed at the same time"

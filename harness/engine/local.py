@@ -3,10 +3,22 @@
 The server is started with the first run and lives as long as the engine. If it dies, the runs that
 were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
 only a leader dies, its run is `crashed`, or `killed` by a SIGKILL. Where runs share GPUs under MPS,
-an end that may be another's doing is told once it is known whose (`harness.engine.company`).
+an end that may be another's doing is told once it is known whose (`harness.engine.gpus`).
+
+The harness' end of the forkserver: a subprocess that speaks JSON lines over a socket pair.
+
+The protocol is in `harness.worker.serve`, which this side never imports: torch lives there.
 """
 
+import json
+import os
+import secrets
+import select
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,17 +28,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.engine.base import Slots
-from harness.engine.company import RECOVERY_S, Company
-from harness.engine.gpu_evidence import DUMP_S
-from harness.engine.gpus import mps_runs
-from harness.engine.leader import NO_PROCESS, NOT_RUN, tail_of
-from harness.engine.memory_kills import num_memory_kills, with_sender
-from harness.engine.outcome import signal_name
-from harness.engine.process import kill_group
-from harness.engine.server import STOP_TIMEOUT_S, ServerGoneError, ServerProcess
-from harness.engine.watch import Limits
+from harness.engine.evidence import DUMP_S, tail_of
+from harness.engine.gpus import RECOVERY_S, Company, mps_runs
+from harness.engine.leader import NO_PROCESS, NOT_RUN
+from harness.engine.outcome import num_memory_kills, signal_name, with_sender
+from harness.engine.process import kill_group, kill_marked, server_environment
+from harness.engine.ranks import Limits
 from harness.errors import Infrastructure
 from harness.infrastructure import no_process
+from harness.provenance import code_variables
 from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
 from harness.store import begin_run, read_outcome, save_outcome
 
@@ -340,3 +350,128 @@ class LocalEngine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+START_TIMEOUT_S = 300.0
+"""How long the server may take to import torch; a cold network file system is slow."""
+STOP_TIMEOUT_S = 10.0
+MARK_VARIABLE = "HARNESS_ENGINE"
+"""In the environment of a server and of all that comes from it; a value for each server."""
+
+
+class ServerGoneError(Exception):
+    """The forkserver closed its end of the socket."""
+
+
+class ServerProcess:
+    """The forkserver as a subprocess: messages in, messages out."""
+
+    def __init__(self, entry: str, limits: Limits) -> None:
+        """Start it; `wait_ready` must follow."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+        self._control, theirs = socket.socketpair()
+        self._received = b""
+        self._mark = secrets.token_hex(16)
+        command = [
+            sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
+            "--entry", entry, "--grace-s", str(limits.grace_s), "--stacks-s", str(limits.stacks_s),
+            "--leave-s", str(limits.leave_s), "--output-cap-bytes", str(limits.output_cap_bytes),
+        ]  # fmt: skip
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    env=server_environment(os.environ)
+                    | code_variables()
+                    | {MARK_VARIABLE: self._mark},
+                    # Its own session: Ctrl-C at the terminal is for the harness to act on.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._control.close()
+                self._log.close()
+                raise Infrastructure(f"cannot start the forkserver: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until its imports are done.
+
+        Raises:
+            Infrastructure: they failed, or took too long.
+        """
+        try:
+            messages = self.receive(timeout_s)
+        except ServerGoneError:
+            messages = []
+            why = self._last_words() or "it died without a word"
+        else:
+            why = f"not ready after {timeout_s:g} s"
+        for message in messages:
+            if "ready" in message:
+                return
+            why = str(message.get("failed", message))
+        self.stop()
+        raise Infrastructure(f"the forkserver could not start: {why}")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message.
+
+        Raises:
+            ServerGoneError: nobody listens.
+        """
+        try:
+            self._control.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ServerGoneError from error
+
+    def receive(self, timeout_s: float | None) -> list[dict[str, Any]]:
+        """Messages that have arrived, after waiting for one; empty if none came in time.
+
+        Raises:
+            ServerGoneError: it is gone, and everything it said has been handed out.
+        """
+        if not select.select([self._control], [], [], timeout_s)[0]:
+            return []
+        try:
+            data = self._control.recv(1 << 16)
+        except ConnectionResetError as error:
+            raise ServerGoneError from error
+        if not data:
+            raise ServerGoneError
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def stop(self) -> str:
+        """End it and everything it started; how it ended, in words."""
+        if self._log.closed:
+            return "was stopped"
+        self._control.close()
+        try:
+            code = self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._log.close()
+        if code < 0:
+            # It could not clean up: processes of ranks may be in sessions of their own.
+            kill_marked(f"{MARK_VARIABLE}={self._mark}")
+        return f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+    def kill(self) -> None:
+        """SIGKILL; its leaders and their ranks die with it."""
+        self._process.kill()
+
+    def _last_words(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -14,21 +14,37 @@ One failing rank takes the others with it, so most of the evidence is collateral
 *victim* if its record blames another, or only says that a peer went away or that it waited too long
 for one; the culprit is the first rank to fail that is not a victim, else one that was still
 running: the one with the fewest steps, else the only one whose stack does not wait in a collective.
+
+Whether the kernel killed anything for want of memory, by its own count.
+
+A SIGKILL does not say who sent it. The kernel counts its own before it sends them, those of every
+cgroup, in `oom_kill` of /proc/vmstat (proc(5), since Linux 4.13): if that number is what it was
+when the run began, somebody else sent the signal. Where there is no such number, as in some
+sandboxes, nothing is known.
+
+Who failed first in a run, written in its store, for the ranks that this takes with it.
+
+A rank that failed by itself says so before it exits; for one that was killed its leader does. What
+the others see is a lost connection: they look here for the cause.
 """
 
+import dataclasses
+import json
 import re
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import PurePath
-from typing import NamedTuple, get_args
+from datetime import timedelta
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, get_args
 
-from harness.engine.whereabouts import Mismatch, Missing, Place, find_mismatch, find_missing
+from harness.engine.collective_log import Mismatch, Missing, Place, find_mismatch, find_missing
 from harness.errors import cut
 from harness.infrastructure import library_failures, no_process
 from harness.recorder import UNRECORDED
 from harness.recorder.library_errors import failures_of
-from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, What
+from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, RunOutcome, What
 
 OUTSIDE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
@@ -430,3 +446,69 @@ def _first_line(text: str) -> str:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return cut(lines[-1], MESSAGE_CHARS) if lines else ""
+
+
+_COUNTERS = Path("/proc/vmstat")
+NOT_THE_KERNEL = (
+    "the kernel killed nothing for want of memory, so somebody did: --resume makes the run again"
+)
+
+
+def num_memory_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory since it started; None: not told."""
+    try:
+        lines = _COUNTERS.read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def with_sender(outcome: RunOutcome, before: int | None) -> RunOutcome:
+    """The outcome, and of one that a SIGKILL brought about who sent that, as far as it is known.
+
+    Args:
+        outcome: of a run that has ended on this machine.
+        before: `num_memory_kills` when it began.
+    """
+    # Without a culprit it was the leader of the ranks that died.
+    codes = [state.code for state in outcome.ranks if state.rank == outcome.culprit_rank]
+    by_sigkill = codes in ([], [-signal.SIGKILL])
+    now = num_memory_kills()
+    if outcome.what != "killed" or not by_sigkill or before is None or now is None:
+        return outcome
+    words = NOT_THE_KERNEL
+    if now != before:
+        words = f"the kernel killed {now - before} for want of memory meanwhile"
+    return dataclasses.replace(
+        outcome, message=f"{outcome.message}; {words}", from_outside=now == before
+    )
+
+
+_KEY = "first failure"
+_TOLD_CHARS = 500
+
+
+class FirstFailure(NamedTuple):
+    """The rank, and what became of it in words."""
+
+    rank: int
+    told: str
+
+
+def claim(store: Any, failure: FirstFailure) -> None:
+    """Write it, if nothing was written before; a store that is gone, or is none, is left alone."""
+    if hasattr(store, "compare_set"):
+        with suppress(RuntimeError):
+            store.compare_set(_KEY, "", json.dumps([failure.rank, failure.told[:_TOLD_CHARS]]))
+
+
+def find(store: Any, patience: timedelta) -> FirstFailure | None:
+    """What was written, or is within `patience`; None if nothing is."""
+    if store is None:
+        return None
+    try:
+        store.wait([_KEY], patience)
+        rank, told = json.loads(store.get(_KEY))
+    except (RuntimeError, ValueError):
+        return None
+    return FirstFailure(rank, told)

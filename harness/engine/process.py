@@ -9,9 +9,11 @@ killed subreaper had adopted is found by a mark in its environment, which childr
 import ctypes
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+
+import harness
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -183,3 +185,21 @@ def wait_quietly(pid: int) -> int | None:
     except ChildProcessError:
         return None
     return os.waitstatus_to_exitcode(status)
+
+
+def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the forkserver: the harness' own, with what forking and repeating needs.
+
+    One OpenMP thread, since a process with threads cannot fork safely; one hash seed, so that sets
+    of strings are in the same order in every run.
+    """
+    root = Path(harness.__file__).resolve().parent.parent
+    paths = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if root.name not in ("site-packages", "dist-packages") and str(root) not in paths:
+        paths.append(str(root))
+    return {
+        "PYTHONHASHSEED": "0",
+        **environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }

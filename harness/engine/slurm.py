@@ -8,9 +8,14 @@
 What a run wrote is the truth; the state of its job only explains what is missing there. Nothing is
 concluded from a command that fails: a controller that is away is waited for, with a bound, and its
 jobs go on. The run folder must lie on a file system that the nodes share.
+
+What sbatch is told for a run: options, and a script that becomes the job on its first node.
+
+How long the Slurm engine waits for what: jobs that do not start, jobs that do not leave.
 """
 
 import math
+import shlex
 import sys
 import time
 import uuid
@@ -22,24 +27,154 @@ from types import TracebackType
 from typing import Self
 
 from harness.engine.base import Slots
-from harness.engine.job_files import (
+from harness.engine.node_reports import (
+    LOG_FILE,
     NodeReport,
     Submission,
+    Word,
     load_submission,
+    needs_word,
     not_yet_visible,
+    put_together,
     read_reports,
     save_submission,
 )
-from harness.engine.patience import Leftovers, Patience, Queued
-from harness.engine.put_together import Word, needs_word, put_together
-from harness.engine.shares import share_out
+from harness.engine.ranks import Limits
 from harness.engine.slurm_calls import OUTSIDE, JobState, NoAnswer, QueueFull, SlurmCalls
-from harness.engine.slurm_options import SlurmOptions
-from harness.engine.slurm_request import batch_command, identity, request, script
-from harness.engine.watch import Limits
+from harness.engine.slurm_options import SlurmOptions, share_out
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
 from harness.store import begin_run, save_outcome
+
+START_S = 300.0
+"""What a job may take beyond its run's timeout: cold imports, file systems, stacks."""
+
+
+def request(spec: RunSpec, options: SlurmOptions) -> list[str]:
+    """Options of sbatch that say what a run needs: equal for all runs of one shape."""
+    shares = share_out(spec.world_size, options, spec.device)
+    wall_s = options.walltime_s or spec.timeout_s + START_S
+    asked = [
+        f"--nodes={shares.num_nodes}",
+        f"--ntasks={shares.num_nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={shares.ranks_per_node * options.cpus_per_rank}",
+        f"--time={math.ceil(wall_s / 60)}",
+        "--requeue" if options.requeue else "--no-requeue",
+    ]
+    if options.gpus_per_node is not None and spec.device == "cuda":
+        asked.append(f"--gres=gpu:{options.gpus_per_node}")
+    if options.partition:
+        asked.append(f"--partition={options.partition}")
+    if options.account:
+        asked.append(f"--account={options.account}")
+    return [*asked, *options.args]
+
+
+def identity(name: str, folder: Path) -> list[str]:
+    """Options of sbatch that are only this job's.
+
+    Raises:
+        UsageError: Slurm would not write to such a folder.
+    """
+    if "\\" in str(folder):
+        # Slurm takes the backslashes out of the name of the file, and there is no way to quote one.
+        raise UsageError(f"engine slurm: expected a path without a backslash, got {folder}")
+    log = str(folder / LOG_FILE).replace("%", "%%")
+    return [f"--job-name={name}", f"--output={log}", "--open-mode=append", "--export=ALL"]
+
+
+def batch_command(name: str, folder: Path, entry: str, limits: Limits) -> list[str]:
+    """What the job runs on its first node."""
+    return [
+        sys.executable, "-P", "-m", "harness.worker", "job", "--folder", str(folder),
+        "--name", name, "--entry", entry,
+        "--grace-s", str(limits.grace_s), "--stacks-s", str(limits.stacks_s),
+        "--output-cap-bytes", str(limits.output_cap_bytes),
+    ]  # fmt: skip
+
+
+def script(command: list[str]) -> str:
+    """A batch script that becomes `command`."""
+    return f"#!/bin/sh\nexec {shlex.join(command)}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long to wait, in seconds.
+
+    Attributes:
+        poll_s: between two looks at the jobs.
+        late_s: for files of a job that is over, or a job that squeue does not know (yet).
+        answer_s: for one command.
+        away_s: for a controller that does not answer.
+        cancel_s: for cancelled jobs to be gone.
+        full_s: between two tries to submit while Slurm takes no more jobs of ours.
+        leave_s: for a job to leave when every node has reported.
+    """
+
+    poll_s: float = 1.0
+    late_s: float = 75.0
+    answer_s: float = 60.0
+    away_s: float = 900.0
+    cancel_s: float = 30.0
+    full_s: float = 10.0
+    leave_s: float = 60.0
+
+
+class Queued:
+    """Since when jobs wait in the queue, as far as this harness has seen."""
+
+    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_s, self._clock = most_s, clock
+        self._since_s: dict[str, float] = {}
+
+    def why_never(self, name: str, state: JobState) -> str:
+        """Why a job is not waited for any longer; "" if it has started, or may still."""
+        if state.state != "PENDING":
+            self._since_s.pop(name, None)
+            return ""
+        if state.stuck:
+            return f"Slurm will not start job {state.job_id} by itself: {state.reason}"
+        waited_s = self._clock() - self._since_s.setdefault(name, self._clock())
+        if waited_s <= self._most_s:
+            return ""
+        return (
+            f"Slurm did not start job {state.job_id} in {self._most_s:g} s "
+            f"(launch.slurm.pending_s): {state.reason}"
+        )
+
+
+class Leftovers:
+    """Jobs whose runs are concluded: their nodes are free only once they have left, too.
+
+    They do so by themselves. One that does not, as the process that Slurm had watch a step was
+    killed, would hold its nodes until its time is up.
+    """
+
+    def __init__(self, leave_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._leave_s, self._clock = leave_s, clock
+        self._since_s: dict[str, float] = {}
+
+    def add(self, name: str) -> None:
+        """A run is concluded whose job may be in the queue still."""
+        self._since_s[name] = self._clock()
+
+    def update(self, states: Mapping[str, JobState]) -> list[int]:
+        """Forget those that have left; ids of jobs that have had their time, each told once."""
+        overdue = []
+        for name, since_s in list(self._since_s.items()):
+            state = states.get(name)
+            if state is None or state.leaving:
+                del self._since_s[name]
+            elif self._clock() - since_s > self._leave_s:
+                del self._since_s[name]
+                overdue.append(state.job_id)
+        return overdue
+
+    def __bool__(self) -> bool:
+        return bool(self._since_s)
+
 
 ENTRY = "harness.worker.main:rank_main"
 DEFAULT_SLOTS = 1 << 16

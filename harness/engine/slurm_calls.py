@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from harness.engine.server import server_environment
+from harness.engine.process import server_environment
 from harness.errors import Infrastructure, UsageError, one_line
 
 ENDED = frozenset(

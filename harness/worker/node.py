@@ -12,12 +12,17 @@ import sys
 from pathlib import Path
 
 from harness.disk import make_folder
-from harness.engine.agent import Post, lead_share
-from harness.engine.crew import Job, Meeting
-from harness.engine.job_files import NodeReport, Submission, not_yet_visible, read_reports
-from harness.engine.put_together import Word, put_together
-from harness.engine.shares import Shares
-from harness.engine.watch import Limits
+from harness.engine.leader import Post, lead_share
+from harness.engine.node_reports import (
+    NodeReport,
+    Submission,
+    Word,
+    not_yet_visible,
+    put_together,
+    read_reports,
+)
+from harness.engine.ranks import Job, Limits, Meeting
+from harness.engine.slurm_options import Shares
 from harness.errors import UsageError
 from harness.records import RunSpec
 from harness.store import SPEC_FILE, save_outcome

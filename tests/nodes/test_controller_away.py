@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import slurm_calls
-from harness.engine.job_files import load_submission
+from harness.engine.node_reports import load_submission
 from harness.engine.slurm_calls import SlurmCalls
 from harness.engine.slurm_options import SlurmOptions
 from harness.errors import Infrastructure

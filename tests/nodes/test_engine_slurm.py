@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.job_files import load_submission, read_reports
+from harness.engine.node_reports import load_submission, read_reports
 from harness.engine.slurm_options import SlurmOptions
 from harness.records import RunOutcome, RunResult
 from harness.store import load_run_folder

@@ -16,7 +16,7 @@ from harness.bisector.asking import judged_by
 from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
 from harness.engine.local import LocalEngine
-from harness.engine.watch import Limits
+from harness.engine.ranks import Limits
 from harness.infrastructure import machine_failure
 from harness.records import CaseSpec, EndRecord, ErrorRecord, RunOutcome, RunSpec, Verdict, What
 from harness.retries import Retries, beside_attempts, earlier_attempts

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.engine.first_failure import FirstFailure, claim, find
+from harness.engine.outcome import FirstFailure, claim, find
 
 AT_ONCE = timedelta(milliseconds=1)
 

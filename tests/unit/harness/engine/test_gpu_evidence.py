@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from harness.codec import dumps
-from harness.engine.gpu_evidence import (
+from harness.engine.collective_log import (
+    Place,
+    answer_path,
+    find_mismatch,
+    find_missing,
+    place_path,
+)
+from harness.engine.evidence import (
     ANSWER_S,
     ask_for_dumps,
     dumps_take_s,
@@ -19,13 +26,6 @@ from harness.engine.gpu_evidence import (
     prepare_to_ask,
     read_dump,
     remove_pipes,
-)
-from harness.engine.whereabouts import (
-    Place,
-    answer_path,
-    find_mismatch,
-    find_missing,
-    place_path,
 )
 from harness.provenance import variables
 from harness.records import RunSpec

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.crew import Job, exit_status, rank_environment
-from harness.engine.leader import tail_of
-from harness.engine.watch import Limits, Phase, Watch
+from harness.engine.evidence import tail_of
+from harness.engine.ranks import Job, Limits, Phase, Watch, exit_status, rank_environment
 from harness.records import RunSpec
 
 LIMITS = Limits(grace_s=3.0, stacks_s=1.0)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine import memory_kills
-from harness.engine.memory_kills import NOT_THE_KERNEL, num_memory_kills, with_sender
+from harness.engine import outcome as memory_kills
+from harness.engine.outcome import NOT_THE_KERNEL, num_memory_kills, with_sender
 from harness.records import RankExit, RunOutcome, What
 
 

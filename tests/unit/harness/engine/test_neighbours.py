@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.engine.neighbours import NOTICE_S, End, Neighbours
+from harness.engine.gpus import NOTICE_S, End, Neighbours
 from harness.records import What
 
 

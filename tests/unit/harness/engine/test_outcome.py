@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from harness.engine.collective_log import Mismatch, Place
 from harness.engine.outcome import RankEvidence, classify, ending_of, signal_name
-from harness.engine.whereabouts import Mismatch, Place
 from harness.records import (
     SCHEMA_VERSION,
     CollectiveFault,

@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-from harness.engine.output import TAIL_BYTES, CappedOutput
+from harness.engine.ranks import TAIL_BYTES, CappedOutput
 
 
 def pump(output: CappedOutput, write_fd: int, data: bytes) -> None:

@@ -1,6 +1,6 @@
 """Jobs that do not start, and jobs that do not leave: how long they are waited for."""
 
-from harness.engine.patience import Leftovers, Queued
+from harness.engine.slurm import Leftovers, Queued
 from harness.engine.slurm_calls import JobState
 
 

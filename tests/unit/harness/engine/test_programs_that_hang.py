@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from harness.engine.crew import Job, Records
+from harness.engine.collective_log import Place
 from harness.engine.outcome import Answer, RankEvidence, classify
-from harness.engine.watch import Limits, Phase, Watch
-from harness.engine.whereabouts import Place
+from harness.engine.ranks import Job, Limits, Phase, Records, Watch
 from harness.records import EndRecord, RankExit, RankRecords, RunSpec
 from harness.soaking import SoakSpec
 from harness.streams import has_begun, has_end_record, rank_path

@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.job_files import NodeReport, Submission
-from harness.engine.put_together import Word, last_of_log, needs_word, put_together
+from harness.engine.node_reports import (
+    NodeReport,
+    Submission,
+    Word,
+    last_of_log,
+    needs_word,
+    put_together,
+)
 from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
 from tests.planted.stub_ranks import start_record, step_record
 from tests.unit.harness.engine.nccl_dump import dump

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.job_files import (
+from harness.engine.node_reports import (
     NodeReport,
     Submission,
     load_submission,
     report_path,
     save_submission,
 )
-from harness.engine.patience import Patience
-from harness.engine.slurm import SlurmEngine
+from harness.engine.slurm import Patience, SlurmEngine
 from harness.engine.slurm_calls import Account, JobState, NoAnswer, QueueFull
 from harness.engine.slurm_options import SlurmOptions
 from harness.errors import Infrastructure

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.whereabouts import (
+from harness.engine.collective_log import (
     SIZE_BYTES,
     Place,
     PlaceFile,

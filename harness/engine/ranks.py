@@ -1,9 +1,29 @@
 """The processes of a run on one machine: forked, listened to, ended and waited for.
 
 fork the ranks -> pump what they print -> reap -> `Watch` says whom to signal -> ... -> all gone
+
+When ranks are asked for their stacks, and when they are killed: a clock without processes.
+
+    running --a rank fails--> grace --grace_s--> stacks --stacks_s--> killed
+       '----- timeout_s is up, or told to stop ------^
+       '----- no rank recorded anything for stall_s -'
+
+In `stacks` every rank left gets SIGUSR1, which makes faulthandler print the stack of each thread.
+
+What a rank prints: from a pipe into a file that cannot fill the disk.
+
+    rank stdout+stderr -> pipe -> leader -> rank<R>.stderr: the first `cap_bytes`, as they come
+                                            a line that says how much was dropped
+                                            the last `TAIL_BYTES`, added when the rank has ended
+
+The end of a flood is kept because that is where a traceback is; no rank is killed for printing.
+Secrets are masked before anything is written: up to the cap everything is, beyond it only the tail,
+at the end. `python -m benchmarks.output` measures it: some 50 MB/s of log lines up to the cap and
+1,200 beyond it, of all ranks of a leader together.
 """
 
 import faulthandler
+import fcntl
 import math
 import os
 import selectors
@@ -12,28 +32,264 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from harness.engine.first_failure import FirstFailure, claim
-from harness.engine.gpu_evidence import (
+from harness.engine.evidence import (
     ask_for_dumps,
     dumps_take_s,
     evidence_environment,
     prepare_to_ask,
 )
 from harness.engine.gpus import gpu_environment
-from harness.engine.outcome import signal_name
-from harness.engine.output import CappedOutput
+from harness.engine.outcome import FirstFailure, claim, signal_name
 from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
-from harness.engine.watch import Limits, Watch
-from harness.masking import Masker
-from harness.records import RunSpec
+from harness.masking import MAX_HELD_BYTES, Masker, Stream
+from harness.records import RankExit, RunSpec
 from harness.streams import has_begun, has_end_record, last_step_s, rank_path
+
+CAP_BYTES = 16 << 20
+TAIL_BYTES = 256 << 10
+_READ_BYTES = 1 << 20
+"""As much as a pipe can hold without privileges; what is read at once is masked at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How patient a leader is (seconds) and how much it stores of a rank's output (bytes).
+
+    `leave_s` is for ranks that have only to exit.
+    """
+
+    grace_s: float = 3.0
+    stacks_s: float = 1.0
+    leave_s: float = 30.0
+    output_cap_bytes: int = CAP_BYTES
+
+
+WINDOWS = 2
+"""Times the seconds between two writes of steps that ranks may be silent."""
+
+
+class Phase(Enum):
+    """Where a run is; it only moves forward."""
+
+    RUNNING = 0
+    GRACE = 1
+    STACKS = 2
+    KILLED = 3
+
+
+@dataclass
+class Watch:
+    """Decides when ranks are asked for stacks and killed. Times are monotonic seconds.
+
+    `stall_s` None: ranks may be silent for as long as they have time. A stall is seen between once
+    and twice that long after the last record: it is looked for when it may be there, not all along.
+    `window_s`: what the steps that ranks record together take; silence within it is no stall.
+    """
+
+    ranks: Sequence[int]
+    timeout_s: float
+    limits: Limits
+    started_s: float
+    stall_s: float | None = None
+    window_s: float = 0.0
+    phase: Phase = Phase.RUNNING
+    timed_out: bool = False
+    stalled: bool = False
+    leaving: bool = False
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    failed_s: dict[int, float] = field(default_factory=dict)
+    deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progressed(self.started_s)
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds without a record that count as a stall; None if none do."""
+        return None if self.stall_s is None else max(self.stall_s, WINDOWS * self.window_s)
+
+    def progressed(self, now_s: float) -> None:
+        """Take note that ranks do something, while none has failed."""
+        if self.phase is Phase.RUNNING:
+            end_s, patience_s = self.started_s + self.timeout_s, self.patience_s
+            self.deadline_s = end_s if patience_s is None else min(end_s, now_s + patience_s)
+
+    def leaves(self, now_s: float) -> None:
+        """Take note that every rank left has written its end record, and has only to exit."""
+        if self.phase is Phase.RUNNING and not self.leaving:
+            self.leaving = True
+            self.deadline_s = min(self.deadline_s, now_s + self.limits.leave_s)
+
+    def may_stall(self, now_s: float) -> bool:
+        """Whether it must be looked at what ranks have recorded, before `advance`."""
+        waits = self.phase is Phase.RUNNING and not self.leaving
+        return waits and self.stall_s is not None and now_s >= self.deadline_s
+
+    @property
+    def failed_order(self) -> list[int]:
+        """Ranks that failed by themselves, in the order in which they were seen to."""
+        return list(self.failed_s)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [rank for rank in self.ranks if rank not in self.exits]
+
+    def ended(
+        self,
+        rank: int,
+        code: int | None,
+        now_s: float,
+        *,
+        left_early: bool = False,
+        number: int = 0,
+    ) -> None:
+        """Take note that a rank ended; the first failure starts the grace of the others.
+
+        So does one that left with 0 and without an end record: the others may wait for it. `number`
+        is the error number of one that could not be started.
+        """
+        ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
+            self.phase in (Phase.STACKS, Phase.KILLED) and code == -signal.SIGUSR1
+        )
+        self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours, errno=number)
+        if ours or (code == 0 and not left_early):
+            return
+        if code != 0:
+            self.failed_s[rank] = now_s
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.GRACE
+            self.deadline_s = min(self.deadline_s, now_s + self.limits.grace_s)
+
+    def advance(self, now_s: float) -> int | None:
+        """Move on if the time is up; the signal to send to every running rank now, if any."""
+        if now_s < self.deadline_s or not self.running:
+            return None
+        if self.phase is Phase.KILLED:
+            self.deadline_s = now_s + self.limits.stacks_s
+            return signal.SIGKILL
+        if self.phase is Phase.STACKS:
+            self.phase = Phase.KILLED
+            self.deadline_s = now_s + self.limits.stacks_s
+            return signal.SIGKILL
+        self.timed_out = now_s >= self.started_s + self.timeout_s
+        self.stalled = self.phase is Phase.RUNNING and not (self.timed_out or self.leaving)
+        self.phase = Phase.STACKS
+        self.deadline_s = now_s + self.limits.stacks_s
+        return signal.SIGUSR1
+
+    def stop(self, now_s: float) -> None:
+        """End every rank left now, stacks first, whatever time there was."""
+        if self.phase in (Phase.RUNNING, Phase.GRACE):
+            self.phase = Phase.GRACE
+            self.deadline_s = now_s
+
+
+class CappedOutput:
+    """Copies what arrives at `read_fd` into `path`; owns the descriptor."""
+
+    def __init__(
+        self,
+        read_fd: int,
+        path: Path,
+        *,
+        cap_bytes: int = CAP_BYTES,
+        masker: Masker | None = None,
+    ) -> None:
+        self._masker = masker or Masker({})
+        self._stream = Stream(self._masker)
+        os.set_blocking(read_fd, False)
+        with suppress(OSError):  # not allowed: the user's pipes hold too much already
+            fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _READ_BYTES)
+        self.read_fd = read_fd
+        self.problem = ""
+        self._file = path.open("wb", buffering=0)
+        self._cap_bytes = cap_bytes
+        self._written_bytes = 0
+        self._beyond_bytes = 0
+        self._tail = bytearray()
+
+    def drain(self, max_reads: int = 4) -> bool:
+        """Copy what is there now, a bounded part of it at most; False at the end of the output."""
+        for _ in range(max_reads):
+            try:
+                data = os.read(self.read_fd, _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._take(data)
+        return True
+
+    def close(self) -> None:
+        """Copy what is left, add the end of a flood, and close. Safe to call twice."""
+        if self._file.closed:
+            return
+        # One read empties a pipe; a stray child that floods it must not keep us here.
+        self.drain()
+        os.close(self.read_fd)
+        self._store(self._stream.rest())
+        if self._beyond_bytes:
+            tail = self._masked_tail()
+            dropped = self._beyond_bytes - len(tail)
+            self._write(
+                b"\n[harness: output above %d bytes: %d bytes dropped here, the last %d follow]\n"
+                % (self._cap_bytes, dropped, len(tail))
+            )
+            self._write(tail)
+        self._file.close()
+
+    def _masked_tail(self) -> bytes:
+        tail, cut = bytes(self._tail), max(len(self._tail) - TAIL_BYTES, 0)
+        # The beginning of a tail that was cut there may be the end of a secret: it only shows
+        # whether the first byte that is stored is inside of one.
+        cut = self._masker.parted(tail, cut) if cut else 0
+        return self._masker.data(tail[cut:])[-TAIL_BYTES:]
+
+    def abandon(self) -> None:
+        """Close without copying: in a forked process, to which this belongs only by inheritance."""
+        os.close(self.read_fd)
+        self._file.close()
+
+    def _take(self, data: bytes) -> None:
+        if self._beyond_bytes:
+            # Most of a flood is dropped: only its end is masked, once that is known.
+            self._store(self._stream.release() + data)
+        else:
+            self._store(self._stream.take(data))
+
+    def _store(self, data: bytes) -> None:
+        room = max(self._cap_bytes - self._written_bytes, 0)
+        head, rest = data[:room], data[room:]
+        if head:
+            self._write(head)
+            self._written_bytes += len(head)
+        if rest:
+            self._beyond_bytes += len(rest)
+            self._tail += rest
+            # More than is stored: a secret that its end begins inside of is seen whole.
+            kept = TAIL_BYTES + MAX_HELD_BYTES
+            if len(self._tail) > kept:
+                del self._tail[:-kept]
+
+    def _write(self, data: bytes) -> None:
+        """Write all of `data`; a full disk is noted once and must not stop the draining."""
+        view = memoryview(data)
+        while view and not self.problem:
+            try:
+                view = view[self._file.write(view) or 0 :]
+            except OSError as error:
+                self.problem = str(error)
+
 
 START_STALLS = 6
 """Times its patience that a soak may take to its first record."""
@@ -54,7 +310,7 @@ class Job:
         first_local_rank: LOCAL_RANK of the first of them.
         local_world_size: ranks on this machine, None if they are all in `ranks`.
         stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
-        undecided: which ends the engine has to decide upon (`harness.engine.company`): runs that
+        undecided: which ends the engine has to decide upon (`harness.engine.gpus`): runs that
             `failed`, runs that `finished`, or none.
     """
 

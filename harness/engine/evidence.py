@@ -24,12 +24,13 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from harness.disk import read_plain
-from harness.engine.whereabouts import Place, answer_path, group_key, place_path, read_place
+from harness.disk import read_plain, read_tail
+from harness.engine.collective_log import Place, answer_path, group_key, place_path, read_place
 from harness.records import RunSpec
 
 BUFFER_ENTRIES = 2000
 MAX_DUMP_BYTES = 256 << 20
+EVIDENCE_TAIL_BYTES = 64 << 10
 DUMP_S = 5.0
 """Given to watchdogs, which look for requests once a second, and write."""
 ANSWER_S = 2.0
@@ -215,3 +216,8 @@ def kernel_words(stderr_tail: str, folder: Path, rank: int) -> str:
         command = f"cuda-gdb -ex 'target cudacore {core.name}'"
         return f"CUDA's core dump says {what}; `{command}` names the kernel"
     return f"CUDA says {what}; it left no core dump, so the kernel is not known"
+
+
+def tail_of(path: Path, size_bytes: int = EVIDENCE_TAIL_BYTES) -> str:
+    """The end of a text file; empty if it cannot be read, or is a link or a pipe."""
+    return read_tail(path, size_bytes).decode(errors="replace")
