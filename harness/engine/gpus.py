@@ -1,46 +1,30 @@
-"""Which GPU a rank has, and what lets several ranks share one.
+"""Which GPU a rank has, and what is believed of runs that share one.
 
 NCCL refuses two ranks of one communicator on one GPU, as it sees by host and bus. Ranks that share
 GPUs are therefore put on hosts of their own, by NCCL_HOSTID: the first rank of each GPU makes up
 the first host, the second rank of each the next, and so on. Ranks of one such host talk as ever;
-hosts talk through sockets on the loopback device. A layout of 8 ranks so runs on 2 GPUs as on four
-hosts of two: with NCCL's own kernels and bits, and with times that mean nothing.
+hosts talk through sockets on the loopback device: NCCL's own kernels and bits, and times that mean
+nothing.
 
-Whose end may have been the doing of another run: under CUDA's MPS, of one on the same GPU.
+Under CUDA's MPS the processes on a GPU share a server: a rank that faults or is killed there takes
+the ranks of other runs with it, and all of them get CUDA's words for it.
 
-    runs under way -> who was beside whom -> ends that were not good -> which may explain which
+    bad end of a run that shared a GPU     held, `undecided` on the disk; nothing more is started
+      its own: an exception, no word of the device; somebody's SIGKILL        stands
+      any other                            kept as an attempt, run again once nothing else runs
+        fails again                        stands
+        ends well, a culprit is known      the new attempt counts
+        ends well, none is known           `shared_gpu`: no verdict
 
-Where MPS runs, processes on one GPU share a server: a rank that faults there, or is killed, takes
-the ranks of other runs with it, and all of them get CUDA's words for it. Ends are *tied* if their
-runs were on one GPU at the same time and failed at about the same time; what is tied to something
-tied is in the same group. An end is certain where the rank at fault recorded an error that is none
-of the device, before any other of its group failed.
-
-This module knows no processes and no files: it is told, and asked what is in question.
-
-Runs that shared a GPU under CUDA's MPS and did not end well: made again alone, and then judged.
-
-    an end that is not good -> held, `undecided` on the disk -> nothing more can be tied to it
-      its own (`neighbours`)           stands
-      in question                      kept as an attempt, made again with nobody beside it
-        fails again                    stands: it is the culprit
-        ends well, a culprit is known  the new attempt counts
-        ends well, none is known       `shared_gpu`: no verdict
-
-So nothing that failed once passes because it was lucky the second time. A culprit is known if one
-of the same group ended by itself for certain, or failed alone about where it had failed before:
-otherwise another may have ended it, and what it did alone explains nothing.
-
-After a fault MPS gives out no GPU until the last client of its server is gone: seconds at times. A
-run that is refused one before its first step has said nothing; it is made again, later each time.
-
-All of this can be cut short. What is not decided says so in its outcome, which then counts as none,
-and whoever makes the run again asks on from its kept attempts.
+So nothing that failed once passes because it was lucky the second time. The culprit is a run that
+shared a GPU with it, ended at about the same time, and either ended by itself or failed alone about
+where it had failed before. After a fault MPS gives out no GPU for seconds: a run that is refused one
+before its first step has said nothing, and is run again. Whoever resumes an undecided run asks on.
 """
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +36,19 @@ from harness.streams import rank_path, read_ranks
 
 MPS_PIPES = "/tmp/nvidia-mps"
 """Folder of the pipes of CUDA's MPS, unless CUDA_MPS_PIPE_DIRECTORY names another."""
+REFUSED = "device_unavailable"
+"""A failure of the machine (`harness.infrastructure`): no rank was given a GPU."""
+RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""How long to wait before each further start of a run that was refused its GPU."""
+NOTICE_S = 30.0
+"""How much later than its GPU was lost a rank may see that: it looks when it waits for the device.
+"""
+STEPS_APART = 1
+"""A rank's own step runs so far ahead of the device's, or behind, as it fails."""
+LOST: tuple[What, ...] = ("interrupted", "not_run")
+"""Ends that say nothing of the program."""
+BY_COMPANY: tuple[What, ...] = ("hang", "oom")
+"""What other runs on the GPU bring about without a fault: kernels that wait, memory taken."""
 
 
 def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
@@ -92,146 +89,12 @@ def mps_runs() -> bool:
     return os.path.exists(os.path.join(folder, "control"))  # noqa: PTH110, PTH118 - never raises
 
 
-NOTICE_S = 30.0
-"""How much later than its GPU was lost a rank may see that: it looks when it waits for the device.
-"""
-FIRST_S = 1.0
-"""By how much two processes may be late in telling when something failed."""
-LOST: tuple[What, ...] = ("interrupted", "not_run")
-"""Ends that say nothing: neither whose doing they were, nor what else they ended."""
-OF_COMPANY: tuple[What, ...] = ("hang", "oom")
-"""What company alone can bring about: kernels that wait for each other, memory that is taken."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """An end that was not good. Times are monotonic seconds.
-
-    Attributes:
-        first_s: when it failed; of a hang, when it last showed signs of life.
-        last_s: when its last rank was gone.
-        own: nothing of the device is in it.
-    """
-
-    key: str
-    what: What
-    first_s: float
-    last_s: float
-    own: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What is known of runs that did not end well.
-
-    Attributes:
-        stand: keys of those whose end is their own.
-        asked: of the others, which runs may have ended each; none where only company may have.
-    """
-
-    stand: tuple[str, ...]
-    asked: dict[str, tuple[str, ...]]
-
-
-class Neighbours:
-    """Runs on shared GPUs, from their start until it is known whose their end was."""
-
-    def __init__(self) -> None:
-        self._gpus: dict[str, frozenset[str]] = {}
-        self._beside: dict[str, set[str]] = {}
-        self._ends: dict[str, End] = {}
-
-    def started(self, key: str, gpus: Collection[str]) -> None:
-        """Take note of a run and of who is on its GPUs."""
-        if not self._gpus and not self._ends:
-            self._beside.clear()
-        mine = frozenset(gpus)
-        self._beside[key] = {other for other, theirs in self._gpus.items() if theirs & mine}
-        for other in self._beside[key]:
-            self._beside[other].add(key)
-        self._gpus[key] = mine
-
-    def left(self, key: str) -> None:
-        """Take note that no rank of the run is left."""
-        self._gpus.pop(key, None)
-
-    def had_company(self, key: str) -> bool:
-        """Whether another run was on a GPU of this one while it ran."""
-        return bool(self._beside.get(key))
-
-    def ended(self, end: End) -> None:
-        """Take note of an end that was not good, of a run that had company."""
-        self._ends[end.key] = end
-
-    def due_s(self, now_s: float) -> float | None:
-        """Until when more ends may be tied to those so far; None if none can, or none is known."""
-        return max(self._until(now_s), default=None)
-
-    def _until(self, now_s: float) -> Iterator[float]:
-        for end in self._ends.values():
-            until_s = end.last_s + NOTICE_S
-            if until_s > now_s and not self._gpus.keys().isdisjoint(self._beside[end.key]):
-                yield until_s
-
-    def decide(self) -> Decision:
-        """Whose the ends so far were, which are forgotten; `due_s` must have been None."""
-        ties = {end.key: set(self._tied(end)) for end in self._ends.values()}
-        stand: list[str] = []
-        asked: dict[str, tuple[str, ...]] = {}
-        for end in self._ends.values():
-            if end.what in LOST or (end.own and self._was_first(end, ties[end.key])):
-                stand.append(end.key)
-            elif ties[end.key] or end.what in OF_COMPANY:
-                group = _reached(end.key, ties) - {end.key}
-                asked[end.key] = tuple(k for k in self._ends if k in group and not self._lost(k))
-            else:
-                stand.append(end.key)
-        self._ends.clear()
-        return Decision(stand=tuple(stand), asked=asked)
-
-    def _lost(self, key: str) -> bool:
-        return self._ends[key].what in LOST
-
-    def _tied(self, end: End) -> Iterator[str]:
-        for other in self._ends.values():
-            near = end.first_s <= other.last_s + NOTICE_S and other.first_s <= end.last_s + NOTICE_S
-            if near and other.key in self._beside[end.key]:
-                yield other.key
-
-    def _was_first(self, end: End, tied: Iterable[str]) -> bool:
-        """Whether no other failed before; a hang began at a time that nobody knows."""
-        others = [self._ends[key] for key in tied]
-        return all(
-            other.what == "hang" or other.first_s >= end.first_s - FIRST_S for other in others
-        )
-
-
-def _reached(key: str, ties: dict[str, set[str]]) -> set[str]:
-    """All that is tied to a run, or to what is."""
-    found, left = {key}, [key]
-    while left:
-        new = ties[left.pop()] - found
-        found |= new
-        left += new
-    return found
-
-
-REFUSED = "device_unavailable"
-"""A failure of the machine (`harness.infrastructure`): no rank was given a GPU."""
-RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""How long to wait before each further start of a run that was refused its GPU."""
-STEPS_BESIDE = 1
-"""A rank's own step runs so far ahead of the device's, or behind, as it fails."""
-_SILENT: tuple[What, ...] = ("", SHARED_GPU, *LOST)
-"""What explains no other run's end."""
-
-
 @dataclass
-class Question:
-    """A run to be made alone.
+class _Question:
+    """A run to be run alone.
 
     Attributes:
-        places: folders of those that may have ended it; empty of one that was refused its GPU.
+        places: folders of those that may have ended it, by key.
         in_doubt: whether it got so far that another run may have ended it.
         refusals: how often it was refused its GPU.
     """
@@ -244,8 +107,21 @@ class Question:
     refusals: int = 0
 
 
-class Company:
-    """Keeps ends back until it is known whose they were."""
+@dataclass(frozen=True)
+class _End:
+    """A bad end, in monotonic seconds: when it began, when the last rank was gone."""
+
+    folder: Path
+    first_s: float
+    last_s: float
+
+    def is_near(self, other: "_End") -> bool:
+        """Whether one may have brought about the other."""
+        return self.first_s <= other.last_s + NOTICE_S and other.first_s <= self.last_s + NOTICE_S
+
+
+class SharedGpus:
+    """Runs on shared GPUs, from their start until it is known whose their ends were."""
 
     def __init__(
         self,
@@ -263,29 +139,27 @@ class Company:
             recovery_s: waits between starts of a run that is refused its GPU.
         """
         self._shares = len(set(devices)) < len(devices)
-        self._mps = mps
-        self._patience_s = patience_s
-        self._recovery_s = recovery_s
+        self._mps, self._patience_s, self._recovery_s = mps, patience_s, recovery_s
         self.clear()
 
     def clear(self) -> None:
         """Forget every run: what is undecided on the disk stays so."""
-        self._neighbours = Neighbours()
-        self._doubted: set[str] = set()
-        self._held: dict[str, tuple[RunSpec, Path, RunOutcome]] = {}
-        self._questions: dict[str, Question] = {}
+        self._gpus: dict[str, frozenset[str]] = {}
+        self._company: dict[str, set[str]] = {}
+        self._ends: dict[str, _End] = {}
+        self._questions: dict[str, _Question] = {}
+        self._drains = False
         self._alone = ""
         self._recovered_s = 0.0
 
     def asks(self, spec: RunSpec, folder: Path) -> bool:
-        """Whether an earlier attempt of a run is in question: then it waits to be made alone."""
-        kept = _kept(folder, spec.key)
-        if not any(outcome.undecided for outcome in kept):
-            return False
-        tied = {key for outcome in kept for key in outcome.tied}
-        places = {key: folder.with_name(key) for key in sorted(tied)}
-        self._questions[spec.key] = Question(spec, folder, places)
-        return True
+        """Whether an earlier attempt of a run is undecided: then it waits to be run alone."""
+        kept = [outcome for outcome in _kept(folder, spec.key) if outcome.undecided]
+        tied = sorted({key for outcome in kept for key in outcome.tied})
+        if kept:
+            places = {key: folder.with_name(key) for key in tied}
+            self._questions[spec.key] = _Question(spec, folder, places)
+        return bool(kept)
 
     def started(self, key: str, devices: Sequence[str]) -> str:
         """Take note of a run; which of its ends are undecided: `failed`, `finished`, or none."""
@@ -293,24 +167,24 @@ class Company:
             return "finished"
         if not (self._shares and devices and self._mps()):
             return ""
-        self._neighbours.started(key, devices)
-        self._doubted.add(key)
+        mine = frozenset(devices)
+        self._company[key] = {other for other, gpus in self._gpus.items() if gpus & mine}
+        for other in self._company[key]:
+            self._company[other].add(key)
+        self._gpus[key] = mine
         return "failed"
 
     def left(self, key: str) -> None:
         """Take note that no rank of a run is left."""
-        self._neighbours.left(key)
+        self._gpus.pop(key, None)
 
     def closed(self) -> bool:
-        """Whether nothing may start: a run is to be alone, or a GPU's runs are ending together."""
-        return bool(self._alone) or self.due_s() is not None
+        """Whether nothing may start: a run is to be alone, or others must end before it."""
+        return self._drains or bool(self._alone)
 
     def due_s(self) -> float | None:
-        """Until when to wait: for ends that may be tied to those held, for a GPU; None: neither."""
-        now_s = time.monotonic()
-        waits = [self._neighbours.due_s(now_s)]
-        waits += [self._recovered_s] if self._recovered_s > now_s else []
-        return max((until_s for until_s in waits if until_s is not None), default=None)
+        """Until when to wait for a GPU; None: not at all."""
+        return self._recovered_s if self._recovered_s > time.monotonic() else None
 
     def ended(self, spec: RunSpec, folder: Path, outcome: RunOutcome) -> RunOutcome | None:
         """What to tell of a run that has ended; None as long as its outcome is held back."""
@@ -321,25 +195,23 @@ class Company:
             if not self._is_put_off(question, outcome):
                 question.outcome = outcome
             return None
-        if key in self._doubted:
-            refused = Question(spec, folder, {}, in_doubt=False)
-            if self._is_put_off(refused, outcome):
-                self._doubted.discard(key)
-                self._questions[key] = refused
+        if outcome.what and outcome.what not in LOST and key in self._company:
+            question = _Question(spec, folder, {}, in_doubt=False)
+            if self._is_put_off(question, outcome):
+                self._questions[key] = question
+                self._drains = True
                 return None
-        had_company = self._neighbours.had_company(key)
-        if key in self._doubted and outcome.what and had_company:
-            self._neighbours.ended(_end(spec, folder, outcome, self._patience_s))
-            if outcome.what not in LOST:
-                if not outcome.undecided:  # written by the engine: its leader is dead
-                    outcome = _saved(folder, replace(outcome, undecided=True))
-                self._held[key] = (spec, folder, outcome)
-                return None
-        self._doubted.discard(key)
+            if self._company[key]:
+                self._ends[key] = _end(spec, folder, outcome, self._patience_s)
+                if not _is_own(spec, folder, outcome):
+                    _saved(folder, replace(outcome, undecided=True))
+                    self._questions[key] = replace(question, in_doubt=True)
+                    self._drains = True
+                    return None
         return _saved(folder, replace(outcome, undecided=False)) if outcome.undecided else outcome
 
-    def _is_put_off(self, question: Question, outcome: RunOutcome) -> bool:
-        """Whether a run was refused its GPU, and is to be made again once MPS has recovered."""
+    def _is_put_off(self, question: _Question, outcome: RunOutcome) -> bool:
+        """Whether a run is only to be started later, as it was given no GPU."""
         if question.refusals >= len(self._recovery_s) or not _is_refused(question, outcome):
             return False
         self._recovered_s = time.monotonic() + self._recovery_s[question.refusals]
@@ -347,31 +219,10 @@ class Company:
         _saved(question.folder, replace(outcome, undecided=False))
         return True
 
-    def settled(self) -> list[RunOutcome]:
-        """Outcomes that need not be held back any longer; those in question are queued."""
-        if self.due_s() is None and (certain := self._part(self._neighbours.decide())):
-            return certain
-        asked = self._questions
-        if not asked or self._held or any(q.outcome is None for q in asked.values()):
-            return []
-        self._questions = {}
-        # First those that failed alone: they may be what explains the others' ends.
-        return [_answered(q) for q in sorted(asked.values(), key=lambda q: not _failed(q.outcome))]
-
-    def _part(self, decision: Decision) -> list[RunOutcome]:
-        held, self._held = self._held, {}
-        self._doubted -= held.keys()
-        for key, tied in decision.asked.items():
-            spec, folder, outcome = held[key]
-            told = f"{outcome.message}; {_beside(tied)}"
-            _saved(folder, replace(outcome, message=told, tied=tied))
-            self._questions[key] = Question(spec, folder, {k: held[k][1] for k in tied})
-        certain = [held[key] for key in decision.stand if key in held]
-        return [_saved(folder, replace(end, undecided=False)) for _, folder, end in certain]
-
     def next_alone(self) -> tuple[RunSpec, Path, int] | None:
-        """The run to make, with its attempt, now that nothing is under way; None if none may be."""
-        if self._recovered_s > time.monotonic():
+        """The run to start, with its attempt, now that none is under way; None if none may be."""
+        self._tie()
+        if self.due_s() is not None:
             return None
         for key, question in self._questions.items():
             if question.outcome is None:
@@ -380,6 +231,29 @@ class Company:
                 return question.spec, question.folder, num_kept(question.folder)
         return None
 
+    def _tie(self) -> None:
+        """Write down who may have ended whom, once no more can."""
+        ends, self._ends = self._ends, {}
+        for key, end in ends.items():
+            near = [
+                k for k, other in ends.items() if k in self._company[key] and end.is_near(other)
+            ]
+            outcome, _ = read_outcome(end.folder, key)
+            if key in self._questions and outcome is not None:
+                self._questions[key].places = {k: ends[k].folder for k in near}
+                told = f"{outcome.message}; {_with(near)}"
+                _saved(end.folder, replace(outcome, message=told, tied=tuple(near)))
+        self._company.clear()
+
+    def settled(self) -> list[RunOutcome]:
+        """Outcomes that need not be held back any longer, once every question has its answer."""
+        asked = self._questions
+        if not asked or any(question.outcome is None for question in asked.values()):
+            return []
+        self._questions, self._drains = {}, False
+        # First those that failed alone: they may be what explains the others' ends.
+        return [_answered(q) for q in sorted(asked.values(), key=lambda q: not _failed(q.outcome))]
+
 
 def _saved(folder: Path, outcome: RunOutcome) -> RunOutcome:
     save_outcome(folder, outcome)
@@ -387,7 +261,7 @@ def _saved(folder: Path, outcome: RunOutcome) -> RunOutcome:
 
 
 def _failed(outcome: RunOutcome | None) -> bool:
-    return outcome is not None and outcome.what not in _SILENT
+    return outcome is not None and outcome.what not in ("", SHARED_GPU, *LOST)
 
 
 def _kept(folder: Path, key: str) -> list[RunOutcome]:
@@ -395,99 +269,82 @@ def _kept(folder: Path, key: str) -> list[RunOutcome]:
     return [outcome for outcome in found if outcome is not None]
 
 
-def _is_refused(question: Question, outcome: RunOutcome) -> bool:
-    if not outcome.what:
-        return False
-    spec = question.spec
-    ranks = tuple(read_ranks(question.folder, spec.world_size))
-    return machine_failure(RunResult(spec=spec, outcome=outcome, ranks=ranks)) == REFUSED
+def _is_refused(question: _Question, outcome: RunOutcome) -> bool:
+    ranks = tuple(read_ranks(question.folder, question.spec.world_size))
+    run = RunResult(spec=question.spec, outcome=outcome, ranks=ranks)
+    return bool(outcome.what) and machine_failure(run) == REFUSED
 
 
-def _end(spec: RunSpec, folder: Path, outcome: RunOutcome, patience_s: float) -> End:
-    now_s, now_unix_s = time.monotonic(), time.time()
-    written = {
-        rank: now_s - max(now_unix_s - rank_path(folder, rank).stat().st_mtime, 0.0)
-        for rank in range(spec.world_size)
-        if rank_path(folder, rank).is_file()
-    }
-    culprit = _culprit(outcome, read_ranks(folder, spec.world_size))
-    first_s = max(written.values(), default=now_s - outcome.wall_s)
-    if culprit is not None and culprit.error is not None:
-        first_s = written.get(culprit.rank, first_s)
-    elif outcome.what != "hang":
-        first_s = max(first_s, now_s - patience_s)
-    own = _is_own(outcome, culprit)
-    return End(key=spec.key, what=outcome.what, first_s=first_s, last_s=now_s, own=own)
+def _end(spec: RunSpec, folder: Path, outcome: RunOutcome, patience_s: float) -> _End:
+    """When a run ended; a hang began when its ranks recorded something for the last time."""
+    now_s, first_s = time.monotonic(), time.monotonic() - patience_s
+    if outcome.what == "hang":
+        files = [path for r in range(spec.world_size) if (path := rank_path(folder, r)).is_file()]
+        silent_s = [max(time.time() - path.stat().st_mtime, 0.0) for path in files]
+        first_s = now_s - min(silent_s, default=outcome.wall_s)
+    return _End(folder, first_s, now_s)
 
 
-def _culprit(outcome: RunOutcome, ranks: Sequence[RankRecords]) -> RankRecords | None:
-    return next((each for each in ranks if each.rank == outcome.culprit_rank), None)
-
-
-def _is_own(outcome: RunOutcome, culprit: RankRecords | None) -> bool:
-    """Whether an end was the run's own for certain, if no other failed before it."""
+def _is_own(spec: RunSpec, folder: Path, outcome: RunOutcome) -> bool:
+    """Whether nothing of the device is in the end of a run, so that no other brought it about."""
     if outcome.what == "killed":
         return True  # by somebody, or by itself: MPS sends no signal
-    if culprit is None or culprit.error is None or outcome.what in OF_COMPANY:
-        return False
-    return "of_device" not in library_failures(culprit.error)
+    ranks = list(read_ranks(folder, spec.world_size))
+    errors = [each.error for each in ranks if each.error is not None]
+    own = any(error.rank == outcome.culprit_rank for error in errors)
+    foreign = any(library_failures(error) & {"of_device", "peer_lost"} for error in errors)
+    return own and not foreign and outcome.what not in BY_COMPANY
 
 
-# --- what a run that was made alone says ------------------------------------------------------
-
-
-def _answered(question: Question) -> RunOutcome:
-    """The outcome of a run that was made alone, with what it is taken for."""
+def _answered(question: _Question) -> RunOutcome:
+    """The outcome of a run that was run alone, with what it is taken for."""
     outcome, folder = question.outcome, question.folder
     assert outcome is not None
     decided = replace(outcome, undecided=False)
-    first = [each for each in _kept(folder, outcome.key) if each.undecided and each.what]
-    if not question.in_doubt:
+    if not question.in_doubt or outcome.what in LOST:
         return _saved(folder, decided)
     if _failed(outcome):
-        told = f"{outcome.message}; this time alone, before that {_beside(question.places)}"
+        told = f"{outcome.message}; this time alone, before that {_with(list(question.places))}"
         return _saved(folder, replace(decided, message=told))
-    if outcome.what in LOST or _explained(question.places):
-        return _saved(folder, decided)
+    first = [each for each in _kept(folder, outcome.key) if each.undecided and each.what]
     how = first[-1].what if first else "it is not known how"
+    with_whom = _with(list(question.places))
+    if any(_explains(place, key) for key, place in question.places.items()):
+        told = f"it ended as {how} at first ({with_whom}), and well alone"
+        return _saved(folder, replace(decided, message=told))
     told = (
-        f"it ended as {how} at first ({_beside(question.places)}) and finished alone, and no other "
+        f"it ended as {how} at first ({with_whom}) and finished alone, and no other "
         "of them failed alone as it had before: nobody knows whose doing it was; run them in a new "
         "folder without MPS, or with --jobs 1"
     )
     return _saved(folder, replace(decided, what=SHARED_GPU, message=told, culprit_rank=None))
 
 
-def _explained(places: dict[str, Path]) -> bool:
-    return any(_explains(folder, key) for key, folder in places.items())
-
-
 def _explains(folder: Path, key: str) -> bool:
-    """Whether a run is known to have ended by itself when it ended beside others."""
+    """Whether a run is known to have ended by itself when it ended with others."""
     asked: int | None = None
     for number in (*range(num_kept(folder)), None):
         place = folder if number is None else kept_folder(folder, number)
         outcome, _ = read_outcome(place, key)
-        if outcome is None or outcome.what in _SILENT:
+        if outcome is None or not _failed(outcome) or (step := _failed_at(place, outcome)) is None:
             continue
-        step = _failed_at(place, outcome)
         if outcome.undecided:
             asked = step
-        elif asked is None or abs(step - asked) <= STEPS_BESIDE:
+        elif asked is None or abs(step - asked) <= STEPS_APART:
             return True
     return False
 
 
-def _failed_at(folder: Path, outcome: RunOutcome) -> int:
-    """The step in which a run failed, as far as its records tell."""
-    ranks = read_ranks(folder, len(outcome.ranks))
-    culprit = _culprit(outcome, ranks)
-    if culprit is not None and culprit.error is not None:
-        return culprit.error.step
+def _failed_at(folder: Path, outcome: RunOutcome) -> int | None:
+    """The step in which a run failed, as far as its records tell; None if it got no GPU."""
+    ranks: list[RankRecords] = list(read_ranks(folder, len(outcome.ranks)))
+    for each in ranks:
+        if each.rank == outcome.culprit_rank and each.error is not None:
+            return None if REFUSED in library_failures(each.error) else each.error.step
     return max((step.step for each in ranks for step in each.steps), default=-1) + 1
 
 
-def _beside(keys: Sequence[str] | dict[str, Path]) -> str:
+def _with(keys: Sequence[str]) -> str:
     if not keys:
         return "on a GPU under MPS with other runs"
     noun = "run" if len(keys) == 1 else "runs"

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from harness.engine.base import Slots
 from harness.engine.evidence import DUMP_S, tail_of
-from harness.engine.gpus import RECOVERY_S, Company, mps_runs
+from harness.engine.gpus import RECOVERY_S, SharedGpus, mps_runs
 from harness.engine.leader import NO_PROCESS, NOT_RUN
 from harness.engine.outcome import num_memory_kills, signal_name, with_sender
 from harness.engine.process import kill_group, kill_marked, server_environment
@@ -97,7 +97,7 @@ class LocalEngine:
         self._entry = entry
         self._limits = limits or Limits()
         patience_s = self._limits.grace_s + 2 * max(self._limits.stacks_s, DUMP_S)
-        self._company = Company(devices, mps, patience_s, recovery_s)
+        self._sharing = SharedGpus(devices, mps, patience_s, recovery_s)
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
         self._failure: Infrastructure | None = None
@@ -119,13 +119,13 @@ class LocalEngine:
 
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now."""
-        return self._slots.fits(spec) and not self._company.closed()
+        return self._slots.fits(spec) and not self._sharing.closed()
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
         folder = folder.absolute()
-        if not (attempt and self._company.asks(spec, folder)):
+        if not (attempt and self._sharing.asks(spec, folder)):
             self._begin(spec, folder, attempt)
 
     def _begin(self, spec: RunSpec, folder: Path, attempt: int) -> None:
@@ -139,7 +139,7 @@ class LocalEngine:
                 "folder": str(folder),
                 "devices": devices,
                 "attempt": attempt,
-                "undecided": self._company.started(spec.key, devices),
+                "undecided": self._sharing.started(spec.key, devices),
             }
             self._send_start(command)
         except BaseException:
@@ -184,7 +184,7 @@ class LocalEngine:
                 break
             self._end_overdue(now_s)
             until_s = [run.overdue_s for run in self._active.values()]
-            until_s += [at_s for at_s in (deadline_s, self._company.due_s()) if at_s is not None]
+            until_s += [at_s for at_s in (deadline_s, self._sharing.due_s()) if at_s is not None]
             self._take_messages(max(min(until_s) - now_s, 0.001))
         if not self._ended and self._failure is not None:
             failure, self._failure = self._failure, None
@@ -194,12 +194,12 @@ class LocalEngine:
 
     def _go_on(self) -> bool:
         """Tell what is known by now of runs that shared GPUs; whether there is more to wait for."""
-        self._ended += self._company.settled()
+        self._ended += self._sharing.settled()
         if self._ended:
             return False
-        if not self._active and (alone := self._company.next_alone()) is not None:
+        if not self._active and (alone := self._sharing.next_alone()) is not None:
             self._begin(*alone)
-        return bool(self._active) or self._company.due_s() is not None
+        return bool(self._active) or self._sharing.due_s() is not None
 
     def _take_messages(self, patience_s: float) -> None:
         if self._server is None:
@@ -263,13 +263,13 @@ class LocalEngine:
                 self._conclude(run, "interrupted", told, machine="forkserver_died")
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
-        told = self._company.ended(run.spec, run.folder, outcome)
+        told = self._sharing.ended(run.spec, run.folder, outcome)
         if told is not None:
             self._ended.append(told)
 
     def _release(self, key: str) -> _Active:
         self._slots.release(key)
-        self._company.left(key)
+        self._sharing.left(key)
         return self._active.pop(key)
 
     def _conclude(
@@ -330,7 +330,7 @@ class LocalEngine:
                     kill_group(run.leader_pid)
         for key in list(self._active):
             self._release(key)
-        self._company.clear()
+        self._sharing.clear()
         self._ended.clear()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from harness.again import says_nothing
 from harness.bisector.asking import judged_by
 from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
+from harness.engine import gpus
 from harness.engine.local import LocalEngine
 from harness.engine.ranks import Limits
 from harness.infrastructure import machine_failure
@@ -174,6 +175,34 @@ def test_one_that_fails_alone_elsewhere_explains_nothing(
     ]
     found = machine.outcomes(folder, *runs)
     assert (found["a"].what, found["b"].what) == ("illegal_access", "shared_gpu")
+
+
+def test_a_fault_long_before_explains_nothing(
+    machine: Machine, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends that are too far apart are not each other's doing, though the runs met on the GPU."""
+    monkeypatch.setattr(gpus, "NOTICE_S", -10 * PATIENCE_S)
+    runs = [machine.run("a", "fault", beside=2), machine.run("b", "victim", "ok", beside=2)]
+    found = machine.outcomes(folder, *runs)
+    assert [found[name].what for name in "ab"] == ["illegal_access", "shared_gpu"]
+
+
+def test_a_fault_on_another_gpu_explains_nothing(machine: Machine, folder: RunFolder) -> None:
+    """Only who was on the same GPU can have ended a run; `c` and `d` were on one of their own."""
+    runs = [
+        machine.run("a", "fault", beside=4), machine.run("b", "victim", "ok", beside=4),
+        machine.run("c", "fault", "ok", beside=4), machine.run("d", "ok", beside=4),
+    ]  # fmt: skip
+    with LocalEngine(
+        4, entry=ENTRY, devices=("0", "0", "1", "1"), limits=Limits(grace_s=PATIENCE_S),
+        mps=lambda: True,
+    ) as two_gpus:  # fmt: skip
+        machine.engine, engine = two_gpus, machine.engine
+        try:
+            found = machine.outcomes(folder, *runs)
+        finally:
+            machine.engine = engine
+    assert [found[name].what for name in "abcd"] == ["illegal_access", "", "shared_gpu", ""]
 
 
 def test_a_lone_run_that_is_refused_its_gpu_is_no_answer(
