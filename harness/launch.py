@@ -24,7 +24,7 @@ from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import SlurmOptions
 from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
 from harness.expectations import expected_anywhere, expected_here, kind_of
 from harness.leftovers import clear_leftovers

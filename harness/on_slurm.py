@@ -6,7 +6,7 @@ The machine at hand is then only where the harness waits: what it lacks says not
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import SlurmOptions
 from harness.errors import UsageError
 from harness.records import CaseSpec, RecordError
 from harness.repeats import confirming_runs, runs_of

@@ -17,8 +17,8 @@ the ranks of other runs with it, and all of them get CUDA's words for it.
         ends well, none is known           `shared_gpu`: no verdict
 
 So nothing that failed once passes because it was lucky the second time. The culprit is a run that
-shared a GPU with it, ended at about the same time, and either ended by itself or failed alone about
-where it had failed before. After a fault MPS gives out no GPU for seconds: a run that is refused one
+shared a GPU with it, ended at about the same time, and ended by itself, or failed alone about where
+it had failed before. After a fault MPS gives out no GPU for seconds: a run that is refused one
 before its first step has said nothing, and is run again. Whoever resumes an undecided run asks on.
 """
 

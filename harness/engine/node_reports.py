@@ -1,21 +1,15 @@
-"""One outcome of a run from the reports of its nodes and the word of Slurm.
+"""What leaders saw of a run's ranks, put together to one outcome; a local run has one node.
 
-reports of all nodes, nobody stopped      as of a run on one machine (`outcome.classify`)
-TIMEOUT, DEADLINE                         hang: Slurm's limit was up, with stacks where there are
-OUT_OF_MEMORY                             oom
-NODE_FAIL, CANCELLED, PREEMPTED, ...      interrupted: says nothing of the program
-a rank failed, others were stopped        as of a run on one machine
+    node<K>.json  NodeReport  renamed into place by the leader on node K when its ranks are gone
+
+reports of all nodes, nobody stopped      as `outcome.classify` says
+Slurm: TIMEOUT, DEADLINE                  hang: Slurm's limit was up, with stacks where there are
+       OUT_OF_MEMORY                      oom
+       NODE_FAIL, CANCELLED, ...          interrupted: says nothing of the program
+a rank failed, others were stopped        as `outcome.classify` says
 a node without a report                   crashed if its agent was killed by a signal that did
                                           not come from outside, else interrupted
 a hang, or all gave up, once suspended    interrupted: time went by without the program
-
-The files of a run folder by which a harness and the job of that run know of each other.
-
-    slurm.json   Submission  written by the harness before sbatch is called, again with the job's id
-    start<N>/                made by the job when it starts for the Nth time: a second one gives up
-    node<K>.json NodeReport  renamed into place by the agent on node K when its ranks are gone
-    job.log                  what Slurm and the agents print
-    restart<N>/              what the Nth start had left when Slurm started the job again
 
 On a shared folder a file that is whole on one node may look absent or short on another for a while
 (attribute caches of NFS): a report says how long each record file is, so that a reader can tell.
@@ -26,34 +20,35 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from harness.disk import read_plain, write_atomic
+from harness.disk import read_plain
 from harness.engine.evidence import kernel_words, last_module, last_place, tail_of
 from harness.engine.outcome import Answer, RankEvidence, classify, culprit_of, ending_of
-from harness.engine.slurm_calls import OUTSIDE
 from harness.object_file import MAX_FILE_BYTES
-from harness.records import Json, RankExit, RecordError, RunOutcome, RunSpec, What, dumps
+from harness.records import Json, RankExit, RecordError, RunOutcome, RunSpec, What
 from harness.streams import rank_path, read_ranks
 
-SUBMISSION_FILE, LOG_FILE = "slurm.json", "job.log"
+LOG_FILE = "job.log"
+"""What Slurm and the agents print."""
 STARTED_AGAIN = "started again by Slurm"
 """In the log where a later start of a job begins."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submission(Json):
-    """One job of one run. `name` is unlike that of any other job, `job_id` None until known."""
-
-    name: str
-    num_nodes: int
-    ranks_per_node: int
-    submitted_unix_s: float
-    attempt: int = 0
-    job_id: int | None = None
-    cancelled: bool = False
+OUTSIDE = frozenset(
+    {"CANCELLED", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED",
+     "RECONFIG_FAIL"}
+)  # fmt: skip
+"""States in which a job of Slurm ended that say nothing of the program."""
+_OF_THE_MACHINE = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED")
+_TIME_UP = ("TIMEOUT", "DEADLINE")
+LOG_TAIL_BYTES = 8 << 10
+NOISE = (
+    "mpi/pmix", "support for cpu binding", "unable to resolve", "srun: got sigcont",
+    "force terminated", "*** job ",
+)  # fmt: skip
+_STEP_ENDS = re.compile(
+    r"^(?:\d+: )?(?:.*\*\*\* STEP .*CANCELLED|(?P<task>srun: error: \S+: tasks? ))", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,49 +56,52 @@ class NodeReport(Json):
     """What became of the ranks of one node.
 
     Attributes:
-        job: name of the job.
+        job: name of the job; "" of a local run.
         restart: how often Slurm had started the job before.
         node: number of the node in the job.
         failed_unix_s: when each rank that failed did.
         stopped_by: signal that ended ranks which were still running, "" if none did.
         record_bytes: length of each rank's record file.
         problem: why output was lost, "" if none was.
-        stalled_s: seconds without a record for which the node ended its ranks, None if it did not.
+        stalled_s: seconds without a record for which its ranks were ended, None if they were not.
         suspended: whether Slurm had stopped the job for a while.
-        nodes: all nodes of the job as Slurm lists them, `n[1-2]`; "" in files older than the field.
+        nodes: all nodes of the job as Slurm lists them, `n[1-2]`.
     """
 
-    job: str
-    restart: int
-    node: int
     exits: tuple[RankExit, ...]
-    failed_unix_s: dict[str, float]
-    timed_out: bool
-    stopped_by: str
-    record_bytes: dict[str, int]
-    problem: str
     started_unix_s: float
+    job: str = ""
+    restart: int = 0
+    node: int = 0
+    failed_unix_s: dict[str, float] = field(default_factory=dict)
+    timed_out: bool = False
+    stopped_by: str = ""
+    record_bytes: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
     wall_s: float = 0.0
     stalled_s: float | None = None
     suspended: bool = False
     nodes: str = ""
 
 
-def _read(path: Path) -> Any:
-    return json.loads(read_plain(path, MAX_FILE_BYTES).decode())
+Reports = Mapping[int, NodeReport]
+"""Of a run, by node."""
 
 
-def save_submission(folder: Path, submission: Submission) -> None:
-    """Store what is known of the job (`Infrastructure`: the disk refused)."""
-    write_atomic(folder / SUBMISSION_FILE, dumps(submission) + "\n")
+@dataclass(frozen=True)
+class Word:
+    """What Slurm says of a job that is over: its state, "" if it is not known, and a sentence.
+
+    `exit_code` is that of its script, None if it is not known; `job` is its name in a message.
+    """
+
+    state: str = ""
+    text: str = ""
+    exit_code: int | None = None
+    job: str = "the job"
 
 
-def load_submission(folder: Path) -> Submission | None:
-    """The job of a run folder; None if there is none that decodes."""
-    try:
-        return Submission.from_json(_read(folder / SUBMISSION_FILE))
-    except (OSError, ValueError, RecursionError):
-        return None
+NO_WORD = Word()
 
 
 def report_path(node: int) -> Path:
@@ -116,13 +114,11 @@ def read_reports(folder: Path, job: str, num_nodes: int) -> dict[int, NodeReport
     look_again(folder)
     found: dict[int, NodeReport] = {}
     for node in range(num_nodes):
-        try:
-            plain = _read(folder / report_path(node))
-            report = NodeReport.from_json(plain)
-        except (OSError, ValueError, RecordError, RecursionError):
-            continue
-        if report.job == job and report.node == node:
-            found[node] = report
+        with suppress(OSError, ValueError, RecordError, RecursionError):
+            text = read_plain(folder / report_path(node), MAX_FILE_BYTES).decode()
+            report = NodeReport.from_json(json.loads(text))
+            if report.job == job and report.node == node:
+                found[node] = report
     last = max((report.restart for report in found.values()), default=0)
     return {node: report for node, report in found.items() if report.restart == last}
 
@@ -147,49 +143,18 @@ def _size(path: Path) -> int:
         return 0
 
 
-def not_yet_visible(folder: Path, reports: Mapping[int, NodeReport]) -> str:
+def not_yet_visible(folder: Path, reports: Reports) -> str:
     """The first record file that is not as long as its node says, in words; "" if all are."""
     look_again(folder)
     for node, report in sorted(reports.items()):
-        for rank, expected in report.record_bytes.items():
-            got = _size(rank_path(folder, int(rank)))
-            if got < expected:
-                return (
-                    f"the records of rank {rank} on node {node} have {expected} bytes there, "
-                    f"{got} here"
-                )
+        for rank, there in report.record_bytes.items():
+            if (here := _size(rank_path(folder, int(rank)))) < there:
+                told = f"the records of rank {rank} on node {node}"
+                return f"{told} have {there} bytes there, {here} here"
     return ""
 
 
-LOG_TAIL_BYTES = 8 << 10
-NOISE = (
-    "mpi/pmix",
-    "support for cpu binding",
-    "unable to resolve",
-    "srun: got sigcont",
-    "force terminated",
-    "*** job ",
-)
-_STEP_ENDS = re.compile(
-    r"^(?:\d+: )?(?:.*\*\*\* STEP .*CANCELLED|(?P<task>srun: error: \S+: tasks? ))", re.MULTILINE
-)
-_OF_THE_MACHINE = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED")
-_TIME_UP = ("TIMEOUT", "DEADLINE")
-
-
-@dataclass(frozen=True)
-class Word:
-    """What Slurm says of a job that is over: its state, "" if it is not known, and a sentence.
-
-    `exit_code` is that of its script, None if it is not known.
-    """
-
-    state: str = ""
-    text: str = ""
-    exit_code: int | None = None
-
-
-def needs_word(reports: Mapping[int, NodeReport]) -> bool:
+def needs_word(reports: Reports) -> bool:
     """Whether the reports leave open what Slurm had to do with the end of the run.
 
     It ended ranks that were still running, or may be who killed one (for the memory it used).
@@ -204,11 +169,22 @@ def needs_word(reports: Mapping[int, NodeReport]) -> bool:
 def put_together(
     spec: RunSpec,
     folder: Path,
-    submission: Submission,
-    reports: Mapping[int, NodeReport],
-    word: Word,
+    reports: Reports,
+    word: Word = NO_WORD,
+    *,
+    num_nodes: int = 1,
+    attempt: int = 0,
 ) -> RunOutcome:
-    """Say what happened to a run; every record file that a report speaks of is visible here."""
+    """Say what happened to a run; every record file that a report speaks of is visible here.
+
+    Args:
+        spec: the run.
+        folder: of the run.
+        reports: of the nodes that made one.
+        word: what Slurm says of the job.
+        num_nodes: that the run had.
+        attempt: the outcome's.
+    """
     exits = {state.rank: state for report in reports.values() for state in report.exits}
     ranks = [
         RankEvidence(
@@ -220,151 +196,132 @@ def put_together(
         )
         for records in read_ranks(folder, spec.world_size)
     ]
-    started = [report.started_unix_s for report in reports.values()]
-    wall_s = max((report.wall_s for report in reports.values()), default=0.0)
-    answer = _answer(spec, folder, submission, reports, ranks, word, wall_s)
-    answer = _unless_suspended(answer, reports, ranks)
+    answer = _Concluder(spec, folder, reports, ranks, word, num_nodes).answer()
     what, message, culprit, _ = answer
     if what == "illegal_access" and culprit is not None:
         words = kernel_words(tail_of(folder / f"rank{culprit}.stderr"), folder, culprit)
         message += f"; {words}" if words else ""
-    problems = [report.problem for report in reports.values() if report.problem]
-    if problems:
-        message = f"{message}; output lost: {problems[0]}".removeprefix("; ")
+    if problem := next((report.problem for report in reports.values() if report.problem), ""):
+        message = f"{message}; output lost: {problem}".removeprefix("; ")
+    by_machine = what == "interrupted" and word.state in _OF_THE_MACHINE
     return RunOutcome(
         key=spec.key,
         what=what,
         message=message,
         culprit_rank=culprit,
         ranks=tuple(rank.exit for rank in ranks),
-        started_unix_s=min(started, default=submission.submitted_unix_s),
-        wall_s=wall_s,
-        attempt=submission.attempt,
-        ending=ending_of(answer, ranks, machine=_machine(what, word)),
+        started_unix_s=min((r.started_unix_s for r in reports.values()), default=0.0),
+        wall_s=max((report.wall_s for report in reports.values()), default=0.0),
+        attempt=attempt,
+        ending=ending_of(answer, ranks, machine="node_failure" if by_machine else ""),
     )
 
 
-def _machine(what: What, word: Word) -> str:
-    """Whether Slurm took a run away for a reason of the machine."""
-    return "node_failure" if what == "interrupted" and word.state in _OF_THE_MACHINE else ""
+@dataclass(frozen=True)
+class _Concluder:
+    """The table of the module's docstring."""
 
+    spec: RunSpec
+    folder: Path
+    reports: Reports
+    ranks: Sequence[RankEvidence]
+    word: Word
+    num_nodes: int
 
-def _answer(
-    spec: RunSpec,
-    folder: Path,
-    submission: Submission,
-    reports: Mapping[int, NodeReport],
-    ranks: Sequence[RankEvidence],
-    word: Word,
-    wall_s: float,
-) -> Answer:
-    absent = [node for node in range(submission.num_nodes) if node not in reports]
-    stopped = any(report.stopped_by for report in reports.values())
-    untouched = not absent and not stopped
-    if untouched and word.state != "OUT_OF_MEMORY":
-        return _classified(reports, ranks, spec.timeout_s)
-    said = _said(submission, word, folder)
-    if word.state == "OUT_OF_MEMORY":
-        return Answer("oom", said, _first_killed(ranks))
-    if word.state in OUTSIDE:
-        return Answer("interrupted", said, None)
-    if word.state in _TIME_UP:
-        return _out_of_time(reports, ranks, said, wall_s)
-    if absent:
-        return _without_report(absent, reports, ranks, said, word, folder)
-    answer = _classified(reports, ranks, spec.timeout_s)
-    return Answer(answer.what, said, None) if answer.what in ("", "interrupted") else answer
-
-
-def _unless_suspended(
-    answer: Answer, reports: Mapping[int, NodeReport], ranks: Sequence[RankEvidence]
-) -> Answer:
-    """The same answer, unless it only says that time went by: Slurm had taken that away."""
-    only_waited = answer.what == "hang" or (
-        answer.what == "crashed" and culprit_of(_known(ranks), _failed_order(reports)) is None
-    )
-    if not only_waited or not any(report.suspended for report in reports.values()):
-        return answer
-    told = f"the job was suspended while it ran; {answer.message}"
-    return Answer("interrupted", told, None, answer.fault)
-
-
-def _classified(
-    reports: Mapping[int, NodeReport], ranks: Sequence[RankEvidence], timeout_s: float
-) -> Answer:
-    return classify(
-        ranks,
-        timed_out=any(report.timed_out for report in reports.values()),
-        timeout_s=timeout_s,
-        failed_order=_failed_order(reports),
-        stalled_s=max((r.stalled_s for r in reports.values() if r.stalled_s), default=None),
-    )
-
-
-def _failed_order(reports: Mapping[int, NodeReport]) -> list[int]:
-    when = {rank: at for report in reports.values() for rank, at in report.failed_unix_s.items()}
-    return [int(rank) for rank in sorted(when, key=lambda rank: when[rank])]
-
-
-def _out_of_time(
-    reports: Mapping[int, NodeReport], ranks: Sequence[RankEvidence], said: str, wall_s: float
-) -> Answer:
-    """Slurm's limit was up: a hang, unless a rank had failed before."""
-    answer = classify(
-        _known(ranks), timed_out=True, timeout_s=wall_s, failed_order=_failed_order(reports)
-    )
-    if answer.what in ("", "interrupted"):
-        return Answer("hang", said, None)
-    return answer._replace(message=f"{said}; {answer.message}")
-
-
-def _known(ranks: Sequence[RankEvidence]) -> list[RankEvidence]:
-    """Ranks whose node reported."""
-    return [rank for rank in ranks if rank.exit.code is not None]
-
-
-def _first_killed(ranks: Sequence[RankEvidence]) -> int | None:
-    killed = [r.rank for r in ranks if r.exit.code == -9 and not r.still_running]
-    return killed[0] if len(killed) == 1 else None
-
-
-def _without_report(
-    absent: Sequence[int],
-    reports: Mapping[int, NodeReport],
-    ranks: Sequence[RankEvidence],
-    said: str,
-    word: Word,
-    folder: Path,
-) -> Answer:
-    """A node that could not say how its ranks ended: its agent was killed, or never got so far."""
-    nodes = f"node {absent[0]}" if len(absent) == 1 else f"nodes {', '.join(map(str, absent))}"
-    if culprit_of(_known(ranks), _failed_order(reports)) is not None:
-        # A rank elsewhere failed by itself, so the rest is collateral: an agent that is told to
-        # stop before it has forked its ranks has nothing to report.
-        answer = _classified(reports, _known(ranks), 0.0)
-        return answer._replace(message=f"{answer.message}; {nodes} left no report")
-    # What a rank does can get its agent killed; it cannot make the agent leave without a report.
-    killed = word.exit_code in [128 + number for number in (6, 7, 9, 11, 15)]
-    began = any(rank.records.start is not None for rank in ranks)
-    by_rank = killed and began and not cancelled_from_outside(folder)
-    what: What = "crashed" if by_rank else "interrupted"
-    return Answer(what, f"{nodes} left no report; {said}", None)
-
-
-def _said(submission: Submission, word: Word, folder: Path) -> str:
-    """The job's end in one sentence: state, Slurm's words, the last of the log."""
-    name = f"Slurm job {submission.job_id or 'of unknown id'}"
-    if word.state:
-        ending = f"{name} ended as {word.state}"
-    else:
-        ending = (
-            f"{name} has vanished: neither squeue, scontrol nor sacct know of {submission.name}"
+    def answer(self) -> Answer:
+        """The same answer, unless it only says that time went by: Slurm had taken that away."""
+        answer = self._answer()
+        only_waited = answer.what == "hang" or (
+            answer.what == "crashed" and culprit_of(self._known, self._failed_order) is None
         )
-    log = last_of_log(folder)
-    told = [part for part in (word.text, f"{LOG_FILE}: {log}" if log else "") if part]
-    if word.state == "FAILED" and not (folder / LOG_FILE).exists():
-        told.append(f"no {LOG_FILE}: is the run folder on a file system that the nodes share?")
-    return f"{ending} ({'; '.join(told)})" if told else ending
+        if not only_waited or not any(report.suspended for report in self.reports.values()):
+            return answer
+        told = f"the job was suspended while it ran; {answer.message}"
+        return Answer("interrupted", told, None, answer.fault)
+
+    def _answer(self) -> Answer:
+        state = self.word.state
+        absent = [node for node in range(self.num_nodes) if node not in self.reports]
+        stopped = any(report.stopped_by for report in self.reports.values())
+        if not (absent or stopped or state == "OUT_OF_MEMORY"):
+            return self._classified(self.ranks)
+        if state == "OUT_OF_MEMORY":
+            return Answer("oom", self._said, self._first_killed)
+        if state in OUTSIDE:
+            return Answer("interrupted", self._said, None)
+        if state in _TIME_UP:
+            return self._out_of_time()
+        if absent:
+            return self._without_report(absent)
+        answer = self._classified(self.ranks)
+        return (
+            answer
+            if answer.what not in ("", "interrupted")
+            else answer._replace(message=self._said, culprit=None)
+        )
+
+    def _classified(self, ranks: Sequence[RankEvidence], late_s: float | None = None) -> Answer:
+        """What ranks tell by themselves; `late_s`: after how long Slurm ended them, if it did."""
+        steps = self.spec.config.get("steps")
+        reports = self.reports.values()
+        return classify(
+            ranks,
+            timed_out=late_s is not None or any(report.timed_out for report in reports),
+            timeout_s=self.spec.timeout_s if late_s is None else late_s,
+            failed_order=self._failed_order,
+            stalled_s=max((r.stalled_s for r in reports if r.stalled_s), default=None),
+            steps=steps if isinstance(steps, int) and self.spec.soak is None else None,
+        )
+
+    @property
+    def _failed_order(self) -> list[int]:
+        when = {r: at for report in self.reports.values() for r, at in report.failed_unix_s.items()}
+        return [int(rank) for rank in sorted(when, key=lambda rank: when[rank])]
+
+    @property
+    def _known(self) -> list[RankEvidence]:
+        """Ranks whose node reported."""
+        return [rank for rank in self.ranks if rank.exit.code is not None]
+
+    @property
+    def _first_killed(self) -> int | None:
+        killed = [r.rank for r in self.ranks if r.exit.code == -9 and not r.still_running]
+        return killed[0] if len(killed) == 1 else None
+
+    def _out_of_time(self) -> Answer:
+        """Slurm's limit was up: a hang, unless a rank had failed before."""
+        wall_s = max((report.wall_s for report in self.reports.values()), default=0.0)
+        answer = self._classified(self._known, wall_s)
+        if answer.what in ("", "interrupted"):
+            return Answer("hang", self._said, None)
+        return answer._replace(message=f"{self._said}; {answer.message}")
+
+    def _without_report(self, absent: Sequence[int]) -> Answer:
+        """Nodes that did not say how their ranks ended: killed, or they never got so far."""
+        nodes = f"node {absent[0]}" if len(absent) == 1 else f"nodes {', '.join(map(str, absent))}"
+        if culprit_of(self._known, self._failed_order) is not None:
+            # A rank elsewhere failed by itself, so the rest is collateral: an agent that is told to
+            # stop before it has forked its ranks has nothing to report.
+            answer = self._classified(self._known)
+            return answer._replace(message=f"{answer.message}; {nodes} left no report")
+        # What a rank does can get its agent killed, not make the agent leave without a report.
+        killed = self.word.exit_code in [128 + number for number in (6, 7, 9, 11, 15)]
+        began = any(rank.records.start is not None for rank in self.ranks)
+        by_rank = killed and began and not cancelled_from_outside(self.folder)
+        what: What = "crashed" if by_rank else "interrupted"
+        return Answer(what, f"{nodes} left no report; {self._said}", None)
+
+    @property
+    def _said(self) -> str:
+        """The job's end in one sentence: state, Slurm's words, the last of the log."""
+        word, log = self.word, last_of_log(self.folder)
+        ending = f"{word.job} ended as {word.state}"
+        if not word.state:
+            ending = f"{word.job} has vanished: neither squeue, scontrol nor sacct know of it"
+        told = [part for part in (word.text, f"{LOG_FILE}: {log}" if log else "") if part]
+        if word.state == "FAILED" and not (self.folder / LOG_FILE).exists():
+            told.append(f"no {LOG_FILE}: is the run folder on a file system that the nodes share?")
+        return f"{ending} ({'; '.join(told)})" if told else ending
 
 
 def cancelled_from_outside(folder: Path) -> bool:

@@ -1,8 +1,6 @@
 """The processes of a run on one machine: forked, listened to, ended and waited for.
 
-fork the ranks -> pump what they print -> reap -> `Watch` says whom to signal -> ... -> all gone
-
-When ranks are asked for their stacks, and when they are killed: a clock without processes.
+    fork the ranks -> pump what they print -> reap -> `Watch` says whom to signal -> ... -> all gone
 
     running --a rank fails--> grace --grace_s--> stacks --stacks_s--> killed
        '----- timeout_s is up, or told to stop ------^
@@ -10,16 +8,13 @@ When ranks are asked for their stacks, and when they are killed: a clock without
 
 In `stacks` every rank left gets SIGUSR1, which makes faulthandler print the stack of each thread.
 
-What a rank prints: from a pipe into a file that cannot fill the disk.
-
     rank stdout+stderr -> pipe -> leader -> rank<R>.stderr: the first `cap_bytes`, as they come
                                             a line that says how much was dropped
                                             the last `TAIL_BYTES`, added when the rank has ended
 
 The end of a flood is kept because that is where a traceback is; no rank is killed for printing.
 Secrets are masked before anything is written: up to the cap everything is, beyond it only the tail,
-at the end. `python -m benchmarks.output` measures it: some 50 MB/s of log lines up to the cap and
-1,200 beyond it, of all ranks of a leader together.
+at the end. `python -m benchmarks.output` measures it.
 """
 
 import faulthandler
@@ -58,6 +53,14 @@ CAP_BYTES = 16 << 20
 TAIL_BYTES = 256 << 10
 _READ_BYTES = 1 << 20
 """As much as a pipe can hold without privileges; what is read at once is masked at once."""
+WINDOWS = 2
+"""Times the seconds between two writes of steps that ranks may be silent."""
+START_STALLS = 6
+"""Times its patience that a soak may take to its first record."""
+LOOK_S = 2.0
+"""Between looks at whether a program's ranks have all come to their end."""
+RankMain = Callable[[RunSpec, Path, int, int], int]
+"""Runs one rank: specification, folder, rank, port of the store; gives the exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,56 @@ class Limits:
     output_cap_bytes: int = CAP_BYTES
 
 
-WINDOWS = 2
-"""Times the seconds between two writes of steps that ranks may be silent."""
+def limit_options(limits: Limits) -> list[str]:
+    """The same as options of `python -m harness.worker`."""
+    return [
+        "--grace-s", str(limits.grace_s), "--stacks-s", str(limits.stacks_s),
+        "--leave-s", str(limits.leave_s), "--output-cap-bytes", str(limits.output_cap_bytes),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run to lead, or the share of it that one node has.
+
+    Attributes:
+        devices: GPU of each rank here, as CUDA_VISIBLE_DEVICES names it; empty without.
+        ranks: those that run here; all of the run by default.
+        first_local_rank: LOCAL_RANK of the first of them.
+        local_world_size: ranks on this machine, None if they are all in `ranks`.
+        stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
+        undecided: which ends the engine has to decide upon (`gpus.SharedGpus`): runs that `failed`,
+            runs that `finished`, or none.
+    """
+
+    spec: RunSpec
+    folder: Path
+    devices: tuple[str, ...] = ()
+    attempt: int = 0
+    ranks: range = range(0)
+    first_local_rank: int = 0
+    local_world_size: int | None = None
+    stops_on_sigterm: bool = False
+    undecided: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            object.__setattr__(self, "ranks", range(self.spec.world_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks find each other: the address of the rendezvous store.
+
+    `listener` is its socket where the store is hosted here, None where it is on another node.
+    """
+
+    address: str
+    port: int
+    listener: socket.socket | None = None
+
+
+# --- when ranks are asked for their stacks, and when they are killed ----------------------------
 
 
 class Phase(Enum):
@@ -88,7 +139,7 @@ class Phase(Enum):
 
 @dataclass
 class Watch:
-    """Decides when ranks are asked for stacks and killed. Times are monotonic seconds.
+    """A clock without processes. Times are monotonic seconds.
 
     `stall_s` None: ranks may be silent for as long as they have time. A stall is seen between once
     and twice that long after the last record: it is looked for when it may be there, not all along.
@@ -117,6 +168,16 @@ class Watch:
         """Seconds without a record that count as a stall; None if none do."""
         return None if self.stall_s is None else max(self.stall_s, WINDOWS * self.window_s)
 
+    @property
+    def failed_order(self) -> list[int]:
+        """Ranks that failed by themselves, in the order in which they were seen to."""
+        return list(self.failed_s)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [rank for rank in self.ranks if rank not in self.exits]
+
     def progressed(self, now_s: float) -> None:
         """Take note that ranks do something, while none has failed."""
         if self.phase is Phase.RUNNING:
@@ -133,16 +194,6 @@ class Watch:
         """Whether it must be looked at what ranks have recorded, before `advance`."""
         waits = self.phase is Phase.RUNNING and not self.leaving
         return waits and self.stall_s is not None and now_s >= self.deadline_s
-
-    @property
-    def failed_order(self) -> list[int]:
-        """Ranks that failed by themselves, in the order in which they were seen to."""
-        return list(self.failed_s)
-
-    @property
-    def running(self) -> list[int]:
-        """Ranks that have not ended."""
-        return [rank for rank in self.ranks if rank not in self.exits]
 
     def ended(
         self,
@@ -174,17 +225,13 @@ class Watch:
         """Move on if the time is up; the signal to send to every running rank now, if any."""
         if now_s < self.deadline_s or not self.running:
             return None
-        if self.phase is Phase.KILLED:
-            self.deadline_s = now_s + self.limits.stacks_s
-            return signal.SIGKILL
-        if self.phase is Phase.STACKS:
+        self.deadline_s = now_s + self.limits.stacks_s
+        if self.phase in (Phase.STACKS, Phase.KILLED):
             self.phase = Phase.KILLED
-            self.deadline_s = now_s + self.limits.stacks_s
             return signal.SIGKILL
         self.timed_out = now_s >= self.started_s + self.timeout_s
         self.stalled = self.phase is Phase.RUNNING and not (self.timed_out or self.leaving)
         self.phase = Phase.STACKS
-        self.deadline_s = now_s + self.limits.stacks_s
         return signal.SIGUSR1
 
     def stop(self, now_s: float) -> None:
@@ -192,6 +239,9 @@ class Watch:
         if self.phase in (Phase.RUNNING, Phase.GRACE):
             self.phase = Phase.GRACE
             self.deadline_s = now_s
+
+
+# --- what ranks print and record ------------------------------------------------------------------
 
 
 class CappedOutput:
@@ -214,8 +264,7 @@ class CappedOutput:
         self.problem = ""
         self._file = path.open("wb", buffering=0)
         self._cap_bytes = cap_bytes
-        self._written_bytes = 0
-        self._beyond_bytes = 0
+        self._written_bytes = self._beyond_bytes = 0
         self._tail = bytearray()
 
     def drain(self, max_reads: int = 4) -> bool:
@@ -227,7 +276,9 @@ class CappedOutput:
                 return True
             if not data:
                 return False
-            self._take(data)
+            # Most of a flood is dropped: only its end is masked, once that is known.
+            flood = self._beyond_bytes > 0
+            self._store(self._stream.release() + data if flood else self._stream.take(data))
         return True
 
     def close(self) -> None:
@@ -260,13 +311,6 @@ class CappedOutput:
         os.close(self.read_fd)
         self._file.close()
 
-    def _take(self, data: bytes) -> None:
-        if self._beyond_bytes:
-            # Most of a flood is dropped: only its end is masked, once that is known.
-            self._store(self._stream.release() + data)
-        else:
-            self._store(self._stream.take(data))
-
     def _store(self, data: bytes) -> None:
         room = max(self._cap_bytes - self._written_bytes, 0)
         head, rest = data[:room], data[room:]
@@ -291,56 +335,6 @@ class CappedOutput:
                 self.problem = str(error)
 
 
-START_STALLS = 6
-"""Times its patience that a soak may take to its first record."""
-
-LOOK_S = 2.0
-"""Between looks at whether a program's ranks have all come to their end."""
-RankMain = Callable[[RunSpec, Path, int, int], int]
-"""Runs one rank: specification, folder, rank, port of the store; gives the exit code."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run to lead, or the share of it that one node has.
-
-    Attributes:
-        devices: GPU of each rank here, as CUDA_VISIBLE_DEVICES names it; empty without.
-        ranks: those that run here; all of the run by default.
-        first_local_rank: LOCAL_RANK of the first of them.
-        local_world_size: ranks on this machine, None if they are all in `ranks`.
-        stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
-        undecided: which ends the engine has to decide upon (`harness.engine.gpus`): runs that
-            `failed`, runs that `finished`, or none.
-    """
-
-    spec: RunSpec
-    folder: Path
-    devices: tuple[str, ...] = ()
-    attempt: int = 0
-    ranks: range = range(0)
-    first_local_rank: int = 0
-    local_world_size: int | None = None
-    stops_on_sigterm: bool = False
-    undecided: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.ranks:
-            object.__setattr__(self, "ranks", range(self.spec.world_size))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Where the ranks find each other: the address of the rendezvous store.
-
-    `listener` is its socket where the store is hosted here, None where it is on another node.
-    """
-
-    address: str
-    port: int
-    listener: socket.socket | None = None
-
-
 class Records:
     """The records of a run's ranks on this machine, from inside the run's folder, as they grow.
 
@@ -350,8 +344,7 @@ class Records:
     def __init__(self, job: Job) -> None:
         self.window_s = 0.0
         self._files = [rank_path(Path(), rank) for rank in job.ranks]
-        self._soak, self._config = job.spec.soak, job.spec.config
-        self._is_builtin = job.spec.is_builtin
+        self._spec = job.spec
         self._num_bytes, self._have_begun = 0, False
 
     def have_grown(self, run_s: float) -> bool:
@@ -363,41 +356,47 @@ class Records:
         Args:
             run_s: seconds since the run was started.
         """
+        soak = self._spec.soak
         if not self._have_begun:
-            self._have_begun = any(has_begun(f, is_builtin=self._is_builtin) for f in self._files)
-            if self._soak is None or self._have_begun:
+            builtin = self._spec.is_builtin
+            self._have_begun = any(has_begun(file, is_builtin=builtin) for file in self._files)
+            if soak is None or self._have_begun:
                 return True
-            return run_s < START_STALLS * self._soak.stall_s
+            return run_s < START_STALLS * soak.stall_s
         before = self._num_bytes
         self._num_bytes = sum(file.stat().st_size for file in self._files if file.exists())
         if self._num_bytes <= before:
             return False
-        held = self._config.get("flush_every", 1)
-        if self._soak is not None and isinstance(held, int) and held > 1:
+        held = self._spec.config.get("flush_every", 1)
+        if soak is not None and isinstance(held, int) and held > 1:
             self.window_s = held * max(last_step_s(file) or 0.0 for file in self._files)
         return True
+
+
+# --- the processes ---------------------------------------------------------------------------
 
 
 class Crew:
     """The processes of one run: forks them, pumps their output, reaps them."""
 
-    def __init__(self, job: Job, rank_main: RankMain, meeting: "Meeting", limits: Limits) -> None:
+    def __init__(self, job: Job, rank_main: RankMain, meeting: Meeting, limits: Limits) -> None:
         """Fork the ranks of `job`; the caller is the only thread of its process.
 
         From now on SIGTERM, if the job says so, ends the ranks, stacks first.
         """
         self.started_s = time.monotonic()
-        limits = replace(limits, stacks_s=max(limits.stacks_s, dumps_take_s(job.spec)))
         # Where the first failure is told; None on a node that does not host it.
         self.store: object = None
+        soak = job.spec.soak
         self.watch = Watch(
             ranks=job.ranks,
             timeout_s=job.spec.timeout_s,
-            limits=limits,
+            limits=replace(limits, stacks_s=max(limits.stacks_s, dumps_take_s(job.spec))),
             started_s=self.started_s,
-            stall_s=job.spec.stall_s if job.spec.soak is None else job.spec.soak.stall_s,
+            stall_s=job.spec.stall_s if soak is None else soak.stall_s,
         )
         self.told_to_stop = self.was_suspended = False
+        self._job, self._rank_main, self._meeting = job, rank_main, meeting
         self._pids: dict[int, int] = {}
         self._records = Records(job)
         # The trainer leaves without the destructors in which other programs may stay.
@@ -412,10 +411,10 @@ class Crew:
             signal.signal(signal.SIGTSTP, self._take_sigtstp)
         prepare_to_ask(job.spec, job.folder, job.ranks)
         for rank in job.ranks:
-            self._fork(job, rank_main, rank, meeting)
+            self._fork(rank)
 
-    def _fork(self, job: Job, rank_main: RankMain, rank: int, meeting: "Meeting") -> None:
-        path = job.folder / f"rank{rank}.stderr"
+    def _fork(self, rank: int) -> None:
+        path = self._job.folder / f"rank{rank}.stderr"
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         cap_bytes = self.watch.limits.output_cap_bytes
         output = CappedOutput(read_fd, path, cap_bytes=cap_bytes, masker=Masker(os.environ))
@@ -429,22 +428,14 @@ class Crew:
             self.watch.ended(rank, None, time.monotonic(), number=error.errno or 0)
             return
         if pid == 0:
-            self._become_rank(job, rank_main, rank, meeting, write_fd, leader_pid)
+            self._become_rank(rank, write_fd, leader_pid)
         os.close(write_fd)
         self._pids[pid] = rank
         self._selector.register(read_fd, selectors.EVENT_READ, output)
 
-    def _become_rank(
-        self,
-        job: Job,
-        rank_main: RankMain,
-        rank: int,
-        meeting: "Meeting",
-        write_fd: int,
-        leader_pid: int,
-    ) -> None:
+    def _become_rank(self, rank: int, write_fd: int, leader_pid: int) -> None:
         """In the new process: never returns, and runs none of the leader's clean-up."""
-        code = 1
+        code, job, meeting = 1, self._job, self._meeting
         try:
             if job.stops_on_sigterm:
                 # Slurm sends it to all that came from the leader: only the leader is to act on it,
@@ -454,11 +445,11 @@ class Crew:
             ChildWakeup.disarm()
             die_with_parent(leader_pid)
             redirect(write_fd)
-            self._drop_descriptors(meeting)
+            self._drop_descriptors()
             faulthandler.enable()
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             os.environ.update(rank_environment(job, rank, meeting.port, meeting.address))
-            code = rank_main(job.spec, job.folder, rank, meeting.port)
+            code = self._rank_main(job.spec, job.folder, rank, meeting.port)
         except SystemExit as stop:
             code = 0 if stop.code is None else stop.code if isinstance(stop.code, int) else 1
         except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
@@ -467,10 +458,10 @@ class Crew:
             flush_output()
             os._exit(exit_status(code))
 
-    def _drop_descriptors(self, meeting: "Meeting") -> None:
+    def _drop_descriptors(self) -> None:
         """Close what belongs to the leader, earlier ranks' pipes included."""
-        if meeting.listener is not None:
-            meeting.listener.close()
+        if self._meeting.listener is not None:
+            self._meeting.listener.close()
         self._selector.close()
         for output in self._outputs:
             output.abandon()
@@ -593,17 +584,12 @@ def redirect(write_fd: int) -> None:
     os.close(write_fd)
     for stream in (sys.stdout, sys.stderr):
         # Whatever the rank prints must be out before it can be killed.
-        getattr(stream, "reconfigure", _no_reconfigure)(line_buffering=True)
-
-
-def _no_reconfigure(*, line_buffering: bool) -> None:
-    """Stand-in for streams that are not text files, as test runners put in place."""
+        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+            reconfigure(line_buffering=True)
 
 
 def flush_output() -> None:
     """Write out what Python holds back; called before `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            continue

@@ -28,11 +28,6 @@ ENDED = frozenset(
     }
 )  # fmt: skip
 """States that a job does not leave again, but by being started anew."""
-OUTSIDE = frozenset(
-    {"CANCELLED", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED",
-     "RECONFIG_FAIL"}
-)  # fmt: skip
-"""Those of them that say nothing of the program."""
 STUCK = (
     "launch failed requeued held", "badconstraints", "invalidaccount", "invalidqos",
     "dependencyneversatisfied", "partitiontimelimit", "partitionnodelimit",

@@ -16,7 +16,7 @@ from harness.checks.complete import find_flaw
 from harness.disk import FolderLock, write_atomic
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
-from harness.engine.node_reports import load_submission
+from harness.engine.slurm_job import load_submission
 from harness.errors import Infrastructure
 from harness.masking import MASK
 from harness.records import RecordError, RunResult, Verdict, parse_record

@@ -1,26 +1,17 @@
 """From reports of nodes and the word of Slurm to one outcome."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.engine.node_reports import (
-    NodeReport,
-    Submission,
-    Word,
-    last_of_log,
-    needs_word,
-    put_together,
-)
+from harness.engine.node_reports import NodeReport, Word, last_of_log, needs_word, put_together
 from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
 from tests.planted.stub_ranks import start_record, step_record
 from tests.unit.harness.engine.nccl_dump import dump
 
 SPEC = RunSpec(
     config={"graph": [], "steps": 4, "microbatches": 1}, device="cpu", world_size=4, timeout_s=60.0
-)
-JOB = Submission(
-    name="job", num_nodes=2, ranks_per_node=2, submitted_unix_s=1.0, job_id=7, attempt=3
 )
 STOPPED = RankExit(rank=0, code=-9, killed_by_harness=True)
 
@@ -59,7 +50,9 @@ def fails(folder: Path, rank: int, message: str) -> None:
 
 
 def outcome(folder: Path, *reports: NodeReport, word: Word | None = None) -> RunOutcome:
-    return put_together(SPEC, folder, JOB, {r.node: r for r in reports}, word or Word())
+    found = {r.node: r for r in reports}
+    said = replace(word or Word(), job="Slurm job 7")
+    return put_together(SPEC, folder, found, said, num_nodes=2, attempt=3)
 
 
 def test_all_nodes_well(folder: Path) -> None:
@@ -193,7 +186,7 @@ def test_a_job_that_nobody_knows_has_vanished(folder: Path) -> None:
     """No state at all is said as such, never read as done."""
     got = outcome(folder)
     assert got.what == "interrupted"
-    assert "Slurm job 7 has vanished: neither squeue, scontrol nor sacct know of job" in got.message
+    assert "Slurm job 7 has vanished: neither squeue, scontrol nor sacct know of it" in got.message
 
 
 def test_stopped_ranks_with_nobody_to_blame(folder: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.slurm_options import SlurmOptions, share_out
+from harness.engine.slurm_job import SlurmOptions, share_out
 
 COUNT = st.integers(1, 70)
 

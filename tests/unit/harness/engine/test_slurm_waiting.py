@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.node_reports import (
-    NodeReport,
-    Submission,
-    load_submission,
-    report_path,
-    save_submission,
-)
+from harness.engine.node_reports import NodeReport, report_path
 from harness.engine.slurm import Patience, SlurmEngine
 from harness.engine.slurm_calls import Account, JobState, NoAnswer, QueueFull
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import SlurmOptions, Submission, load_submission, save_submission
 from harness.errors import Infrastructure
 from harness.records import RankExit, RunSpec, dumps
 

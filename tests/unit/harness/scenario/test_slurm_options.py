@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness import launch
-from harness.engine.slurm_options import OURS, SlurmOptions
+from harness.engine.slurm_job import OURS, SlurmOptions
 from harness.errors import ScenarioError, UsageError
 from harness.launch import Request, prepare
 from harness.on_slurm import device_on_slurm, stored_options

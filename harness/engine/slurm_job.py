@@ -1,4 +1,6 @@
-"""`launch.slurm`: what the job of each run asks of Slurm.
+"""The job that a run is on Slurm: what it asks for, where its ranks go, what its folder has of it.
+
+`launch.slurm`, what each job asks for:
 
 partition       as sbatch knows it; the cluster's default if left out
 account         the same
@@ -12,14 +14,23 @@ same_nodes      whether control and candidate wait for their reference and get i
 requeue         whether Slurm may start a job again, after a node failed or it was preempted
 args            more options of sbatch, as they are
 
-Which ranks of a run go on which node: blocks of neighbours, as even as they come.
+Ranks go on nodes in blocks of neighbours, as even as they come; 8 on 3 nodes: [0 1 2] [3 4 5] [6 7]
 
-world 8, 3 nodes:  [0 1 2] [3 4 5] [6 7]
+    slurm.json   Submission  written by the harness before sbatch is called, again with the job's id
+    start<N>/                made by the job when it starts for the Nth time: a second one gives up
+    restart<N>/              what the Nth start had left when Slurm started the job again
 """
 
+import json
+import math
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 
-from harness.codec import Json
+from harness.codec import Json, dumps
+from harness.disk import read_plain, write_atomic
+from harness.object_file import MAX_FILE_BYTES
+from harness.records import RunSpec
 
 OURS = {
     "--job-name": "", "-J": "", "--output": "", "-o": "", "--error": "", "-e": "", "--array": "",
@@ -33,6 +44,9 @@ OURS = {
     "--gpus-per-node": "gpus_per_node", "--gpus": "gpus_per_node", "-G": "gpus_per_node",
 }  # fmt: skip
 """Options of sbatch that the engine sets, and the key of `launch.slurm` to say instead."""
+START_S = 300.0
+"""What a job may take beyond its run's timeout: cold imports, file systems, stacks."""
+SUBMISSION_FILE = "slurm.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +101,50 @@ def share_out(world_size: int, options: SlurmOptions, device: str) -> Shares:
     each = -(-world_size // wanted)
     # Blocks of that size may fill fewer nodes than were asked for; none is left empty.
     return Shares(world_size, -(-world_size // each), each)
+
+
+def request(spec: RunSpec, options: SlurmOptions) -> list[str]:
+    """Options of sbatch that say what a run needs: equal for all runs of one shape."""
+    shares = share_out(spec.world_size, options, spec.device)
+    wall_s = options.walltime_s or spec.timeout_s + START_S
+    asked = [
+        f"--nodes={shares.num_nodes}",
+        f"--ntasks={shares.num_nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={shares.ranks_per_node * options.cpus_per_rank}",
+        f"--time={math.ceil(wall_s / 60)}",
+        "--requeue" if options.requeue else "--no-requeue",
+    ]
+    if options.gpus_per_node is not None and spec.device == "cuda":
+        asked.append(f"--gres=gpu:{options.gpus_per_node}")
+    if options.partition:
+        asked.append(f"--partition={options.partition}")
+    if options.account:
+        asked.append(f"--account={options.account}")
+    return [*asked, *options.args]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission(Json):
+    """One job of one run. `name` is unlike that of any other job, `job_id` None until known."""
+
+    name: str
+    num_nodes: int
+    ranks_per_node: int
+    submitted_unix_s: float
+    attempt: int = 0
+    job_id: int | None = None
+    cancelled: bool = False
+
+
+def save_submission(folder: Path, submission: Submission) -> None:
+    """Store what is known of the job (`Infrastructure`: the disk refused)."""
+    write_atomic(folder / SUBMISSION_FILE, dumps(submission) + "\n")
+
+
+def load_submission(folder: Path) -> Submission | None:
+    """The job of a run folder; None if there is none that decodes."""
+    with suppress(OSError, ValueError, RecursionError):
+        text = read_plain(folder / SUBMISSION_FILE, MAX_FILE_BYTES).decode()
+        return Submission.from_json(json.loads(text))
+    return None
