@@ -40,6 +40,11 @@ _COREDUMP_FLAGS = (
     "skip_constbank_memory,skip_abort"
 )
 DEFAULT_GROUP = "default_pg"
+_NOT_UNDERSTOOD = (
+    OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError, KeyError, TypeError,
+    AttributeError, IndexError,
+)  # fmt: skip
+"""What comes of a dump that is damaged, or of another version."""
 NOT_OF_PROGRAM = re.compile(r"/(site|dist)-packages/torch/|/harness/recorder/|^<|^\?\?")
 """Files that every program's stack goes through."""
 _EXCEPTION = re.compile(r"coredump: Detected an exception of type (\w+)")
@@ -61,18 +66,15 @@ def evidence_environment(
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": prefix,
     }
-    # A core dump takes time, and in a program an error may be meant to be caught.
-    wanted |= (
-        {}
-        if spec.soak is None
-        else {
+    if spec.soak is not None:
+        # A core dump takes time, and in a program an error may be meant to be caught.
+        wanted |= {
             "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
             "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1",
             "CUDA_COREDUMP_SHOW_PROGRESS": "1",
             "CUDA_COREDUMP_GENERATION_FLAGS": _COREDUMP_FLAGS,
             "CUDA_COREDUMP_FILE": str(folder.absolute() / f"cuda{rank}.core"),
         }
-    )
     return {name: value for name, value in wanted.items() if name not in set_already}
 
 
@@ -140,9 +142,7 @@ def read_dump(path: Path) -> Place | None:
         }
         entries = [entry for entry in dump["entries"] if not entry.get("is_p2p")]
         return _place(entries, groups)
-    except (OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError):
-        return None
-    except (KeyError, TypeError, AttributeError, IndexError):
+    except _NOT_UNDERSTOOD:
         return None
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.engine.collective_log import Mismatch, Place
+from harness.engine.collective_log import Fault, Place
 from harness.engine.outcome import RankEvidence, classify, ending_of, signal_name
 from harness.records import (
     SCHEMA_VERSION,
@@ -322,7 +322,7 @@ def test_whom_gloo_aborts_is_not_who_was_wrong() -> None:
     ]
     answer = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
     what, message, culprit, fault = answer
-    assert isinstance(fault, Mismatch)
+    assert isinstance(fault, Fault)
     assert (what, culprit) == ("crashed", 2)
     assert message.startswith("rank 2 entered allgather_base of layers.0 where ranks 0, 1 entered")
     assert "rank 0 died by SIGABRT" in message

@@ -50,7 +50,7 @@ def test_who_waits_elsewhere_for_the_same_rank_is_not_at_fault() -> None:
     }
     missing = find_missing(places)
     assert missing is not None
-    assert (missing.ranks, missing.place.group, missing.number) == ((3,), (1, 3), 9)
+    assert (missing.ranks, missing.expected.group, missing.number) == ((3,), (1, 3), 9)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_first_collective_that_ranks_entered_differently_is_named() -> None:
     }
     mismatch = find_mismatch(places)
     assert mismatch is not None
-    fault = mismatch.fault
+    fault = mismatch.record
     assert (fault.ranks, fault.others, fault.number, fault.step) == ((1,), (0, 2), 11, 5)
     assert fault.entered is not None
     assert (fault.entered.operator, fault.expected.operator) == ("all_reduce", "broadcast")
