@@ -8,7 +8,7 @@ import pytest
 from harness.engine.node_reports import NodeReport, Word, last_of_log, needs_word, put_together
 from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
 from tests.planted.stub_ranks import start_record, step_record
-from tests.unit.harness.engine.nccl_dump import dump
+from tests.unit.harness.engine.nccl_dump import GATHER, dump
 
 SPEC = RunSpec(
     config={"graph": [], "steps": 4, "microbatches": 1}, device="cpu", world_size=4, timeout_s=60.0
@@ -198,8 +198,9 @@ def test_stopped_ranks_with_nobody_to_blame(folder: Path) -> None:
 
 def test_what_nccl_recorded_names_the_rank_that_others_wait_for(folder: Path) -> None:
     """Dumps in the shared folder are read as on one machine, where stacks tell nothing."""
-    dump(folder / "nccl_rank0", "completed", "started", at=9)
-    dump(folder / "nccl_rank1", "completed", at=8)
+    done = ("0", GATHER, "completed")
+    dump(folder / "nccl_rank0", done, ("0", GATHER, "started"), first=8, frames=False)
+    dump(folder / "nccl_rank1", done, first=8, frames=False)
     hung = {"timed_out": True, "stopped_by": "timeout"}
     got = outcome(folder, report(0, (-9, -9), **hung), report(1, (-9, -9), **hung))
     assert (got.what, got.culprit_rank) == ("hang", 1)
