@@ -91,7 +91,8 @@ def test_when_ranks_are_asked_for_stacks_and_killed(row: str) -> None:
 
 def test_whose_end_a_signal_was() -> None:
     """After our request or our kill it is ours, before it somebody else's, and a failure."""
-    clock = watch(4)
+    clock = watch(5)
+    clock.ended(4, 0, 1.0, left_early=True)
     clock.advance(10.0)
     clock.ended(0, -KILL, 10.2)
     clock.ended(1, -STACKS, 10.3)
