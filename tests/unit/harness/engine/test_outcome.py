@@ -328,9 +328,19 @@ def test_ranks_that_all_ended_well_left_nobody_behind() -> None:
 def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
     """Nothing passes that its user has to kill."""
     stayed = rank(0, -9, ours=True, end=True)
-    for other in (good(1), ended(1)):
-        answer = classify([stayed, other], timed_out=False, timeout_s=10, stalled_s=5)
-        assert answer.what == "hang"
+    answer = classify([stayed, good(1)], timed_out=False, timeout_s=10)
+    assert (answer.what, "every rank has recorded its end" in answer.message) == ("hang", True)
+    answer = classify([stayed, ended(1)], timed_out=False, timeout_s=10, stalled_s=5)
+    assert answer.what == "hang"
+
+
+def test_who_gave_up_waiting_says_for_whom() -> None:
+    """Its place is where it gave up: rank 1, still running, never entered that collective."""
+    gave_up = at(lost(0, GLOO_WAITED, "hang"), inside=False)
+    ranks = [gave_up, at(ended(1, steps=9), number=141, inside=False)]
+    answer = classify(ranks, timed_out=False, timeout_s=10, failed_order=(0,))
+    assert (answer.what, answer.culprit) == ("hang", 1)
+    assert answer.message.startswith("rank 1 never entered allgather_base of root")
 
 
 def test_whom_gloo_aborts_is_not_who_was_wrong() -> None:
