@@ -277,11 +277,13 @@ def _is_refused(question: _Question, outcome: RunOutcome) -> bool:
 
 def _end(spec: RunSpec, folder: Path, outcome: RunOutcome, patience_s: float) -> _End:
     """When a run ended; a hang began when its ranks recorded something for the last time."""
-    now_s, first_s = time.monotonic(), time.monotonic() - patience_s
+    now_s = time.monotonic()
+    first_s = now_s - patience_s
     if outcome.what == "hang":
         files = [path for r in range(spec.world_size) if (path := rank_path(folder, r)).is_file()]
-        silent_s = [max(time.time() - path.stat().st_mtime, 0.0) for path in files]
-        first_s = now_s - min(silent_s, default=outcome.wall_s)
+        now_unix_s, begun_unix_s = time.time(), time.time() - outcome.wall_s
+        recorded_unix_s = max((path.stat().st_mtime for path in files), default=begun_unix_s)
+        first_s = now_s - max(now_unix_s - recorded_unix_s, 0.0)
     return _End(folder, first_s, now_s)
 
 
