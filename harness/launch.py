@@ -24,7 +24,14 @@ from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_job import SlurmOptions
+from harness.engine.slurm_job import (
+    MANIFEST_KEY,
+    SlurmOptions,
+    device_on_slurm,
+    references_of,
+    slots_on_slurm,
+    stored_options,
+)
 from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
 from harness.expectations import expected_anywhere, expected_here, kind_of
 from harness.leftovers import clear_leftovers
@@ -32,13 +39,6 @@ from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
 from harness.masking import Masker
 from harness.occupancy import keep, metered
-from harness.on_slurm import (
-    MANIFEST_KEY,
-    device_on_slurm,
-    references_of,
-    slots_on_slurm,
-    stored_options,
-)
 from harness.plan import make_plan, resume_plan
 from harness.planned import check_whole, refuse_secrets
 from harness.program.launch import make_environments

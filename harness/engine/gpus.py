@@ -28,9 +28,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.infrastructure import library_failures, machine_failure
+from harness.infrastructure import (
+    HOST_KEY,
+    SHARED_GPU,
+    SHARED_HOST,
+    library_failures,
+    machine_failure,
+)
 from harness.records import RankRecords, RunOutcome, RunResult, RunSpec, What
-from harness.shared_gpus import HOST_KEY, SHARED_GPU, SHARED_HOST
 from harness.store import kept_folder, num_kept, read_outcome, save_outcome, set_aside
 from harness.streams import rank_path, read_ranks
 

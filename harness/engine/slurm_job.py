@@ -23,14 +23,19 @@ Ranks go on nodes in blocks of neighbours, as even as they come; 8 on 3 nodes: [
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Literal
 
 from harness.codec import Json, dumps
 from harness.disk import read_plain, write_atomic
+from harness.errors import UsageError
 from harness.object_file import MAX_FILE_BYTES
-from harness.records import RunSpec
+from harness.records import CaseSpec, RecordError, RunSpec
+from harness.repeats import confirming_runs, runs_of
+from harness.schedule import unique_runs
 
 OURS = {
     "--job-name": "", "-J": "", "--output": "", "-o": "", "--error": "", "-e": "", "--array": "",
@@ -47,6 +52,7 @@ OURS = {
 START_S = 300.0
 """What a job may take beyond its run's timeout: cold imports, file systems, stacks."""
 SUBMISSION_FILE = "slurm.json"
+MANIFEST_KEY = "slurm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,3 +154,55 @@ def load_submission(folder: Path) -> Submission | None:
         text = read_plain(folder / SUBMISSION_FILE, MAX_FILE_BYTES).decode()
         return Submission.from_json(json.loads(text))
     return None
+
+
+# --- what differs before a run is started -------------------------------------------------------
+# The machine at hand is then only where the harness waits: what it lacks says nothing.
+
+
+def device_on_slurm(wanted: str, options: SlurmOptions) -> Literal["cpu", "cuda"]:
+    """The device that `auto`, `cpu` or `cuda` means on nodes that nobody has seen yet.
+
+    Raises:
+        UsageError: GPUs wanted, but none asked for.
+    """
+    if wanted == "cpu" or (wanted == "auto" and options.gpus_per_node is None):
+        return "cpu"
+    if options.gpus_per_node is None:
+        raise UsageError(
+            "device cuda on Slurm: expected launch.slurm.gpus_per_node (--slurm "
+            "gpus_per_node=8), got nothing"
+        )
+    return "cuda"
+
+
+def slots_on_slurm(wanted: int | None, cases: Sequence[CaseSpec]) -> int:
+    """Ranks that may be submitted at a time: all of them, as Slurm has a queue of its own."""
+    return wanted or max(1, sum(run.world_size for run in unique_runs(cases).values()))
+
+
+def references_of(cases: Sequence[CaseSpec]) -> dict[str, str]:
+    """By key of a run, that of the reference which it is compared with, if it is not one itself."""
+    references = {case.reference.key for case in cases}
+    return {
+        spec.key: case.reference.key
+        for case in cases
+        if not case.skip_reason
+        for spec in (*runs_of(case), *confirming_runs(case).values())
+        if spec.key not in references
+    }
+
+
+def stored_options(manifest: Mapping[str, Any]) -> SlurmOptions | None:
+    """What an earlier harness asked of Slurm; None if it ran on its own machine.
+
+    Raises:
+        UsageError: the manifest is damaged there.
+    """
+    stored = manifest.get(MANIFEST_KEY)
+    if stored is None:
+        return None
+    try:
+        return SlurmOptions.from_json(stored)
+    except RecordError as error:
+        raise UsageError(f"the run folder's manifest is damaged: {error}") from error

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from harness import launch
-from harness.engine.slurm_job import OURS, SlurmOptions
+from harness.engine.slurm_job import OURS, SlurmOptions, device_on_slurm, stored_options
 from harness.errors import ScenarioError, UsageError
 from harness.launch import Request, prepare
-from harness.on_slurm import device_on_slurm, stored_options
 from harness.repeats import confirming_runs
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.sections import Launch
