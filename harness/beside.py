@@ -13,8 +13,8 @@ from statistics import median
 
 from harness.checks.memory import peak_bytes
 from harness.checks.throughput import step_times
+from harness.infrastructure import shares_gpus
 from harness.records import RunResult
-from harness.shared_gpus import shares_gpus
 
 MIB = 1 << 20
 

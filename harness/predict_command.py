@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from harness import display
-from harness.engine.server import server_environment
+from harness.engine.process import server_environment
 from harness.errors import Infrastructure, NothingSelected, UsageError
 from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, ExitCode, RunSpec

@@ -18,9 +18,9 @@ from typing import Literal
 from harness.checksum import with_checksum
 from harness.codec import Json
 from harness.disk import write_atomic, write_once
-from harness.engine.gpu_evidence import last_place
+from harness.engine.collective_log import place_path
+from harness.engine.evidence import last_place
 from harness.engine.outcome import RankEvidence, classify, ending_of
-from harness.engine.whereabouts import place_path
 from harness.errors import UsageError
 from harness.object_file import read_object, told
 from harness.records import (

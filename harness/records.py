@@ -488,7 +488,7 @@ class RankExit(Json):
 class Entered(Json):
     """A collective as ranks entered it; `label` is whose it is, "" if that is not known.
 
-    `sizes` and `called_at` are those of `harness.engine.whereabouts.Place`.
+    `sizes` and `called_at` are those of `harness.engine.collective_log.Place`.
     """
 
     operator: str
@@ -558,7 +558,7 @@ class RunOutcome(Json):
     first (the others often only report a lost connection). `from_outside`: a SIGKILL ended it that
     neither the harness sent nor, by the kernel's own count, the kernel for want of memory.
     `undecided`: nobody knows yet whether its end was its own or that of one of the runs `tied`
-    (`harness.engine.company`). `ending` is None in files older than the field.
+    (`harness.engine.gpus`). `ending` is None in files older than the field.
     """
 
     key: str

@@ -13,7 +13,7 @@ from fsdp_core.config import TrainConfig
 from harness.checks.graph_proof import not_as_owed, not_compiled
 from harness.checks.soaked import shortfall, steps_due
 from harness.checks.steps import rank_table, show_ranks
-from harness.infrastructure import machine_failure
+from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.records import (
     ABSENT,
     DIGEST_GROUPS,
@@ -31,7 +31,6 @@ from harness.records import (
     StepRecord,
     What,
 )
-from harness.shared_gpus import SHARED_GPU
 
 HEX_DIGITS = "0123456789abcdef"
 PROVING_GROUPS = ("grads", "weights", "optim")

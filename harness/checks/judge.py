@@ -31,6 +31,7 @@ from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_fla
 from harness.checks.nondeterminism import cause_of
 from harness.checks.samples import same_data
 from harness.checks.soaked import missed_turns
+from harness.infrastructure import SHARED_GPU
 from harness.naming import aligned
 from harness.records import (
     CaseSpec,
@@ -43,7 +44,6 @@ from harness.records import (
     What,
 )
 from harness.samples import samples_of
-from harness.shared_gpus import SHARED_GPU
 from harness.tolerance import LossGap, tolerance_of
 
 Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]

@@ -23,8 +23,8 @@ from harness.checks import finite
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.slope import WINDOWS, slope_of
 from harness.checks.steps import rank_table
+from harness.infrastructure import shares_gpus
 from harness.records import CheckResult, RankRecords, RunResult
-from harness.shared_gpus import shares_gpus
 from harness.soaking import LEAST_STEPS
 
 NAME = "soak"

@@ -36,9 +36,9 @@ from harness.checks.limits import (
 from harness.checks.memory import peak_bytes
 from harness.checks.speed import Speed, judge
 from harness.flops import step_flops
+from harness.infrastructure import shares_gpus
 from harness.paired import CONFIDENCE, LEAST_PAIRS
 from harness.records import CheckResult, RankRecords, RunResult
-from harness.shared_gpus import shares_gpus
 
 NAME = "throughput"
 MEMORY_EVENT = "memory"

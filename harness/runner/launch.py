@@ -23,20 +23,20 @@ from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import (
+    MANIFEST_KEY,
+    SlurmOptions,
+    device_on_slurm,
+    references_of,
+    slots_on_slurm,
+    stored_options,
+)
 from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
 from harness.expectations import expected_anywhere, expected_here, kind_of
 from harness.leftovers import clear_leftovers
 from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
 from harness.masking import Masker
-from harness.on_slurm import (
-    MANIFEST_KEY,
-    device_on_slurm,
-    references_of,
-    slots_on_slurm,
-    stored_options,
-)
 from harness.program.launch import make_environments
 from harness.program.spec import codes_of, program_of
 from harness.provenance import changes, deciding, record

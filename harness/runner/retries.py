@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from harness.checks.environment import different_keys
 from harness.checks.steps import groups_of, rank_table, state_table
-from harness.infrastructure import machine_failure
+from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.naming import aligned
 from harness.provenance import fingerprint
 from harness.records import (
@@ -31,7 +31,6 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.shared_gpus import SHARED_GPU
 from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept, read_outcome
 
 MANIFEST_KEY = "retries"

@@ -14,7 +14,7 @@ soak, tier and select.
              period                       steps of a stressor's turn; without it all are always on
              stall_s                      seconds without a record after which a run counts as hung
 
-`launch.slurm` is described in `harness.engine.slurm_options`. A scenario without a tier is run by
+`launch.slurm` is described in `harness.engine.slurm_job`. A scenario without a tier is run by
 its name only. Every refusal is a `ScenarioError`.
 """
 
@@ -33,7 +33,7 @@ from harness.checks.limits import (
     FormulaError,
     names_in,
 )
-from harness.engine.slurm_options import DEFAULT_OPTIONS, OURS, SlurmOptions
+from harness.engine.slurm_job import DEFAULT_OPTIONS, OURS, SlurmOptions
 from harness.paired import LEAST_PAIRS
 from harness.scenario.decode import (
     Taker,

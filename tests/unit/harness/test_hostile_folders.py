@@ -14,9 +14,9 @@ import pytest
 from harness import cli, display
 from harness.checks.complete import find_flaw
 from harness.disk import FolderLock, write_atomic
-from harness.engine.job_files import load_submission
-from harness.engine.leader import tail_of
-from harness.engine.whereabouts import read_place
+from harness.engine.collective_log import read_place
+from harness.engine.evidence import tail_of
+from harness.engine.slurm_job import load_submission
 from harness.errors import Infrastructure
 from harness.masking import MASK
 from harness.records import RecordError, RunResult, Verdict, parse_record

@@ -9,8 +9,8 @@ from harness.checks import judge
 from harness.checks.answer import error
 from harness.checks.complete import find_flaw
 from harness.checks.soak import check, rate_bound, withdrawn
+from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import EventRecord, RunResult
-from harness.shared_gpus import HOST_KEY, SHARED_HOST
 from harness.soaking import LEAST_STEPS, SoakSpec
 
 KIB = 1 << 10

@@ -162,78 +162,57 @@ def read_place(path: Path) -> Place | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Missing:
-    """The ranks that a collective lacks, and the place of one that waits in it."""
+class Fault:
+    """Why ranks waited in vain.
 
-    ranks: tuple[int, ...]
-    place: Place
-    number: int
-
-    @property
-    def fault(self) -> CollectiveFault:
-        """The same for an outcome."""
-        place = self.place
-        others = tuple(rank for rank in place.group if rank not in self.ranks)
-        return _fault(self.ranks, None, others, place, self.number)
-
-    def __str__(self) -> str:
-        return f"{_names(self.ranks)} never entered {self.place.words(self.number)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
-    """Ranks that are in another collective than the others of their group.
-
-    `ranks` are the fewer, and the first to be told of if there are as many of each.
+    Attributes:
+        ranks: that never entered a collective, or entered another one than the rest of their group:
+            the fewer, and the first to be told of if there are as many of each.
+        place: of the first of them, in that other collective; None if they entered none.
+        others: the rest of the group.
+        expected: the place of one of the others.
+        number: of the collective in its group.
     """
 
     ranks: tuple[int, ...]
-    place: Place
     others: tuple[int, ...]
     expected: Place
     number: int
+    place: Place | None = None
 
     @property
     def odd_one(self) -> int | None:
         """The rank at fault, None if it cannot be told which of two sides is."""
-        return self.ranks[0] if len(self.ranks) < len(self.others) else None
+        is_known = self.place is None or len(self.ranks) < len(self.others)
+        return self.ranks[0] if is_known else None
 
     @property
-    def fault(self) -> CollectiveFault:
+    def record(self) -> CollectiveFault:
         """The same for an outcome."""
-        entered = self.place.as_entered
-        return _fault(self.ranks, entered, self.others, self.expected, self.number)
+        expected = self.expected
+        return CollectiveFault(
+            ranks=self.ranks, entered=None if self.place is None else self.place.as_entered,
+            others=self.others, expected=expected.as_entered, group=expected.group,
+            number=self.number, step=expected.step if expected.step >= 0 else None,
+        )  # fmt: skip
 
     def __str__(self) -> str:
-        mine, theirs = self.place, self.expected
+        mine, words = self.place, self.expected.words(self.number)
+        if mine is None:
+            return f"{_names(self.ranks)} never entered {words}"
         told = mine.collective
-        if told == theirs.collective and mine.sizes != theirs.sizes:
-            told += f" of sizes {mine.sizes}, not {theirs.sizes},"
+        if told == self.expected.collective and mine.sizes != self.expected.sizes:
+            told += f" of sizes {mine.sizes}, not {self.expected.sizes},"
         called = f", called at {mine.called_at}," if mine.called_at else ""
-        return (
-            f"{_names(self.ranks)} entered {told}{called} where {_names(self.others)} "
-            f"entered {theirs.words(self.number)}"
-        )
-
-
-def _fault(
-    ranks: tuple[int, ...],
-    entered: Entered | None,
-    others: tuple[int, ...],
-    expected: Place,
-    number: int,
-) -> CollectiveFault:
-    return CollectiveFault(
-        ranks=ranks, entered=entered, others=others, expected=expected.as_entered,
-        group=expected.group, number=number, step=expected.step if expected.step >= 0 else None,
-    )  # fmt: skip
+        others = f"where {_names(self.others)} entered {words}"
+        return f"{_names(self.ranks)} entered {told}{called} {others}"
 
 
 def _names(ranks: tuple[int, ...]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def find_mismatch(places: Mapping[int, Place]) -> Mismatch | None:
+def find_mismatch(places: Mapping[int, Place]) -> Fault | None:
     """Which ranks of a group entered different collectives as their n-th; None if all agree.
 
     NCCL enqueues: a rank goes on after a collective that can never end, and is found in a later
@@ -263,7 +242,7 @@ def _by_number(place: Place) -> dict[str, dict[int, Place]]:
     return found
 
 
-def _first_mismatch(entered: Mapping[int, Mapping[str, Mapping[int, Place]]]) -> Mismatch | None:
+def _first_mismatch(entered: Mapping[int, Mapping[str, Mapping[int, Place]]]) -> Fault | None:
     met: dict[tuple[str, int], dict[int, Place]] = {}
     for rank, groups in sorted(entered.items()):
         for key, places in groups.items():
@@ -275,7 +254,7 @@ def _first_mismatch(entered: Mapping[int, Mapping[str, Mapping[int, Place]]]) ->
     return None
 
 
-def _mismatch(places: Mapping[int, Place], number: int) -> Mismatch | None:
+def _mismatch(places: Mapping[int, Place], number: int) -> Fault | None:
     """Of ranks that are in the collective of one number of one group."""
     # Whose a collective is, and its sizes, may be unknown: that is no difference.
     known = all(place.label for place in places.values())
@@ -288,13 +267,13 @@ def _mismatch(places: Mapping[int, Place], number: int) -> Mismatch | None:
         return None
     most = max(sides.values(), key=len)
     fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
-    return Mismatch(
+    return Fault(
         ranks=tuple(fewest), place=places[fewest[0]],
         others=tuple(most), expected=places[most[0]], number=number,
     )  # fmt: skip
 
 
-def find_missing(places: Mapping[int, Place]) -> Missing | None:
+def find_missing(places: Mapping[int, Place]) -> Fault | None:
     """Who never entered a collective that others wait in; None if places do not tell."""
     waiting = {rank: place for rank, place in places.items() if place.is_inside}
     lacking: dict[int, list[int]] = {}
@@ -313,11 +292,7 @@ def find_missing(places: Mapping[int, Place]) -> Missing | None:
         key=lambda place: (place.step, place.entered[place.key]),
     )
     number = first.entered[first.key]
-    ranks = tuple(
-        sorted(
-            rank
-            for rank in at_fault
-            if rank in first.group and places[rank].entered.get(first.key, 0) < number
-        )
-    )
-    return Missing(ranks=ranks, place=first, number=number)
+    late = (rank for rank in at_fault if places[rank].entered.get(first.key, 0) < number)
+    ranks = tuple(sorted(rank for rank in late if rank in first.group))
+    others = tuple(rank for rank in first.group if rank not in ranks)
+    return Fault(ranks=ranks, others=others, expected=first, number=number)

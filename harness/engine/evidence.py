@@ -24,13 +24,13 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from harness.disk import read_plain
-from harness.engine.watch import Limits
-from harness.engine.whereabouts import Place, answer_path, group_key, place_path, read_place
+from harness.disk import read_plain, read_tail
+from harness.engine.collective_log import Place, answer_path, group_key, place_path, read_place
 from harness.records import RunSpec
 
 BUFFER_ENTRIES = 2000
 MAX_DUMP_BYTES = 256 << 20
+EVIDENCE_TAIL_BYTES = 64 << 10
 DUMP_S = 5.0
 """Given to watchdogs, which look for requests once a second, and write."""
 ANSWER_S = 2.0
@@ -40,6 +40,11 @@ _COREDUMP_FLAGS = (
     "skip_constbank_memory,skip_abort"
 )
 DEFAULT_GROUP = "default_pg"
+_NOT_UNDERSTOOD = (
+    OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError, KeyError, TypeError,
+    AttributeError, IndexError,
+)  # fmt: skip
+"""What comes of a dump that is damaged, or of another version."""
 NOT_OF_PROGRAM = re.compile(r"/(site|dist)-packages/torch/|/harness/recorder/|^<|^\?\?")
 """Files that every program's stack goes through."""
 _EXCEPTION = re.compile(r"coredump: Detected an exception of type (\w+)")
@@ -61,27 +66,23 @@ def evidence_environment(
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": prefix,
     }
-    # A core dump takes time, and in a program an error may be meant to be caught.
-    wanted |= (
-        {}
-        if spec.soak is None
-        else {
+    if spec.soak is not None:
+        # A core dump takes time, and in a program an error may be meant to be caught.
+        wanted |= {
             "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
             "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1",
             "CUDA_COREDUMP_SHOW_PROGRESS": "1",
             "CUDA_COREDUMP_GENERATION_FLAGS": _COREDUMP_FLAGS,
             "CUDA_COREDUMP_FILE": str(folder.absolute() / f"cuda{rank}.core"),
         }
-    )
     return {name: value for name, value in wanted.items() if name not in set_already}
 
 
-def with_time_for_dumps(limits: Limits, spec: RunSpec) -> Limits:
-    """As patient with ranks that are asked for stacks as their dumps need."""
-    asks = DUMP_S if evidence_environment(spec, Path(), 0, {}) else 0.0
-    if _is_program(spec) and spec.world_size > 1:
-        asks = max(asks, ANSWER_S)
-    return replace(limits, stacks_s=max(limits.stacks_s, asks))
+def dumps_take_s(spec: RunSpec) -> float:
+    """Seconds that ranks need to answer when they are asked where they are."""
+    if evidence_environment(spec, Path(), 0, {}):
+        return DUMP_S
+    return ANSWER_S if _is_program(spec) and spec.world_size > 1 else 0.0
 
 
 def _is_program(spec: RunSpec) -> bool:
@@ -141,9 +142,7 @@ def read_dump(path: Path) -> Place | None:
         }
         entries = [entry for entry in dump["entries"] if not entry.get("is_p2p")]
         return _place(entries, groups)
-    except (OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError):
-        return None
-    except (KeyError, TypeError, AttributeError, IndexError):
+    except _NOT_UNDERSTOOD:
         return None
 
 
@@ -217,3 +216,8 @@ def kernel_words(stderr_tail: str, folder: Path, rank: int) -> str:
         command = f"cuda-gdb -ex 'target cudacore {core.name}'"
         return f"CUDA's core dump says {what}; `{command}` names the kernel"
     return f"CUDA says {what}; it left no core dump, so the kernel is not known"
+
+
+def tail_of(path: Path, size_bytes: int = EVIDENCE_TAIL_BYTES) -> str:
+    """The end of a text file; empty if it cannot be read, or is a link or a pipe."""
+    return read_tail(path, size_bytes).decode(errors="replace")
