@@ -25,7 +25,7 @@ from harness.check_command import check_command
 from harness.compare_runs_command import compare_runs_command
 from harness.doctor import diagnose
 from harness.errors import HarnessError, InternalError, Interrupted, UsageError, one_line
-from harness.faults_command import faults_command
+from harness.faults.command import faults_command
 from harness.history import DATABASE_FILE, remember
 from harness.history_commands import compare_command, history_command
 from harness.lookup import DEFAULT_OUT, bisect_line, find_case

@@ -13,8 +13,8 @@ from harness.answers import find_answer
 from harness.bisector.findings import FINDINGS_FILE, Findings, read_findings
 from harness.bisector.summary import first_wrong
 from harness.bisector.words import where
-from harness.detection.localised import Localised, localised
 from harness.faults.catalogue import CATALOGUE
+from harness.faults.scoring import Localised, localised
 from harness.records import CaseSpec, ExitCode
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from harness.detection.cells import (
+from harness.errors import UsageError
+from harness.faults.cases import (
     CELL,
     RACES,
     SCENARIO,
@@ -24,7 +25,6 @@ from harness.detection.cells import (
     stress_of,
     written,
 )
-from harness.errors import UsageError
 from harness.faults.catalogue import BASE
 from harness.faults.fault import Fault
 from harness.records import CaseSpec

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from harness.detection.cells import settings_of, variants
 from harness.detection.matrix import Matrix
-from harness.detection.pages import HEADERS, LEGEND, cells_of, summary_lines, table
+from harness.faults.cases import settings_of, variants
 from harness.faults.catalogue import BASE, CATALOGUE
 from harness.faults.fault import Fault, Kind
+from harness.faults.pages import HEADERS, LEGEND, cells_of, summary_lines, table
 
 HEAD = """# Planted faults
 

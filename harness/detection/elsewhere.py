@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.detection.cells import CELL, Variant, cases_of, scenario_text, stress_of
 from harness.errors import UsageError
+from harness.faults.cases import CELL, Variant, cases_of, scenario_text, stress_of
 from harness.faults.fault import Cell, Fault
 from harness.scenario.matrix import Device
 

@@ -14,10 +14,10 @@ from typing import Any
 from harness.bisector.chance import Bounds, bounds
 from harness.bisector.found import Location
 from harness.codec import Json
-from harness.detection.cells import FAULT_LABEL, fault_case, variants
 from harness.detection.clean import CLEAN_LABEL, clean_cells
 from harness.detection.elsewhere import ELSEWHERE_LABEL, elsewhere
 from harness.detection.rows import Judged, Row, can_run, located, row_of, to_locate
+from harness.faults.cases import FAULT_LABEL, fault_case, variants
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
 from harness.records import CaseSpec, Outcome, What

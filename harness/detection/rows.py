@@ -16,9 +16,9 @@ from typing import Literal
 from harness.bisector.found import Location
 from harness.codec import Json
 from harness.detection.alone import STRESSED, Sight, seen_plain, seen_stressed
-from harness.detection.cells import BARE, BROKEN, CELL, RACES, VARIANT_LABEL
-from harness.detection.localised import Localised, is_named, localised
+from harness.faults.cases import BARE, BROKEN, CELL, RACES, VARIANT_LABEL
 from harness.faults.fault import Fault
+from harness.faults.scoring import Localised, is_named, localised
 from harness.records import CaseSpec, Outcome, RunResult, Verdict, What
 
 Status = Literal["detected", "misjudged", "missed", "not run"]

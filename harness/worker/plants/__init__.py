@@ -9,18 +9,18 @@ from types import MappingProxyType
 from fsdp_core.train import Trainer
 from harness.worker.plants import (
     addresses,
-    capture,
     collectives,
     data,
+    engine,
     hooks,
-    infrastructure,
-    numerics,
+    numbers,
+    processes,
     streams,
 )
 from harness.worker.plants.planting import Planting
 
 _KINDS = (
-    hooks, addresses, streams, capture, collectives, numerics, data, infrastructure,
+    hooks, addresses, streams, engine, collectives, numbers, data, processes,
 )  # fmt: skip
 
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(

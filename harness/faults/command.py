@@ -11,11 +11,17 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from harness.detection.campaign import Asked, carry_out_campaign
-from harness.detection.cells import scenario_text
 from harness.detection.document import catalogue_table, document, measured_in
 from harness.detection.matrix import Matrix, merged
-from harness.detection.pages import (
+from harness.detection.rows import Row
+from harness.disk import write_atomic
+from harness.display import cell, make_console, plain_table
+from harness.errors import NothingSelected, UsageError, did_you_mean, shown
+from harness.faults.campaign import Asked, carry_out_campaign
+from harness.faults.cases import scenario_text
+from harness.faults.catalogue import CATALOGUE
+from harness.faults.fault import Fault
+from harness.faults.pages import (
     HEADERS,
     cells_of,
     due_place,
@@ -26,12 +32,6 @@ from harness.detection.pages import (
     summary_lines,
     told_place,
 )
-from harness.detection.rows import Row
-from harness.disk import write_atomic
-from harness.display import cell, make_console, plain_table
-from harness.errors import NothingSelected, UsageError, did_you_mean, shown
-from harness.faults.catalogue import CATALOGUE
-from harness.faults.fault import Fault
 from harness.masking import Masker
 from harness.plan import Plan
 from harness.progress import duration, plan_line

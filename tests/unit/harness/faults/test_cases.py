@@ -1,6 +1,7 @@
 """Every entry of the catalogue has cells, and clean cells are clean."""
 
-from harness.detection.cells import (
+from harness.detection.clean import CLEAN_LABEL, clean_cells
+from harness.faults.cases import (
     BARE,
     CELL,
     FAULT_LABEL,
@@ -11,7 +12,6 @@ from harness.detection.cells import (
     scenario_text,
     variants,
 )
-from harness.detection.clean import CLEAN_LABEL, clean_cells
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
 from harness.scenario.matrix import Device

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from harness.bisector.found import Location
-from harness.detection.localised import localised
 from harness.faults.fault import Pointer
+from harness.faults.scoring import localised
 
 POINTER = Pointer(phase="backward", module="layers.1.attn*", tensor="layers.1.attn.*.weight")
 TRUE = Location(

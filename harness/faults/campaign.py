@@ -12,7 +12,6 @@ from typing import Protocol, Self
 
 from harness.bisector.found import Location
 from harness.bisector.locate import locate
-from harness.detection.cells import FAULT_LABEL
 from harness.detection.clean import CLEAN_LABEL
 from harness.detection.matrix import (
     Locate,
@@ -26,6 +25,7 @@ from harness.detection.matrix import (
 )
 from harness.detection.rows import Row
 from harness.errors import NothingSelected, UsageError
+from harness.faults.cases import FAULT_LABEL
 from harness.faults.fault import Fault
 from harness.launch import Prepared, Request, carry_out, prepare, prepare_cases
 from harness.lookup import DEFAULT_OUT, unused

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from harness.bisector.found import Location
-from harness.detection.cells import BARE, BROKEN, CELL, fault_case, variants
 from harness.detection.matrix import Alarm, Matrix, merged
-from harness.detection.pages import due_place
 from harness.detection.rows import Judged, Row, can_run, located, row_of, to_locate
+from harness.faults.cases import BARE, BROKEN, CELL, fault_case, variants
 from harness.faults.catalogue import CATALOGUE
+from harness.faults.pages import due_place
 from harness.records import (
     Difference,
     EventRecord,
