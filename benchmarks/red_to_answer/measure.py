@@ -108,7 +108,7 @@ def _judged(row: Row, planted: Planted, spec: CaseSpec, findings: Findings) -> R
     """Hold the answer against what was planted."""
     fault, place = CATALOGUE[planted.fault], findings.place
     how: Localised = ""
-    if place is not None and fault.points_at is not None:
+    if place is not None:
         rank = planted.rank % spec.candidate.world_size
         how = localised(
             place,

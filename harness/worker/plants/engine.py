@@ -1,7 +1,9 @@
-"""Faults of captures and of replays: see `harness.faults.capture`.
+"""Faults of the engine: hooks and flags, memory and addresses, the order of work, graphs.
 
-What makes graphs on a GPU and on the CPU is reached through the classes that both sides have in
-common: `CapturedFunction`, `Slot`, `LayerGraphs` and `Undo`; and through both kinds of graph.
+On the CPU, and on a GPU that has nothing else to do, a plain run shows none of the faults of order
+but the last. What makes graphs on a GPU and on the CPU is reached through the classes that both
+have in common: `CapturedFunction`, `Slot`, `LayerGraphs` and `Undo`; and through both kinds of
+graph.
 """
 
 import copy
@@ -9,148 +11,451 @@ import itertools
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+import fsdp_core.fsdp.gradients
+import fsdp_core.train.trainer
 from fsdp_core.config import TrainConfig
-from fsdp_core.device import Device
+from fsdp_core.fsdp.dynamic_pool import DynamicPool
+from fsdp_core.fsdp.fsdp_module import units_in
+from fsdp_core.fsdp.gradients import Gradients
+from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.fsdp.pool import SlotPool
+from fsdp_core.fsdp.schedule import in_backward
+from fsdp_core.fsdp.traced_pool import Key
+from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph import capture_session
 from fsdp_core.graph.capture import CapturedFunction
 from fsdp_core.graph.cuda import CudaGraph
+from fsdp_core.graph.hooks import ExtractedHooks
 from fsdp_core.graph.host import HostGraph
 from fsdp_core.graph.slot import Pending, Slot
 from fsdp_core.graph.undo import Undo
-from fsdp_core.model.microbatch import Part
+from fsdp_core.parallel import pipeline
+from fsdp_core.stress.pools import WatchedPool
 from fsdp_core.train import Trainer
+from fsdp_core.train.build import roots
 from fsdp_core.train.partial_graphs import PartialGraphs
 from fsdp_core.train.stage_graphs import StageGraphs
-from harness.worker.plants import endings
-from harness.worker.plants.planting import Act, Planting
+from harness.worker.plants import processes
+from harness.worker.plants.planting import (
+    Act,
+    Planting,
+    Site,
+    all_gradients,
+    around,
+    before_last_update,
+    first_unit,
+    instead,
+    keep,
+    layers,
+    on_its_stream,
+    on_stream,
+    once,
+    other_main_weight,
+    schedules,
+    surround,
+    unit_named,
+)
 
-_KINDS: tuple[Any, ...] = (HostGraph, CudaGraph)
-_FIRST = "layers.0.attn"
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _groups(trainer: Trainer) -> list[ParamGroup]:
+    """Of this rank's first layer."""
+    return first_unit(trainer).groups
+
+
+# ---- hooks and flags
+
+
+def _pre_hooks_lost(trainer: Trainer) -> None:
+    for module in first_unit(trainer).modules:
+        module._forward_pre_hooks.clear()
+        module._forward_pre_hooks_with_kwargs.clear()
+
+
+def _hook_arguments_lost(trainer: Trainer) -> None:
+    for module in first_unit(trainer).modules:
+        module._forward_pre_hooks_with_kwargs.clear()
+
+
+def _hooks_not_restored(site: Site, hooks: ExtractedHooks) -> None:
+    for taken in hooks._taken:
+        taken.original.clear()
+    site.call(hooks)
+
+
+def _root_bypassed(trainer: Trainer) -> None:
+    stage: Any = trainer.stages[0]
+    stage._call_impl = stage.forward
+
+
+class _Ramp:
+    """A hook that scales a module's output by more each time; it says that graphs may hold it."""
+
+    _cuda_graph_capturable = True
+    num_calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """The output, scaled by what Python has counted."""
+        self.num_calls += 1
+        return output * (1 + self.num_calls / 64)
+
+
+def _every_other(site: Site, index: int) -> None:
+    """As `arrived`, which of the first parameter hears only every other time."""
+    site.kept = (site.kept or 0) + (index == 0)
+    if index or site.kept % 2:
+        site.call(index)
+
+
+def _begin_unqueued(site: Site) -> None:
+    """As `begin_backward`, but nobody is asked to call the end."""
+    site.owner.reduce_stream.wait_stream(site.owner.device.current_stream())
+
+
+class _Kept(ParamGroup):
+    """A group that holds what it has gathered for what there is; the buffer stays."""
+
+    is_current = True
+
+    def reshard(self, stream: Any) -> None:
+        """Only registers what is sharded."""
+        if self.is_registered:
+            self._register(self.sharded)
+            self.is_registered = False
+
+
+def _kept_gathered(trainer: Trainer) -> None:
+    for group in _groups(trainer):
+        group.__class__ = _Kept
+
+
+def _flag(*, is_last: bool) -> Planting:
+    def frozen(site: Site, *args: Any, **how: Any) -> None:
+        site.call(*args, is_last=is_last)
+
+    return around(pipeline, "announce_backward", frozen)
+
+
+_HOOKS: Mapping[str, Planting] = {
+    "pre_hooks_lost": once(_pre_hooks_lost),
+    "outputs_unmarked": instead(first_unit, "_hook_output", lambda hook: lambda *args: True),
+    "hooks_not_restored": around(ExtractedHooks, "restore", _hooks_not_restored),
+    "hook_arguments_lost": once(_hook_arguments_lost),
+    "root_bypassed": once(_root_bypassed),
+    "hook_counts_on_host": once(
+        lambda trainer: layers(trainer)[0].attn.norm.register_forward_hook(_Ramp())
+    ),
+    "gradient_hook_late": around(lambda t: _groups(t)[0].gradients, "arrived", _every_other),
+    "gradient_hook_doubled": once(
+        lambda trainer: _groups(trainer)[0].unsharded[0].register_hook(lambda grad: grad * 2)
+    ),
+    "final_callback_lost": around(schedules, "begin_backward", _begin_unqueued),
+    "gather_skipped": instead(_groups, "_gather", lambda gather: _nothing),
+    "gather_skipped_in_backward": around(
+        first_unit, "unshard", lambda site: None if in_backward() else site.call()
+    ),
+    "kept_gathered": once(_kept_gathered),
+    "zeroing_skipped": instead(
+        lambda t: list(roots(t.stages)), "zero_main_grads", lambda zero: _nothing
+    ),
+    "last_flag_lost": _flag(is_last=False),
+    "last_flag_frozen": _flag(is_last=True),
+}
+
+
+# ---- memory: tensors that others take the place of, that move, or have two owners
+
+
+class _RestlessPool(DynamicPool):
+    """A dynamic pool whose allocator gives no block twice.
+
+    The allocator itself often would, to one key or another as luck has it; what is freed here is
+    taken at once, and kept.
+    """
+
+    _taken: tuple[torch.Tensor, ...] = ()
+
+    def release(self, key: Key, stream: Any) -> None:
+        """See `DynamicPool`."""
+        tensor = self._buffers[key].tensor
+        numel, dtype = tensor.numel(), tensor.dtype
+        super().release(key, stream)
+        self._taken += (torch.empty(numel, dtype=dtype, device=tensor.device),)
+
+
+def _unstable_buffers(trainer: Trainer) -> None:
+    for schedule in schedules(trainer):
+        unstable, pool = _RestlessPool(schedule.device), schedule.pool
+        if isinstance(pool, WatchedPool):
+            pool.inner = unstable
+            continue
+        schedule.pool = unstable
+        for unit in schedule.units:
+            for group in unit.groups:
+                group.pool = unstable
+
+
+def _weights_assigned(trainer: Trainer) -> None:
+    """As a checkpoint that is loaded by assignment: the same values in other memory."""
+    optimizer = trainer.optimizer
+    for group in trainer.groups:
+        group.main_weight = group.main_weight.clone()
+        for index, name in enumerate(group.names):
+            rows = group.local_rows(group.main_weight, index)
+            if name in optimizer.names:
+                optimizer.params[optimizer.names.index(name)] = rows
+
+
+def _replaced(owner: Callable[[Trainer], Any], *names: str) -> Planting:
+    """Attributes of an owner, tensors or lists of them, are others with the same values."""
+
+    def act(trainer: Trainer) -> None:
+        for name in names:
+            held = getattr(owner(trainer), name)
+            if isinstance(held, list):
+                held[:] = [tensor.clone() for tensor in held]
+            else:
+                setattr(owner(trainer), name, held.clone())
+
+    return on_stream(act)
+
+
+def _random_state_replaced(trainer: Trainer) -> None:
+    for stream in trainer.streams.streams:
+        if stream.state is not None:
+            stream.state = stream.state.clone()
+
+
+def _move_parameter(trainer: Trainer, name: str) -> str:
+    """Free the memory behind a parameter and let its storage live on somewhere else.
+
+    Its contents come along, so a program that looks the parameter up finds it intact; only who
+    remembers the old address is wrong. A tensor of NaN takes the old place.
+
+    Raises:
+        ValueError: no such parameter, or its storage has no memory between steps.
+    """
+    held = {
+        name: parameter
+        for group in trainer.groups
+        for name, parameter in zip(group.names, group.unsharded, strict=True)
+    }
+    # The first that every graph scope reads: attention's, of this rank's first layer.
+    name = name or next(name for name in held if ".attn.attention." in name)
+    if name not in held:
+        raise ValueError(
+            f"plant.tensor: expected a parameter, got {name!r}; legal values: {', '.join(held)}"
+        )
+    device = trainer.device
+    device.synchronize()
+    storage = held[name].data.untyped_storage()
+    nbytes, address = storage.nbytes(), storage.data_ptr()
+    if not nbytes:
+        raise ValueError(
+            f"plant.fault: expected {name} to have memory between steps, which stale_parameter "
+            "moves; with fsdp.pool dynamic it has none"
+        )
+    # Growing allocates the new block before it frees the old one, so the address must change.
+    # Freed and allocated again at its old size, the storage could get its old place back.
+    device.resize_storage(storage, 2 * nbytes)
+    assert storage.data_ptr() != address
+    keep(trainer, torch.full((nbytes // 4,), float("nan"), device=device.torch_device))
+    device.synchronize()
+    return name
+
+
+def _gradient_buffer_moved(trainer: Trainer) -> None:
+    """As `stale_parameter`, of the buffer that the first layer's gradients are reduced from."""
+    for group in _groups(trainer):
+        assert group.gradients.pooled is not None
+        storage = group.gradients.pooled.untyped_storage()
+        # Grown, it gets other memory before its own is free.
+        trainer.device.resize_storage(storage, 2 * storage.nbytes())
+
+
+def _buffer_given_twice(role: str) -> Planting:
+    """Two layers get one buffer while both need it."""
+
+    def act(trainer: Trainer) -> None:
+        pool: Any = schedules(trainer)[0].pool
+        pool = pool.inner if isinstance(pool, WatchedPool) else pool
+        assert isinstance(pool, SlotPool)
+        first, second = (
+            next(
+                home
+                for key, home in pool._homes.items()
+                if key.owner == units_in(layer)[0].groups[0].owner and key.role == role
+            )
+            for layer in layers(trainer)[:2]
+        )
+        # What the pool believes stays: two slots, and whoever asks for the second gets the first.
+        second.tensor = first.tensor[: second.tensor.numel()]
+
+    return on_stream(act)
+
+
+_MEMORY: Mapping[str, Planting] = {
+    "stale_parameter": Planting(before_step_on=_move_parameter),
+    "unstable_buffers": once(_unstable_buffers),
+    "weights_assigned": on_stream(_weights_assigned),
+    "gradients_replaced": _replaced(lambda trainer: trainer.optimizer, "grads"),
+    "moments_replaced": _replaced(lambda trainer: trainer.optimizer, "exp_avg", "exp_avg_sq"),
+    "learning_rate_replaced": _replaced(lambda trainer: trainer.optimizer, "lr"),
+    "rope_replaced": _replaced(lambda trainer: trainer.stages[0].rope, "cos", "sin"),
+    "tokens_replaced": _replaced(lambda trainer: trainer._inputs, "tokens", "targets"),
+    "random_state_replaced": on_stream(_random_state_replaced),
+    "gradient_buffer_moved": on_stream(_gradient_buffer_moved),
+    "gather_buffer_given_twice": _buffer_given_twice("gather"),
+    "gradient_buffer_given_twice": _buffer_given_twice("grad"),
+    "microbatch_slot_frozen": instead(
+        lambda t: list(t.stages), "on_microbatch", lambda on: lambda part, slot: on(part, 0)
+    ),
+}
+
+
+# ---- the order of work: planted from a step on; but for the last they change no collective
+
+
+def _drain_at_once(site: Site, keep: int) -> None:
+    schedule = site.owner
+    while len(schedule._reductions) > keep:
+        gradients = schedule._reductions.pop(0).gradients
+        gradients.release_full(schedule.device.current_stream())
+
+
+def _reduce_and_drop(site: Site, stream: Any, *, final: bool) -> list[Any]:
+    site.call(stream, final=final)
+    return []
+
+
+def _early_release(trainer: Trainer) -> None:
+    for schedule in schedules(trainer):
+        for group in schedule.root.groups:
+            _give_back_twice(trainer, schedule.root, group)
+
+
+def _give_back_twice(trainer: Trainer, unit: Unit, group: ParamGroup) -> None:
+    """Release the group's buffer as soon as it is gathered; the real release does nothing."""
+    is_out = False
+
+    def wait_and_release(site: Site) -> None:
+        nonlocal is_out
+        site.call()
+        if group.is_unsharded and group.nest.weight_level and not is_out:
+            is_out = True
+            group.pool.release(group._gather_key, trainer.device.current_stream())
+
+    def take_again(site: Site, stream: Any) -> None:
+        nonlocal is_out
+        pool: Any = group.pool
+        release = pool.release
+        if is_out:
+            pool.release = _nothing
+        try:
+            site.call(stream)
+        finally:
+            pool.release, is_out = release, False
+
+    surround(trainer, lambda t: unit, "wait_unshard", wait_and_release)
+    surround(trainer, lambda t: group, "reshard", take_again)
+
+
+def _end_not_joining(site: Site) -> None:
+    """The end of backward as if there were no stream of reductions."""
+    schedule = site.owner
+    streams = schedule._side_streams
+    for reduction in schedule._reductions:
+        reduction.event = None
+    schedule.__dict__["_side_streams"] = (streams[0], streams[0])
+    try:
+        site.call()
+    finally:
+        schedule.__dict__["_side_streams"] = streams
+
+
+def _too_little_room(site: Site, gradients: Gradients) -> None:
+    if not gradients.is_pending:
+        site.owner.drain(keep=1)
+
+
+def _unordered(site: Site, *args: Any) -> Any:
+    """The same work on a stream of its own, which waits for none and for which none waits."""
+    if site.kept is None:
+        site.kept = site.trainer.device.new_stream("unordered")
+    with site.trainer.device.on(site.kept):
+        return site.call(*args)
+
+
+def _gathered_ahead(trainer: Trainer) -> None:
+    """The next step finds the layer gathered, from main weights before the last update."""
+    unit = unit_named(trainer, "layers.1")
+    group = unit.groups[0]
+    old = before_last_update(trainer, group)
+    with on_its_stream(trainer):
+        with other_main_weight(group, old):
+            unit.unshard()
+        group.gathered_version = group.main_weight._version
+
+
+_STREAMS: Mapping[str, Planting] = {
+    "gather_ignores_writes": instead(
+        lambda t: [s.gather_stream for s in schedules(t)], "wait_stream", lambda wait: _nothing
+    ),
+    "compute_ignores_gather": around(
+        lambda t: [unit for schedule in schedules(t) for unit in schedule.units],
+        "_wait_gather",
+        lambda site: setattr(site.owner, "gathered_event", None),
+    ),
+    "buffer_ignores_reduction": around(schedules, "drain", _drain_at_once),
+    "reduction_freed_early": around(all_gradients, "reduce", _reduce_and_drop),
+    "early_release": once(_early_release),
+    "reduction_ignores_gradients": instead(
+        lambda t: [s.reduce_stream for s in schedules(t)], "wait_stream", lambda wait: _nothing
+    ),
+    "clip_ignores_reductions": around(schedules, "end_backward", _end_not_joining),
+    "refilled_while_reduced": around(schedules, "make_room", _too_little_room),
+    "replica_sum_unordered": around(fsdp_core.fsdp.gradients, "all_reduce", _unordered),
+    "clip_unordered": around(fsdp_core.train.trainer, "clip_grads", _unordered),
+    "gathered_ahead": once(_gathered_ahead),
+}
+
+
+# ---- graphs: ranks that do not capture alike
+
+_GRAPHS = (HostGraph, CudaGraph)
 WARM_UPS = 2
 """Calls of a partial scope's function before it is captured."""
 
 
-def _attention(trainer: Trainer) -> nn.Module:
-    """Of this rank's first layer."""
-    return next(iter(trainer.stages[0].numbered_layers.values())).attn.attention
-
-
-# ---- what a capture leaves behind
-
-
-def _masks_frozen(trainer: Trainer) -> None:
-    """Each replay draws the numbers that are next now, and none are used up."""
-    streams, baked = trainer.streams, trainer.streams.get_states()
-
-    def frozen(replay: Callable[[Any], None]) -> Callable[[Any], None]:
-        def replayed(graph: Any) -> None:
-            own = streams.get_states()
-            streams.set_states(baked)
-            replay(graph)
-            streams.set_states(own)
-
-        return replayed
-
-    for kind in _KINDS:
-        kind.replay = frozen(kind.replay)
-
-
-def _draws_restored(trainer: Trainer) -> None:
-    """Each replay puts back the random numbers that it found."""
-    streams = trainer.streams
-
-    def restored(replay: Callable[[Any], None]) -> Callable[[Any], None]:
-        def replayed(graph: Any) -> None:
-            own = streams.get_states()
-            replay(graph)
-            streams.set_states(own)
-
-        return replayed
-
-    for kind in _KINDS:
-        kind.replay = restored(kind.replay)
-
-
-def _warm_up_leaves_all(trainer: Trainer) -> None:
-    del trainer
-    Undo.put_back = lambda undo: None  # type: ignore[method-assign, assignment]
-
-
-def _captured_step(num_replays: int) -> Callable[[Trainer], None]:
-    """The step that is captured is replayed so often right after."""
-
-    def act(trainer: Trainer) -> None:
-        del trainer
-        call, is_first = CapturedFunction.__call__, True
-
-        def counted(function: CapturedFunction) -> Any:
-            nonlocal is_first
-            times, is_first = num_replays if is_first else 1, False
-            for _ in range(times):
-                call(function)
-            return function.result
-
-        CapturedFunction.__call__ = counted  # type: ignore[method-assign, assignment]
-
-    return act
-
-
-def _step_count_on_host(trainer: Trainer) -> None:
-    """The optimizer is told the number of its step by Python, as a capture would bake it in."""
-    optimizer, num_steps = trainer.optimizer, int(trainer.optimizer.step_count.item())
-    step, count = optimizer.step, optimizer.step_count
-
-    @torch.no_grad()
-    def stepped() -> None:
-        nonlocal num_steps
-        # `step` adds one to it.
-        optimizer.step_count = torch.full_like(count, float(num_steps))
-        step()
-        num_steps += 1
-        count.add_(1.0)
-        optimizer.step_count = count
-
-    optimizer.step = stepped  # type: ignore[method-assign]
-
-
-# ---- ranks that are not of one mind
-
-
-def _never_captures(config: TrainConfig) -> TrainConfig:
-    return replace(config, graph=())
-
-
-def _forced(config: TrainConfig, **values: Any) -> TrainConfig:
+def _configured(change: Callable[[TrainConfig], Mapping[str, Any]]) -> Planting:
     """The configuration with other values, whatever its rules say to them."""
-    changed = copy.copy(config)
-    vars(changed).update(values)
-    return changed
+
+    def make(config: TrainConfig) -> TrainConfig:
+        changed = copy.copy(config)
+        vars(changed).update(change(config))
+        return changed
+
+    return Planting(before_make=make)
 
 
-def _leaves_a_layer_out(config: TrainConfig) -> TrainConfig:
-    return _forced(config, graph_layers=(0, config.model.layers - 2))
-
-
-def _leaves_a_scope_out(config: TrainConfig) -> TrainConfig:
-    return _forced(config, graph=config.graph[:1])
-
-
-def _leaves_the_optimizer_out(config: TrainConfig) -> TrainConfig:
-    return _forced(config, graph_optimizer=False)
+def _eager(config: TrainConfig) -> TrainConfig:
+    return replace(config, graph=())
 
 
 def _most_microbatches_eager(config: TrainConfig) -> TrainConfig:
     """All but the first of each step."""
     begin, calls = StageGraphs._begin, itertools.count()
 
-    def begun(graphs: StageGraphs, part: Part, slot: int) -> None:
-        begin(graphs, part, slot)
+    def begun(graphs: StageGraphs, *args: Any) -> None:
+        begin(graphs, *args)
         if next(calls) % config.microbatches:
             graphs._chosen = None
 
@@ -158,133 +463,127 @@ def _most_microbatches_eager(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _before_attention(act: Callable[[torch.Tensor], None]) -> Callable[[Trainer], None]:
+def _attention(trainer: Trainer) -> Any:
+    """Of this rank's first layer."""
+    return layers(trainer)[0].attn.attention
+
+
+def _before_attention(act: Callable[[torch.Tensor], Any]) -> Planting:
     """Something is done with what attention takes, wherever it runs."""
 
-    def plant(trainer: Trainer) -> None:
-        attention: Any = _attention(trainer)
-        forward = attention.forward
+    def acting(site: Site, x: torch.Tensor, *args: Any, **how: Any) -> Any:
+        act(x)
+        return site.call(x, *args, **how)
 
-        def acting(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            act(x)
-            return forward(x, *args, **kwargs)
-
-        attention.forward = acting
-
-    return plant
+    return around(_attention, "forward", acting)
 
 
-def _at_call(number: int, act: Act) -> Act:
+def _at_call(number: int, act: Act) -> Planting:
     """Done once, before that call of attention; a scope that is not partial has no warm-up."""
 
-    def plant(trainer: Trainer) -> None:
-        calls = itertools.count()
-        at = 0 if trainer.config.graph == ("full_iteration",) else number
+    def acting(site: Site, *args: Any, **how: Any) -> Any:
+        whole = site.trainer.config.graph == ("full_iteration",)
+        if site.number - 1 == (0 if whole else number):
+            act(site.trainer)
+        return site.call(*args, **how)
 
-        def acting(x: torch.Tensor) -> None:
-            del x
-            if next(calls) == at:
-                act(trainer)
-
-        _before_attention(acting)(trainer)
-
-    return plant
+    return once(lambda t: surround(t, _attention, "forward", acting), at_capture=True)
 
 
-def _before_exchange(act: Act) -> Act:
-    """Done once, as ranks agree to capture."""
-
-    def plant(trainer: Trainer) -> None:
-        exchange = capture_session.exchange_refusals
-
-        def act_first(device: Device, what: str, refusal: str | None) -> dict[int, str]:
-            act(trainer)
-            return exchange(device, what, refusal)
-
-        capture_session.exchange_refusals = act_first
-
-    return plant
+def _raise_first(site: Site, *args: Any) -> Any:
+    processes.raise_error(site.trainer)
 
 
-def _read(x: torch.Tensor) -> None:
-    float(x.detach().sum())
+# ---- graphs: what a capture leaves behind, and replays
 
 
-# ---- replays
+def _masks_frozen(trainer: Trainer) -> None:
+    """Each replay draws the numbers that are next now, and none are used up."""
+    streams, baked = trainer.streams, trainer.streams.get_states()
+
+    def frozen(site: Site, graph: Any) -> None:
+        own = streams.get_states()
+        streams.set_states(baked)
+        site.call(graph)
+        streams.set_states(own)
+
+    surround(trainer, _GRAPHS, "replay", frozen)
 
 
-def _replay_lost(trainer: Trainer) -> None:
-    """One launch does nothing; what counts launches counts it."""
-    del trainer
-    for kind in _KINDS:
-        _lose_next(kind)
+def _draws_restored(site: Site, graph: Any) -> None:
+    """A replay puts back the random numbers that it found."""
+    own = site.trainer.streams.get_states()
+    site.call(graph)
+    site.trainer.streams.set_states(own)
 
 
-def _lose_next(kind: Any) -> None:
-    replay = kind.replay
+def _captured_step(num_replays: int) -> Planting:
+    """The step that is captured is replayed so often right after."""
 
-    def lost(graph: Any) -> None:
-        del graph
-        kind.replay = replay
+    def counted(site: Site, function: CapturedFunction) -> Any:
+        for _ in range(num_replays if site.number == 1 else 1):
+            site.call(function)
+        return function.result
 
-    kind.replay = lost
-
-
-def _of_first(slot: Slot) -> bool:
-    return slot._name == _FIRST
+    return around(CapturedFunction, "__call__", counted)
 
 
-def _input_not_copied(trainer: Trainer) -> None:
-    del trainer
-    replay = Slot.replay_forward
+def _step_count_on_host(trainer: Trainer) -> None:
+    """The optimizer is told the number of its step by Python, as a capture would bake it in."""
+    optimizer, num_steps = trainer.optimizer, int(trainer.optimizer.step_count.item())
+    count = optimizer.step_count
 
-    def stale(slot: Slot, tensors: tuple[torch.Tensor, ...], pending: Pending) -> Any:
-        if _of_first(slot):
-            tensors = tuple(static.detach().clone() for static in slot._inputs)
-        return replay(slot, tensors, pending)
+    @torch.no_grad()
+    def stepped(site: Site) -> None:
+        # `step` adds one to it.
+        optimizer.step_count = torch.full_like(count, float(num_steps + site.number - 1))
+        site.call()
+        count.add_(1.0)
+        optimizer.step_count = count
 
-    Slot.replay_forward = stale  # type: ignore[method-assign, assignment]
-
-
-def _gradient_not_copied(trainer: Trainer) -> None:
-    del trainer
-    replay, kept = Slot.replay_backward, dict[Slot, list[torch.Tensor]]()
-
-    def stale(slot: Slot, grads: Any, pending: Pending) -> Any:
-        if _of_first(slot):
-            # The memory is shared by the graphs of all layers: keep what this one was given first.
-            kept.setdefault(slot, [grad.clone() for grad in grads])
-            grads = kept[slot]
-        return replay(slot, grads, pending)
-
-    Slot.replay_backward = stale  # type: ignore[method-assign, assignment]
+    surround(trainer, lambda t: optimizer, "step", stepped)
 
 
-def _inputs_not_filled(trainer: Trainer) -> None:
-    trainer._inputs.fill = lambda step: None  # type: ignore[method-assign]
+def _is_first(slot: Slot) -> bool:
+    return slot._name == "layers.0.attn"
+
+
+def _input_not_copied(site: Site, slot: Slot, tensors: Any, pending: Pending) -> Any:
+    if _is_first(slot):
+        tensors = tuple(static.detach().clone() for static in slot._inputs)
+    return site.call(slot, tensors, pending)
+
+
+def _gradient_not_copied(site: Site, slot: Slot, grads: Any, pending: Pending) -> Any:
+    if _is_first(slot):
+        # The memory is shared by the graphs of all layers: keep what this one was given first.
+        site.kept = site.kept or {}
+        grads = site.kept.setdefault(slot, [grad.clone() for grad in grads])
+    return site.call(slot, grads, pending)
+
+
+def _sets(trainer: Trainer) -> list[dict[str, Any]]:
+    """Graphs of the layers by name, of each set."""
+    parts = trainer._graphs.parts
+    assert isinstance(parts, PartialGraphs)
+    return [graphs._graphs for graphs in parts._sets[0]]
 
 
 def _graphs_exchanged(trainer: Trainer) -> None:
-    parts = trainer._graphs.parts
-    assert isinstance(parts, PartialGraphs)
-    for graphs in parts._sets[0]:
-        names = list(graphs._graphs)
-        first, second = names[:2]
-        held = graphs._graphs
+    for held in _sets(trainer):
+        first, second = list(held)[:2]
         held[first], held[second] = held[second], held[first]
 
 
 def _graph_of_other_layer(trainer: Trainer) -> None:
     """The second layer launches the first one's graphs."""
-    parts = trainer._graphs.parts
-    assert isinstance(parts, PartialGraphs)
-    for graphs in parts._sets[0]:
-        first, second = itertools.islice(graphs._graphs.values(), 2)
+    for held in _sets(trainer):
+        first, second = itertools.islice(held.values(), 2)
         for slot, other in zip(second._slots, first._slots, strict=True):
             slot._forward, slot._backward = other._forward, other._backward
 
 
-# ---- what CUDA alone refuses
+# ---- graphs: what CUDA alone refuses
 
 
 def _fork_side_stream(x: torch.Tensor) -> None:
@@ -294,58 +593,55 @@ def _fork_side_stream(x: torch.Tensor) -> None:
         x.detach().sum()
 
 
-def _wait_for_device(x: torch.Tensor) -> None:
-    torch.cuda.synchronize(x.device)
-
-
 def _wait_for_old_event(trainer: Trainer) -> None:
     """As a gather that was begun before the capture, and is waited for inside it."""
     device = trainer.device
     with device.on(trainer.stream):
         event = device.new_stream().record_event()
-    _before_attention(lambda x: device.current_stream().wait_event(event))(trainer)
+
+    def waiting(site: Site, *args: Any, **how: Any) -> Any:
+        device.current_stream().wait_event(event)
+        return site.call(*args, **how)
+
+    surround(trainer, _attention, "forward", waiting)
 
 
-def _failing(plant: Act) -> Planting:
-    return Planting(before_step=plant, at_capture=True)
+_CAPTURE: Mapping[str, Planting] = {
+    "skip_graphs": Planting(before_make=_eager),
+    "layer_not_captured": _configured(lambda c: {"graph_layers": (0, c.model.layers - 2)}),
+    "scope_not_captured": _configured(lambda config: {"graph": config.graph[:1]}),
+    "optimizer_not_captured": _configured(lambda config: {"graph_optimizer": False}),
+    "microbatches_not_replayed": Planting(before_make=_most_microbatches_eager),
+    "one_rank_never_captures": Planting(before_make=_eager),
+    "handshake_raise": replace(
+        around(capture_session, "exchange_refusals", _raise_first), at_capture=True
+    ),
+    # With tensor parallelism the others wait inside of the very function that failed.
+    "warm_up_raise": _at_call(0, processes.raise_error),
+    "capture_raise": _at_call(WARM_UPS, processes.raise_error),
+    "capture_oom": _at_call(WARM_UPS, processes.ask_for_too_much),
+    "capture_sigkill": _at_call(WARM_UPS, processes.sent(signal.SIGKILL)),
+    "masks_frozen": once(_masks_frozen),
+    "draws_restored": around(_GRAPHS, "replay", _draws_restored),
+    "warm_up_draws": instead(Undo, "put_back", lambda put_back: _nothing),
+    "warm_up_counts": instead(Undo, "put_back", lambda put_back: _nothing),
+    "captured_step_repeated": _captured_step(2),
+    "captured_step_not_run": _captured_step(0),
+    "step_count_on_host": once(_step_count_on_host),
+    "host_read_in_capture": _before_attention(lambda x: float(x.detach().sum())),
+    # What counts launches counts the one that does nothing.
+    "replay_lost": around(
+        _GRAPHS, "replay", lambda site, graph: site.call(graph) if site.number > 1 else None
+    ),
+    "graph_input_not_copied": around(Slot, "replay_forward", _input_not_copied),
+    "graph_gradient_not_copied": around(Slot, "replay_backward", _gradient_not_copied),
+    "inputs_not_filled": instead(lambda t: t._inputs, "fill", lambda fill: _nothing),
+    "graphs_exchanged": once(_graphs_exchanged),
+    "graph_of_other_layer": once(_graph_of_other_layer),
+    "side_stream_not_joined": _before_attention(_fork_side_stream),
+    "device_wait_in_capture": _before_attention(lambda x: torch.cuda.synchronize(x.device)),
+    "event_from_before_capture": once(_wait_for_old_event),
+}
 
-
-PLANTINGS: Mapping[str, Planting] = MappingProxyType(
-    {
-        "skip_graphs": Planting(before_make=_never_captures),
-        "layer_not_captured": Planting(before_make=_leaves_a_layer_out),
-        "scope_not_captured": Planting(before_make=_leaves_a_scope_out),
-        "optimizer_not_captured": Planting(before_make=_leaves_the_optimizer_out),
-        "microbatches_not_replayed": Planting(before_make=_most_microbatches_eager),
-        "one_rank_never_captures": Planting(before_make=_never_captures),
-        "handshake_raise": _failing(_before_exchange(endings.raise_error)),
-        # With tensor parallelism the others wait inside of the very function that failed.
-        "warm_up_raise": _failing(_at_call(0, endings.raise_error)),
-        "capture_raise": _failing(_at_call(WARM_UPS, endings.raise_error)),
-        "capture_oom": _failing(_at_call(WARM_UPS, endings.ask_for_too_much)),
-        "capture_sigkill": _failing(_at_call(WARM_UPS, endings.sent(signal.SIGKILL))),
-    }
-    | {
-        name: Planting(before_step=act)
-        for name, act in {
-            "masks_frozen": _masks_frozen,
-            "draws_restored": _draws_restored,
-            "warm_up_draws": _warm_up_leaves_all,
-            "warm_up_counts": _warm_up_leaves_all,
-            "captured_step_repeated": _captured_step(2),
-            "captured_step_not_run": _captured_step(0),
-            "step_count_on_host": _step_count_on_host,
-            "host_read_in_capture": _before_attention(_read),
-            "replay_lost": _replay_lost,
-            "graph_input_not_copied": _input_not_copied,
-            "graph_gradient_not_copied": _gradient_not_copied,
-            "inputs_not_filled": _inputs_not_filled,
-            "graphs_exchanged": _graphs_exchanged,
-            "graph_of_other_layer": _graph_of_other_layer,
-            "side_stream_not_joined": _before_attention(_fork_side_stream),
-            "device_wait_in_capture": _before_attention(_wait_for_device),
-            "event_from_before_capture": _wait_for_old_event,
-        }.items()
-    }
-)
+PLANTINGS: Mapping[str, Planting] = {**_HOOKS, **_MEMORY, **_STREAMS, **_CAPTURE}
 """By name in the catalogue."""

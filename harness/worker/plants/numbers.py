@@ -1,60 +1,275 @@
-"""Faults of numbers: see `harness.faults.numerics`.
+"""Faults of numbers: what ranks exchange, what is computed and updated, what is read and drawn.
 
-before step 0       weights that are drawn
-forward, backward   a table, a factor, a value of a module
-gradients           rows of the last matrix of the rank, once the step's are summed
-optimizer           what it is told, what it keeps, what it writes
+Most of what is exchanged is planted on every rank, as a program that is wrong is wrong everywhere;
+what one rank has alone leaves the number and the order of collectives as they are, but for two
+faults, which hang.
 """
 
-import dataclasses
-import functools
-import itertools
+import copy
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+import fsdp_core.fsdp.gradients
+import fsdp_core.model.gqa
+import fsdp_core.model.moe.dispatch
 import fsdp_core.model.moe.router
 import fsdp_core.model.sdpa
 import fsdp_core.model.sharding
+import fsdp_core.parallel.ring
 import fsdp_core.train.build
+import fsdp_core.train.inputs
 import fsdp_core.train.trainer
 from fsdp_core.config import TrainConfig
 from fsdp_core.fsdp.gradients import Gradients
+from fsdp_core.fsdp.schedule import in_backward
 from fsdp_core.model.decoder import MoeBranch
-from fsdp_core.model.moe.router import Router
+from fsdp_core.model.moe.dispatch import Dispatched, Groups
+from fsdp_core.model.packing import PackedBatch
+from fsdp_core.parallel.attention_block import Pair
+from fsdp_core.parallel.axes import Axis
+from fsdp_core.parallel.context import ContextPlan, Spans
+from fsdp_core.parallel.pipeline import Microbatch
+from fsdp_core.parallel.pipeline_schedule import Transfer
+from fsdp_core.parallel.rng import RandomStream
+from fsdp_core.parallel.tensor import RowLinear
 from fsdp_core.train import Trainer
-from harness.worker.plants.planting import Planting
-from harness.worker.plants.seams import (
+from fsdp_core.train.inputs import RowInputs
+from harness.worker.plants.planting import (
+    NotHere,
+    Planting,
+    Site,
+    all_gradients,
+    around,
     before_last_update,
-    group_named,
-    last_matrix,
+    gradients_of_layer_1,
+    group_of_layer_1,
+    instead,
+    layers,
     module_named,
+    on_its_stream,
+    once,
     other_main_weight,
+    surround,
+    unit_named,
     wrap,
 )
 
-Rows = Callable[[torch.Tensor], None]
-"""Changes rows of a matrix in place."""
 
-# ---- before step 0
+def _optimizer(trainer: Trainer) -> Any:
+    return trainer.optimizer
+
+
+def _pipeline(trainer: Trainer) -> Any:
+    return trainer._pipeline
+
+
+# ---- what FSDP exchanges
+
+
+def _other_nest(trainer: Trainer) -> Any:
+    """A nest of their own for the gradients of a layer."""
+    gradients = gradients_of_layer_1(trainer)
+    wrap(gradients, "nest", copy.copy)
+    return gradients.nest
+
+
+def _replicas_of_other_axis(trainer: Trainer) -> None:
+    nest = _other_nest(trainer)
+    nest.replica_groups = [nest.groups[0]]
+
+
+def _keep_own(
+    site: Site, buffer: torch.Tensor, outputs: list[torch.Tensor], level: int
+) -> torch.Tensor:
+    for axis, output in enumerate(outputs, start=level):
+        output.copy_(site.owner.slice(buffer, axis, axis + 1))
+        buffer = output
+    return buffer
+
+
+def _stale_shard(trainer: Trainer) -> None:
+    """From now on a rank gives its shard of before the last update to gathers."""
+    old = before_last_update(trainer, group_of_layer_1(trainer))
+
+    def gather_old(site: Site, full: torch.Tensor) -> None:
+        with other_main_weight(site.owner, old):
+            site.call(full)
+
+    surround(trainer, group_of_layer_1, "_gather", gather_old)
+
+
+def _swap_shards(site: Site, full: torch.Tensor) -> None:
+    site.call(full)
+    shards = full.view(site.owner.nest.num_shards, -1)
+    shards.copy_(shards.flip(0))
+
+
+def _gathers_in_other_order(trainer: Trainer) -> None:
+    first, second = unit_named(trainer, "layers.0"), unit_named(trainer, "layers.1")
+
+    def second_first(site: Site) -> None:
+        if not in_backward():
+            second.unshard()
+        site.call()
+
+    surround(trainer, lambda t: first, "unshard", second_first)
+
+
+# ---- what a step exchanges
+
+
+def _mean_alone(losses: torch.Tensor, axes: Any) -> torch.Tensor:
+    return losses.double().mean().float()
+
+
+def _norm_of_own(parameters: list[Any], norm_type: float) -> torch.Tensor:
+    grads = [p.grad.to_local() for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(grads, norm_type)
+
+
+def _sum_of_two_axes(site: Site, power: torch.Tensor, axis: Axis, order: float) -> Any:
+    """Of shards, tp and pp, the last is left out where there are all three."""
+    axes = site.trainer.axes
+    has_three = axes.dense_mesh.size() > 1 and axes.tp.size > 1
+    return power if has_three and axis is axes.pp else site.call(power, axis, order)
+
+
+# ---- experts
+
+
+def _moe(trainer: Trainer) -> Any:
+    branch = module_named(trainer, "layers.1.mlp")
+    assert isinstance(branch, MoeBranch)
+    return branch.moe
+
+
+def _router(trainer: Trainer) -> Any:
+    return _moe(trainer).router
+
+
+def _swap_tokens(site: Site, *args: Any) -> Dispatched:
+    rows, groups = site.call(*args)
+    others = torch.arange(rows.shape[0], device=rows.device)
+    others[:2] = others[:2].flip(0)
+    return Dispatched(rows.index_select(0, others), groups)
+
+
+def _lose_gate(site: Site, stream: Any, *, final: bool) -> Any:
+    group = unit_named(site.trainer, "layers.1.mlp.moe.experts").groups[0]
+    with torch.no_grad():
+        group.layout.views(site.owner.pooled)[0][0].zero_()
+    return site.call(stream, final=final)
+
+
+def _update_alone(site: Site, rate: float) -> None:
+    router = site.owner
+    axes = router._axes
+    router._axes = replace(axes, tokens=())
+    site.call(rate)
+    router._axes = axes
+
+
+def _one_row_more(site: Site, plan: Any) -> Groups:
+    groups: Groups = site.call(plan)
+    first, *others = groups.received
+    return replace(groups, received=(first + 1, *others))
+
+
+def _logged_twice(site: Site, *args: Any) -> Any:
+    """What is logged of the balance loss is twice what its gradient belongs to."""
+    found = site.call(*args)
+    return found._replace(balance=found.balance * 2)
+
+
+# ---- tensor, context and pipeline parallel
+
+
+def _row_sum_missing(trainer: Trainer) -> None:
+    layer = module_named(trainer, "layers.1.attn.attention.wo")
+    assert isinstance(layer, RowLinear)
+    wrap(layer, "forward", lambda forward: lambda x: F.linear(x, layer.weight))
+
+
+def _norm_sum_missing(trainer: Trainer) -> None:
+    norm = module_named(trainer, "layers.1.mlp.norm")
+    if not hasattr(norm, "_reduced_axis"):
+        raise NotHere("sum of layers.1.mlp.norm over tp")
+    wrap(norm, "_reduced_axis", lambda axis: replace(axis, size=1))
+
+
+def _skipped_hop(site: Site, hop: Any) -> Any:
+    """Keys and values that came round the ring are dropped; a rank uses its own once more."""
+    site.call(hop)
+    return hop._sent
+
+
+def _mean_of_blocks(site: Site, one: Pair, other: Pair) -> Pair:
+    _, lse = site.call(one, other)
+    is_seen = other[1].isfinite()[..., None]
+    return torch.where(is_seen, (one[0] + other[0]) / 2, one[0]), lse
+
+
+def _of_another_microbatch(*, activations: bool) -> Planting:
+    """A stage sends what it made of the microbatch before."""
+
+    def give_old(site: Site, state: Any, transfer: Transfer, tensors: tuple[Any, ...]) -> None:
+        if transfer.is_activation is activations:
+            old = site.kept if transfer.microbatch and site.kept is not None else tensors
+            site.kept = tuple(tensor.detach().clone() for tensor in tensors)
+            tensors = old
+        site.call(state, transfer, tensors)
+
+    return around(_pipeline, "_give", give_old)
+
+
+_EXCHANGED: Mapping[str, Planting] = {
+    "gradients_not_reduced": around(_other_nest, "reduce", _keep_own),
+    "gradients_summed": instead(gradients_of_layer_1, "divide_factor", lambda factor: 1.0),
+    "replicas_not_summed": instead(_other_nest, "replica_groups", lambda groups: []),
+    "replicas_of_other_axis": once(_replicas_of_other_axis),
+    "stale_shard": once(_stale_shard),
+    "exchanged_shards": around(group_of_layer_1, "_gather", _swap_shards),
+    "gathers_in_other_order": once(_gathers_in_other_order),
+    "skipped_all_reduce": instead(fsdp_core.train.trainer, "mean_loss", lambda _: _mean_alone),
+    "norm_of_own_shard": instead(fsdp_core.model.sharding, "total_norm", lambda _: _norm_of_own),
+    "norm_counts_copies": instead(
+        fsdp_core.model.sharding, "_KINDS", lambda kinds: kinds | {"replicated": ("tp",)}
+    ),
+    "norm_over_two_axes": around(fsdp_core.model.sharding, "_sum", _sum_of_two_axes),
+    "exchanged_experts": around(lambda t: _moe(t).dispatch, "forward", _swap_tokens),
+    "lost_expert_gradient": around(
+        lambda t: unit_named(t, "layers.1.mlp.moe.experts").groups[0].gradients, "reduce",
+        _lose_gate,
+    ),
+    "bias_of_own_tokens": around(_router, "update_bias", _update_alone),
+    "wrong_splits": around(fsdp_core.model.moe.dispatch, "read_groups", _one_row_more),
+    "row_sum_missing": once(_row_sum_missing),
+    "column_sum_missing": instead(
+        fsdp_core.model.gqa, "enter", lambda enter: lambda x, axis, *, sequence_parallel: x
+    ),
+    "norm_sum_missing": once(_norm_sum_missing),
+    "skipped_hop": around(fsdp_core.parallel.ring.Hop, "wait", _skipped_hop),
+    "unweighted_merge": around(fsdp_core.parallel.ring, "merge", _mean_of_blocks),
+    "activation_of_another_microbatch": _of_another_microbatch(activations=True),
+    "gradient_of_another_microbatch": _of_another_microbatch(activations=False),
+}  # fmt: skip
+
+
+# ---- weights, forward and backward
 
 
 def _other_initialisation(config: TrainConfig) -> TrainConfig:
-    def made(init: Callable[..., None]) -> Callable[..., None]:
-        def drawn_otherwise(stages: Any, seed: int, **how: Any) -> None:
-            init(stages, seed + 1, **how)
-
-        return drawn_otherwise
-
-    wrap(fsdp_core.train.build, "init_weights", made)
+    wrap(
+        fsdp_core.train.build, "init_weights",
+        lambda init: lambda stages, seed, **how: init(stages, seed + 1, **how),
+    )  # fmt: skip
     return config
-
-
-# ---- forward and backward
 
 
 def _rope_off_by_one(trainer: Trainer) -> None:
@@ -63,107 +278,51 @@ def _rope_off_by_one(trainer: Trainer) -> None:
             table.copy_(table.roll(-1, 0))
 
 
-def _softmax_scale(trainer: Trainer) -> None:
-    del trainer
-
-    def made(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def scaled(*args: Any, scale: float, **kwargs: Any) -> torch.Tensor:
-            return attention(*args, scale=scale**2, **kwargs)
-
-        return scaled
-
-    wrap(fsdp_core.model.sdpa, "ring_attention", made)
+def _one_nan(site: Site, *args: Any, **how: Any) -> torch.Tensor:
+    out: torch.Tensor = site.call(*args, **how)
+    mask = torch.zeros_like(out, dtype=torch.bool)
+    mask.view(-1)[0] = True
+    return out.masked_fill(mask, torch.nan)
 
 
-def _nan_activation(trainer: Trainer) -> None:
-    def made(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def forward_with_nan(*args: Any, **kwargs: Any) -> torch.Tensor:
-            out = forward(*args, **kwargs)
-            mask = torch.zeros_like(out, dtype=torch.bool)
-            mask.view(-1)[0] = True
-            return out.masked_fill(mask, torch.nan)
-
-        return forward_with_nan
-
-    wrap(module_named(trainer, "layers.1.mlp.mlp"), "forward", made)
-
-
-def _loss_scale(trainer: Trainer) -> None:
+def _last_undivided(site: Site, state: Any, i: int, value: torch.Tensor) -> torch.Tensor:
     """Backward begins with the loss of the last microbatch undivided."""
-
-    def made(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def unscaled(state: Any, i: int, value: torch.Tensor) -> torch.Tensor:
-            number = len(state.microbatches)
-            scaled = loss(state, i, value)
-            return scaled * number if i == number - 1 else scaled
-
-        return unscaled
-
-    wrap(trainer._pipeline, "_loss", made)
-
-
-def _router(trainer: Trainer) -> Router:
-    branch = module_named(trainer, "layers.1.mlp")
-    assert isinstance(branch, MoeBranch)
-    return branch.moe.router
-
-
-def _logged_aux_loss(trainer: Trainer) -> None:
-    """What is logged of the balance loss is twice what its gradient belongs to."""
-
-    def made(losses: Callable[..., Any]) -> Callable[..., Any]:
-        def logged(*args: Any) -> Any:
-            found = losses(*args)
-            return found._replace(balance=found.balance * 2)
-
-        return logged
-
-    wrap(fsdp_core.model.moe.router, "router_losses", made)
-
-
-def _aux_loss_scale(trainer: Trainer) -> None:
-    _router(trainer).loss_scale.mul_(trainer.config.microbatches)
-
-
-def _ignored_bias(trainer: Trainer) -> None:
-    wrap(_router(trainer).rule, "choose", lambda choose: lambda scores, bias: choose(scores, None))
-
-
-def _flushed_denormals(trainer: Trainer) -> None:
-    del trainer
-    torch.set_flush_denormal(True)
+    number = len(state.microbatches)
+    scaled: torch.Tensor = site.call(state, i, value)
+    return scaled * number if i == number - 1 else scaled
 
 
 # ---- gradients
 
 
-def _changed_gradients(trainer: Trainer, change: Rows) -> None:
-    """Change the gradient of the rank's last matrix as it comes out of each backward pass."""
-    group, index = last_matrix(trainer)
+def _last_matrix(trainer: Trainer) -> tuple[Any, int]:
+    """Of the parameters that this rank has two rows of or more, the last: group, number in it."""
+    return [
+        (group, index)
+        for group in trainer.groups
+        for index, spec in enumerate(group.specs)
+        if len(spec.local_shape) > 1 and spec.local_shape[0] > 1
+    ][-1]
 
-    def made(reduce: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def change_and_reduce(stream: Any, *, final: bool) -> list[Any]:
-            full = group.gradients.pooled
-            assert full is not None
+
+def _gradients(change: Callable[[torch.Tensor], Any]) -> Planting:
+    """Change rows of the rank's last matrix's gradient as they come out of each backward pass."""
+
+    def plant(trainer: Trainer) -> None:
+        group, index = _last_matrix(trainer)
+
+        def change_and_reduce(site: Site, stream: Any, *, final: bool) -> Any:
             with torch.no_grad():
-                change(group.layout.views(full)[index])
-            return reduce(stream, final=final)
+                change(group.layout.views(group.gradients.pooled)[index])
+            return site.call(stream, final=final)
 
-        return change_and_reduce
+        surround(trainer, lambda t: group.gradients, "reduce", change_and_reduce)
 
-    wrap(group.gradients, "reduce", made)
+    return once(plant)
 
 
 def _swap_rows(rows: torch.Tensor) -> None:
     rows[:2] = rows[:2].flip(0)
-
-
-def _negate_row(rows: torch.Tensor) -> None:
-    rows[0].neg_()
-
-
-def _one_ulp(rows: torch.Tensor) -> None:
-    rows[0].view(torch.int32).add_(1)
 
 
 def _noise(rows: torch.Tensor) -> None:
@@ -172,212 +331,94 @@ def _noise(rows: torch.Tensor) -> None:
     rows[0][:8].view(torch.int32).bitwise_xor_(noise.to(rows.device))
 
 
-def _overwritten_gradient(trainer: Trainer) -> None:
+def _reduce_anew(site: Site, stream: Any, *, final: bool) -> Any:
     """A microbatch's gradient takes the place of the sum so far."""
-    group = group_named(trainer, "layers.1")
-
-    def made(reduce: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def reduce_anew(stream: Any, *, final: bool) -> list[Any]:
-            for parameter in group.sharded:
-                parameter.grad = None
-            return reduce(stream, final=final)
-
-        return reduce_anew
-
-    wrap(group.gradients, "reduce", made)
+    for parameter in group_of_layer_1(site.trainer).sharded:
+        parameter.grad = None
+    return site.call(stream, final=final)
 
 
-def _gradient_counted_twice(trainer: Trainer) -> None:
-    """What a reduction gives is added to itself."""
-    _add_twice(group_named(trainer, "layers.1").gradients, every=1)
+def _deposit_twice(site: Site, rows: Any) -> None:
+    site.call({index: row.clone() for index, row in rows.items()})
+    site.call(rows)
 
 
-def _add_twice(gradients: Gradients, *, every: int) -> None:
-    """Add what each reduction of that many gives twice."""
-    calls = itertools.count(1)
-
-    def made(deposit: Callable[[Any], None]) -> Callable[[Any], None]:
-        def deposit_twice(rows: Any) -> None:
-            if next(calls) % every == 0:
-                deposit({index: row.clone() for index, row in rows.items()})
-            deposit(rows)
-
-        return deposit_twice
-
-    wrap(gradients, "_deposit", made)
+def _deposit_last_twice(site: Site, rows: Any) -> None:
+    if site.number % site.trainer.config.microbatches == 0:
+        site.call({index: row.clone() for index, row in rows.items()})
+    site.call(rows)
 
 
-def _microbatch_counted_twice(trainer: Trainer) -> None:
+def _double_last(site: Site, full: torch.Tensor | None, outputs: Any) -> Any:
     """What a rank adds to the sum over ranks is, in the last microbatch, twice its own."""
-    number = trainer.config.microbatches
-
-    def made(gradients: Gradients) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        calls = itertools.count(1)
-
-        def wrapped(own_sum: Callable[..., Any]) -> Callable[..., Any]:
-            def doubled(full: torch.Tensor | None, outputs: list[torch.Tensor]) -> torch.Tensor:
-                if full is not None and next(calls) % number == 0:
-                    torch._foreach_mul_([gradients._views[i] for i in sorted(gradients._copied)], 2)
-                result: torch.Tensor = own_sum(full, outputs)
-                return result
-
-            return doubled
-
-        return wrapped
-
-    for group in trainer.groups:
-        wrap(group.gradients, "_own_sum", made(group.gradients))
-
-
-def _microbatch_added_twice(trainer: Trainer) -> None:
-    """What the reduction of the last microbatch gives is added twice."""
-    for group in trainer.groups:
-        _add_twice(group.gradients, every=trainer.config.microbatches)
+    gradients: Gradients = site.owner
+    site.kept = (site.kept or 0) + (full is not None)
+    if full is not None and site.kept % site.trainer.config.microbatches == 0:
+        torch._foreach_mul_([gradients._views[i] for i in sorted(gradients._copied)], 2)
+    return site.call(full, outputs)
 
 
 def _rounded_gradients(config: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(config, fsdp=dataclasses.replace(config.fsdp, reduce_dtype="bf16"))
+    return replace(config, fsdp=replace(config.fsdp, reduce_dtype="bf16"))
 
 
-def _clipped_twice(trainer: Trainer) -> None:
-    del trainer
-
-    def made(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def twice(*args: Any) -> torch.Tensor:
-            norm = clip(*args)
-            clip(*args)
-            return norm
-
-        return twice
-
-    wrap(fsdp_core.train.trainer, "clip_grads", made)
+def _clip_twice(site: Site, *args: Any) -> Any:
+    norm = site.call(*args)
+    site.call(*args)
+    return norm
 
 
 def _unclipped_layer(trainer: Trainer) -> None:
-    spared = {id(parameter) for parameter in group_named(trainer, "layers.1").sharded}
+    spared = {id(parameter) for parameter in group_of_layer_1(trainer).sharded}
 
-    def made(scale: Callable[..., None]) -> Callable[..., None]:
-        return lambda parameters, max_norm, norm: scale(
-            [p for p in parameters if id(p) not in spared], max_norm, norm
-        )
+    def spare(site: Site, parameters: Any, *how: Any) -> None:
+        site.call([p for p in parameters if id(p) not in spared], *how)
 
-    wrap(fsdp_core.model.sharding, "scale_to", made)
+    surround(trainer, fsdp_core.model.sharding, "scale_to", spare)
 
 
 # ---- optimizer
 
 
-def _step_count(trainer: Trainer) -> None:
-    trainer.optimizer.step_count.add_(1.0)
-
-
-def _lost_bias_correction(trainer: Trainer) -> None:
+def _uncorrected(site: Site, *args: Any, **how: Any) -> None:
     """The kernel is told a step at which nothing is left to correct."""
-    del trainer
-
-    def made(kernel: Callable[..., None]) -> Callable[..., None]:
-        def uncorrected(*args: Any, **kwargs: Any) -> None:
-            *first, steps = args
-            kernel(*first, [torch.full_like(step, 1e6) for step in steps], **kwargs)
-
-        return uncorrected
-
-    wrap(torch, "_fused_adamw_", made)
+    *first, steps = args
+    site.call(*first, [torch.full_like(step, 1e6) for step in steps], **how)
 
 
-def _decayed_norms(trainer: Trainer) -> None:
-    optimizer = trainer.optimizer
-    decay = trainer.config.optim.weight_decay
-    optimizer._groups = [(indices, decay) for indices, _ in optimizer._groups]
+def _twice(site: Site) -> None:
+    site.call()
+    site.call()
 
 
-def _learning_rate(trainer: Trainer) -> None:
-    trainer.optimizer.lr.mul_(0.5)
-
-
-def _epsilon(trainer: Trainer) -> None:
-    optimizer = trainer.optimizer
-    optimizer._config = dataclasses.replace(optimizer._config, eps=1e-5)
-
-
-def _skipped_update(trainer: Trainer) -> None:
-    optimizer = trainer.optimizer
-    step = optimizer.step
-
-    def skip_once() -> None:
-        optimizer.step = step  # type: ignore[method-assign]
-
-    optimizer.step = skip_once  # type: ignore[method-assign]
-
-
-def _update_repeated(trainer: Trainer) -> None:
-    """All that comes after the gradients is done twice: the norm, the clip and the update."""
-
-    def made(update: Callable[[], None]) -> Callable[[], None]:
-        def twice() -> None:
-            update()
-            update()
-
-        return twice
-
-    wrap(trainer, "_update", made)
-
-
-def _recorded_loss(trainer: Trainer) -> None:
+def _record_off(site: Site, *args: Any) -> None:
     """What is given out as the loss of the first microbatch is an ulp off, after backward."""
-
-    def made(gradients: Callable[..., None]) -> Callable[..., None]:
-        def off(*args: Any) -> None:
-            gradients(*args)
-            trainer.outputs.losses[:1].view(torch.int32).add_(1)
-
-        return off
-
-    wrap(trainer, "_gradients", made)
+    site.call(*args)
+    site.trainer.outputs.losses[:1].view(torch.int32).add_(1)
 
 
-def _exchanged_moments(trainer: Trainer) -> None:
-    _swap_rows(trainer.optimizer.exp_avg_sq[-1])
-
-
-def _rounded_main_weights(trainer: Trainer) -> None:
-    optimizer = trainer.optimizer
-
-    def made(step: Callable[[], None]) -> Callable[[], None]:
-        def step_and_round() -> None:
-            step()
-            with torch.no_grad():
-                for weight in optimizer.params:
-                    weight.copy_(weight.bfloat16())
-
-        return step_and_round
-
-    wrap(optimizer, "step", made)
+def _step_and_round(site: Site) -> None:
+    site.call()
+    with torch.no_grad():
+        for weight in site.owner.params:
+            weight.copy_(weight.bfloat16())
 
 
 def _updated_neighbour(trainer: Trainer) -> None:
     """The kernel takes a matrix to begin an element too soon, as after a shard without elements."""
-    optimizer = trainer.optimizer
-    weight = optimizer.params[-1]
-    numel, start = weight.numel(), weight.storage_offset() - 1
-    optimizer.params[-1] = weight.as_strided(weight.shape, weight.stride(), start)
-    assert optimizer.params[-1].numel() == numel
+    params = trainer.optimizer.params
+    weight = params[-1]
+    params[-1] = weight.as_strided(weight.shape, weight.stride(), weight.storage_offset() - 1)
 
 
 def _stale_model_weights(trainer: Trainer) -> None:
     """The copies that are computed with stay those of before the last update."""
-    group = group_named(trainer, "layers.1")
-    with torch.no_grad(), trainer.device.on(trainer.stream):
-        old = before_last_update(trainer, group)
-        with other_main_weight(group, old):
-            group.main_weight_changed()
+    group = group_of_layer_1(trainer)
+    old = before_last_update(trainer, group)
+    with on_its_stream(trainer), other_main_weight(group, old):
+        group.main_weight_changed()
     for name in ("refresh_model_weight", "main_weight_changed"):
         wrap(group, name, lambda refresh: lambda: None)
-
-
-def _copies_left_stale(trainer: Trainer) -> None:
-    """They follow when the next forward asks for them, but not after the update."""
-    wrap(group_named(trainer, "layers.1"), "main_weight_changed", lambda follow: lambda: None)
 
 
 def _main_weight(change: Callable[[torch.Tensor], Any]) -> Planting:
@@ -397,57 +438,182 @@ def _main_weight(change: Callable[[torch.Tensor], Any]) -> Planting:
     return Planting(after_step_on=act)
 
 
-def _filled(value: float) -> Planting:
-    return _main_weight(lambda element: element.fill_(value))
+_COMPUTED: Mapping[str, Planting] = {
+    "other_initialisation": Planting(before_make=_other_initialisation),
+    "ulp": _main_weight(lambda element: element.view(torch.int32).add_(1)),
+    "nan": _main_weight(lambda element: element.fill_(float("nan"))),
+    "negative_zero": _main_weight(lambda element: element.fill_(-0.0)),
+    "positive_zero": _main_weight(lambda element: element.fill_(0.0)),
+    "rope_off_by_one": once(_rope_off_by_one),
+    "softmax_scale": around(
+        fsdp_core.model.sdpa, "ring_attention",
+        lambda site, *args, scale, **how: site.call(*args, scale=scale**2, **how),
+    ),
+    "nan_activation": around(lambda t: module_named(t, "layers.1.mlp.mlp"), "forward", _one_nan),
+    "loss_scale": around(_pipeline, "_loss", _last_undivided),
+    "aux_loss_scale": once(lambda t: _router(t).loss_scale.mul_(t.config.microbatches)),
+    "logged_aux_loss": around(fsdp_core.model.moe.router, "router_losses", _logged_twice),
+    "ignored_bias": around(
+        lambda t: _router(t).rule, "choose", lambda site, scores, bias: site.call(scores, None)
+    ),
+    "flushed_denormals": once(lambda trainer: torch.set_flush_denormal(True)),
+    "gradient_rows_swapped": _gradients(_swap_rows),
+    "gradient_row_negated": _gradients(lambda rows: rows[0].neg_()),
+    "gradient_ulp": _gradients(lambda rows: rows[0].view(torch.int32).add_(1)),
+    "gradient_noise": _gradients(_noise),
+    "overwritten_gradient": around(gradients_of_layer_1, "reduce", _reduce_anew),
+    "gradient_counted_twice": around(gradients_of_layer_1, "_deposit", _deposit_twice),
+    "microbatch_counted_twice": around(all_gradients, "_own_sum", _double_last),
+    "microbatch_added_twice": around(all_gradients, "_deposit", _deposit_last_twice),
+    "rounded_gradients": Planting(before_make=_rounded_gradients),
+    "clipped_twice": around(fsdp_core.train.trainer, "clip_grads", _clip_twice),
+    "unclipped_layer": once(_unclipped_layer),
+    "step_count": once(lambda trainer: trainer.optimizer.step_count.add_(1.0)),
+    "lost_bias_correction": around(torch, "_fused_adamw_", _uncorrected),
+    "decayed_norms": once(
+        lambda t: wrap(
+            t.optimizer, "_groups",
+            lambda groups: [(indices, t.config.optim.weight_decay) for indices, _ in groups],
+        )
+    ),
+    "learning_rate": once(lambda trainer: trainer.optimizer.lr.mul_(0.5)),
+    "epsilon": instead(_optimizer, "_config", lambda config: replace(config, eps=1e-5)),
+    "skipped_update": around(
+        _optimizer, "step", lambda site: site.call() if site.number > 1 else None
+    ),
+    "update_repeated": around(lambda trainer: trainer, "_update", _twice),
+    "recorded_loss": around(lambda trainer: trainer, "_gradients", _record_off),
+    "exchanged_moments": once(lambda trainer: _swap_rows(trainer.optimizer.exp_avg_sq[-1])),
+    "rounded_main_weights": around(_optimizer, "step", _step_and_round),
+    "updated_neighbour": once(_updated_neighbour),
+    # They follow when the next forward asks for them, but not after the update.
+    "copies_left_stale": instead(group_of_layer_1, "main_weight_changed", lambda _: lambda: None),
+    "stale_model_weights": once(_stale_model_weights),
+}  # fmt: skip
 
 
-def _before(act: Callable[[Trainer], None]) -> Planting:
-    return Planting(before_step=act)
+# ---- tokens
 
 
-def _gradients(change: Rows) -> Planting:
-    return _before(functools.partial(_changed_gradients, change=change))
+def _inputs(trainer: Trainer) -> RowInputs:
+    assert isinstance(trainer._inputs, RowInputs)
+    return trainer._inputs
 
 
-PLANTINGS: Mapping[str, Planting] = MappingProxyType(
-    {
-        "other_initialisation": Planting(before_make=_other_initialisation),
-        "ulp": _main_weight(lambda element: element.view(torch.int32).add_(1)),
-        "nan": _filled(float("nan")),
-        "negative_zero": _filled(-0.0),
-        "positive_zero": _filled(0.0),
-        "rope_off_by_one": _before(_rope_off_by_one),
-        "softmax_scale": _before(_softmax_scale),
-        "nan_activation": _before(_nan_activation),
-        "loss_scale": _before(_loss_scale),
-        "aux_loss_scale": _before(_aux_loss_scale),
-        "logged_aux_loss": _before(_logged_aux_loss),
-        "ignored_bias": _before(_ignored_bias),
-        "flushed_denormals": _before(_flushed_denormals),
-        "gradient_rows_swapped": _gradients(_swap_rows),
-        "gradient_row_negated": _gradients(_negate_row),
-        "gradient_ulp": _gradients(_one_ulp),
-        "gradient_noise": _gradients(_noise),
-        "overwritten_gradient": _before(_overwritten_gradient),
-        "gradient_counted_twice": _before(_gradient_counted_twice),
-        "microbatch_counted_twice": _before(_microbatch_counted_twice),
-        "microbatch_added_twice": _before(_microbatch_added_twice),
-        "rounded_gradients": Planting(before_make=_rounded_gradients),
-        "clipped_twice": _before(_clipped_twice),
-        "unclipped_layer": _before(_unclipped_layer),
-        "step_count": _before(_step_count),
-        "lost_bias_correction": _before(_lost_bias_correction),
-        "decayed_norms": _before(_decayed_norms),
-        "learning_rate": _before(_learning_rate),
-        "epsilon": _before(_epsilon),
-        "skipped_update": _before(_skipped_update),
-        "update_repeated": _before(_update_repeated),
-        "recorded_loss": _before(_recorded_loss),
-        "exchanged_moments": _before(_exchanged_moments),
-        "rounded_main_weights": _before(_rounded_main_weights),
-        "updated_neighbour": _before(_updated_neighbour),
-        "copies_left_stale": _before(_copies_left_stale),
-        "stale_model_weights": _before(_stale_model_weights),
-    }
-)
+def _filled(change: Callable[[RowInputs], Any]) -> Planting:
+    """Change what every step from now on takes in."""
+
+    def fill_and_change(site: Site, step: int) -> None:
+        site.call(step)
+        change(site.owner)
+
+    return around(_inputs, "fill", fill_and_change)
+
+
+def _repeat_microbatch(inputs: RowInputs) -> None:
+    for static in (inputs.tokens, inputs.targets):
+        static[-1] = static[0]
+
+
+def _zero_last(inputs: RowInputs) -> None:
+    inputs.tokens.view(-1)[-1] = 0
+
+
+def _count_all(site: Site, *args: Any) -> Any:
+    local = site.call(*args)
+    return replace(local, part=replace(local.part, counted=None))
+
+
+def _plan_joined(site: Site, *args: Any, **how: Any) -> ContextPlan:
+    """The first two documents of a pack are one to attention."""
+
+    def joined(spans: Spans) -> Spans:
+        assert spans.offsets is not None
+        offsets = spans.offsets.clone()
+        offsets[1] = 0
+        return replace(spans, offsets=offsets)
+
+    whole: ContextPlan = site.call(*args, **how)
+    return replace(whole, spans=joined(whole.spans), half_spans=joined(whole.half_spans))
+
+
+def _weighed_alone(site: Site) -> list[Microbatch]:
+    """The loss of a pack is divided by its own tokens, not by the mean of all packs."""
+    return [
+        Microbatch(each.tokens, {"part": replace(part, weight=weight)})
+        for each in site.call()
+        for part in [each.keywords["part"]]
+        for weight in [1.0 / part.num_counted.clamp(min=1.0)]
+    ]
+
+
+# ---- random numbers
+
+
+def _stream(trainer: Trainer) -> RandomStream:
+    """What the first stage's dropout draws from."""
+    stream: RandomStream = layers(trainer)[0].attn.residual.stream
+    return stream
+
+
+def _seeded(seed: Callable[[Trainer], int]) -> Callable[[Trainer], None]:
+    """Dropout draws what a generator does that was just seeded."""
+
+    def act(trainer: Trainer) -> None:
+        generator = torch.Generator(trainer.device.torch_device).manual_seed(seed(trainer))
+        _stream(trainer).set_state(generator.get_state())
+
+    return act
+
+
+def _repeat_masks(site: Site, step: int) -> None:
+    """Every step from now on draws the same numbers."""
+    site.call(step)
+    _seeded(lambda trainer: trainer.config.seed)(site.trainer)
+
+
+def _draw_in_place(site: Site, *args: Any, **how: Any) -> Any:
+    """Drawing does not advance the generator."""
+    kept = site.owner.get_state()
+    out = site.call(*args, **how)
+    site.owner.set_state(kept)
+    return out
+
+
+def _dropout_off(trainer: Trainer) -> None:
+    for layer in layers(trainer):
+        layer.attn.residual = replace(layer.attn.residual, p=0.0)
+
+
+_OTHER_SHARD = instead(lambda t: _inputs(t)._batches, "dp_rank", lambda own: 0 if own else 1)
+
+_DATA: Mapping[str, Planting] = {
+    "same_data": _OTHER_SHARD,
+    "same_shard": _OTHER_SHARD,
+    "tokens_of_another_group": _OTHER_SHARD,
+    "other_shuffle": instead(lambda t: _inputs(t)._batches, "seed", lambda seed: seed + 1),
+    "shifted_epoch": around(lambda t: t._inputs, "fill", lambda site, step: site.call(step + 1)),
+    "unshifted_labels": _filled(lambda inputs: inputs.targets.copy_(inputs.tokens)),
+    "repeated_microbatch": _filled(_repeat_microbatch),
+    "zeroed_token": _filled(_zero_last),
+    "microbatches_in_other_order": _filled(
+        lambda inputs: inputs.tokens.copy_(inputs.tokens.flip(0))
+    ),
+    "swapped_halves": instead(
+        lambda t: _inputs(t)._plan, "positions", lambda places: torch.cat(places.chunk(2)[::-1])
+    ),
+    "counted_padding": around(fsdp_core.train.inputs, "packed_part", _count_all),
+    "lost_boundary": around(PackedBatch, "plan", _plan_joined),
+    "uneven_weights": around(lambda t: t._inputs, "microbatches", _weighed_alone),
+    "repeated_masks": around(_inputs, "fill", _repeat_masks),
+    "masks_of_one_draw": around(_stream, "dropout", _draw_in_place),
+    "seeded_alike": once(_seeded(lambda trainer: trainer.config.seed)),
+    "seeded_by_rank": once(_seeded(lambda trainer: trainer.config.seed + dist.get_rank())),
+    "seeded_by_entropy": once(_seeded(lambda t: int.from_bytes(os.urandom(7), "little"))),
+    # Somebody else draws a number from the device's generator.
+    "drawn_aside": once(lambda t: torch.rand(1, device=t.device.torch_device)),
+    "dropout_off": once(_dropout_off),
+}
+
+PLANTINGS: Mapping[str, Planting] = {**_EXCHANGED, **_COMPUTED, **_DATA}
 """By name in the catalogue."""

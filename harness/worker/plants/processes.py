@@ -1,12 +1,12 @@
-"""Faults of processes, machines and records: see `harness.faults.infrastructure`."""
+"""Faults of processes, of machines and of records; and how a process ends, for other faults."""
 
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,43 @@ from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
 from harness.plant_spec import PlantSpec
 from harness.records import dumps
-from harness.worker.plants import endings
-from harness.worker.plants.planting import Act, Alteration, Planting
-from harness.worker.plants.seams import keep
+from harness.worker.plants.planting import Act, Alteration, Planting, keep, once
 
-Change = Callable[[str, dict[str, Any]], list[str]]
+wait_s: Callable[[float], None] = time.sleep
+"""What one that hangs does."""
 
 
-def _leave_group(trainer: Trainer) -> None:
+class PlantedError(RuntimeError):
+    """The exception that faults raise."""
+
+
+# ---- how a process ends
+
+
+def sent(number: signal.Signals) -> Act:
+    """The process is sent a signal by itself."""
+    return lambda trainer: os.kill(os.getpid(), number)
+
+
+def leave() -> NoReturn:
+    """End the process at once, without a word."""
+    os._exit(13)
+
+
+def sleep_for_ever() -> NoReturn:
+    """Take part in nothing any more."""
+    while True:
+        wait_s(3600)
+
+
+def raise_error(trainer: Trainer) -> NoReturn:
+    """As a program of a user that fails.
+
+    Raises:
+        PlantedError: always.
+    """
     del trainer
-    dist.destroy_process_group()
+    raise PlantedError("planted exception")
 
 
 def _other_environment(config: TrainConfig) -> TrainConfig:
@@ -35,18 +62,21 @@ def _other_environment(config: TrainConfig) -> TrainConfig:
 # ---- memory
 
 
-def _hoard(trainer: Trainer) -> None:
-    """Hold twice the peak so far, as one tensor."""
-    keep(trainer, _zeros(trainer, 2 * trainer.device.peak_bytes()))
+def ask_for_too_much(trainer: Trainer) -> NoReturn:
+    """Allocate more and more, untouched, until the allocator itself refuses."""
+    held, nbytes = [], 1 << 30
+    while True:
+        held.append(torch.empty(nbytes, dtype=torch.uint8, device=trainer.device.torch_device))
+        # The CPU hands out address space without memory behind it: ask for more than exists.
+        nbytes = nbytes if trainer.device.is_cuda else nbytes * 1024
 
 
-def _leak(nbytes: int) -> Act:
-    """Hold so much more with each call."""
-    return lambda trainer: keep(trainer, _zeros(trainer, nbytes))
+def _hold(trainer: Trainer, nbytes: int) -> None:
+    keep(trainer, torch.zeros(nbytes, dtype=torch.uint8, device=trainer.device.torch_device))
 
 
-def _zeros(trainer: Trainer, nbytes: int) -> torch.Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device=trainer.device.torch_device)
+def _leak(nbytes: int) -> Planting:
+    return Planting(from_step=lambda trainer: _hold(trainer, nbytes))
 
 
 def _illegal_access(trainer: Trainer) -> None:
@@ -68,32 +98,34 @@ def _illegal_access(trainer: Trainer) -> None:
 
 # ---- records
 
+_Change = Callable[[str, dict[str, Any], list[str]], list[str]]
+"""From a line, what it says, and a list that is kept from line to line, to what is written."""
 
-def _of_step(change: Change, *, later: int = 0) -> Callable[[PlantSpec], Alteration]:
-    """A change of the record of the plant's step, or of one that comes `later`."""
+
+def _written(*changes: tuple[str, int, _Change]) -> Planting:
+    """Changes of the records of a kind; a step's is that of the plant's step, or so much later.
+
+    What one change gives, the next gets.
+    """
 
     def make(spec: PlantSpec) -> Alteration:
-        def alter(line: str) -> list[str]:
+        kept: list[str] = []
+
+        def alter(line: str, kind: str, later: int, change: _Change) -> list[str]:
             plain = _plain(line)
-            is_it = plain.get("kind") == "step" and plain["step"] == spec.step + later
-            return change(line, plain) if is_it else [line]
+            is_it = plain.get("kind") == kind
+            is_it = is_it and (kind != "step" or plain["step"] == spec.step + later)
+            return change(line, plain, kept) if is_it else [line]
 
-        return alter
+        def alter_all(line: str) -> list[str]:
+            lines = [line]
+            for change in changes:
+                lines = [new for each in lines for new in alter(each, *change)]
+            return lines
 
-    return make
+        return alter_all
 
-
-def _of_kind(kind: str, change: Change) -> Callable[[PlantSpec], Alteration]:
-    def make(spec: PlantSpec) -> Alteration:
-        del spec
-
-        def alter(line: str) -> list[str]:
-            plain = _plain(line)
-            return change(line, plain) if plain.get("kind") == kind else [line]
-
-        return alter
-
-    return make
+    return Planting(alter=make)
 
 
 def _plain(line: str) -> dict[str, Any]:
@@ -104,34 +136,24 @@ def _plain(line: str) -> dict[str, Any]:
     return plain
 
 
-def _exchange(spec: PlantSpec) -> Alteration:
-    """The step's record comes after the next one's."""
-    held: list[str] = []
-
-    def hold(line: str, plain: dict[str, Any]) -> list[str]:
-        del plain
-        held.append(line)
-        return []
-
-    first = _of_step(hold)(spec)
-    second = _of_step(lambda line, plain: [line, *held], later=1)(spec)
-    return lambda line: [found for each in first(line) for found in second(each)]
+def _lost(line: str, plain: dict[str, Any], kept: list[str]) -> list[str]:
+    return []
 
 
-def _repeat_state(spec: PlantSpec) -> Alteration:
-    """The step's record has the digests of the step before, as a ring that was not copied."""
-    digests: dict[str, Any] = {}
+def _hold_back(line: str, plain: dict[str, Any], kept: list[str]) -> list[str]:
+    kept.append(line)
+    return []
 
-    def remember(line: str, plain: dict[str, Any]) -> list[str]:
-        digests.update(plain["digests"])
-        return [line]
 
-    def repeat(line: str, plain: dict[str, Any]) -> list[str]:
-        del line
-        return [dumps(plain | {"digests": digests})]
+def _remember(line: str, plain: dict[str, Any], kept: list[str]) -> list[str]:
+    kept.append(line)
+    return [line]
 
-    first, second = _of_step(remember, later=-1)(spec), _of_step(repeat)(spec)
-    return lambda line: [found for each in first(line) for found in second(each)]
+
+def _with_state_before(line: str, plain: dict[str, Any], kept: list[str]) -> list[str]:
+    """As a ring that was not copied."""
+    held = json.loads(kept[-1])["digests"] if kept else {}
+    return [dumps(plain | {"digests": held})]
 
 
 def _repeat_last_step(spec: PlantSpec) -> Alteration:
@@ -147,49 +169,40 @@ def _repeat_last_step(spec: PlantSpec) -> Alteration:
     return alter
 
 
-_ALTERATIONS: Mapping[str, Callable[[PlantSpec], Alteration]] = {
-    "drop_rank": lambda spec: lambda line: [],
-    "drop_step": _of_step(lambda line, plain: []),
-    "corrupt_record": _of_step(lambda line, plain: [line[: len(line) // 2]]),
-    "repeated_record": _of_step(lambda line, plain: [line, line]),
-    "record_after_end": _repeat_last_step,
-    "record_of_another_rank": _of_step(
-        lambda line, plain: [dumps(plain | {"rank": plain["rank"] + 1})]
-    ),
-    "record_of_another_run": _of_kind(
-        "start", lambda line, plain: [dumps(plain | {"run": plain["run"][:-1] + "x"})]
-    ),
-    "records_out_of_order": _exchange,
-    "record_of_the_step_before": _repeat_state,
-    "end_record_lost": _of_kind("end", lambda line, plain: []),
-}
-"""What becomes of lines of records."""
-
-_BEFORE_STEP: Mapping[str, Act] = {
-    "sigkill": endings.sent(signal.SIGKILL),
-    "sigterm": endings.sent(signal.SIGTERM),
+PLANTINGS: Mapping[str, Planting] = {
+    "sigkill": once(sent(signal.SIGKILL)),
+    "sigterm": once(sent(signal.SIGTERM)),
     # As a debugger or a scheduler would: not dead, and answers nobody.
-    "stopped": endings.sent(signal.SIGSTOP),
+    "stopped": once(sent(signal.SIGSTOP)),
     # As the kernel would for an address that is not mapped; faulthandler prints the stack.
-    "segfault": endings.sent(signal.SIGSEGV),
-    "hang": endings.before(endings.sleep_for_ever),
-    "exit": endings.before(endings.leave),
-    "raise": endings.raise_error,
-    "oom": endings.ask_for_too_much,
-    "hoard": _hoard,
-    "illegal_access": _illegal_access,
-    "left_group": _leave_group,
+    "segfault": once(sent(signal.SIGSEGV)),
+    "hang": once(lambda trainer: sleep_for_ever()),
+    "exit": once(lambda trainer: leave()),
+    "raise": once(raise_error),
+    "left_group": once(lambda trainer: dist.destroy_process_group()),
+    "hang_at_end": Planting(after_end=sleep_for_ever),
+    "exit_at_end": Planting(after_end=leave),
+    "other_environment": Planting(before_make=_other_environment),
+    "oom": once(ask_for_too_much),
+    "hoard": once(lambda trainer: _hold(trainer, 2 * trainer.device.peak_bytes())),
+    "leak": _leak(1 << 20),
+    "small_leak": _leak(64 << 10),
+    "illegal_access": once(_illegal_access),
+    "drop_rank": Planting(alter=lambda spec: lambda line: []),
+    "drop_step": _written(("step", 0, _lost)),
+    "corrupt_record": _written(("step", 0, lambda line, plain, kept: [line[: len(line) // 2]])),
+    "repeated_record": _written(("step", 0, lambda line, plain, kept: [line, line])),
+    "record_after_end": Planting(alter=_repeat_last_step),
+    "record_of_another_rank": _written(
+        ("step", 0, lambda line, plain, kept: [dumps(plain | {"rank": plain["rank"] + 1})])
+    ),
+    "record_of_another_run": _written(
+        ("start", 0, lambda line, plain, kept: [dumps(plain | {"run": plain["run"][:-1] + "x"})])
+    ),
+    "records_out_of_order": _written(
+        ("step", 0, _hold_back), ("step", 1, lambda line, plain, kept: [line, *kept])
+    ),
+    "record_of_the_step_before": _written(("step", -1, _remember), ("step", 0, _with_state_before)),
+    "end_record_lost": _written(("end", 0, _lost)),
 }
-
-PLANTINGS: Mapping[str, Planting] = MappingProxyType(
-    {name: Planting(before_step=act) for name, act in _BEFORE_STEP.items()}
-    | {name: Planting(alter=alter) for name, alter in _ALTERATIONS.items()}
-    | {
-        "leak": Planting(from_step=_leak(1 << 20)),
-        "small_leak": Planting(from_step=_leak(64 << 10)),
-        "hang_at_end": Planting(after_end=endings.sleep_for_ever),
-        "exit_at_end": Planting(after_end=endings.leave),
-        "other_environment": Planting(before_make=_other_environment),
-    }
-)
 """By name in the catalogue."""
