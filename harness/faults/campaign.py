@@ -16,8 +16,7 @@ read back from the run folder, so a campaign that was killed goes on with `--res
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from harness.bisector.chance import Bounds, bounds
 from harness.bisector.found import Location
@@ -430,28 +429,8 @@ class Asked:
     jobs: int | None = None
 
 
-class Listener(Protocol):
-    """Who hears of a campaign as it goes."""
-
-    def planned(self, plan: Plan) -> None:
-        """Runs follow."""
-        ...
-
-    def run_finished(self, outcome: RunOutcome) -> None:
-        """A run has ended."""
-        ...
-
-    def row(self, row: Row) -> None:
-        """A fault has its row."""
-        ...
-
-    def clean(self, verdict: Verdict) -> None:
-        """A clean case has its verdict."""
-        ...
-
-
 def carry_out_campaign(
-    asked: Asked, listener: Listener, *, argv: Sequence[str]
+    asked: Asked, view: "CampaignView", *, argv: Sequence[str]
 ) -> tuple[Path, Matrix]:
     """Run what is asked; the run folder, and the matrix.
 
@@ -460,7 +439,7 @@ def carry_out_campaign(
     """
     prepared = _prepared(asked)
     out = asked.resume or asked.out or unused(DEFAULT_OUT / "faults")
-    view = _View(out, listener, search=asked.locate)
+    view.out, view.search = out, asked.locate
     done = carry_out(prepared, view, out=out, exit_first=False, argv=argv)
     folder = RunFolder.open(done.folder)
     names = dict.fromkeys(case.labels.get(FAULT_LABEL, "") for case in folder.cases)
@@ -509,23 +488,22 @@ def _of_shard(cases: Sequence[CaseSpec], text: str) -> tuple[CaseSpec, ...]:
     return tuple(case for case in cases if case.id in chosen)
 
 
-class _View:
-    """Turns verdicts into rows as soon as all cases of a fault are judged."""
+class CampaignView:
+    """Makes a row of verdicts as soon as all cases of a fault are judged; a terminal shows more."""
 
-    def __init__(self, out: Path, listener: Listener, *, search: bool) -> None:
-        self._out, self._listener, self._search = out, listener, search
+    out = Path()
+    search = True
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
         self._folder: RunFolder | None = None
         self._due: dict[str, set[str]] = {}
         self._faults: dict[str, str] = {}
-        self.rows: dict[str, Row] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *raised: object) -> None:
         return None
 
     def planned(self, plan: Plan) -> None:
@@ -534,24 +512,27 @@ class _View:
             if name := case.labels.get(FAULT_LABEL, ""):
                 self._faults[case.id] = name
                 self._due.setdefault(name, set()).add(case.id)
-        self._listener.planned(plan)
 
     def run_started(self, spec: RunSpec) -> None:
         """Nothing."""
 
     def run_finished(self, outcome: RunOutcome) -> None:
-        """Pass it on."""
-        self._listener.run_finished(outcome)
+        """Nothing."""
 
     def judged(self, verdict: Verdict) -> None:
-        """Pass on a clean case at once, a fault with its last case."""
+        """Hand on a clean case at once, a fault with its last case."""
         name = self._faults.get(verdict.case_id, "")
         if not name:
-            self._listener.clean(verdict)
+            self.clean(verdict)
             return
         self._due[name].discard(verdict.case_id)
-        if self._due[name]:
-            return
-        self._folder = self._folder or RunFolder.open(self._out)
-        self.rows[name] = read_row(self._folder, name, search=self._search)
-        self._listener.row(self.rows[name])
+        if not self._due[name]:
+            self._folder = self._folder or RunFolder.open(self.out)
+            self.rows[name] = read_row(self._folder, name, search=self.search)
+            self.row(self.rows[name])
+
+    def row(self, row: Row) -> None:
+        """A fault has its row."""
+
+    def clean(self, verdict: Verdict) -> None:
+        """A clean case has its verdict."""

@@ -14,25 +14,18 @@ from rich.text import Text
 from harness.disk import write_atomic
 from harness.display import cell, make_console, plain_table
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
-from harness.faults.campaign import Asked, Matrix, Row, carry_out_campaign, merged
+from harness.faults import pages
+from harness.faults.campaign import (
+    Asked,
+    CampaignView,
+    Matrix,
+    Row,
+    carry_out_campaign,
+    merged,
+)
 from harness.faults.cases import scenario_text
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
-from harness.faults.pages import (
-    CATALOGUE_HEADERS,
-    HEADERS,
-    document,
-    due_place,
-    entry_of,
-    fields_of,
-    found_place,
-    markdown,
-    measured_in,
-    page,
-    seen_by,
-    steps_of,
-    summary_lines,
-)
 from harness.masking import Masker
 from harness.plan import Plan
 from harness.progress import duration, plan_line
@@ -60,13 +53,13 @@ def faults_command() -> None:
 @_keyword
 @_json
 def list_faults(*, keyword: str | None, as_json: bool) -> int:
-    """Every fault of the catalogue: what it is, where it bites, what must catch it."""
+    """Every fault of the catalogue: what it is, where it shows, what must catch it."""
     chosen = _selected((), keyword)
     if as_json:
         click.echo(json.dumps([_plain(fault) for fault in chosen], allow_nan=False))
         return ExitCode.PASSED
     console = make_console()
-    _print_table(console, CATALOGUE_HEADERS, map(entry_of, chosen))
+    _print_table(console, pages.CATALOGUE_HEADERS, map(pages.entry_of, chosen))
     console.print(Text(f"{len(chosen)} of {len(CATALOGUE)} faults"))
     return ExitCode.PASSED
 
@@ -149,12 +142,12 @@ def run_faults(
     folder, matrix = carry_out_campaign(
         asked, _Printer(console), argv=["harness", *Masker(os.environ).words(args)]
     )
-    texts = (markdown(matrix), json.dumps(matrix.to_json(), indent=1), page(matrix))
+    texts = (pages.markdown(matrix), json.dumps(matrix.to_json(), indent=1), pages.page(matrix))
     for name, text in zip(MATRIX_FILES, texts, strict=True):
         write_atomic(folder / name, text)
-    _print_table(console, HEADERS, map(fields_of, matrix.ran))
+    _print_table(console, pages.HEADERS, map(pages.fields_of, matrix.ran))
     files = f"in {duration(matrix.wall_s)}; {folder / MATRIX_FILES[0]}, .json, .html"
-    for line in (*summary_lines(matrix), files):
+    for line in (*pages.summary_lines(matrix), files):
         console.print(Text(line), soft_wrap=True)
     code = exit_code(matrix)
     if as_json:
@@ -171,8 +164,8 @@ def run_faults(
 )  # fmt: skip
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
     """The catalogue as a document, with what RUN folders of matrices, or of shards, measured."""
-    kept = measured_in(write.read_text()) if not folders and write and write.exists() else ""
-    text = document(merged([read_json(folder) for folder in folders])) + kept
+    kept = pages.measured_in(write.read_text()) if not folders and write and write.exists() else ""
+    text = pages.document(merged([read_json(folder) for folder in folders])) + kept
     if write is None:
         click.echo(text, nl=False)
     else:
@@ -204,15 +197,17 @@ def exit_code(matrix: Matrix) -> ExitCode:
     return ExitCode.NO_VERDICT if matrix.alarms else ExitCode.PASSED
 
 
-class _Printer:
+class _Printer(CampaignView):
     """A line for each row and each alarm, a count of the rest."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
         self._num_runs = self._done = self._clean = 0
 
     def planned(self, plan: Plan) -> None:
         """Print the plan."""
+        super().planned(plan)
         self._num_runs = len(plan.runs)
         self._console.print(Text(plan_line(plan)))
 
@@ -224,13 +219,14 @@ class _Printer:
         """Print it."""
         line = Text(overflow="fold")
         line.append(f"[{self._done}/{max(self._num_runs, self._done)}] ", style="dim")
-        line.append(f"{row.fault:<28} {seen_by(row)}", style=_colour(row))
+        colour = {"detected": "green", "not run": "yellow"}.get(row.status, "bold red")
+        line.append(f"{row.fault:<28} {pages.seen_by(row)}", style=colour)
         under = f" under {'+'.join(row.under)}" if row.under else ""
-        line.append(f"{under}, step {steps_of(row) or '-'}, place {row.localised or '-'}")
+        line.append(f"{under}, step {pages.steps_of(row) or '-'}, place {row.localised or '-'}")
         if row.status != "detected":
             line.append(f": {row.reason}")
         elif row.localised in ("near", "no"):
-            line.append(f": expected {due_place(row)}; got {found_place(row)}")
+            line.append(f": expected {pages.due_place(row)}; got {pages.found_place(row)}")
         self._console.print(line, soft_wrap=True)
 
     def clean(self, verdict: Verdict) -> None:
@@ -241,10 +237,6 @@ class _Printer:
         if verdict.outcome not in ("passed", "skipped"):
             line = f"{verdict.outcome} without a fault: {verdict.case_id}: {verdict.message}"
             self._console.print(Text(line, style="bold red"), soft_wrap=True)
-
-
-def _colour(row: Row) -> str:
-    return {"detected": "green", "not run": "yellow"}.get(row.status, "bold red")
 
 
 def _print_table(console: Console, headers: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:

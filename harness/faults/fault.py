@@ -3,18 +3,13 @@
 Data only, no torch. A fault is planted through public seams of the trainer, of torch or of the
 operating system, never by code in `fsdp_core`; `harness.worker.plants` implements it by name.
 
-An entry of the catalogue is a row of eight columns; lines that are indented go on with it:
-
-    name | source | takes | setup | expects | phase module tensor |
-        description | symptom
-
-`-` is nothing; a module without a tensor is a pattern for both. Words of the setup are those of
-scenario files: `tp=2` and other keys of `parallel`, `graph=attn+mlp`, `stress=races`,
-`model.layers=3`; the rest are the attributes of `Setup`, `Pointer` and `Fault`.
+In rows of catalogue.txt `-` is nothing; a module without a tensor is a pattern for both. Words of
+the setup are those of scenario files: `tp=2` and other keys of `parallel`, `graph=attn+mlp`,
+`stress=races`, `model.layers=3`; the rest are the attributes of `Setup`, `Pointer` and `Fault`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
@@ -134,11 +129,11 @@ _OF_FAULT = ("devices", "scopes", "needs", "counterpart")
 _OF_SETUP = ("graph", "stress", "step", "rank", "legs", "checks", "timeout_s")
 
 
-def read_table(text: str) -> Iterator[Fault]:
-    """The faults of a table; `== hooks: ...` begins those of a kind, `#` is a comment.
+def read_table(text: str) -> dict[str, Fault]:
+    """The faults of a table by name; `== hooks: ...` begins those of a kind, `#` is a comment.
 
     Raises:
-        ValueError: an entry is not of the form above.
+        ValueError: a row is not of eight columns, or has the name of another.
     """
     kind = ""
     rows: list[tuple[str, str]] = []
@@ -149,11 +144,13 @@ def read_table(text: str) -> Iterator[Fault]:
             rows[-1] = (kind, f"{rows[-1][1]} {line.strip()}")
         elif line and not line.startswith("#"):
             rows.append((kind, line))
+    found: dict[str, Fault] = {}
     for kind, row in rows:
         columns = [_word(column.strip()) for column in row.split(" |")]
-        if len(columns) != 8 or kind not in get_args(Kind):
-            raise ValueError(f"expected 8 columns under a kind of fault, got {kind!r}: {row}")
-        yield _fault(cast("Kind", kind), columns)
+        if len(columns) != 8 or kind not in get_args(Kind) or columns[0] in found:
+            raise ValueError(f"expected 8 columns and a new name, under a kind, got {kind}: {row}")
+        found[columns[0]] = _fault(cast("Kind", kind), columns)
+    return found
 
 
 def _fault(kind: Kind, columns: list[str]) -> Fault:

@@ -21,7 +21,6 @@ import fsdp_core.train.trainer
 from fsdp_core.config import TrainConfig
 from fsdp_core.fsdp.dynamic_pool import DynamicPool
 from fsdp_core.fsdp.fsdp_module import units_in
-from fsdp_core.fsdp.gradients import Gradients
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.pool import SlotPool
 from fsdp_core.fsdp.schedule import in_backward
@@ -45,7 +44,6 @@ from harness.worker.plants.planting import (
     Act,
     Planting,
     Site,
-    all_gradients,
     around,
     before_last_update,
     first_unit,
@@ -74,26 +72,17 @@ def _groups(trainer: Trainer) -> list[ParamGroup]:
 # ---- hooks and flags
 
 
-def _pre_hooks_lost(trainer: Trainer) -> None:
-    for module in first_unit(trainer).modules:
-        module._forward_pre_hooks.clear()
-        module._forward_pre_hooks_with_kwargs.clear()
-
-
-def _hook_arguments_lost(trainer: Trainer) -> None:
-    for module in first_unit(trainer).modules:
-        module._forward_pre_hooks_with_kwargs.clear()
+def _cleared(*names: str) -> Planting:
+    """Tables of hooks of the first layer's modules are empty."""
+    return once(lambda trainer: [
+        getattr(module, name).clear() for module in first_unit(trainer).modules for name in names
+    ])  # fmt: skip
 
 
 def _hooks_not_restored(site: Site, hooks: ExtractedHooks) -> None:
     for taken in hooks._taken:
         taken.original.clear()
     site.call(hooks)
-
-
-def _root_bypassed(trainer: Trainer) -> None:
-    stage: Any = trainer.stages[0]
-    stage._call_impl = stage.forward
 
 
 class _Ramp:
@@ -115,11 +104,6 @@ def _every_other(site: Site, index: int) -> None:
         site.call(index)
 
 
-def _begin_unqueued(site: Site) -> None:
-    """As `begin_backward`, but nobody is asked to call the end."""
-    site.owner.reduce_stream.wait_stream(site.owner.device.current_stream())
-
-
 class _Kept(ParamGroup):
     """A group that holds what it has gathered for what there is; the buffer stays."""
 
@@ -132,24 +116,14 @@ class _Kept(ParamGroup):
             self.is_registered = False
 
 
-def _kept_gathered(trainer: Trainer) -> None:
-    for group in _groups(trainer):
-        group.__class__ = _Kept
-
-
-def _flag(*, is_last: bool) -> Planting:
-    def frozen(site: Site, *args: Any, **how: Any) -> None:
-        site.call(*args, is_last=is_last)
-
-    return around(pipeline, "announce_backward", frozen)
-
-
 _HOOKS: Mapping[str, Planting] = {
-    "pre_hooks_lost": once(_pre_hooks_lost),
+    "pre_hooks_lost": _cleared("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
     "outputs_unmarked": instead(first_unit, "_hook_output", lambda hook: lambda *args: True),
     "hooks_not_restored": around(ExtractedHooks, "restore", _hooks_not_restored),
-    "hook_arguments_lost": once(_hook_arguments_lost),
-    "root_bypassed": once(_root_bypassed),
+    "hook_arguments_lost": _cleared("_forward_pre_hooks_with_kwargs"),
+    "root_bypassed": once(
+        lambda trainer: setattr(trainer.stages[0], "_call_impl", trainer.stages[0].forward)
+    ),
     "hook_counts_on_host": once(
         lambda trainer: layers(trainer)[0].attn.norm.register_forward_hook(_Ramp())
     ),
@@ -157,18 +131,26 @@ _HOOKS: Mapping[str, Planting] = {
     "gradient_hook_doubled": once(
         lambda trainer: _groups(trainer)[0].unsharded[0].register_hook(lambda grad: grad * 2)
     ),
-    "final_callback_lost": around(schedules, "begin_backward", _begin_unqueued),
+    # All that `begin_backward` does but to ask for a call of the end.
+    "final_callback_lost": around(
+        schedules, "begin_backward",
+        lambda site: site.owner.reduce_stream.wait_stream(site.owner.device.current_stream()),
+    ),
     "gather_skipped": instead(_groups, "_gather", lambda gather: _nothing),
     "gather_skipped_in_backward": around(
         first_unit, "unshard", lambda site: None if in_backward() else site.call()
     ),
-    "kept_gathered": once(_kept_gathered),
+    "kept_gathered": instead(_groups, "__class__", lambda group: _Kept),
     "zeroing_skipped": instead(
         lambda t: list(roots(t.stages)), "zero_main_grads", lambda zero: _nothing
     ),
-    "last_flag_lost": _flag(is_last=False),
-    "last_flag_frozen": _flag(is_last=True),
-}
+    "last_flag_lost": around(
+        pipeline, "announce_backward", lambda site, *a, is_last: site.call(*a, is_last=False)
+    ),
+    "last_flag_frozen": around(
+        pipeline, "announce_backward", lambda site, *a, is_last: site.call(*a, is_last=True)
+    ),
+}  # fmt: skip
 
 
 # ---- memory: tensors that others take the place of, that move, or have two owners
@@ -226,12 +208,6 @@ def _replaced(owner: Callable[[Trainer], Any], *names: str) -> Planting:
                 setattr(owner(trainer), name, held.clone())
 
     return on_stream(act)
-
-
-def _random_state_replaced(trainer: Trainer) -> None:
-    for stream in trainer.streams.streams:
-        if stream.state is not None:
-            stream.state = stream.state.clone()
 
 
 def _move_parameter(trainer: Trainer, name: str) -> str:
@@ -311,14 +287,17 @@ _MEMORY: Mapping[str, Planting] = {
     "learning_rate_replaced": _replaced(lambda trainer: trainer.optimizer, "lr"),
     "rope_replaced": _replaced(lambda trainer: trainer.stages[0].rope, "cos", "sin"),
     "tokens_replaced": _replaced(lambda trainer: trainer._inputs, "tokens", "targets"),
-    "random_state_replaced": on_stream(_random_state_replaced),
+    "random_state_replaced": instead(
+        lambda t: [each for each in t.streams.streams if each.state is not None], "state",
+        torch.clone,
+    ),
     "gradient_buffer_moved": on_stream(_gradient_buffer_moved),
     "gather_buffer_given_twice": _buffer_given_twice("gather"),
     "gradient_buffer_given_twice": _buffer_given_twice("grad"),
     "microbatch_slot_frozen": instead(
         lambda t: list(t.stages), "on_microbatch", lambda on: lambda part, slot: on(part, 0)
     ),
-}
+}  # fmt: skip
 
 
 # ---- the order of work: planted from a step on; but for the last they change no collective
@@ -364,8 +343,8 @@ def _give_back_twice(trainer: Trainer, unit: Unit, group: ParamGroup) -> None:
         finally:
             pool.release, is_out = release, False
 
-    surround(trainer, lambda t: unit, "wait_unshard", wait_and_release)
-    surround(trainer, lambda t: group, "reshard", take_again)
+    surround(trainer, unit, "wait_unshard", wait_and_release)
+    surround(trainer, group, "reshard", take_again)
 
 
 def _end_not_joining(site: Site) -> None:
@@ -379,11 +358,6 @@ def _end_not_joining(site: Site) -> None:
         site.call()
     finally:
         schedule.__dict__["_side_streams"] = streams
-
-
-def _too_little_room(site: Site, gradients: Gradients) -> None:
-    if not gradients.is_pending:
-        site.owner.drain(keep=1)
 
 
 def _unordered(site: Site, *args: Any) -> Any:
@@ -415,13 +389,19 @@ _STREAMS: Mapping[str, Planting] = {
         lambda site: setattr(site.owner, "gathered_event", None),
     ),
     "buffer_ignores_reduction": around(schedules, "drain", _drain_at_once),
-    "reduction_freed_early": around(all_gradients, "reduce", _reduce_and_drop),
+    "reduction_freed_early": around(
+        lambda t: [group.gradients for group in t.groups], "reduce", _reduce_and_drop
+    ),
     "early_release": once(_early_release),
     "reduction_ignores_gradients": instead(
         lambda t: [s.reduce_stream for s in schedules(t)], "wait_stream", lambda wait: _nothing
     ),
     "clip_ignores_reductions": around(schedules, "end_backward", _end_not_joining),
-    "refilled_while_reduced": around(schedules, "make_room", _too_little_room),
+    "refilled_while_reduced": around(
+        schedules,
+        "make_room",
+        lambda site, gradients: None if gradients.is_pending else site.owner.drain(keep=1),
+    ),
     "replica_sum_unordered": around(fsdp_core.fsdp.gradients, "all_reduce", _unordered),
     "clip_unordered": around(fsdp_core.train.trainer, "clip_grads", _unordered),
     "gathered_ahead": once(_gathered_ahead),
@@ -431,6 +411,7 @@ _STREAMS: Mapping[str, Planting] = {
 # ---- graphs: ranks that do not capture alike
 
 _GRAPHS = (HostGraph, CudaGraph)
+_FIRST = "layers.0.attn"
 WARM_UPS = 2
 """Calls of a partial scope's function before it is captured."""
 
@@ -490,10 +471,6 @@ def _at_call(number: int, act: Act) -> Planting:
     return once(lambda t: surround(t, _attention, "forward", acting), at_capture=True)
 
 
-def _raise_first(site: Site, *args: Any) -> Any:
-    processes.raise_error(site.trainer)
-
-
 # ---- graphs: what a capture leaves behind, and replays
 
 
@@ -541,21 +518,17 @@ def _step_count_on_host(trainer: Trainer) -> None:
         count.add_(1.0)
         optimizer.step_count = count
 
-    surround(trainer, lambda t: optimizer, "step", stepped)
-
-
-def _is_first(slot: Slot) -> bool:
-    return slot._name == "layers.0.attn"
+    surround(trainer, optimizer, "step", stepped)
 
 
 def _input_not_copied(site: Site, slot: Slot, tensors: Any, pending: Pending) -> Any:
-    if _is_first(slot):
+    if slot._name == _FIRST:
         tensors = tuple(static.detach().clone() for static in slot._inputs)
     return site.call(slot, tensors, pending)
 
 
 def _gradient_not_copied(site: Site, slot: Slot, grads: Any, pending: Pending) -> Any:
-    if _is_first(slot):
+    if slot._name == _FIRST:
         # The memory is shared by the graphs of all layers: keep what this one was given first.
         site.kept = site.kept or {}
         grads = site.kept.setdefault(slot, [grad.clone() for grad in grads])
@@ -614,7 +587,12 @@ _CAPTURE: Mapping[str, Planting] = {
     "microbatches_not_replayed": Planting(before_make=_most_microbatches_eager),
     "one_rank_never_captures": Planting(before_make=_eager),
     "handshake_raise": replace(
-        around(capture_session, "exchange_refusals", _raise_first), at_capture=True
+        around(
+            capture_session,
+            "exchange_refusals",
+            lambda site, *args: processes.raise_error(site.trainer),
+        ),
+        at_capture=True,
     ),
     # With tensor parallelism the others wait inside of the very function that failed.
     "warm_up_raise": _at_call(0, processes.raise_error),

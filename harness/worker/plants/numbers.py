@@ -44,10 +44,8 @@ from harness.worker.plants.planting import (
     NotHere,
     Planting,
     Site,
-    all_gradients,
     around,
     before_last_update,
-    gradients_of_layer_1,
     group_of_layer_1,
     instead,
     layers,
@@ -59,6 +57,15 @@ from harness.worker.plants.planting import (
     unit_named,
     wrap,
 )
+
+
+def _gradients_of_1(trainer: Trainer) -> Gradients:
+    """Of the second layer."""
+    return group_of_layer_1(trainer).gradients
+
+
+def _all_gradients(trainer: Trainer) -> list[Gradients]:
+    return [group.gradients for group in trainer.groups]
 
 
 def _optimizer(trainer: Trainer) -> Any:
@@ -74,7 +81,7 @@ def _pipeline(trainer: Trainer) -> Any:
 
 def _other_nest(trainer: Trainer) -> Any:
     """A nest of their own for the gradients of a layer."""
-    gradients = gradients_of_layer_1(trainer)
+    gradients = _gradients_of_1(trainer)
     wrap(gradients, "nest", copy.copy)
     return gradients.nest
 
@@ -118,7 +125,7 @@ def _gathers_in_other_order(trainer: Trainer) -> None:
             second.unshard()
         site.call()
 
-    surround(trainer, lambda t: first, "unshard", second_first)
+    surround(trainer, first, "unshard", second_first)
 
 
 # ---- what a step exchanges
@@ -230,7 +237,7 @@ def _of_another_microbatch(*, activations: bool) -> Planting:
 
 _EXCHANGED: Mapping[str, Planting] = {
     "gradients_not_reduced": around(_other_nest, "reduce", _keep_own),
-    "gradients_summed": instead(gradients_of_layer_1, "divide_factor", lambda factor: 1.0),
+    "gradients_summed": instead(_gradients_of_1, "divide_factor", lambda factor: 1.0),
     "replicas_not_summed": instead(_other_nest, "replica_groups", lambda groups: []),
     "replicas_of_other_axis": once(_replicas_of_other_axis),
     "stale_shard": once(_stale_shard),
@@ -272,12 +279,6 @@ def _other_initialisation(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _rope_off_by_one(trainer: Trainer) -> None:
-    for stage in trainer.stages:
-        for table in (stage.rope.cos, stage.rope.sin):
-            table.copy_(table.roll(-1, 0))
-
-
 def _one_nan(site: Site, *args: Any, **how: Any) -> torch.Tensor:
     out: torch.Tensor = site.call(*args, **how)
     mask = torch.zeros_like(out, dtype=torch.bool)
@@ -316,7 +317,7 @@ def _gradients(change: Callable[[torch.Tensor], Any]) -> Planting:
                 change(group.layout.views(group.gradients.pooled)[index])
             return site.call(stream, final=final)
 
-        surround(trainer, lambda t: group.gradients, "reduce", change_and_reduce)
+        surround(trainer, group.gradients, "reduce", change_and_reduce)
 
     return once(plant)
 
@@ -338,13 +339,9 @@ def _reduce_anew(site: Site, stream: Any, *, final: bool) -> Any:
     return site.call(stream, final=final)
 
 
-def _deposit_twice(site: Site, rows: Any) -> None:
-    site.call({index: row.clone() for index, row in rows.items()})
-    site.call(rows)
-
-
-def _deposit_last_twice(site: Site, rows: Any) -> None:
-    if site.number % site.trainer.config.microbatches == 0:
+def _deposit_twice(site: Site, rows: Any, *, every: int = 1) -> None:
+    """Of so many reductions what one gives is added twice."""
+    if site.number % every == 0:
         site.call({index: row.clone() for index, row in rows.items()})
     site.call(rows)
 
@@ -356,10 +353,6 @@ def _double_last(site: Site, full: torch.Tensor | None, outputs: Any) -> Any:
     if full is not None and site.kept % site.trainer.config.microbatches == 0:
         torch._foreach_mul_([gradients._views[i] for i in sorted(gradients._copied)], 2)
     return site.call(full, outputs)
-
-
-def _rounded_gradients(config: TrainConfig) -> TrainConfig:
-    return replace(config, fsdp=replace(config.fsdp, reduce_dtype="bf16"))
 
 
 def _clip_twice(site: Site, *args: Any) -> Any:
@@ -444,7 +437,13 @@ _COMPUTED: Mapping[str, Planting] = {
     "nan": _main_weight(lambda element: element.fill_(float("nan"))),
     "negative_zero": _main_weight(lambda element: element.fill_(-0.0)),
     "positive_zero": _main_weight(lambda element: element.fill_(0.0)),
-    "rope_off_by_one": once(_rope_off_by_one),
+    "rope_off_by_one": once(
+        lambda trainer: [
+            table.copy_(table.roll(-1, 0))
+            for stage in trainer.stages
+            for table in (stage.rope.cos, stage.rope.sin)
+        ]
+    ),
     "softmax_scale": around(
         fsdp_core.model.sdpa, "ring_attention",
         lambda site, *args, scale, **how: site.call(*args, scale=scale**2, **how),
@@ -461,11 +460,16 @@ _COMPUTED: Mapping[str, Planting] = {
     "gradient_row_negated": _gradients(lambda rows: rows[0].neg_()),
     "gradient_ulp": _gradients(lambda rows: rows[0].view(torch.int32).add_(1)),
     "gradient_noise": _gradients(_noise),
-    "overwritten_gradient": around(gradients_of_layer_1, "reduce", _reduce_anew),
-    "gradient_counted_twice": around(gradients_of_layer_1, "_deposit", _deposit_twice),
-    "microbatch_counted_twice": around(all_gradients, "_own_sum", _double_last),
-    "microbatch_added_twice": around(all_gradients, "_deposit", _deposit_last_twice),
-    "rounded_gradients": Planting(before_make=_rounded_gradients),
+    "overwritten_gradient": around(_gradients_of_1, "reduce", _reduce_anew),
+    "gradient_counted_twice": around(_gradients_of_1, "_deposit", _deposit_twice),
+    "microbatch_counted_twice": around(_all_gradients, "_own_sum", _double_last),
+    "microbatch_added_twice": around(
+        _all_gradients, "_deposit",
+        lambda site, rows: _deposit_twice(site, rows, every=site.trainer.config.microbatches),
+    ),
+    "rounded_gradients": Planting(
+        before_make=lambda c: replace(c, fsdp=replace(c.fsdp, reduce_dtype="bf16"))
+    ),
     "clipped_twice": around(fsdp_core.train.trainer, "clip_grads", _clip_twice),
     "unclipped_layer": once(_unclipped_layer),
     "step_count": once(lambda trainer: trainer.optimizer.step_count.add_(1.0)),
@@ -508,15 +512,6 @@ def _filled(change: Callable[[RowInputs], Any]) -> Planting:
         change(site.owner)
 
     return around(_inputs, "fill", fill_and_change)
-
-
-def _repeat_microbatch(inputs: RowInputs) -> None:
-    for static in (inputs.tokens, inputs.targets):
-        static[-1] = static[0]
-
-
-def _zero_last(inputs: RowInputs) -> None:
-    inputs.tokens.view(-1)[-1] = 0
 
 
 def _count_all(site: Site, *args: Any) -> Any:
@@ -580,11 +575,6 @@ def _draw_in_place(site: Site, *args: Any, **how: Any) -> Any:
     return out
 
 
-def _dropout_off(trainer: Trainer) -> None:
-    for layer in layers(trainer):
-        layer.attn.residual = replace(layer.attn.residual, p=0.0)
-
-
 _OTHER_SHARD = instead(lambda t: _inputs(t)._batches, "dp_rank", lambda own: 0 if own else 1)
 
 _DATA: Mapping[str, Planting] = {
@@ -594,8 +584,10 @@ _DATA: Mapping[str, Planting] = {
     "other_shuffle": instead(lambda t: _inputs(t)._batches, "seed", lambda seed: seed + 1),
     "shifted_epoch": around(lambda t: t._inputs, "fill", lambda site, step: site.call(step + 1)),
     "unshifted_labels": _filled(lambda inputs: inputs.targets.copy_(inputs.tokens)),
-    "repeated_microbatch": _filled(_repeat_microbatch),
-    "zeroed_token": _filled(_zero_last),
+    "repeated_microbatch": _filled(
+        lambda inputs: [static[-1].copy_(static[0]) for static in (inputs.tokens, inputs.targets)]
+    ),
+    "zeroed_token": _filled(lambda inputs: inputs.tokens.view(-1)[-1:].zero_()),
     "microbatches_in_other_order": _filled(
         lambda inputs: inputs.tokens.copy_(inputs.tokens.flip(0))
     ),
@@ -612,7 +604,9 @@ _DATA: Mapping[str, Planting] = {
     "seeded_by_entropy": once(_seeded(lambda t: int.from_bytes(os.urandom(7), "little"))),
     # Somebody else draws a number from the device's generator.
     "drawn_aside": once(lambda t: torch.rand(1, device=t.device.torch_device)),
-    "dropout_off": once(_dropout_off),
+    "dropout_off": instead(
+        lambda t: [layer.attn for layer in layers(t)], "residual", lambda own: replace(own, p=0.0)
+    ),
 }
 
 PLANTINGS: Mapping[str, Planting] = {**_EXCHANGED, **_COMPUTED, **_DATA}

@@ -13,7 +13,7 @@ of torch, of the operating system; nothing in `fsdp_core` knows of faults.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, field
-from types import ModuleType
+from types import FunctionType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -33,8 +33,8 @@ ActOn = Callable[[Trainer, str], str]
 """Given the name of a tensor, or "" for one of its own choice; returns which one it was."""
 Alteration = Callable[[str], list[str]]
 """From a line of a rank's file to what is written in its place."""
-Where = type | ModuleType | tuple[type, ...] | Callable[[Trainer], Any]
-"""One owner, or a list or tuple of several."""
+Where = Any
+"""An owner, a list or tuple of several, or a function that finds either in the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def around(where: Where, name: str, body: Body) -> Planting:
 
 
 def surround(trainer: Trainer, where: Where, name: str, body: Body) -> None:
-    """What `around` does, there and then."""
+    """What `around` does, there and then; `where` may be the owner itself."""
     for owner in owners(trainer, where):
         wrap(owner, name, Site(trainer, owner, body).take)
 
@@ -155,7 +155,7 @@ class NotHere(LookupError):
 
 def owners(trainer: Trainer, where: Where) -> list[Any]:
     """All that `where` names."""
-    found = where(trainer) if not isinstance(where, type | ModuleType | tuple) else where
+    found = where(trainer) if isinstance(where, FunctionType) else where
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
@@ -190,16 +190,6 @@ def unit_named(trainer: Trainer, name: str) -> Unit:
 def group_of_layer_1(trainer: Trainer) -> ParamGroup:
     """The parameters of the second layer's unit."""
     return unit_named(trainer, "layers.1").groups[0]
-
-
-def gradients_of_layer_1(trainer: Trainer) -> Any:
-    """What becomes of their gradients."""
-    return group_of_layer_1(trainer).gradients
-
-
-def all_gradients(trainer: Trainer) -> list[Any]:
-    """Of every unit of the rank."""
-    return [group.gradients for group in trainer.groups]
 
 
 def module_named(trainer: Trainer, name: str) -> Any:

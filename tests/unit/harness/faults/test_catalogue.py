@@ -23,7 +23,7 @@ least | - | - | - | crashed | forward layers.* | It ends. | it ends
 
 def test_a_row_says_all_of_an_entry() -> None:
     """Words of the setup go where a scenario, a plant or an entry has them; the rest is empty."""
-    other, least = read_table(ROW)
+    other, least = read_table(ROW).values()
     assert (other.name, other.kind, other.source) == ("other", "data", "F1")
     assert (other.takes, other.expects) == (("step", "rank", "tensor"), ("race", "diverged"))
     assert (other.description, other.symptom) == ("-0.0 is written.", "nothing")
@@ -42,12 +42,13 @@ def test_a_row_says_all_of_an_entry() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a | b | c", ROW.replace("data", "date"), ROW[1:].partition("\n")[2]]
+    "text",
+    ["a | b | c", ROW.replace("data", "date"), ROW[1:].partition("\n")[2], ROW + ROW],
 )
 def test_a_row_that_is_not_whole_is_refused(text: str) -> None:
-    """Eight columns under a known kind."""
-    with pytest.raises(ValueError, match="expected 8 columns under a kind of fault"):
-        list(read_table(text))
+    """Eight columns under a known kind, and each name once."""
+    with pytest.raises(ValueError, match="expected 8 columns and a new name"):
+        read_table(text)
 
 
 def test_entries_are_whole() -> None:
