@@ -384,8 +384,7 @@ _STREAMS: Mapping[str, Planting] = {
         lambda t: [s.gather_stream for s in schedules(t)], "wait_stream", lambda wait: _nothing
     ),
     "compute_ignores_gather": around(
-        lambda t: [unit for schedule in schedules(t) for unit in schedule.units],
-        "_wait_gather",
+        lambda t: [unit for schedule in schedules(t) for unit in schedule.units], "_wait_gather",
         lambda site: setattr(site.owner, "gathered_event", None),
     ),
     "buffer_ignores_reduction": around(schedules, "drain", _drain_at_once),
@@ -398,14 +397,13 @@ _STREAMS: Mapping[str, Planting] = {
     ),
     "clip_ignores_reductions": around(schedules, "end_backward", _end_not_joining),
     "refilled_while_reduced": around(
-        schedules,
-        "make_room",
+        schedules, "make_room",
         lambda site, gradients: None if gradients.is_pending else site.owner.drain(keep=1),
     ),
     "replica_sum_unordered": around(fsdp_core.fsdp.gradients, "all_reduce", _unordered),
     "clip_unordered": around(fsdp_core.train.trainer, "clip_grads", _unordered),
     "gathered_ahead": once(_gathered_ahead),
-}
+}  # fmt: skip
 
 
 # ---- graphs: ranks that do not capture alike
@@ -619,7 +617,7 @@ _CAPTURE: Mapping[str, Planting] = {
     "side_stream_not_joined": _before_attention(_fork_side_stream),
     "device_wait_in_capture": _before_attention(lambda x: torch.cuda.synchronize(x.device)),
     "event_from_before_capture": once(_wait_for_old_event),
-}
+}  # fmt: skip
 
 PLANTINGS: Mapping[str, Planting] = {**_HOOKS, **_MEMORY, **_STREAMS, **_CAPTURE}
 """By name in the catalogue."""

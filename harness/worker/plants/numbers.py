@@ -607,7 +607,7 @@ _DATA: Mapping[str, Planting] = {
     "dropout_off": instead(
         lambda t: [layer.attn for layer in layers(t)], "residual", lambda own: replace(own, p=0.0)
     ),
-}
+}  # fmt: skip
 
 PLANTINGS: Mapping[str, Planting] = {**_EXCHANGED, **_COMPUTED, **_DATA}
 """By name in the catalogue."""

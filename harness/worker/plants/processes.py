@@ -204,5 +204,5 @@ PLANTINGS: Mapping[str, Planting] = {
     ),
     "record_of_the_step_before": _written(("step", -1, _remember), ("step", 0, _with_state_before)),
     "end_record_lost": _written(("end", 0, _lost)),
-}
+}  # fmt: skip
 """By name in the catalogue."""
