@@ -66,7 +66,7 @@ SECTIONS: dict[str, dict[str, _Place]] = {
         ),
     },
     "Tests of the harness": {
-        "faults": _Place("harness.faults_command", "faults_command", "Plant known faults."),
+        "faults": _Place("harness.faults.command", "faults_command", "Plant known faults."),
     },
 }
 

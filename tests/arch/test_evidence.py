@@ -17,7 +17,7 @@ PATTERNS = {
     "harness/bisector/repro.py": (1, NAMES),
     "harness/scenario/case_id.py": (1, NAMES),
     "harness/commit.py": (1, NAMES),
-    "harness/detection/localised.py": (3, NAMES),
+    "harness/faults/scoring.py": (3, NAMES),
     "harness/inspection.py": (1, NAMES),
     "harness/leftovers.py": (1, NAMES),
     "harness/records.py": (1, NAMES),

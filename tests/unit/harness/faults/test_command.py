@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli import main
-from harness.detection.document import MEASURED, document, measured_in
 from harness.faults.catalogue import CATALOGUE
+from harness.faults.pages import MEASURED, document, measured_in
 from harness.records import FloatBits, RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json
 
@@ -81,7 +81,7 @@ def test_what_fails_in_other_words_is_not_detected(
         assert plain["rows"][0]["status"] == "misjudged"  # not even a crash, if nobody planted it
 
 
-def test_a_clean_cell_that_fails_ends_with_1(
+def test_a_clean_case_that_fails_ends_with_1(
     plants: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A false alarm is a failure, and named."""
@@ -97,7 +97,7 @@ def test_a_clean_cell_that_fails_ends_with_1(
     code, plain = run_json(capsys, "faults", *RAN, "ulp")
     assert code == 1
     assert plain["alarms"]
-    assert plain["rates"]["false alarms on clean cells"]["successes"] == len(plain["alarms"])
+    assert plain["rates"]["false alarms on clean cases"]["successes"] == len(plain["alarms"])
 
 
 def test_faults_of_other_devices_are_not_run_and_not_counted(
@@ -182,7 +182,7 @@ def test_an_entry_is_shown_with_a_scenario_that_runs(
     shown = capsys.readouterr().out
     assert plain["scenario"] in shown
     file = tmp_path / "shown.yaml"
-    file.write_text(shown)  # with what is told of it
+    file.write_text(shown)  # with the comments
     assert main(["run", str(file), "--no-history", "--device", "cpu"]) == 1
 
 
@@ -196,5 +196,5 @@ def test_a_page_made_again_keeps_what_was_measured(engine: FakeEngine) -> None:
 
 def test_the_document_has_the_catalogue_as_it_is() -> None:
     """docs/FAULTS.md: `harness faults table --write docs/FAULTS.md` after a change of an entry."""
-    written = (Path(__file__).parents[3] / "docs" / "FAULTS.md").read_text()
+    written = (Path(__file__).parents[4] / "docs" / "FAULTS.md").read_text()
     assert written.removesuffix(measured_in(written)) == document([])

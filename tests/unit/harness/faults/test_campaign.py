@@ -1,15 +1,14 @@
-"""What counts as detected, and which of a fault's cases is told."""
+"""What counts as detected, and which of a fault's cases the row is of."""
 
 import dataclasses
 
 import pytest
 
 from harness.bisector.found import Location
-from harness.detection.cells import BARE, BROKEN, CELL, fault_case, variants
-from harness.detection.matrix import Alarm, Matrix, merged
-from harness.detection.pages import due_place
-from harness.detection.rows import Judged, Row, can_run, located, row_of, to_locate
+from harness.faults.campaign import Alarm, Judged, Matrix, Row, located, merged, row_of, to_locate
+from harness.faults.cases import BARE, BROKEN, WHOLE, fault_case, variants
 from harness.faults.catalogue import CATALOGUE
+from harness.faults.pages import due_place
 from harness.records import (
     Difference,
     EventRecord,
@@ -21,6 +20,7 @@ from harness.records import (
     Verdict,
     What,
 )
+from harness.store import LEGS, CaseRuns
 
 FAULT = CATALOGUE["early_release"]
 Said = tuple[Outcome, What]
@@ -41,9 +41,8 @@ def held(said: dict[str, Said], *, acted: bool = True, fault: str = FAULT.name) 
             case_id=case.id, outcome=outcome, what=what, message="why", checks=(), runs={},
             wall_s=1.0, difference=at,
         )  # fmt: skip
-        legs = {leg: _run(getattr(case, leg), acted=acted and leg == "candidate")
-                for leg in ("reference", "control", "candidate")}  # fmt: skip
-        found.append(Judged(case=case, verdict=verdict, **legs))
+        runs = {leg: _run(getattr(case, leg), acted=acted and leg == "candidate") for leg in LEGS}
+        found.append(Judged(case=case, verdict=verdict, runs=CaseRuns(case=case, **runs)))
     return found
 
 
@@ -59,9 +58,9 @@ def _run(spec: RunSpec, *, acted: bool) -> RunResult:
     return RunResult(spec=spec, outcome=outcome, ranks=(rank,))
 
 
-def test_the_barest_case_that_sees_it_is_told() -> None:
-    """No stressor before one, one before several; the search starts from the whole cell."""
-    row = row_of(FAULT, held({"poison": SEEN, "scramble": SEEN, CELL: SEEN}))
+def test_the_row_is_of_the_barest_case_that_sees_it() -> None:
+    """No stressor before one, one before several; the search starts from the whole setup."""
+    row = row_of(FAULT, held({"poison": SEEN, "scramble": SEEN, WHOLE: SEEN}))
     assert (row.status, row.under, row.case) == ("detected", ("poison",), "early_release.poison")
     assert to_locate(row, FAULT) == "early_release"
     assert (row.planted_step, row.planted_rank, row.detected_step, row.later) == (3, 1, 4, 1)
@@ -84,34 +83,32 @@ def test_the_barest_case_that_sees_it_is_told() -> None:
 )
 def test_only_what_the_entry_expects_is_a_detection(said: Said, status: str) -> None:
     """A failure in other words, or no verdict, is none."""
-    row = row_of(FAULT, held(dict.fromkeys((BARE, "poison", "scramble", CELL), said)))
+    row = row_of(FAULT, held(dict.fromkeys((BARE, "poison", "scramble", WHOLE), said)))
     assert row.status == status
     assert row.reason
-    assert can_run(row)
+    assert row.counts
 
 
 def test_a_run_that_ended_before_anything_was_planted_proves_nothing() -> None:
     """A crash that is expected counts only where a rank says that it planted it."""
-    said: dict[str, Said] = {CELL: ("failed", "crashed")}
+    said: dict[str, Said] = {WHOLE: ("failed", "crashed")}
     for acted, status in ((True, "detected"), (False, "misjudged")):
         assert row_of(CATALOGUE["raise"], held(said, acted=acted, fault="raise")).status == status
 
 
 def test_what_cannot_be_planted_is_not_counted_but_a_broken_entry_is() -> None:
-    """Another device is a reason, an illegal cell is the catalogue's fault."""
-    (only,) = held({CELL: ("skipped", "unsupported")}, fault="raise")
+    """Another device is a reason, an illegal setup is the catalogue's fault."""
+    (only,) = held({WHOLE: ("skipped", "unsupported")}, fault="raise")
     row = row_of(CATALOGUE["raise"], [only])
     assert (row.status, row.reason) == ("not run", "why")
-    assert not can_run(row)
-    assert can_run(dataclasses.replace(row, reason=f"{BROKEN}parallel.tp"))
+    assert not row.counts
+    assert dataclasses.replace(row, reason=f"{BROKEN}parallel.tp").counts
 
 
 def test_a_place_is_held_against_the_entry() -> None:
     """The row says how well, and fills a step that no check knew."""
-    row = row_of(FAULT, held({CELL: SEEN}))
-    pointer = FAULT.points_at
-    assert pointer is not None
-    found = Location(step=3, phase=pointer.phase, rank=1, module="embedding",
+    row = row_of(FAULT, held({WHOLE: SEEN}))
+    found = Location(step=3, phase=FAULT.points_at.phase, rank=1, module="embedding",
                      tensor="embedding:output")  # fmt: skip
     assert located(row, FAULT, found, num_layers=2).localised == "exactly"
     late = located(row, FAULT, dataclasses.replace(found, step=4), num_layers=2)
@@ -123,13 +120,13 @@ def test_a_place_is_held_against_the_entry() -> None:
 def test_the_place_that_is_due_is_where_it_can_show_first() -> None:
     """A fault that shows a step after it is planted is due in that step."""
     pointers = {name: entry.points_at for name, entry in CATALOGUE.items() if "step" in entry.takes}
-    name, pointer = next((n, p) for n, p in pointers.items() if p is not None and p.later)
-    row = row_of(CATALOGUE[name], held({CELL: SEEN}, fault=name))
-    assert due_place(row).startswith(f"step {CATALOGUE[name].cell.step + pointer.later}, ")
+    name, pointer = next((n, p) for n, p in pointers.items() if p.later)
+    row = row_of(CATALOGUE[name], held({WHOLE: SEEN}, fault=name))
+    assert due_place(row).startswith(f"step {CATALOGUE[name].setup.step + pointer.later}, ")
 
 
 def test_rates_count_what_ran() -> None:
-    """Faults of other devices are in no rate; alarms are held against clean cells."""
+    """Faults of other devices are in no rate; alarms are held against clean cases."""
     rows = (
         Row(fault="a", kind="data", source="", status="detected", localised="exactly"),
         Row(fault="b", kind="data", source="", status="detected", localised="near", is_named=True),
@@ -146,7 +143,7 @@ def test_rates_count_what_ran() -> None:
 
 
 def test_matrices_of_shards_are_one_and_count_nothing_twice() -> None:
-    """Later rows stand, clean cells that two folders ran count once, devices stay apart."""
+    """Later rows stand, clean cases that two folders ran count once, devices stay apart."""
     row = Row(fault="ulp", kind="numerics", source="", status="missed")
     seen = dataclasses.replace(row, status="detected")
     other = dataclasses.replace(row, fault="leak")

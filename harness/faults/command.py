@@ -11,25 +11,19 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from harness.detection.campaign import Asked, carry_out_campaign
-from harness.detection.cells import scenario_text
-from harness.detection.document import catalogue_table, document, measured_in
-from harness.detection.matrix import Matrix, merged
-from harness.detection.pages import (
-    HEADERS,
-    cells_of,
-    due_place,
-    markdown,
-    page,
-    seen_by,
-    steps_of,
-    summary_lines,
-    told_place,
-)
-from harness.detection.rows import Row
 from harness.disk import write_atomic
 from harness.display import cell, make_console, plain_table
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
+from harness.faults import pages
+from harness.faults.campaign import (
+    Asked,
+    CampaignView,
+    Matrix,
+    Row,
+    carry_out_campaign,
+    merged,
+)
+from harness.faults.cases import scenario_text
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
 from harness.masking import Masker
@@ -38,7 +32,7 @@ from harness.runner.plan import Plan
 from harness.runner.progress import duration, plan_line
 from harness.scenario.selection import compile_expression
 
-CLEAN_CELLS = 200
+CLEAN_CASES = 200
 CLEAN_PER_LINE = 50
 MATRIX_FILES = ("matrix.md", "matrix.json", "matrix.html")
 
@@ -61,17 +55,13 @@ def faults_command() -> None:
 @_keyword
 @_json
 def list_faults(*, keyword: str | None, as_json: bool) -> int:
-    """Every fault of the catalogue: what it is, where it bites, what must catch it."""
+    """Every fault of the catalogue: what it is, where it shows, what must catch it."""
     chosen = _selected((), keyword)
     if as_json:
         click.echo(json.dumps([_plain(fault) for fault in chosen], allow_nan=False))
         return ExitCode.PASSED
-    headers, rows = catalogue_table(chosen)
-    table = plain_table(*headers)
-    for row in rows:
-        table.add_row(*map(cell, row))
     console = make_console()
-    console.print(table)
+    _print_table(console, pages.CATALOGUE_HEADERS, map(pages.entry_of, chosen))
     console.print(Text(f"{len(chosen)} of {len(CATALOGUE)} faults"))
     return ExitCode.PASSED
 
@@ -87,18 +77,16 @@ def show_fault(*, name: str, as_json: bool) -> int:
         click.echo(json.dumps(plain, allow_nan=False))
         return ExitCode.PASSED
     pointer = fault.points_at
-    place = "" if pointer is None else ", ".join(
-        filter(None, (f"phase {pointer.phase}", pointer.module, pointer.tensor))
-    )  # fmt: skip
-    told = {
+    place = filter(None, (f"phase {pointer.phase}", pointer.module, pointer.tensor))
+    lines = {
         "fault": fault.name, "what": fault.description, "class": fault.kind,
         "source": fault.source, "symptom": fault.symptom, "caught as": ", ".join(fault.expects),
-        "found in": place, "devices": ", ".join(fault.devices), "takes": ", ".join(fault.takes),
-        "scopes": ", ".join(fault.scopes),
-        "layout": ", ".join(f"{name} {shown(least)}" for name, least in fault.layout.items()),
+        "found in": ", ".join(place), "devices": ", ".join(fault.devices),
+        "takes": ", ".join(fault.takes), "scopes": ", ".join(fault.scopes),
+        "layout": ", ".join(f"{name} {shown(least)}" for name, least in fault.needs.items()),
     }  # fmt: skip
     # Comments of YAML: what is printed, written to a file, is the scenario.
-    for key, value in told.items():
+    for key, value in lines.items():
         if value:
             click.echo(f"# {key:<10} {value}")
     click.echo(f"\n{scenario_text(fault)}", nl=False)
@@ -111,12 +99,12 @@ def show_fault(*, name: str, as_json: bool) -> int:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where.")
 @click.option(
     "--clean", type=click.IntRange(0), default=None, metavar="N",
-    help=f"Clean cells beside them, {CLEAN_CELLS} by default, or none for named faults.",
+    help=f"Clean cases next to them, {CLEAN_CASES} by default, or none for named faults.",
 )  # fmt: skip
 @click.option("--no-locate", is_flag=True, help="Do not ask where the fault is.")
 @click.option(
     "--elsewhere", type=click.IntRange(0), metavar="SEED",
-    help="Each fault once, in a cell that is drawn with SEED, not in its own; no clean cells.",
+    help="Each fault once, in a setup drawn with SEED, not in its own; no clean cases.",
 )  # fmt: skip
 @click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
@@ -139,15 +127,15 @@ def run_faults(
 ) -> int:  # fmt: skip
     """Plant faults, all by default, and print which check sees each, when, and where it points.
 
-    Exit code 0 only if every fault that can run here was detected and no clean cell failed.
+    Exit code 0 only if every fault that can run here was detected and no clean case failed.
     """
     resume = room["resume"]
     if resume is not None and (names or keyword or clean is not None or room["shard"]):
-        raise UsageError(f"--resume: expected no names, -k, --clean or --shard beside {resume}")
+        raise UsageError(f"--resume: expected no names, -k, --clean or --shard with {resume}")
     some = bool(names or keyword) or room["elsewhere"] is not None
     asked = Asked(
         faults=() if resume else _selected(names, keyword),
-        clean=(0 if some else CLEAN_CELLS) if clean is None else clean,
+        clean=(0 if some else CLEAN_CASES) if clean is None else clean,
         locate=not no_locate,
         **room,
     )
@@ -156,15 +144,13 @@ def run_faults(
     folder, matrix = carry_out_campaign(
         asked, _Printer(console), argv=["harness", *Masker(os.environ).words(args)]
     )
-    for name, text in zip(
-        MATRIX_FILES,
-        (markdown(matrix), json.dumps(matrix.to_json(), indent=1), page(matrix)),
-        strict=True,
-    ):
+    texts = (pages.markdown(matrix), json.dumps(matrix.to_json(), indent=1), pages.page(matrix))
+    for name, text in zip(MATRIX_FILES, texts, strict=True):
         write_atomic(folder / name, text)
-    _print_matrix(console, matrix)
-    told = f"in {duration(matrix.wall_s)}; {folder / MATRIX_FILES[0]}, .json, .html"
-    console.print(Text(told), soft_wrap=True)
+    _print_table(console, pages.HEADERS, map(pages.fields_of, matrix.ran))
+    files = f"in {duration(matrix.wall_s)}; {folder / MATRIX_FILES[0]}, .json, .html"
+    for line in (*pages.summary_lines(matrix), files):
+        console.print(Text(line), soft_wrap=True)
     code = exit_code(matrix)
     if as_json:
         plain = {"exit_code": int(code), "folder": str(folder), **matrix.to_json()}
@@ -180,8 +166,8 @@ def run_faults(
 )  # fmt: skip
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
     """The catalogue as a document, with what RUN folders of matrices, or of shards, measured."""
-    kept = measured_in(write.read_text()) if not folders and write and write.exists() else ""
-    text = document(merged([read_json(folder) for folder in folders])) + kept
+    kept = pages.measured_in(write.read_text()) if not folders and write and write.exists() else ""
+    text = pages.document(merged([read_json(folder) for folder in folders])) + kept
     if write is None:
         click.echo(text, nl=False)
     else:
@@ -213,15 +199,17 @@ def exit_code(matrix: Matrix) -> ExitCode:
     return ExitCode.NO_VERDICT if matrix.alarms else ExitCode.PASSED
 
 
-class _Printer:
+class _Printer(CampaignView):
     """A line for each row and each alarm, a count of the rest."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self._console = console
         self._num_runs = self._done = self._clean = 0
 
     def planned(self, plan: Plan) -> None:
         """Print the plan."""
+        super().planned(plan)
         self._num_runs = len(plan.runs)
         self._console.print(Text(plan_line(plan)))
 
@@ -233,36 +221,31 @@ class _Printer:
         """Print it."""
         line = Text(overflow="fold")
         line.append(f"[{self._done}/{max(self._num_runs, self._done)}] ", style="dim")
-        line.append(f"{row.fault:<28} {seen_by(row)}", style=_colour(row))
+        colour = {"detected": "green", "not run": "yellow"}.get(row.status, "bold red")
+        line.append(f"{row.fault:<28} {pages.seen_by(row)}", style=colour)
         under = f" under {'+'.join(row.under)}" if row.under else ""
-        line.append(f"{under}, step {steps_of(row) or '-'}, place {row.localised or '-'}")
+        line.append(f"{under}, step {pages.steps_of(row) or '-'}, place {row.localised or '-'}")
         if row.status != "detected":
             line.append(f": {row.reason}")
         elif row.localised in ("near", "no"):
-            line.append(f": expected {due_place(row)}; got {told_place(row)}")
+            line.append(f": expected {pages.due_place(row)}; got {pages.found_place(row)}")
         self._console.print(line, soft_wrap=True)
 
     def clean(self, verdict: Verdict) -> None:
         """Print what is not clean."""
         self._clean += 1
         if self._clean % CLEAN_PER_LINE == 0:
-            self._console.print(Text(f"[{self._done}] {self._clean} clean cells", style="dim"))
+            self._console.print(Text(f"[{self._done}] {self._clean} clean cases", style="dim"))
         if verdict.outcome not in ("passed", "skipped"):
-            told = f"{verdict.outcome} without a fault: {verdict.case_id}: {verdict.message}"
-            self._console.print(Text(told, style="bold red"), soft_wrap=True)
+            line = f"{verdict.outcome} without a fault: {verdict.case_id}: {verdict.message}"
+            self._console.print(Text(line, style="bold red"), soft_wrap=True)
 
 
-def _colour(row: Row) -> str:
-    return {"detected": "green", "not run": "yellow"}.get(row.status, "bold red")
-
-
-def _print_matrix(console: Console, matrix: Matrix) -> None:
-    table = plain_table(*HEADERS)
-    for row in matrix.ran:
-        table.add_row(*map(cell, cells_of(row)))
+def _print_table(console: Console, headers: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
+    table = plain_table(*headers)
+    for row in rows:
+        table.add_row(*map(cell, row))
     console.print(table)
-    for line in summary_lines(matrix):
-        console.print(Text(line), soft_wrap=True)
 
 
 def _selected(names: Iterable[str], keyword: str | None) -> tuple[Fault, ...]:
@@ -290,21 +273,21 @@ def _selected(names: Iterable[str], keyword: str | None) -> tuple[Fault, ...]:
 
 def _known_as(fault: Fault) -> str:
     words = (fault.name, fault.kind, fault.source, *fault.expects, *fault.devices,
-             *fault.cell.graph, *fault.cell.stress)  # fmt: skip
+             *fault.setup.graph, *fault.setup.stress)  # fmt: skip
     return "\n".join(words).lower()
 
 
 def _plain(fault: Fault) -> dict[str, Any]:
-    pointer, held = fault.points_at, fault.cell
+    pointer, setup = fault.points_at, fault.setup
     return {
         "name": fault.name, "kind": fault.kind, "source": fault.source,
         "description": fault.description, "symptom": fault.symptom,
         "expects": list(fault.expects), "devices": list(fault.devices),
         "takes": list(fault.takes), "scopes": list(fault.scopes),
-        "layout": dict(fault.layout), "counterpart": fault.counterpart,
+        "layout": dict(fault.needs), "counterpart": fault.counterpart,
         "everywhere": fault.everywhere,
-        "graph": list(held.graph), "stress": list(held.stress),
-        "points_at": None if pointer is None else {
+        "graph": list(setup.graph), "stress": list(setup.stress),
+        "points_at": {
             "phase": pointer.phase, "module": pointer.module, "tensor": pointer.tensor,
         },
     }  # fmt: skip
