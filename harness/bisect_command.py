@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from harness import display, machine
-from harness.answers import find_answer
 from harness.bisector.findings import Findings
 from harness.bisector.page import PAGE_FILE
 from harness.bisector.repro import FOLDER
@@ -27,6 +26,7 @@ from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.selection import select
 from harness.store import RunFolder
+from harness.store.answers import find_answer
 
 _PATH = click.Path(path_type=Path)
 SCENARIO_SUFFIXES = (".yaml", ".yml")

@@ -8,8 +8,8 @@ import click
 
 from harness.checks import exit_code
 from harness.checks.steps import count
-from harness.inspection import Inspection, inspect
 from harness.records import ExitCode
+from harness.store.verify import Inspection, inspect
 
 MAX_LINES = 20
 """Lines of damage, and cases without a verdict, that are printed; the rest is counted."""

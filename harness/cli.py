@@ -28,7 +28,6 @@ from harness.errors import HarnessError, InternalError, Interrupted, UsageError,
 from harness.faults_command import faults_command
 from harness.history import DATABASE_FILE, remember
 from harness.history_commands import compare_command, history_command
-from harness.lookup import DEFAULT_OUT, bisect_line, find_case
 from harness.machine import describe
 from harness.masking import Masker
 from harness.predict_command import predict_command
@@ -43,6 +42,7 @@ from harness.report_commands import (
 )
 from harness.scenario.schema import Overrides
 from harness.scenario.sections import ENGINES
+from harness.store.find import DEFAULT_OUT, bisect_line, find_case
 from harness.suite_options import list_command, suite_options
 from harness.typed import program
 from harness.wrap_command import wrap_command

@@ -12,10 +12,7 @@ from rich.text import Text
 from harness import display, machine, recorded
 from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
-from harness.checksum import with_checksum
-from harness.disk import link_or_copy, make_folder, write_atomic
 from harness.errors import UsageError
-from harness.lookup import DEFAULT_OUT, unused
 from harness.program.spec import POSITIONAL, program_of
 from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
@@ -23,6 +20,9 @@ from harness.report_commands import build_reports, command_line
 from harness.scenario.sections import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, OUTCOME_FILE, SPEC_FILE, RunFolder
+from harness.store.checksum import with_checksum
+from harness.store.files import link_or_copy, make_folder, write_atomic
+from harness.store.find import DEFAULT_OUT, unused
 from harness.tolerance import ROUNDING
 
 _PATH = click.Path(path_type=Path)

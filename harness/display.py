@@ -16,7 +16,6 @@ from rich.text import Text
 from harness.beside import Timeline, beside
 from harness.checks import confirmation
 from harness.checks.steps import count
-from harness.disk import read_tail
 from harness.doctor import Diagnosis
 from harness.errors import one_line
 from harness.plan import Plan
@@ -29,6 +28,7 @@ from harness.records import (
     RunResult,
     Verdict,
 )
+from harness.store.files import read_tail
 
 PLAIN_WIDTH = 100
 """Columns where neither a terminal nor $COLUMNS says how many there are."""

@@ -27,7 +27,6 @@ from harness.detection.pages import (
     told_place,
 )
 from harness.detection.rows import Row
-from harness.disk import write_atomic
 from harness.display import cell, make_console, plain_table
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults.catalogue import CATALOGUE
@@ -37,6 +36,7 @@ from harness.plan import Plan
 from harness.progress import duration, plan_line
 from harness.records import ExitCode, RunOutcome, Verdict
 from harness.scenario.selection import compile_expression
+from harness.store.files import write_atomic
 
 CLEAN_CELLS = 200
 CLEAN_PER_LINE = 50

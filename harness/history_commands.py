@@ -10,7 +10,6 @@ import click
 
 from harness import display, history_tables
 from harness.checks.steps import count
-from harness.disk import write_atomic
 from harness.errors import Infrastructure, NothingSelected, UsageError, did_you_mean, shown
 from harness.history import (
     DATABASE_FILE,
@@ -24,9 +23,10 @@ from harness.history import (
     trends,
 )
 from harness.history.entries import FolderEntry
-from harness.lookup import DEFAULT_OUT
 from harness.records import ExitCode
 from harness.store import RunFolder
+from harness.store.files import write_atomic
+from harness.store.find import DEFAULT_OUT
 
 _PATH = click.Path(path_type=Path)
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")

@@ -28,7 +28,6 @@ from harness.engine.slurm_options import SlurmOptions
 from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
 from harness.expectations import expected_anywhere, expected_here, kind_of
 from harness.leftovers import clear_leftovers
-from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
 from harness.masking import Masker
 from harness.occupancy import keep, metered
@@ -55,6 +54,7 @@ from harness.scenario.shards import keep_whole, refuse_changed, take_shard
 from harness.scenario.suite import load_suite
 from harness.schedule import Seconds, unique_runs
 from harness.store import RunFolder, load_case
+from harness.store.find import DEFAULT_OUT, unused
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",

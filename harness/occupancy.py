@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.checks.steps import count
-from harness.disk import read_plain, write_atomic
 from harness.errors import HarnessError
-from harness.object_file import MAX_FILE_BYTES
 from harness.plan import Plan
 from harness.progress import duration
 from harness.records import Json, RecordError, RunOutcome, RunSpec, Verdict
 from harness.run import Progress
+from harness.store.files import read_plain, write_atomic
+from harness.store.objects import MAX_FILE_BYTES
 
 OCCUPANCY_FILE = "occupancy.json"
 

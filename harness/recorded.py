@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from harness.checksum import with_checksum
 from harness.codec import Json
-from harness.disk import write_atomic, write_once
 from harness.engine.gpu_evidence import last_place
 from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.engine.whereabouts import place_path
 from harness.errors import UsageError
-from harness.object_file import read_object, told
 from harness.records import (
     RankExit,
     RankRecords,
@@ -33,7 +30,10 @@ from harness.records import (
     dumps,
 )
 from harness.store import MANIFEST_FILE, OUTCOME_FILE, SPEC_FILE, load_run_folder, read_outcome
-from harness.streams import rank_path, read_rank, read_start
+from harness.store.checksum import with_checksum
+from harness.store.files import write_atomic, write_once
+from harness.store.objects import read_object, told
+from harness.store.streams import rank_path, read_rank, read_start
 
 UNKNOWN_SIZE = 0
 """World size in the specification of a run whose ranks have not said it yet."""

@@ -405,7 +405,7 @@ class EndRecord(Json):
     `startup_s` is from process start to first step; `replays` counts launches of captured graphs,
     `graphs` those of the built-in trainer by scope, layer and direction; `compiled` names parts of
     `config.compile` that the compiler made code of; `sha256` is the file's checksum
-    (`harness.checksum`); without it the file is damaged.
+    (`harness.store.checksum`); without it the file is damaged.
     """
 
     rank: int

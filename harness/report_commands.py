@@ -8,14 +8,14 @@ import click
 from rich.text import Text
 
 from harness import display
-from harness.answers import find_answer
 from harness.check_command import code_of, tell_damage
-from harness.inspection import inspect
-from harness.lookup import DEFAULT_OUT, unused
 from harness.masking import Masker
-from harness.merging import merge
 from harness.records import ExitCode
 from harness.store import RunFolder, load_case
+from harness.store.answers import find_answer
+from harness.store.find import DEFAULT_OUT, unused
+from harness.store.merge import merge
+from harness.store.verify import inspect
 
 _PATH = click.Path(path_type=Path)
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")

@@ -25,8 +25,6 @@ from typing import Protocol
 from harness.again import says_nothing
 from harness.checks import confirmation
 from harness.checks import judge as judge_case
-from harness.confirm import TRUSTING
-from harness.disk import write_atomic
 from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
@@ -35,6 +33,8 @@ from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of
 from harness.retries import Retries, beside_attempts
 from harness.schedule import Queue, Seconds, arrange, unique_runs
 from harness.store import CASE_FILE, CASES_FILE, RunFolder
+from harness.store.confirm import TRUSTING
+from harness.store.files import write_atomic
 
 Judge = Callable[..., Verdict]
 """From a case and its three runs, and `samples` and `repeats` if it has any, to a verdict."""

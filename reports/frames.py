@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed
 from harness.records import CaseSpec, FloatBits, RunResult, RunSpec, Verdict
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
+from harness.store.confirm import confirmed
 
 
 @dataclass(frozen=True, kw_only=True)

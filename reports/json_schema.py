@@ -16,7 +16,6 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.checksum import KEY as CHECKSUM_KEY
 from harness.occupancy import Occupancy
 from harness.records import (
     OUTCOMES,
@@ -28,6 +27,7 @@ from harness.records import (
 )
 from harness.retries import Attempt
 from harness.store import LEGS
+from harness.store.checksum import KEY as CHECKSUM_KEY
 from harness.tolerance import Expect
 from reports.addresses import LegAddresses
 from reports.json_report import REPORT_SCHEMA_VERSION

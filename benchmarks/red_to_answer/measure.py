@@ -9,13 +9,13 @@ from pathlib import Path
 
 from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
-from harness.answers import find_answer
 from harness.bisector.findings import FINDINGS_FILE, Findings, read_findings
 from harness.bisector.summary import first_wrong
 from harness.bisector.words import where
 from harness.detection.localised import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode
+from harness.store.answers import find_answer
 
 ROOT = Path(__file__).parents[2]
 LOOK_EVERY_S = 0.05

@@ -15,13 +15,13 @@ from typing import Any
 from harness.bisector.questions import Budget, Journal, OutOfBudget, Question, Reply
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
-from harness.disk import link_or_copy
 from harness.engine.base import Engine
 from harness.errors import Infrastructure
 from harness.records import CaseSpec, RunResult, Verdict, What
 from harness.repeats import runs_of
 from harness.run import Judge, Progress, Silent, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
+from harness.store.files import link_or_copy
 
 COVERS = "covers"
 """In the detail of a reply: words of the questions whose runs were made for it."""

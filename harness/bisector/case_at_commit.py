@@ -35,7 +35,7 @@ try:
             found[kind] = [each.name for each in dataclasses.fields(getattr(records, kind))]
 except Exception: pass
 try:
-    from harness.checksum import with_checksum
+    from harness.store.checksum import with_checksum
 except Exception: found["checksums"] = False
 try:
     found["options"] = [o for p in harness.cli.rerun.params for o in p.opts]

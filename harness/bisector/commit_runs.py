@@ -26,15 +26,15 @@ from harness.bisector.case_at_commit import ORDER_WORK, PROBE, Known, read_probe
 from harness.bisector.commit_range import HASH_CHARS, Checkout, Run
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, Reply
 from harness.bisector.worktree import OF_HOOKS
-from harness.checksum import with_checksum
 from harness.codec import dumps
-from harness.disk import make_folder, read_tail, write_atomic
 from harness.engine.process import die_with_parent
 from harness.errors import Infrastructure, Interrupted, UsageError, one_line
-from harness.lookup import unused
-from harness.object_file import read_object
 from harness.records import CaseSpec, Ending, ExitCode, Verdict
 from harness.store import CASE_FILE
+from harness.store.checksum import with_checksum
+from harness.store.files import make_folder, read_tail, write_atomic
+from harness.store.find import unused
+from harness.store.objects import read_object
 
 NO_VERDICT = 125
 MAX_CODE = 127

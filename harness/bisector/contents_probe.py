@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from harness.bisector.elements import compare
 from harness.bisector.found import Location
-from harness.contents import read_contents
 from harness.keeping import KeepSpec
 from harness.records import DIGEST_GROUPS, CaseSpec, RunSpec
 from harness.store import RunFolder
+from harness.store.contents import read_contents
 
 
 def kept_name(found: Location) -> str:

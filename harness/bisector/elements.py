@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.bisector.found import Element
-from harness.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place
+from harness.store.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place
 
 Indices = npt.NDArray[np.int64]
 

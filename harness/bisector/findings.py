@@ -9,11 +9,11 @@ from harness.bisector.commits import CommitSearch
 from harness.bisector.found import Location
 from harness.bisector.layer_range import LayerRange
 from harness.bisector.releases import ReleaseSearch
-from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
-from harness.disk import write_atomic
-from harness.object_file import read_object
 from harness.records import Outcome, What
+from harness.store.checksum import with_checksum
+from harness.store.files import write_atomic
+from harness.store.objects import read_object
 
 FINDINGS_FILE = "bisect.json"
 

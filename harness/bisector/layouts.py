@@ -28,8 +28,8 @@ from harness.bisector.apart import (
 from harness.bisector.elements import shown, ulps
 from harness.bisector.found import Element, Location
 from harness.bisector.whole import Floats, Whole, whole_tensors
-from harness.contents import Contents
 from harness.records import RunResult
+from harness.store.contents import Contents
 
 ROUTED = (
     "routing: in bf16 a router may send a token to another expert for a rounding's sake, which no "

@@ -22,7 +22,6 @@ from harness.checks.steps import (
     with_groups,
     with_same_copies,
 )
-from harness.naming import with_all_names
 from harness.program.spec import capabilities_of
 from harness.records import (
     DIGEST_HEX_CHARS,
@@ -33,6 +32,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
+from harness.store.naming import with_all_names
 
 RNG = "rng"
 STEP_COUNT = "step_count"

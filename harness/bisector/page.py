@@ -4,8 +4,8 @@ from pathlib import Path
 
 from harness.bisector.findings import Findings
 from harness.bisector.summary import asked, cost, facts, spent
-from harness.disk import write_atomic
 from harness.errors import one_line
+from harness.store.files import write_atomic
 
 PAGE_FILE = "bisect.md"
 

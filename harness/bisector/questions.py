@@ -22,14 +22,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
-from harness.checksum import with_checksum, without_checksum
 from harness.codec import Json, RecordError, dumps, strict_loads
-from harness.disk import make_folder, read_plain, refused
 from harness.errors import HarnessError, Infrastructure, UsageError, shown
 from harness.machine import Machine
 from harness.program.spec import codes_of
 from harness.provenance import changes, everything, record
 from harness.records import CaseSpec, ExitCode
+from harness.store.checksum import with_checksum, without_checksum
+from harness.store.files import make_folder, read_plain, refused
 
 Answer = Literal["fails", "passes", "unresolved"]
 """What runs said. `unresolved`: they could not be made, or failed in another way."""

@@ -21,7 +21,6 @@ from harness.bisector.differences import PLANT, LegChanges, config_of, leaves_of
 from harness.bisector.failure import Judged
 from harness.bisector.foreign import scenario_texts
 from harness.bisector.questions import FAILS
-from harness.disk import make_folder, refused
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_spec import PlantSpec
@@ -31,6 +30,7 @@ from harness.scenario.case_id import whole_id
 from harness.scenario.matrix import expand
 from harness.scenario.schema import decode_scenario
 from harness.scenario.sections import MAX_WHY_CHARS
+from harness.store.files import make_folder, refused
 
 FOLDER = Path("scenarios/repro")
 _IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"

@@ -42,7 +42,6 @@ from harness.bisector.telling import SearchView, tell, told_of
 from harness.bisector.two_cells import Compared, first_apart
 from harness.errors import Interrupted, UsageError
 from harness.leftovers import clear_leftovers
-from harness.lookup import DEFAULT_OUT
 from harness.program.launch import make_environments
 from harness.program.spec import capabilities_of, program_of
 from harness.records import CaseSpec, Verdict
@@ -50,6 +49,7 @@ from harness.repeats import runs_of
 from harness.run import stop_on_signals
 from harness.scenario.case_id import whole_id
 from harness.store import JOURNAL_FILE, MANIFEST_FILE, RunFolder
+from harness.store.find import DEFAULT_OUT
 from harness.typed import typed
 
 MAX_NAME_CHARS = 120

@@ -12,10 +12,10 @@ from harness.bisector.asking import Asker, judged_by, message
 from harness.bisector.halving import first_failing
 from harness.bisector.layout_runs import refuse_incomparable, runs_to_compare
 from harness.bisector.layouts import LayoutAnswer, Leg, compare_layouts
-from harness.contents import read_contents
 from harness.errors import UsageError
 from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, RunSpec, Verdict
+from harness.store.contents import read_contents
 
 WORDS = "are they apart by more than rounding, in step {}? Runs {} to {} of {}"
 LEGS_ASKED = 3

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from harness.contents import ITEM_BYTES, Contents, Loaded, Place
+from harness.store.contents import ITEM_BYTES, Contents, Loaded, Place
 
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint64]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.disk import FolderLock
 from harness.errors import Infrastructure, UsageError, shown
+from harness.store.files import FolderLock
 
 TIMEOUT_S = 120.0
 PREFIX = "bisect-commits-"

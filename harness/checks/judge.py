@@ -31,7 +31,6 @@ from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_fla
 from harness.checks.nondeterminism import cause_of
 from harness.checks.samples import same_data
 from harness.checks.soaked import missed_turns
-from harness.naming import aligned
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -44,6 +43,7 @@ from harness.records import (
 )
 from harness.samples import samples_of
 from harness.shared_gpus import SHARED_GPU
+from harness.store.naming import aligned
 from harness.tolerance import LossGap, tolerance_of
 
 Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]

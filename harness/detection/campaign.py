@@ -28,13 +28,13 @@ from harness.detection.rows import Row
 from harness.errors import NothingSelected, UsageError
 from harness.faults.fault import Fault
 from harness.launch import Prepared, Request, carry_out, prepare, prepare_cases
-from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import describe, resolve_device
 from harness.plan import Plan
 from harness.records import CaseSpec, RunOutcome, RunSpec, Verdict
 from harness.scenario.matrix import Device
 from harness.scenario.shards import parse_shard
 from harness.store import LEGS, CaseRuns, RunFolder
+from harness.store.find import DEFAULT_OUT, unused
 
 PATIENCE: Mapping[Device, float] = {"cpu": 1.0, "cuda": 4.0}
 """Limits of cells that end in one are for the CPU: a GPU takes seconds to begin."""

@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.disk import write_atomic
 from harness.engine.crew import Crew, Job, Meeting, RankMain
 from harness.engine.gpu_evidence import remove_pipes
 from harness.engine.job_files import NodeReport, record_sizes, report_path
@@ -21,6 +20,7 @@ from harness.engine.leader import OpenStore
 from harness.engine.process import adopt_orphans, kill_children
 from harness.engine.watch import Limits
 from harness.records import dumps
+from harness.store.files import write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from harness.infrastructure import library_failures, machine_failure
 from harness.records import RankRecords, RunOutcome, RunResult, RunSpec, What
 from harness.shared_gpus import SHARED_GPU
 from harness.store import kept_folder, num_kept, read_outcome, save_outcome, set_aside
-from harness.streams import rank_path, read_ranks
+from harness.store.streams import rank_path, read_ranks
 
 REFUSED = "device_unavailable"
 """A failure of the machine (`harness.infrastructure`): no rank was given a GPU."""

@@ -33,7 +33,7 @@ from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
 from harness.engine.watch import Limits, Watch
 from harness.masking import Masker
 from harness.records import RunSpec
-from harness.streams import has_begun, has_end_record, last_step_s, rank_path
+from harness.store.streams import has_begun, has_end_record, last_step_s, rank_path
 
 START_STALLS = 6
 """Times its patience that a soak may take to its first record."""

@@ -24,10 +24,10 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from harness.disk import read_plain
 from harness.engine.watch import Limits
 from harness.engine.whereabouts import Place, answer_path, group_key, place_path, read_place
 from harness.records import RunSpec
+from harness.store.files import read_plain
 
 BUFFER_ENTRIES = 2000
 MAX_DUMP_BYTES = 256 << 20

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.disk import read_plain, write_atomic
-from harness.object_file import MAX_FILE_BYTES
 from harness.records import Json, RankExit, RecordError, dumps
-from harness.streams import rank_path
+from harness.store.files import read_plain, write_atomic
+from harness.store.objects import MAX_FILE_BYTES
+from harness.store.streams import rank_path
 
 SUBMISSION_FILE, LOG_FILE = "slurm.json", "job.log"
 STARTED_AGAIN = "started again by Slurm"

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.disk import read_tail
 from harness.engine.crew import Crew, Job, Meeting, RankMain, flush_output, redirect
 from harness.engine.gpu_evidence import (
     kernel_words,
@@ -33,7 +32,8 @@ from harness.errors import HarnessError
 from harness.infrastructure import no_process
 from harness.records import ExitCode, RunOutcome, RunSpec
 from harness.store import save_outcome
-from harness.streams import read_ranks
+from harness.store.files import read_tail
+from harness.store.streams import read_ranks
 
 OpenStore = Callable[[socket.socket], object]
 """Hosts the rendezvous store on a listening socket, until the returned object dies."""

@@ -21,7 +21,7 @@ from harness.engine.leader import tail_of
 from harness.engine.outcome import Answer, RankEvidence, classify, culprit_of, ending_of
 from harness.engine.slurm_calls import OUTSIDE
 from harness.records import RankExit, RunOutcome, RunSpec, What
-from harness.streams import read_ranks
+from harness.store.streams import read_ranks
 
 LOG_TAIL_BYTES = 8 << 10
 NOISE = (

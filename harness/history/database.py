@@ -18,9 +18,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from harness.disk import FolderLock, make_folder
 from harness.errors import Infrastructure, UsageError
 from harness.history.tables import MIGRATIONS, SCHEMA_VERSION
+from harness.store.files import FolderLock, make_folder
 
 APPLICATION_ID = 0x44304A31
 """In the header of the file: what SQLite holds for others is not taken for a history."""

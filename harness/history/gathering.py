@@ -17,7 +17,6 @@ from typing import Any
 
 from harness.checks.complete import find_flaw
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed, confirmed_alone
 from harness.errors import one_line
 from harness.history.entries import (
     MAX_INTEGER,
@@ -41,6 +40,7 @@ from harness.store import (
     read_outcome,
     read_verdict,
 )
+from harness.store.confirm import confirmed, confirmed_alone
 
 MAX_TEXT_CHARS = 500
 _NOT_COMPARED = ("code",)

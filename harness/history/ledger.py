@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from harness.disk import open_plain
 from harness.errors import UsageError, one_line
 from harness.history.database import open_database, refusals, transaction
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, digest_of
@@ -30,6 +29,7 @@ from harness.history.tables import (
     values_of,
 )
 from harness.records import Json, RecordError
+from harness.store.files import open_plain
 
 HEADER_KIND = "deltazero history"
 

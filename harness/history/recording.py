@@ -7,12 +7,12 @@ folder, which the report shows. `harness history --add RUN` records the folder l
 import time
 from pathlib import Path
 
-from harness.disk import write_atomic
 from harness.errors import HarnessError, UsageError, one_line
 from harness.history.database import Damaged, Gone, set_aside
 from harness.history.gathering import gather
 from harness.history.ledger import History, Recorded
 from harness.store import RunFolder
+from harness.store.files import write_atomic
 
 DATABASE_FILE = "history.sqlite"
 NOT_WRITTEN_FILE = "history_not_written.txt"

@@ -3,7 +3,7 @@
     interpreter starts -> torch is imported -> hooks, start record -> steps -> end or error record
 
 Only the first process that a rank starts records: its children inherit the variables, but not the
-file. What is written here is read by `harness.streams`; the kinds of records are described in
+file. What is written here is read by `harness.store.streams`; the kinds of records are described in
 `harness.records`, which is not imported, so that a script's environment needs none of the harness.
 """
 

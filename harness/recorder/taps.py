@@ -212,7 +212,7 @@ def module_of(error: BaseException, observer: Observer) -> str:
 
 
 class Keeper:
-    """Copies the tensors that a run is asked to keep, and writes them as `harness.contents` does.
+    """Copies the tensors that a run is asked to keep, and writes them: `harness.store.contents`.
 
     Args:
         keep: `KeepSpec` as JSON: the step, and names such as `grads:layers.0.weight`.
@@ -238,7 +238,7 @@ class Keeper:
         """Write the file once the step to keep is over."""
         if step != self._step:
             return
-        from harness.contents import KeptTensor, checksum_of, write_contents
+        from harness.store.contents import KeptTensor, checksum_of, write_contents
 
         entries = []
         for name, part, tensor in self._held:

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from harness.checksum import with_checksum
-from harness.disk import write_atomic
 from harness.errors import NothingSelected, UsageError, shown
-from harness.object_file import read_object, told
 from harness.records import CaseSpec, Json, RecordError, dumps
 from harness.repeats import runs_of
 from harness.schedule import Seconds, unique_runs
 from harness.store import SHARDS_FILE
+from harness.store.checksum import with_checksum
+from harness.store.files import write_atomic
+from harness.store.objects import read_object, told
 
 MAX_SHARDS = 1000
 _SHARD = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.lookup import DEFAULT_OUT, unused
 from harness.scenario.sections import TIERS
 from harness.scenario.suite import SUFFIXES
+from harness.store.find import DEFAULT_OUT, unused
 from harness.under_pytest.items import ASK, NARROWING, ScenarioFile, narrow
 from harness.under_pytest.narrowing import Narrowing, readable
 from harness.under_pytest.service import CaseService, Wanted

@@ -7,8 +7,8 @@ import torch
 
 from fsdp_core.train import Trainer
 from fsdp_core.train.keeping import Kept, fits
-from harness.contents import KeptTensor, Place, checksum_of, write_contents
 from harness.records import RunSpec
+from harness.store.contents import KeptTensor, Place, checksum_of, write_contents
 
 
 class ContentsFile:

@@ -11,7 +11,6 @@ import socket
 import sys
 from pathlib import Path
 
-from harness.disk import make_folder
 from harness.engine.agent import Post, lead_share
 from harness.engine.crew import Job, Meeting
 from harness.engine.job_files import NodeReport, Submission, not_yet_visible, read_reports
@@ -21,6 +20,7 @@ from harness.engine.watch import Limits
 from harness.errors import UsageError
 from harness.records import RunSpec
 from harness.store import SPEC_FILE, save_outcome
+from harness.store.files import make_folder
 from harness.worker.job import await_file, await_submission
 from harness.worker.serve import load_entry, open_store
 

@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.checksum import LinesChecksum
 from harness.recorder import write_all
 from harness.records import EndRecord, Json, dumps
+from harness.store.checksum import LinesChecksum
 
 LineFilter = Callable[[str], list[str]]
 

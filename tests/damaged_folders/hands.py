@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.checksum import LinesChecksum
 from harness.records import EndRecord, dumps, parse_record
+from harness.store.checksum import LinesChecksum
 from tests.damaged_folders.kinds import CASE, FILES, Damage, lines_of, run_of
 from tests.damaged_folders.rewrite import rewrite
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from fsdp_core.config import TrainConfig
 from harness.checks.graph_proof import launches, owed
-from harness.contents import KeptTensor, checksum_of, write_contents
 from harness.records import EndRecord, RunSpec
+from harness.store.contents import KeptTensor, checksum_of, write_contents
 from harness.worker.record_file import RecordFile
 from tests.kill_and_resume.ranks import note_start
 from tests.planted.stub_ranks import start_record, step_record

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.checksum import LinesChecksum
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -25,6 +24,7 @@ from harness.records import (
     StepRecord,
     dumps,
 )
+from harness.store.checksum import LinesChecksum
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "grads": ("a",),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from harness import launch, merging, report_commands
+from harness import launch, report_commands
 from harness.cli import main
 from harness.records import RunSpec, What
 from harness.retries import earlier_attempts, stored_limit
-from harness.store import RunFolder, begin_run, kept_folder, save_outcome
+from harness.store import RunFolder, begin_run, kept_folder, merge, save_outcome
 from reports.summary import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 from tests.unit.harness.test_retries import NCCL, FailingEngine
@@ -146,7 +146,7 @@ def test_a_merge_that_was_cut_short_is_no_run_folder(
     """What is not linked yet is not made anew by --resume: it says that nothing has begun."""
     assert main(start(FakeEngine())) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(merging, "_link_all", lambda *_: cut())
+        patch.setattr(merge, "_link_all", lambda *_: cut())
         assert main(["merge", "run", "--out", "merged"]) == 2
     assert main(["run", "--resume", "merged"]) == 4
     assert main(["merge", "run", "--out", "merged"]) == 0

@@ -12,12 +12,12 @@ from harness import launch
 from harness.checks import confirmation
 from harness.cli import main
 from harness.history.gathering import gather
-from harness.inspection import inspect
 from harness.records import ExitCode, RunSpec, StepRecord, Verdict, What
 from harness.repeats import CONFIRMING, confirming_runs, is_timed
 from harness.scenario.matrix import expand
 from harness.scenario.schema import load_scenario
 from harness.store import OUTCOME_FILE, RunFolder, begin_run
+from harness.store.verify import inspect
 from reports import html, json_report, junit, markdown
 from reports.summary import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json

@@ -11,7 +11,6 @@ from typing import Any
 from fsdp_core.config import TrainConfig
 from harness.checks import judge
 from harness.checks.graph_proof import launches, owed
-from harness.checksum import LinesChecksum
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
@@ -25,6 +24,7 @@ from harness.records import (
     dumps,
 )
 from harness.store import RunFolder, begin_run, save_outcome
+from harness.store.checksum import LinesChecksum
 
 TENSORS = {
     "grads": tuple(f"layers.{i}.attn.qkv.weight" for i in range(4)),

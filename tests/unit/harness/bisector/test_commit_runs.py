@@ -18,11 +18,11 @@ from harness.bisector.commit_runs import (
     command_run,
     python_environment,
 )
-from harness.checksum import with_checksum
 from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
-from harness.object_file import read_object
 from harness.records import CaseSpec, Ending, Outcome, RunSpec, Verdict, What
+from harness.store.checksum import with_checksum
+from harness.store.objects import read_object
 
 CLI = """\
 import json, sys

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.bisector.elements import FORMATS, compare, shown, ulps, value
-from harness.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place, checksum_of
+from harness.store.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place, checksum_of
 
 NAME = "grads:layers.0.w"
 

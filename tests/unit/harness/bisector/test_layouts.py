@@ -12,9 +12,9 @@ from fsdp_core.config import ModelConfig, ParallelConfig, TrainConfig
 from harness.bisector.layout_runs import BRANCHES, NUM_SAMPLES, runs_to_compare
 from harness.bisector.layouts import LayoutAnswer, Leg, compare_layouts
 from harness.bisector.whole import Floats, whole_tensors
-from harness.contents import Contents, KeptTensor, Loaded, Place, checksum_of
 from harness.errors import UsageError
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
+from harness.store.contents import Contents, KeptTensor, Loaded, Place, checksum_of
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, seq=6)
 HEAD, LATE, EARLY = "head.weight", "layers.1.mlp.norm.weight", "layers.0.attn.wq.weight"

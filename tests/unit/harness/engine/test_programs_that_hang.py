@@ -11,7 +11,7 @@ from harness.engine.watch import Limits, Phase, Watch
 from harness.engine.whereabouts import Place
 from harness.records import EndRecord, RankExit, RankRecords, RunSpec
 from harness.soaking import SoakSpec
-from harness.streams import has_begun, has_end_record, rank_path
+from harness.store.streams import has_begun, has_end_record, rank_path
 
 
 def job(soak: SoakSpec | None = None, **config: Any) -> Job:

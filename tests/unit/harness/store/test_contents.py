@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.contents import (
+from harness.keeping import KeepSpec
+from harness.records import RecordError, RunSpec
+from harness.store.contents import (
     Index,
     KeptTensor,
     Place,
@@ -14,8 +16,6 @@ from harness.contents import (
     read_contents,
     write_contents,
 )
-from harness.keeping import KeepSpec
-from harness.records import RecordError, RunSpec
 
 KEEP = KeepSpec(step=2, names=("grads:a", "weights:*"))
 BOX = Place(name="a", shape=(4,), offsets=(1,), local_offsets=(0,), sizes=(3,))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from harness import launch
-from harness.contents import KeptTensor, checksum_of, write_contents
 from harness.records import RunSpec
+from harness.store.contents import KeptTensor, checksum_of, write_contents
 from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
 
 

@@ -22,11 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.disk import link_or_copy
 from harness.errors import Infrastructure, UsageError
 from harness.records import CaseSpec, Verdict
 from harness.scenario.shards import Whole, load_whole
 from harness.store import RunFolder
+from harness.store.files import link_or_copy
 
 _OF_ALL = (
     "scenario",

@@ -16,11 +16,7 @@ from pathlib import Path
 
 from harness.checks.complete import find_flaw
 from harness.checks.confirmation import confirmation
-from harness.confirm import confirmed
-from harness.contents import damaged_contents
-from harness.disk import read_plain
 from harness.errors import UsageError
-from harness.object_file import has_checksum, read_object, told
 from harness.records import CaseSpec, Confirmation, RecordError, RunResult, RunSpec, Verdict
 from harness.repeats import confirming_runs, runs_of
 from harness.store import (
@@ -33,7 +29,11 @@ from harness.store import (
     load_run_folder,
     read_outcome,
 )
-from harness.streams import rank_path
+from harness.store.confirm import confirmed
+from harness.store.contents import damaged_contents
+from harness.store.files import read_plain
+from harness.store.objects import has_checksum, read_object, told
+from harness.store.streams import rank_path
 
 MAX_COMPARED_BYTES = 1 << 30
 _EARLIER = re.compile(r"\.attempt\d+$")

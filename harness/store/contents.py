@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checksum import with_checksum, without_checksum
-from harness.disk import read_plain, write_atomic
 from harness.keeping import KeepSpec
-from harness.object_file import parsed, told
 from harness.records import Json, RecordError, RunSpec, dumps
+from harness.store.checksum import with_checksum, without_checksum
+from harness.store.files import read_plain, write_atomic
+from harness.store.objects import parsed, told
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from harness.confirm import confirmed_alone, confirmed_in
-from harness.lookup import find_case
 from harness.records import CaseSpec, Verdict
 from harness.store import RunFolder, find_verdict
+from harness.store.confirm import confirmed_alone, confirmed_in
+from harness.store.find import find_case
 
 
 def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | None, str]:

@@ -13,7 +13,6 @@ import pytest
 
 from harness import cli, display, launch, occupancy
 from harness.checks.complete import find_flaw
-from harness.disk import FolderLock, write_atomic
 from harness.engine.job_files import load_submission
 from harness.engine.leader import tail_of
 from harness.engine.whereabouts import read_place
@@ -22,6 +21,7 @@ from harness.masking import MASK
 from harness.records import RecordError, RunResult, Verdict, parse_record
 from harness.run import Silent, execute
 from harness.store import RunFolder
+from harness.store.files import FolderLock, write_atomic
 from reports.summary import _history_note
 from reports.text import tail
 from tests.damaged_folders import good, hands
@@ -168,7 +168,7 @@ def test_a_plan_that_cannot_be_judged_is_an_answer(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a forged plan does to a check is told as an error of its case, never as a traceback."""
-    monkeypatch.setattr("harness.confirm.judge_case", no_layers)
+    monkeypatch.setattr("harness.store.confirm.judge_case", no_layers)
     capsys.readouterr()
     assert cli.main(["check", "r"]) == 6
     assert "its plan cannot be judged: KeyError" in capsys.readouterr().err

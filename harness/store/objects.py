@@ -5,10 +5,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from harness.checksum import KEY, without_checksum
 from harness.codec import strict_loads
-from harness.disk import read_plain
 from harness.records import RecordError
+from harness.store.checksum import KEY, without_checksum
+from harness.store.files import read_plain
 
 MAX_FILE_BYTES = 1 << 30
 

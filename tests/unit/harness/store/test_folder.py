@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness import store
-from harness.checksum import with_checksum
 from harness.errors import Infrastructure, UsageError
 from harness.records import (
     SCHEMA_VERSION,
@@ -22,7 +20,10 @@ from harness.records import (
     Verdict,
     dumps,
 )
-from harness.store import RunFolder, begin_run, load_case, save_outcome, write_atomic
+from harness.store import RunFolder, begin_run, load_case, save_outcome
+from harness.store import folder as store
+from harness.store.checksum import with_checksum
+from harness.store.files import write_atomic
 
 
 def sealed(plain: dict[str, Any]) -> str:

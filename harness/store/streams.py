@@ -10,10 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.checksum import LinesChecksum
-from harness.disk import open_plain, read_tail
 from harness.errors import one_line
-from harness.naming import with_all_names
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -29,6 +26,9 @@ from harness.records import (
     dumps,
     parse_record,
 )
+from harness.store.checksum import LinesChecksum
+from harness.store.files import open_plain, read_tail
+from harness.store.naming import with_all_names
 
 MAX_LINE_BYTES = 64 << 20
 END_BYTES = 4096

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checksum import LinesChecksum
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -20,7 +19,8 @@ from harness.records import (
     StepRecord,
     dumps,
 )
-from harness.streams import MAX_PROBLEMS, read_rank, read_ranks
+from harness.store.checksum import LinesChecksum
+from harness.store.streams import MAX_PROBLEMS, read_rank, read_ranks
 
 
 def start(rank: int = 0, schema: int = SCHEMA_VERSION) -> StartRecord:

@@ -19,11 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from harness.checksum import with_checksum
-from harness.disk import FolderLock, link_or_copy, make_folder, refused, write_atomic
 from harness.errors import Infrastructure, UsageError
 from harness.masking import Masker
-from harness.object_file import parsed, read_listed, read_object, told
 from harness.provenance import variables
 from harness.records import (
     SCHEMA_VERSION,
@@ -37,7 +34,10 @@ from harness.records import (
     What,
     dumps,
 )
-from harness.streams import read_ranks
+from harness.store.checksum import with_checksum
+from harness.store.files import FolderLock, link_or_copy, make_folder, refused, write_atomic
+from harness.store.objects import parsed, read_listed, read_object, told
+from harness.store.streams import read_ranks
 
 __all__ = [
     "CaseRuns", "RunFolder", "begin_run", "kept_folder", "load_case", "load_run_folder",
