@@ -18,8 +18,7 @@ from harness.plan import Plan
 from harness.progress import duration
 from harness.records import Json, RecordError, RunOutcome, RunSpec, Verdict
 from harness.run import Progress
-from harness.store.files import read_plain, write_atomic
-from harness.store.objects import MAX_FILE_BYTES
+from harness.store.files import MAX_FILE_BYTES, read_plain, write_atomic
 
 OCCUPANCY_FILE = "occupancy.json"
 

@@ -8,12 +8,11 @@ import click
 from rich.text import Text
 
 from harness import display
-from harness.check_command import code_of, tell_damage
+from harness.check_command import code_of, judged_again, tell_damage
 from harness.masking import Masker
 from harness.records import ExitCode
 from harness.store import RunFolder, load_case
-from harness.store.answers import find_answer
-from harness.store.find import DEFAULT_OUT, unused
+from harness.store.find import DEFAULT_OUT, find_answer, unused
 from harness.store.merge import merge
 from harness.store.verify import inspect
 
@@ -98,7 +97,7 @@ def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool)
     place = out or unused(DEFAULT_OUT / "merged")
     with merge(folders, place, command_line()) as merged:
         reports = build_reports(merged.path)
-    found = inspect(place)
+    found = judged_again(place)
     code = code_of(found)
     console = display.make_console(stderr=as_json)
     for note in merged.manifest["notes"]:

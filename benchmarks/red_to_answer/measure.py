@@ -15,7 +15,7 @@ from harness.bisector.words import where
 from harness.detection.localised import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode
-from harness.store.answers import find_answer
+from harness.store.find import find_answer
 
 ROOT = Path(__file__).parents[2]
 LOOK_EVERY_S = 0.05

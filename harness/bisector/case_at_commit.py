@@ -34,9 +34,11 @@ try:
         if hasattr(records, kind):
             found[kind] = [each.name for each in dataclasses.fields(getattr(records, kind))]
 except Exception: pass
-try:
-    from harness.store.checksum import with_checksum
-except Exception: found["checksums"] = False
+for place in ("harness.store.files", "harness.checksum"):
+    try: __import__(place)
+    except Exception: continue
+    break
+else: found["checksums"] = False
 try:
     found["options"] = [o for p in harness.cli.rerun.params for o in p.opts]
 except Exception: pass

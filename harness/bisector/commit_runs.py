@@ -31,10 +31,8 @@ from harness.engine.process import die_with_parent
 from harness.errors import Infrastructure, Interrupted, UsageError, one_line
 from harness.records import CaseSpec, Ending, ExitCode, Verdict
 from harness.store import CASE_FILE
-from harness.store.checksum import with_checksum
-from harness.store.files import make_folder, read_tail, write_atomic
+from harness.store.files import make_folder, read_object, read_tail, with_checksum, write_atomic
 from harness.store.find import unused
-from harness.store.objects import read_object
 
 NO_VERDICT = 125
 MAX_CODE = 127

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from harness.bisector.elements import compare
 from harness.bisector.found import Location
-from harness.keeping import KeepSpec
-from harness.records import DIGEST_GROUPS, CaseSpec, RunSpec
+from harness.records import DIGEST_GROUPS, CaseSpec, KeepSpec, RunSpec
 from harness.store import RunFolder
 from harness.store.contents import read_contents
 

@@ -9,11 +9,9 @@ from harness.bisector.commits import CommitSearch
 from harness.bisector.found import Location
 from harness.bisector.layer_range import LayerRange
 from harness.bisector.releases import ReleaseSearch
-from harness.codec import Json, RecordError, dumps
+from harness.codec import Json, RecordError
 from harness.records import Outcome, What
-from harness.store.checksum import with_checksum
-from harness.store.files import write_atomic
-from harness.store.objects import read_object
+from harness.store.files import read_object, write_object
 
 FINDINGS_FILE = "bisect.json"
 
@@ -76,7 +74,7 @@ def keep_findings(folder: Path, findings: Findings) -> Path:
         Infrastructure: the disk refused.
     """
     path = folder / FINDINGS_FILE
-    write_atomic(path, dumps(with_checksum(findings)) + "\n")
+    write_object(path, findings)
     return path
 
 

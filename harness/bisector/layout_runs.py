@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.errors import UsageError
-from harness.keeping import DEFAULT_MAX_BYTES, KeepSpec
-from harness.records import RunSpec
+from harness.records import MAX_KEPT_BYTES, KeepSpec, RunSpec
 
 NAMES = ("grads:*", "weights:*")
 BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
@@ -32,7 +31,7 @@ class Runs:
 
 
 def runs_to_compare(
-    reference: RunSpec, candidate: RunSpec, step: int, max_bytes: int = DEFAULT_MAX_BYTES
+    reference: RunSpec, candidate: RunSpec, step: int, max_bytes: int = MAX_KEPT_BYTES
 ) -> Runs:
     """The runs that tell where two layouts are farther apart than rounding, at one step.
 

@@ -32,7 +32,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.store.naming import with_all_names
+from harness.store.streams import with_all_names
 
 RNG = "rng"
 STEP_COUNT = "step_count"

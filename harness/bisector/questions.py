@@ -28,8 +28,7 @@ from harness.machine import Machine
 from harness.program.spec import codes_of
 from harness.provenance import changes, everything, record
 from harness.records import CaseSpec, ExitCode
-from harness.store.checksum import with_checksum, without_checksum
-from harness.store.files import make_folder, read_plain, refused
+from harness.store.files import make_folder, read_plain, refused, with_checksum, without_checksum
 
 Answer = Literal["fails", "passes", "unresolved"]
 """What runs said. `unresolved`: they could not be made, or failed in another way."""

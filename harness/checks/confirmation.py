@@ -17,7 +17,7 @@ from harness.checks.judge import first_failure, judge, unequal
 from harness.checks.steps import when
 from harness.records import CaseSpec, CheckResult, Confirmation, RunResult, Verdict
 from harness.repeats import confirming_runs
-from harness.store.naming import aligned
+from harness.store.streams import aligned
 
 BITS = (loss.NAME, state.NAME, taps.NAME)
 _GATES = (

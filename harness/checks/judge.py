@@ -43,7 +43,7 @@ from harness.records import (
 )
 from harness.samples import samples_of
 from harness.shared_gpus import SHARED_GPU
-from harness.store.naming import aligned
+from harness.store.streams import aligned
 from harness.tolerance import LossGap, tolerance_of
 
 Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.records import Json, RankExit, RecordError, dumps
-from harness.store.files import read_plain, write_atomic
-from harness.store.objects import MAX_FILE_BYTES
+from harness.store.files import MAX_FILE_BYTES, read_plain, write_atomic
 from harness.store.streams import rank_path
 
 SUBMISSION_FILE, LOG_FILE = "slurm.json", "job.log"

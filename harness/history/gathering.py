@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.checks.complete import find_flaw
 from harness.checks.memory import peak_bytes
 from harness.errors import one_line
 from harness.history.entries import (
@@ -40,7 +39,7 @@ from harness.store import (
     read_outcome,
     read_verdict,
 )
-from harness.store.confirm import confirmed, confirmed_alone
+from harness.store.verify import verified, verified_alone
 
 MAX_TEXT_CHARS = 500
 _NOT_COMPARED = ("code",)
@@ -53,8 +52,6 @@ class _Runs:
 
     entries: list[RunEntry] = field(default_factory=list)
     fingerprints: dict[str, dict[str, Any]] = field(default_factory=dict)
-    flaws: dict[str, str] = field(default_factory=dict)
-    """Of the last attempt of each run: why it is not whole, "" if it is."""
     failures: dict[str, list[str]] = field(default_factory=dict)
     """Of each run: what failure of the machine ended each of its attempts, "" for none."""
     last: dict[str, RunResult] = field(default_factory=dict)
@@ -67,8 +64,6 @@ class _Runs:
         self.last[key] = result
         entry = _run(result, key, attempt, self.fingerprints)
         self.entries.append(dataclasses.replace(entry, commit=_made_by(result, self.commit)))
-        flaw = find_flaw(result)
-        self.flaws[key] = "" if flaw is None else flaw.message
         failure = machine_failure(result) if result.outcome.what else ""
         self.failures.setdefault(key, []).append(failure)
 
@@ -80,19 +75,6 @@ class _Runs:
             for failure in self.failures.get(key, [])[:-1]
             if failure
         )
-
-    def doubt(self, verdict: Verdict, keys: Mapping[str, str]) -> str:
-        """Why a verdict that says passed cannot be believed; "" if it can."""
-        if verdict.outcome != "passed":
-            return ""
-        if not keys:
-            return "its verdict says passed, but it was to be skipped"
-        for leg, key in keys.items():
-            if verdict.runs.get(leg) != key:
-                return f"its verdict says passed, but of another {leg}"
-            if why := self.flaws.get(key, "there is no such run"):
-                return f"its verdict says passed, but of the {leg}: {why}"
-        return ""
 
 
 def gather(folder: RunFolder) -> FolderEntry:
@@ -247,12 +229,9 @@ def _answers(
         if verdict is not None:
             if attempt < number:
                 # Of its own links: the runs of an earlier answer may since have been made again.
-                yield _answer(case, confirmed_alone(place, case, verdict), attempt)
-            elif why := runs.doubt(verdict, keys):
-                answer = _damaged(case, attempt, why)
-                yield dataclasses.replace(answer, retried=runs.retried(keys))
+                yield _answer(case, verified_alone(place, case, verdict), attempt)
             else:
-                answer = _answer(case, confirmed(folder, case, verdict, runs.last), attempt)
+                answer = _answer(case, verified(folder, case, verdict), attempt)
                 candidate = runs.last.get(keys.get("candidate", ""))
                 made_by = "" if candidate is None else _made_by(candidate, runs.commit)
                 yield dataclasses.replace(answer, retried=runs.retried(keys), commit=made_by)

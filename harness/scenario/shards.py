@@ -24,13 +24,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.errors import NothingSelected, UsageError, shown
-from harness.records import CaseSpec, Json, RecordError, dumps
+from harness.records import CaseSpec, Json, RecordError
 from harness.repeats import runs_of
 from harness.schedule import Seconds, unique_runs
 from harness.store import SHARDS_FILE
-from harness.store.checksum import with_checksum
-from harness.store.files import write_atomic
-from harness.store.objects import read_object, told
+from harness.store.files import read_object, told, write_object
 
 MAX_SHARDS = 1000
 _SHARD = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
@@ -211,7 +209,7 @@ def keep_whole(folder: Path, whole: Whole) -> None:
     Raises:
         Infrastructure: the disk refused.
     """
-    write_atomic(folder / SHARDS_FILE, dumps(with_checksum(whole)) + "\n")
+    write_object(folder / SHARDS_FILE, whole)
 
 
 def load_whole(folder: Path) -> Whole | None:

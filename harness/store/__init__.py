@@ -22,6 +22,7 @@ from harness.store.folder import (
     read_outcome,
     read_verdict,
     save_outcome,
+    sealed_outcome,
     set_aside,
 )
 
@@ -29,5 +30,5 @@ __all__ = [
     "CASES_FILE", "CASE_FILE", "JOURNAL_FILE", "LEGS", "MANIFEST_FILE", "OUTCOME_FILE",
     "OWN_FOLDERS", "SHARDS_FILE", "SPEC_FILE", "VERDICT_FILE", "CaseRuns", "RunFolder", "begin_run",
     "find_verdict", "kept_folder", "load_case", "load_run_folder", "num_kept", "read_outcome",
-    "read_verdict", "save_outcome", "set_aside",
+    "read_verdict", "save_outcome", "sealed_outcome", "set_aside",
 ]  # fmt: skip

@@ -73,7 +73,7 @@ def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
             for case in cases:
                 if case.id not in held:
                     why = _told_missing(missing[case.id], unread)
-                    merged.save_verdict(_not_given(case, why))
+                    merged.save_verdict(_not_given(case, why), case)
 
         # Killed halfway, it is no run folder, and --resume does not make anew what is not linked.
         return RunFolder.create(out, manifest, text, cases, fill=fill)

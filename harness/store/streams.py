@@ -3,32 +3,41 @@
 A problem is worded 'line N: why' and says 'after end' of a line that follows the end record. A
 record that decodes is kept even if it is out of place, so that the checks can see it; one that
 belongs to another rank is a problem only.
+
+A program that the harness did not write makes optimizer state in its first step, leaves gradients
+out, adds parameters: its rank says from which step on a group has which tensors (`NamesRecord`).
+Here every step gets the tensors of all steps, in the order in which they first appear, with the
+digest `ABSENT` for what it did not hold: so a tensor that one run has and another has not differs
+like any other, at its step and under its name.
 """
 
 import contextlib
-import json
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from harness.codec import strict_loads
 from harness.errors import one_line
 from harness.records import (
+    ABSENT,
+    DIGEST_GROUPS,
+    DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
+    TAP_HEX_CHARS,
     EndRecord,
-    ErrorRecord,
     EventRecord,
-    InitialRecord,
     NamesRecord,
     RankRecords,
     Record,
     RecordError,
+    RunResult,
     StartRecord,
     StepRecord,
-    dumps,
     parse_record,
 )
-from harness.store.checksum import LinesChecksum
 from harness.store.files import open_plain, read_tail
-from harness.store.naming import with_all_names
 
 MAX_LINE_BYTES = 64 << 20
 END_BYTES = 4096
@@ -37,6 +46,10 @@ STEP_BYTES = 4 << 20
 """More than a step record has of a model with 10,000 tensors."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
+
+Tensors = Mapping[str, Sequence[str]]
+Names = tuple[Tensors, Sequence[str]]
+"""Of tensors by group, and of rows of taps."""
 
 
 def rank_path(folder: Path, rank: int) -> Path:
@@ -62,7 +75,7 @@ def last_step_s(path: Path) -> float | None:
     for line in reversed(read_tail(path, STEP_BYTES).split(b"\n")):
         if b'"kind":"step"' in line:
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                return float(json.loads(line)["step_s"])
+                return float(strict_loads(line)["step_s"])
     return None
 
 
@@ -70,6 +83,16 @@ def has_end_record(path: Path) -> bool:
     """Whether the last line of a rank's file is its end record."""
     last = read_tail(path, END_BYTES).rstrip(b"\n").rpartition(b"\n")[2]
     return b'"kind":"end"' in last
+
+
+def read_start(path: Path) -> StartRecord | None:
+    """The start record of a rank's file alone; None while it is not there whole."""
+    try:
+        with open_plain(path) as file:
+            record = parse_record(file.readline(MAX_LINE_BYTES))
+    except (OSError, RecordError):
+        return None
+    return record if isinstance(record, StartRecord) else None
 
 
 def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
@@ -81,12 +104,8 @@ def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
     expected = {rank_path(folder, rank).name for rank in range(world_size)}
     extra = sorted(p.name for p in folder.glob("rank*.jsonl") if p.name not in expected)
     if extra and ranks:
-        last = ranks[-1]
         problem = f"line 0: files beyond world size {world_size}: {', '.join(extra[:8])}"
-        ranks[-1] = RankRecords(
-            rank=last.rank, start=last.start, steps=last.steps, events=last.events,
-            error=last.error, end=last.end, problems=(*last.problems, problem),
-        )  # fmt: skip
+        ranks[-1] = replace(ranks[-1], problems=(*ranks[-1].problems, problem))
     return tuple(ranks)
 
 
@@ -109,66 +128,40 @@ def read_rank(path: Path, rank: int) -> RankRecords:
     return reading.result()
 
 
-def read_start(path: Path) -> StartRecord | None:
-    """The start record of a rank's file alone; None while it is not there whole."""
-    try:
-        with open_plain(path) as file:
-            record = parse_record(file.readline(MAX_LINE_BYTES).decode())
-    except (OSError, RecordError, UnicodeDecodeError, RecursionError):
-        return None
-    return record if isinstance(record, StartRecord) else None
-
-
 class _Reading:
     """Collects one file's lines in order."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._start: StartRecord | None = None
         self._steps: list[StepRecord] = []
         self._events: list[EventRecord] = []
-        self._error: ErrorRecord | None = None
-        self._end: EndRecord | None = None
+        self._names: list[NamesRecord] = []
+        self._once: dict[str, Any] = dict.fromkeys(("start", "initial", "error", "end"))
         self._problems: list[str] = []
         self._after_end: list[str] = []
-        self._num_unlisted = 0
-        self._initial: InitialRecord | None = None
-        self._names: list[NamesRecord] = []
-        self._checksum = LinesChecksum()
 
-    def problem(self, number: int, why: str, *, after_end: bool = False) -> None:
-        if after_end and not self._after_end:
-            self._after_end.append(f"line {number}: {why}")
-        if len(self._problems) < MAX_PROBLEMS:
-            self._problems.append(f"line {number}: {why}")
-        else:
-            self._num_unlisted += 1
+    def problem(self, number: int, why: str) -> None:
+        self._problems.append(f"line {number}: {why}")
 
     def take(self, number: int, line: bytes) -> None:
         """Decode one line and put it where it belongs."""
-        after_end = " after end" if self._end is not None else ""
+        is_after_end, has_failed = self._once["end"] is not None, self._once["error"] is not None
         try:
-            record = parse_record(line.decode())
-        except (RecordError, UnicodeDecodeError, RecursionError) as error:
+            record = parse_record(line)
+        except RecordError as error:
             cut = "" if line.endswith(b"\n") else f"cut short after {len(line)} bytes: "
-            self.problem(number, f"{cut}{_short(error)}{after_end}", after_end=bool(after_end))
-            self._checksum.add(line)
-            return
-        for why in self._misplaced(record, number):
-            self.problem(number, why)
-        if isinstance(record, EndRecord) and not after_end:
-            if not record.sha256:
-                self.problem(number, "its checksum is gone")
-            expected = dumps(self._checksum.sealed(record)) + "\n"
-            if record.sha256 and line != expected.encode():
-                self.problem(number, "changed since it was written: the checksum does not fit")
-        self._checksum.add(line)
-        if after_end:
-            self.problem(number, f"{record.kind} record after end", after_end=True)
-        elif self._error is not None and not isinstance(record, EventRecord):
-            self.problem(number, f"{record.kind} record after an error record")
-        if isinstance(record, StartRecord) or record.rank == self._rank:
-            self._keep(number, record)
+            self.problem(number, f"{cut}{_short(error)}{' after end' if is_after_end else ''}")
+        else:
+            for why in self._misplaced(record, number):
+                self.problem(number, why)
+            if is_after_end:
+                self.problem(number, f"{record.kind} record after end")
+            elif has_failed and not isinstance(record, EventRecord):
+                self.problem(number, f"{record.kind} record after an error record")
+            if isinstance(record, StartRecord) or record.rank == self._rank:
+                self._keep(number, record)
+        if is_after_end and not self._after_end:
+            self._after_end = [each for each in self._problems if each.endswith("after end")][:1]
 
     def _misplaced(self, record: Record, number: int) -> Iterator[str]:
         if record.rank != self._rank:
@@ -177,7 +170,7 @@ class _Reading:
             yield "start record is not the first line"
         if isinstance(record, StartRecord) and record.schema != SCHEMA_VERSION:
             yield f"schema {record.schema}, expected {SCHEMA_VERSION}"
-        if isinstance(record, StepRecord) and self._start is None:
+        if isinstance(record, StepRecord) and self._once["start"] is None:
             yield f"step {record.step} before a start record"
         if isinstance(record, StepRecord) and self._steps and record.rank == self._rank:
             last = self._steps[-1].step
@@ -192,34 +185,139 @@ class _Reading:
                 self._events.append(record)
             case NamesRecord():
                 self._names.append(record)
-            case InitialRecord() if self._initial is None:
-                self._initial = record
-            case StartRecord() if self._start is None:
-                self._start = record
-            case ErrorRecord() if self._error is None:
-                self._error = record
-            case EndRecord() if self._end is None:
-                self._end = record
+            case _ if self._once[record.kind] is None:
+                self._once[record.kind] = record
             case _:
                 self.problem(number, f"a second {record.kind} record")
 
     def result(self) -> RankRecords:
         """What was collected."""
-        unlisted = [f"line 0: {self._num_unlisted} more problems"] if self._num_unlisted else []
+        problems, end = self._problems, self._once["end"]
+        if len(problems) > MAX_PROBLEMS:
+            rest = f"line 0: {len(problems) - MAX_PROBLEMS} more problems"
+            problems = [*problems[:MAX_PROBLEMS], rest]
+        assert end is None or isinstance(end, EndRecord)
         records = RankRecords(
-            rank=self._rank,
-            start=self._start,
-            steps=tuple(self._steps),
-            events=tuple(self._events),
-            error=self._error,
-            end=self._end,
-            problems=(*self._problems, *unlisted),
-            initial=self._initial,
-            after_end=tuple(self._after_end),
-        )
+            rank=self._rank, steps=tuple(self._steps), events=tuple(self._events),
+            problems=tuple(problems), after_end=tuple(self._after_end), **self._once,
+        )  # fmt: skip
         return with_all_names(records, self._names) if self._names else records
 
 
 def _short(error: Exception, size: int = 200) -> str:
     text = one_line(str(error))
     return text if len(text) <= size else f"{text[:size]}..."
+
+
+# --- names that change from step to step ------------------------------------------------------
+
+
+def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRecords:
+    """The records with one list of names for all steps, in the start record.
+
+    Lengths that do not fit the names become problems.
+    """
+    if records.start is None:
+        return records
+    ordered = sorted(names, key=lambda record: record.step)
+    held: list[Names] = [({}, ())]
+    for record in ordered:
+        held.append((held[-1][0] | record.tensors, record.taps))  # type: ignore[operator] # dicts
+    steps = [record.step for record in ordered]
+    empty: Tensors = dict.fromkeys(DIGEST_GROUPS, ())
+    whole = _union([(empty, ()), *((record.tensors, record.taps) for record in ordered)])
+    return _spread(records, records.start, lambda step: held[bisect_right(steps, step)], whole)
+
+
+def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
+    """Runs of a program with the same names on each rank, in the order of the first run.
+
+    Of two runs one may have from the start what the other makes in its first step.
+    """
+    if all(run.spec.is_builtin for run in runs):
+        return runs
+    held: dict[int, list[Names]] = {}
+    for records in (records for run in runs for records in run.ranks):
+        if records.start is not None:
+            names = (records.start.tensors, records.start.taps)
+            held.setdefault(records.rank, []).append(names)
+    wholes = {rank: _union(names) for rank, names in held.items()}
+    return tuple(
+        replace(run, ranks=tuple(_laid_over(each, wholes.get(each.rank)) for each in run.ranks))
+        for run in runs
+    )
+
+
+def _laid_over(records: RankRecords, whole: Names | None) -> RankRecords:
+    start = records.start
+    if start is None or whole is None or (start.tensors, start.taps) == whole:
+        return records
+    laid = _spread(records, start, lambda step: (start.tensors, start.taps), whole)
+    return replace(laid, problems=records.problems)
+
+
+def _union(names: Iterable[Names]) -> Names:
+    """All names, each once, in the order in which they first appear."""
+    tensors: dict[str, dict[str, None]] = {}
+    taps: dict[str, None] = {}
+    for groups, rows in names:
+        for group, held in groups.items():
+            tensors.setdefault(group, {}).update(dict.fromkeys(held))
+        taps.update(dict.fromkeys(rows))
+    return {group: tuple(held) for group, held in tensors.items()}, tuple(taps)
+
+
+def _spread(
+    records: RankRecords, start: StartRecord, names_at: Callable[[int], Names], whole: Names
+) -> RankRecords:
+    """The records laid over the names `whole`; their own ones are `names_at` each step."""
+    problems: list[str] = []
+    tensors, taps = whole
+
+    def laid(digests: Mapping[str, str], step: int) -> dict[str, str]:
+        where = "the initial state" if step < 0 else f"step {step}"
+        return dict(_expanded(digests, names_at(step)[0], tensors, problems, where))
+
+    initial = records.initial
+    if initial is not None:
+        initial = replace(initial, digests=laid(initial.digests, -1))
+    steps = tuple(
+        replace(step, digests=laid(step.digests, step.step),
+                taps=_taps(step, names_at(step.step)[1], taps))
+        for step in records.steps
+    )  # fmt: skip
+    named = {group: tuple(names) for group, names in tensors.items()}
+    start = replace(start, tensors=named, taps=tuple(taps), tap_stages=(0,) * len(taps))
+    return replace(
+        records, start=start, steps=steps, initial=initial,
+        problems=(*records.problems, *problems[:8]),
+    )  # fmt: skip
+
+
+def _expanded(
+    digests: Mapping[str, str], now: Tensors, whole: Tensors, problems: list[str], where: str
+) -> Iterator[tuple[str, str]]:
+    size = DIGEST_HEX_CHARS
+    for group, names in whole.items():
+        text, held = digests.get(group), now.get(group, ())
+        if text is None:
+            yield group, ABSENT * len(names)
+            continue
+        if len(text) != size * len(held):
+            problems.append(
+                f"line 0: {where}: the digest of {group} has {len(text)} characters, expected "
+                f"{size * len(held)} for {len(held)} tensors"
+            )
+        elif held == names:
+            yield group, text
+            continue
+        chunks = {name: text[i * size : (i + 1) * size] for i, name in enumerate(held)}
+        yield group, "".join(chunks.get(name, ABSENT) for name in names)
+
+
+def _taps(step: StepRecord, held: Sequence[str], whole: Sequence[str]) -> str:
+    if tuple(held) == tuple(whole):
+        return step.taps
+    size = TAP_HEX_CHARS
+    rows = {name: step.taps[i * size : (i + 1) * size] for i, name in enumerate(held)}
+    return "".join(rows.get(name, "f" * size) for name in whole)

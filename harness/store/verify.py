@@ -1,42 +1,40 @@
-"""What is damaged in a run folder, file by file, and which verdicts stand in spite of it.
+"""What is damaged in a run folder, file by file, and which verdicts stand.
 
-    case.json, verdict.json, links of each case
-      -> spec.json, outcome.json, records and kept contents of each run
-    case.json, verdict.json and runs of each question that a search asked here
+    manifest.json -> scenario.yaml, cases.json
+    verdict.json  -> case.json, outcome.json of each run -> spec.json, records, kept contents
 
-Every file that a verdict rests on is read again and checked against its checksum, every pass is
-judged again. Nothing is changed.
+Each speaks for the files after it by their checksums. A pass stands on all of them: where one is
+not as it was, the answer is an error. Other answers are kept: damage after a case failed must not
+turn the failure into a question. Nothing is judged again, and nothing is changed.
 """
 
+import dataclasses
 import re
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checks.complete import find_flaw
-from harness.checks.confirmation import confirmation
 from harness.errors import UsageError
-from harness.records import CaseSpec, Confirmation, RecordError, RunResult, RunSpec, Verdict
+from harness.records import CaseSpec, RecordError, RunSpec, Verdict, What
 from harness.repeats import confirming_runs, runs_of
-from harness.store import (
+from harness.store.files import CHANGED, checksum_of, read_object, read_sealed, told
+from harness.store.folder import (
     CASE_FILE,
     LEGS,
     OUTCOME_FILE,
-    SPEC_FILE,
     VERDICT_FILE,
     RunFolder,
-    load_run_folder,
+    changed_files,
+    files_of_run,
+    find_verdict,
     read_outcome,
 )
-from harness.store.confirm import confirmed
-from harness.store.contents import damaged_contents
-from harness.store.files import read_plain
-from harness.store.objects import has_checksum, read_object, told
-from harness.store.streams import rank_path
 
-MAX_COMPARED_BYTES = 1 << 30
+TRUSTING = ("passed", "skipped")
+"""Outcomes that damage must not leave standing."""
 _EARLIER = re.compile(r"\.attempt\d+$")
+Damage = Iterator[tuple[Path, str]]
+"""Files, each with what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class Inspection:
     """What was found.
 
     Attributes:
-        verdicts: of each case that has one, confirmed.
+        verdicts: of each case that has one; those of damaged passes are errors.
         num_cases: cases planned.
         num_runs: runs that these need.
         unjudged: cases without a verdict, by id: interrupted, or their folder is gone.
@@ -58,189 +56,145 @@ class Inspection:
     damage: tuple[str, ...]
 
 
-@dataclass
-class _Finding:
-    folder: RunFolder
-    runs: dict[str, RunResult] = field(default_factory=dict)
-    damage: dict[str, None] = field(default_factory=dict)
-    """Lines as keys: runs are shared by cases, and each line is told once."""
-
-    def note(self, path: Path, why: str) -> None:
-        """One damaged file; a reason often begins with its name already."""
-        why = why.removeprefix(f"{path.name}: ")
-        self.damage[f"{path.relative_to(self.folder.path)}: {why}"] = None
-
-
 def inspect(path: Path) -> Inspection:
-    """Read a whole run folder.
+    """Try every checksum of a run folder.
 
     Raises:
         UsageError: it is not a run folder, or damaged beyond reading.
     """
     folder = RunFolder.open(path)
-    finding = _Finding(folder)
-    verdicts, unjudged = [], []
-    for case in folder.cases:
-        # A case folder is made when its case is judged.
-        judged = folder.case_folder(case.id).exists()
-        if not case.skip_reason:
-            for number, spec in enumerate(runs_of(case)):
-                # Timed runs, past the three legs, have no links in the case's folder.
-                leg = LEGS[number] if number < len(LEGS) else ""
-                _take_run(finding, case, spec, leg, judged=judged)
-            if (told := _confirmation_of(folder, case)) is not None:
-                for spec in confirming_runs(case).values():
-                    _take_run(finding, case, spec, "", judged=told.outcome != "not_made")
-        _take_checksums(finding, case)
-        verdict = _take_verdict(finding, case, judged=judged)
-        if verdict is None:
+    damage: dict[str, None] = {}
+    """Lines as keys: runs are shared by cases, and each line is told once."""
+    verdicts, unjudged, runs = [], [], dict[str, None]()
+    planned = {case.id: case for case in folder.cases}
+    for case in planned.values():
+        stored = folder.load_verdict(case.id)
+        found = list(_case_damage(folder, case))
+        if stored is None:
             unjudged.append(case.id)
         else:
-            verdicts.append(verdict)
-    _take_questions(finding)
-    return Inspection(
-        verdicts=tuple(verdicts),
-        num_cases=len(folder.cases),
-        num_runs=len(finding.runs),
-        unjudged=tuple(unjudged),
-        damage=tuple(finding.damage),
-    )
-
-
-def _confirmation_of(folder: RunFolder, case: CaseSpec) -> Confirmation | None:
-    verdict = folder.load_verdict(case.id)
-    return None if verdict is None else verdict.confirmation
-
-
-def _take_questions(finding: _Finding) -> None:
-    """Cases of a search, which are in no plan; its own journal has what came of them."""
-    folder = finding.folder
-    planned = {case.id for case in folder.cases}
-    for path in sorted(folder.path.glob(f"cases/*/{CASE_FILE}")):
-        name = path.parent.name
-        if name in planned or name.startswith(".") or _EARLIER.search(name):
+            verdicts.append(_standing(stored, found, folder.path))
+        if not case.skip_reason:
+            runs |= dict.fromkeys(spec.key for spec in runs_of(case))
+        damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
+    # Questions of a search are in no plan.
+    for place in sorted(each.parent for each in folder.path.glob(f"cases/*/{CASE_FILE}")):
+        if place.name in planned or place.name.startswith(".") or _EARLIER.search(place.name):
             continue
         try:
-            case = CaseSpec.from_json(read_object(path))
+            case = CaseSpec.from_json(read_object(place / CASE_FILE))
+            if case.id != place.name:
+                raise RecordError(f"is that of case {case.id}")
+            found = list(_case_damage(folder, case, is_question=True))
         except (OSError, RecordError, UsageError) as error:
-            finding.note(path, told(error))
-            continue
-        if case.id != name:
-            finding.note(path, f"is that of case {case.id}")
-            continue
-        for number, spec in enumerate(runs_of(case)):
-            leg = LEGS[number] if number < len(LEGS) else ""
-            _take_run(finding, case, spec, leg, judged=True)
-        _take_checksums(finding, case)
-        verdict = path.with_name(VERDICT_FILE)
-        if verdict.exists() and folder.load_verdict(case.id) is None:
-            finding.note(verdict, "not as it was written")
+            found = [(place / CASE_FILE, told(error))]
+        damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
+    return Inspection(
+        verdicts=tuple(verdicts), num_cases=len(folder.cases), num_runs=len(runs),
+        unjudged=tuple(unjudged), damage=tuple(damage),
+    )  # fmt: skip
 
 
-def _take_run(finding: _Finding, case: CaseSpec, spec: RunSpec, leg: str, *, judged: bool) -> None:
-    sealed = finding.folder.case_folder(case.id) / leg
-    current = finding.folder.run_folder(spec.key)
-    place = finding.folder.leg_folder(case, leg) if leg else current
-    if spec.key not in finding.runs:
-        finding.runs[spec.key] = load_run_folder(place, spec)
-        for path, why in _run_damage(place, finding.runs[spec.key], judged=judged):
-            finding.note(path, why)
-    if leg and place == current and judged:
-        for path in sorted([*place.glob("*.json*"), *place.glob("*.contents")]):
-            if not _same(path, sealed / path.name):
-                finding.note(sealed / path.name, "not the file of the run")
+def verified(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
+    """The stored verdict, or an error if it is a pass and files that it rests on are damaged."""
+    if stored.outcome not in TRUSTING:
+        return stored
+    return _standing(stored, list(_case_damage(folder, case)), folder.path)
 
 
-def _run_damage(place: Path, run: RunResult, *, judged: bool) -> Iterator[tuple[Path, str]]:
-    key = run.spec.key
-    outcome, why = read_outcome(place, key)
-    if outcome is None and (judged or (place / OUTCOME_FILE).exists()):
-        yield place / OUTCOME_FILE, why if place.exists() else "missing"
-    if place.exists():
-        try:
-            found = RunSpec.from_json(read_object(place / SPEC_FILE, sealed=False)).key
-            if found != key:
-                yield place / SPEC_FILE, f"is that of run {found}"
-        except (OSError, RecordError) as error:
-            yield place / SPEC_FILE, told(error)
-    told_of = set()
-    for records in run.ranks:
-        for problem in records.problems[:1]:
-            told_of.add(records.rank)
-            yield rank_path(place, records.rank), problem
-    is_whole = outcome is not None and not outcome.what
-    yield from damaged_contents(place, run.spec, is_whole=is_whole)
-    flaw = find_flaw(run) if is_whole else None
-    if flaw is not None and flaw.rank not in told_of:
-        yield rank_path(place, flaw.rank or 0), flaw.message
+def verified_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
+    """As `verified`, of a case's folder by itself, wherever it lies, with its three runs."""
+    if stored.outcome not in TRUSTING or case.skip_reason:
+        return stored
+    specs = {leg: getattr(case, leg) for leg in LEGS}
+    runs = {spec.key: (spec, place / leg) for leg, spec in specs.items()}
+    return _standing(stored, list(_damage(place, case, runs)), place)
 
 
-def _take_checksums(finding: _Finding, case: CaseSpec) -> None:
-    """Files whose checksum is gone, in a folder whose files have one."""
-    folder = finding.folder
-    if not folder.has_checksums:
-        return
+def _standing(stored: Verdict, damage: list[tuple[Path, str]], root: Path) -> Verdict:
+    if stored.outcome not in TRUSTING or not damage:
+        return stored
+    # Whole folders that are gone were not made, as far as anybody can tell.
+    gone = next((path for path, _ in damage if not path.parent.exists()), None)
+    what: What = "not_run" if gone is not None else "corrupt_record"
+    line = next(_line(root, *each) for each in damage if gone in (None, each[0]))
+    message = f"{line} ({VERDICT_FILE} says {stored.outcome})"
+    return dataclasses.replace(stored, outcome="error", what=what, message=message, checks=())
+
+
+def _line(root: Path, path: Path, why: str) -> str:
+    return f"{path.relative_to(root)}: {why.removeprefix(f'{path.name}: ')}"
+
+
+Runs = dict[str, tuple[RunSpec, Path]]
+"""By key, the runs that a case may rest on, and where each is read."""
+
+
+def _runs(folder: RunFolder, case: CaseSpec) -> Runs:
+    specs = {spec.key: spec for spec in (*runs_of(case), *confirming_runs(case).values())}
+    legs = {getattr(case, leg).key: folder.leg_folder(case, leg) for leg in LEGS}
+    return {key: (spec, legs.get(key) or folder.run_folder(key)) for key, spec in specs.items()}
+
+
+def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False) -> Damage:
     place = folder.case_folder(case.id)
-    specs = [*runs_of(case), *confirming_runs(case).values()]
-    runs = [folder.run_folder(spec.key) for spec in specs]
-    paths = [place / CASE_FILE, place / VERDICT_FILE, *(run / OUTCOME_FILE for run in runs)]
-    for path in paths:
-        # What is no object, or is not there, is told where it is read.
-        with suppress(OSError, RecordError):
-            if not has_checksum(path):
-                finding.note(path, "its checksum is gone")
-    made = [finding.runs[spec.key] for spec in specs if spec.key in finding.runs]
-    ends = [
-        (run.spec.key, records.rank, records.end.sha256)
-        for run in made
-        for records in run.ranks
-        if records.end is not None
-    ]
-    # Ranks may be of another make, which writes none; but then none of them does.
-    if any(checksum for _, _, checksum in ends):
-        for key, rank, checksum in ends:
-            if not checksum:
-                finding.note(rank_path(folder.run_folder(key), rank), "its checksum is gone")
+    if case.skip_reason:
+        if (place / CASE_FILE).exists():
+            yield place / CASE_FILE, "not the case that was planned"
+        verdict, why = find_verdict(place, case.id)
+        if verdict is not None and verdict.outcome == "passed":
+            yield place / VERDICT_FILE, "says passed of a case that was to be skipped"
+        elif verdict is None and place.exists():
+            yield place / VERDICT_FILE, why
+        return
+    runs = _runs(folder, case)
+    yield from _damage(place, case, runs, is_question=is_question)
+    for leg in LEGS:
+        current, kept = runs[getattr(case, leg).key][1], place / leg
+        if current != kept and current.is_dir() and place.exists():
+            names = [path.name for path in (*files_of_run(current), current / OUTCOME_FILE)]
+            yield from ((kept / name, "not the file of the run")
+                        for name in names if not _same(current / name, kept / name))  # fmt: skip
+
+
+def _damage(
+    place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = False, is_alone: bool = False
+) -> Damage:
+    """What is not as it was when the verdict was made, or since it was written."""
+    sums: dict[str, str] = {}
+    verdict, why = find_verdict(place, case.id)
+    if verdict is not None:
+        sums = read_sealed(place / VERDICT_FILE)[1]
+    elif place.exists() and ((place / VERDICT_FILE).exists() or not is_question):
+        yield place / VERDICT_FILE, why
+    if CASE_FILE in sums or (place / CASE_FILE).exists():
+        yield from _case_file_damage(place / CASE_FILE, case, sums)
+    due = set(sums)
+    if verdict is not None and verdict.outcome in TRUSTING:
+        due |= {spec.key for spec in runs_of(case)}
+    for key, (spec, folder) in runs.items():
+        path = folder / OUTCOME_FILE
+        outcome, why = read_outcome(folder, spec)
+        if outcome is not None:
+            if key in due and sums.get(key) != checksum_of(path):
+                yield path, "not the one that the verdict was made from"
+        elif key in due or path.exists():
+            yield path, why if path.exists() or path.is_symlink() else "missing"
+        yield from ((folder / name, changed) for name, changed in changed_files(folder).items())
+
+
+def _case_file_damage(path: Path, case: CaseSpec, sums: Mapping[str, str]) -> Damage:
+    try:
+        if CaseSpec.from_json(read_object(path)) != case:
+            yield path, "not the case that was planned"
+        elif sums.get(CASE_FILE, "") not in ("", checksum_of(path)):
+            yield path, CHANGED
+    except (OSError, RecordError) as error:
+        yield path, told(error)
 
 
 def _same(path: Path, other: Path) -> bool:
     try:
-        if path.samefile(other):
-            return True
-        sizes = {path.stat().st_size, other.stat().st_size}
-        if len(sizes) > 1 or max(sizes) > MAX_COMPARED_BYTES:
-            return False
-        mine, theirs = (read_plain(each, MAX_COMPARED_BYTES) for each in (path, other))
-        return mine == theirs
+        return path.samefile(other) or checksum_of(path) == checksum_of(other)
     except OSError:
         return False
-
-
-def _take_verdict(finding: _Finding, case: CaseSpec, *, judged: bool) -> Verdict | None:
-    folder = finding.folder.case_folder(case.id)
-    stored = finding.folder.load_verdict(case.id)
-    if stored is None:
-        if judged:
-            finding.note(folder / VERDICT_FILE, "missing, or not as it was written")
-        return None
-    if not case.skip_reason or (folder / CASE_FILE).exists():
-        _take_case_file(finding, case, folder / CASE_FILE)
-    verdict = confirmed(finding.folder, case, stored, finding.runs)
-    if verdict is not stored:
-        finding.note(folder / VERDICT_FILE, f"says {stored.outcome}, but: {verdict.message}")
-    elif (told := stored.confirmation) is not None and told.outcome != "not_made":
-        sides = (case.reference, case.candidate, *confirming_runs(case).values())
-        first, second, *again = (finding.runs[spec.key] for spec in sides)
-        found = confirmation(case, stored, (first, second), (again[0], again[1]))
-        if found != told:
-            why = f"says {told.outcome} of the repeats, their records {found.outcome}"
-            finding.note(folder / VERDICT_FILE, why)
-    return verdict
-
-
-def _take_case_file(finding: _Finding, case: CaseSpec, path: Path) -> None:
-    try:
-        if CaseSpec.from_json(read_object(path)) != case:
-            finding.note(path, "not the case that was planned")
-    except (OSError, RecordError, UsageError) as error:
-        finding.note(path, told(error))

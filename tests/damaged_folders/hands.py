@@ -12,27 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.records import EndRecord, dumps, parse_record
-from harness.store.checksum import LinesChecksum
+from harness.store.files import checksum_of
 from tests.damaged_folders.kinds import CASE, FILES, Damage, lines_of, run_of
 from tests.damaged_folders.rewrite import rewrite
 
 
 def sealed_again(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> Path:
-    """Change the records of a rank, and the checksum in its end record with them."""
+    """Change the records of a rank, and their checksum in the outcome of the run with them."""
     plain = [json.loads(line) for line in lines_of(path)]
     change(plain)
-    checksum, lines = LinesChecksum(), []
-    for values in plain:
-        line = json.dumps(values, sort_keys=True, separators=(",", ":"))
-        if values["kind"] == "end":
-            record = parse_record(line)
-            assert isinstance(record, EndRecord)
-            line = dumps(checksum.sealed(record))
-        lines.append(line + "\n")
-        checksum.add(lines[-1].encode())
+    lines = [json.dumps(values, sort_keys=True, separators=(",", ":")) for values in plain]
     path.unlink()
-    path.write_text("".join(lines))
+    path.write_text("\n".join(lines) + "\n")
+    outcome = path.with_name("outcome.json")
+    files = json.loads(outcome.read_bytes())["files"]
+    rewrite(outcome, {"files": files | {path.name: checksum_of(path)}})
     return path
 
 

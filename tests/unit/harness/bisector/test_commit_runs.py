@@ -21,8 +21,7 @@ from harness.bisector.commit_runs import (
 from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
 from harness.records import CaseSpec, Ending, Outcome, RunSpec, Verdict, What
-from harness.store.checksum import with_checksum
-from harness.store.objects import read_object
+from harness.store.files import read_object, with_checksum
 
 CLI = """\
 import json, sys

@@ -26,7 +26,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.store.naming import aligned, with_all_names
+from harness.store.streams import aligned, with_all_names
 
 Held = dict[str, dict[str, str]]
 """Group to name to a digest in short."""

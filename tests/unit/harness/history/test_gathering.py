@@ -14,7 +14,7 @@ from harness.history import gather, machine_kind
 from harness.history.entries import FolderEntry, name_of
 from harness.records import StepRecord
 from harness.store import RunFolder
-from harness.store.checksum import KEY
+from harness.store.files import KEY
 from tests.damaged_folders.rewrite import rewrite
 from tests.unit.reports.folders import ENVIRONMENT, HOSTILE, Writer, drift, ulp
 

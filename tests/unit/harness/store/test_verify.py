@@ -7,7 +7,8 @@ import pytest
 
 from harness import launch
 from harness.records import RunSpec
-from harness.store.contents import KeptTensor, checksum_of, write_contents
+from harness.store import save_outcome
+from harness.store.contents import KeptTensor, write_contents
 from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
 
 
@@ -22,9 +23,10 @@ class KeepingEngine(FakeEngine):
             data = b"held" * (1 + bool(spec.config["graph"]))
             about = KeptTensor(
                 name=spec.keep.names[0], part=0, dtype="float32", shape=(len(data) // 4,),
-                sha256=checksum_of(data), as_digested=True,
+                as_digested=True,
             )  # fmt: skip
             write_contents(folder, spec.key, rank, spec.keep.step, [(about, data)])
+        save_outcome(folder, self.ended[-1])  # of all files
 
 
 @pytest.fixture
@@ -55,10 +57,10 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (flip, "weights:w: changed since it was written"),
-        (cut, "expected 8 bytes of tensors, got 7"),
+        (flip, "changed since it was written"),
+        (cut, "changed since it was written"),
         (Path.unlink, "missing"),
-        (lambda path: path.write_bytes(b""), "rank1.contents"),
+        (lambda path: path.write_bytes(b""), "changed since it was written"),
     ],
 )
 def test_damaged_contents_are_named(
