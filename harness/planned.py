@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fsdp_core.config import ConfigError, TrainConfig
+from fsdp_core.config import TrainConfig
 from harness.errors import UsageError, one_line
 from harness.masking import Masker
 from harness.plant_spec import each_of
@@ -26,10 +26,11 @@ def check_whole(place: Path, cases: Iterable[CaseSpec]) -> None:
     for spec in specs.values():
         try:
             whole = TrainConfig.from_dict(spec.config).to_dict()
-            lacks = [name for name, value in whole.items()
-                     if set(value if isinstance(value, dict) else ()) - set(spec.config[name])]
+            lacks = [name for name, value in whole.items() if name not in spec.config or (
+                isinstance(value, dict) and set(value) - set(spec.config[name])
+            )]  # fmt: skip
             if lacks:
-                raise ConfigError(f"it lacks settings of {', '.join(lacks)}")
+                raise ValueError(f"it lacks settings of {', '.join(lacks)}")
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             why = one_line(f"{type(error).__name__}: {error}")
             raise UsageError(

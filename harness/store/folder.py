@@ -185,7 +185,7 @@ class RunFolder:
                 if (path / name).is_symlink():
                     raise RecordError(f"{name} is a link: what is written there is somebody else's")
             manifest, sums = read_sealed(path / MANIFEST_FILE)
-            if manifest.get("schema") != SCHEMA_VERSION:
+            if repr(manifest.get("schema")) != str(SCHEMA_VERSION):
                 raise UsageError(
                     f"{path} was written by another harness (schema {manifest.get('schema')!r}, "
                     f"this one reads {SCHEMA_VERSION})"

@@ -70,7 +70,7 @@ def test_a_whole_file_has_no_problems(tmp_path: Path) -> None:
         ((start(),), b"\n", "line 2: not JSON"),
         ((start(),), b"[1]\n", "line 2: expected an object, got list"),
         ((start(),), b'{"kind": "dance"}\n', "line 2: unknown kind 'dance'"),
-        ((start(),), b'{"kind": "end"}\n', "line 2: EndRecord: Object missing required field `rank`"),
+        ((start(),), b'{"kind": "end"}\n', "EndRecord: Object missing required field `rank`"),
         ((start(),), b"[" * 100_000 + b"\n", "line 2: "),
         ((start(), step(0, rank=1)), b"", "line 2: step record of rank 1 in the file of rank 0"),
         ((start(), end(rank=1)), b"", "line 2: end record of rank 1 in the file of rank 0"),
