@@ -46,11 +46,28 @@ def dumps(value: Json | Mapping[str, Any]) -> str:
 
 
 def strict_loads(data: bytes | str) -> Any:
-    """The value of a text of JSON (`ValueError`: not JSON, or a number that is not finite)."""
+    """The value of a text of JSON.
+
+    Not by msgspec, which refuses half of a surrogate pair: what programs print may hold some.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, no number of 64 bits, or nested too deeply.
+    """
     try:
-        return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+        text = data if isinstance(data, str) else data.decode()
+        return json.loads(text, parse_constant=_refuse, parse_int=_bounded)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _bounded(text: str) -> int:
+    if not -MAX_INT <= (value := int(text)) < MAX_INT:
+        raise ValueError(f"{text:.40} has more than 64 bits")
+    return value
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.codec import strict_loads
 from harness.errors import UsageError, one_line
 from harness.history.database import open_database, refusals, transaction
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, digest_of
@@ -248,14 +249,10 @@ def _check_header(path: Path, line: bytes) -> None:
 
 
 def _parsed(line: bytes) -> FolderEntry:
-    plain = json.loads(line, parse_constant=_refuse)
+    plain = strict_loads(line)
     if not isinstance(plain, dict) or set(plain) != {"digest", "entry"}:
         raise RecordError("expected an entry and its digest")
     entry = FolderEntry.from_json(plain["entry"])
     if digest_of(entry) != plain["digest"]:
         raise RecordError("its digest does not fit: the line was changed")
     return entry
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")

@@ -75,7 +75,11 @@ def inspect(path: Path) -> Inspection:
         else:
             verdicts.append(_standing(stored, found, folder.path))
         if not case.skip_reason:
-            runs |= dict.fromkeys(spec.key for spec in runs_of(case))
+            repeats = None if stored is None else stored.confirmation
+            specs = [*runs_of(case)]
+            if repeats is not None and repeats.outcome != "not_made":
+                specs += confirming_runs(case).values()
+            runs |= dict.fromkeys(spec.key for spec in specs)
         damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
     # Questions of a search are in no plan.
     for place in sorted(each.parent for each in folder.path.glob(f"cases/*/{CASE_FILE}")):
@@ -140,7 +144,7 @@ def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False
     place = folder.case_folder(case.id)
     if case.skip_reason:
         if (place / CASE_FILE).exists():
-            yield place / CASE_FILE, "not the case that was planned"
+            yield from _case_file_damage(place / CASE_FILE, case, {})
         verdict, why = find_verdict(place, case.id)
         if verdict is not None and verdict.outcome == "passed":
             yield place / VERDICT_FILE, "says passed of a case that was to be skipped"
@@ -158,7 +162,7 @@ def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False
 
 
 def _damage(
-    place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = False, is_alone: bool = False
+    place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = False
 ) -> Damage:
     """What is not as it was when the verdict was made, or since it was written."""
     sums: dict[str, str] = {}

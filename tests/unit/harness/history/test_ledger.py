@@ -246,7 +246,7 @@ def test_other_files_are_refused(text: str, why: str, history: History, tmp_path
         ("wall_s = 'soon'", "its digest does not fit"),
         ("causes = '5'", "'int' object is not iterable"),
         ("causes = '['", "Expecting value"),
-        ("difference = '{}'", "Difference: missing key"),
+        ("difference = '{}'", "Difference: Object missing required field"),
         ("labels = '{\"parallel\": NaN}'", "Out of range float values"),
     ],
 )  # fmt: skip

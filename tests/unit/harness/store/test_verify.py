@@ -1,4 +1,4 @@
-"""What `check`, `report`, `show` and `merge` say of a run folder whose files are gone or changed."""
+"""What `check`, `report`, `show` and `merge` say of run folders with files gone or changed."""
 
 import shutil
 from collections.abc import Callable
