@@ -1,7 +1,7 @@
 """What somebody does who knows the checksums: files that say something else and are whole.
 
-Who makes up all the records of a run, bit by bit, as the program would have, makes a pass: nothing
-in a folder can tell. Each kind here leaves some record that says otherwise.
+Who makes every checksum fit, from a record up to its verdict, makes a pass: only judging again can
+tell (`harness check`, `merge`). Each kind here leaves a file that says otherwise.
 """
 
 import hashlib
@@ -136,12 +136,6 @@ IN_PASSED: dict[str, Damage] = {
 }  # fmt: skip
 
 FORGED = {"outcome": "passed", "what": "", "message": "every check said yes", "difference": None}
-IN_FAILED: dict[str, Damage] = {
-    "forged_pass": in_object("verdict", **FORGED),
-    "forged_skip": in_object("verdict", **FORGED | {"outcome": "skipped"}),
-    "forged_without_checks": in_object("verdict", **FORGED, checks=[]),
-    "forged_runs": in_object("verdict", **FORGED, runs={}),
-}
 IN_CRASHED: dict[str, Damage] = {
     "outcome_forged": in_object("outcome", **ENDED_WELL),
     "both_forged": lambda folder, rng: [
