@@ -1,10 +1,8 @@
 """Strict JSON round trip of frozen dataclasses: what does not fit its type is an error."""
 
-import dataclasses
-import functools
 import json
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -17,6 +15,8 @@ class RecordError(ValueError):
 
 class Json:
     """Mixin: strict JSON round trip of a frozen dataclass, by its field types."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready values, in containers of their own."""
@@ -31,8 +31,8 @@ class Json:
             RecordError: not a mapping, unknown or missing key, or a value of the wrong type; with
                 the path of the key.
         """
-        if isinstance(plain, Mapping) and (unknown := sorted(set(plain) - _names_of(cls))):
-            raise RecordError(f"{cls.__name__}: unknown keys {unknown}")
+        if isinstance(plain, dict) and (unknown := plain.keys() - cls.__dataclass_fields__.keys()):
+            raise RecordError(f"{cls.__name__}: unknown keys {sorted(unknown)}")
         try:
             return msgspec.convert(plain, cls)
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -68,8 +68,3 @@ def _bounded(text: str) -> int:
 
 def _refuse(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
-
-
-@functools.cache
-def _names_of(kind: Any) -> frozenset[str]:
-    return frozenset(f.name for f in dataclasses.fields(kind))

@@ -50,11 +50,12 @@ from harness.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.retries import Retries, stored_limit
 from harness.run import execute, is_left, keep_trace, open_repeats
 from harness.scenario.schema import Overrides
-from harness.scenario.shards import keep_whole, refuse_changed, take_shard
+from harness.scenario.shards import refuse_changed, take_shard
 from harness.scenario.suite import load_suite
 from harness.schedule import Seconds, unique_runs
 from harness.store import RunFolder, load_case
 from harness.store.find import DEFAULT_OUT, unused
+from harness.store.merge import keep_whole
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",
