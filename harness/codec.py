@@ -20,7 +20,7 @@ class Json:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready values, in containers of their own."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_base)
         return plain
 
     @classmethod
@@ -58,6 +58,14 @@ def strict_loads(data: bytes | str) -> Any:
         return json.loads(text, parse_constant=_refuse, parse_int=_bounded)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def _base(value: object) -> object:
+    """What a value of another library is: the version of torch is a text, too."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} {value!r:.80} is not JSON")
 
 
 def _bounded(text: str) -> int:
