@@ -25,7 +25,6 @@ from harness.store.folder import (
     VERDICT_FILE,
     RunFolder,
     changed_files,
-    files_of_run,
     find_verdict,
     read_outcome,
 )
@@ -110,9 +109,7 @@ def verified_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
     """As `verified`, of a case's folder by itself, wherever it lies, with its three runs."""
     if stored.outcome not in TRUSTING or case.skip_reason:
         return stored
-    specs = {leg: getattr(case, leg) for leg in LEGS}
-    runs = {spec.key: (spec, place / leg) for leg, spec in specs.items()}
-    return _standing(stored, list(_damage(place, case, runs)), place)
+    return _standing(stored, list(_damage(place, case, _kept_legs(place, case))), place)
 
 
 def _standing(stored: Verdict, damage: list[tuple[Path, str]], root: Path) -> Verdict:
@@ -130,14 +127,12 @@ def _line(root: Path, path: Path, why: str) -> str:
     return f"{path.relative_to(root)}: {why.removeprefix(f'{path.name}: ')}"
 
 
-Runs = dict[str, tuple[RunSpec, Path]]
-"""By key, the runs that a case may rest on, and where each is read."""
+Runs = list[tuple[RunSpec, Path]]
+"""Runs that a case may rest on, and where each is read."""
 
 
-def _runs(folder: RunFolder, case: CaseSpec) -> Runs:
-    specs = {spec.key: spec for spec in (*runs_of(case), *confirming_runs(case).values())}
-    legs = {getattr(case, leg).key: folder.leg_folder(case, leg) for leg in LEGS}
-    return {key: (spec, legs.get(key) or folder.run_folder(key)) for key, spec in specs.items()}
+def _kept_legs(place: Path, case: CaseSpec) -> Runs:
+    return [(getattr(case, leg), place / leg) for leg in LEGS]
 
 
 def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False) -> Damage:
@@ -151,19 +146,15 @@ def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False
         elif verdict is None and place.exists():
             yield place / VERDICT_FILE, why
         return
-    runs = _runs(folder, case)
+    runs = [(getattr(case, leg), folder.leg_folder(case, leg)) for leg in LEGS]
+    more = (*runs_of(case)[len(LEGS) :], *confirming_runs(case).values())
+    runs += [(spec, folder.run_folder(spec.key)) for spec in more]
+    if place.exists():
+        runs += [each for each in _kept_legs(place, case) if each not in runs]
     yield from _damage(place, case, runs, is_question=is_question)
-    for leg in LEGS:
-        current, kept = runs[getattr(case, leg).key][1], place / leg
-        if current != kept and current.is_dir() and place.exists():
-            names = [path.name for path in (*files_of_run(current), current / OUTCOME_FILE)]
-            yield from ((kept / name, "not the file of the run")
-                        for name in names if not _same(current / name, kept / name))  # fmt: skip
 
 
-def _damage(
-    place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = False
-) -> Damage:
+def _damage(place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = False) -> Damage:
     """What is not as it was when the verdict was made, or since it was written."""
     sums: dict[str, str] = {}
     verdict, why = find_verdict(place, case.id)
@@ -176,13 +167,13 @@ def _damage(
     due = set(sums)
     if verdict is not None and verdict.outcome in TRUSTING:
         due |= {spec.key for spec in runs_of(case)}
-    for key, (spec, folder) in runs.items():
+    for spec, folder in runs:
         path = folder / OUTCOME_FILE
         outcome, why = read_outcome(folder, spec)
         if outcome is not None:
-            if key in due and sums.get(key) != checksum_of(path):
+            if spec.key in due and sums.get(spec.key) != checksum_of(path):
                 yield path, "not the one that the verdict was made from"
-        elif key in due or path.exists():
+        elif spec.key in due or path.exists():
             yield path, why if path.exists() or path.is_symlink() else "missing"
         yield from ((folder / name, changed) for name, changed in changed_files(folder).items())
 
@@ -195,10 +186,3 @@ def _case_file_damage(path: Path, case: CaseSpec, sums: Mapping[str, str]) -> Da
             yield path, CHANGED
     except (OSError, RecordError) as error:
         yield path, told(error)
-
-
-def _same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other) or checksum_of(path) == checksum_of(other)
-    except OSError:
-        return False

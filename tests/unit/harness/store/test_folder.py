@@ -336,18 +336,15 @@ def test_load_case_refuses_what_is_no_case(tmp_path: Path, text: str | None) -> 
         load_case(tmp_path)
 
 
-def test_verdicts_come_back_in_case_order(tmp_path: Path) -> None:
-    """Stored verdicts are read in the order of the plan; cases without one are left out."""
-    cases = [case("b"), case("a"), case("c")]
-    folder = RunFolder.create(tmp_path / "out", {}, "", cases)
-    for case_id in ("a", "b"):
-        folder.save_verdict(verdict(case_id), case(case_id))
-    assert [v.case_id for v in folder.verdicts()] == ["b", "a"]
-    (folder.case_folder("a") / "verdict.json").write_text(dumps(verdict("a")))
-    assert [v.case_id for v in folder.verdicts()] == ["b"]
-    text = sealed(verdict("b").to_json())
-    (folder.case_folder("a") / "verdict.json").write_text(text)
-    assert [v.case_id for v in folder.verdicts()] == ["b"]
+def test_a_verdict_that_cannot_be_trusted_is_none(folder: RunFolder) -> None:
+    """Without its checksum, without those of what it was made from, or of another case."""
+    folder.save_verdict(verdict(), case())
+    assert folder.load_verdict("one") == verdict()
+    path = folder.case_folder("one") / "verdict.json"
+    other = verdict("b").to_json() | {"files": {}}
+    for text in (dumps(verdict()), sealed(verdict().to_json()), sealed(other)):
+        path.write_text(text)
+        assert folder.load_verdict("one") is None
 
 
 def test_a_verdict_that_is_set_aside_is_none(folder: RunFolder) -> None:
