@@ -18,9 +18,12 @@ from harness.records import (
     ABSENT,
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
+    SAMPLES,
     SCHEMA_VERSION,
     TAP_HEX_CHARS,
+    TOKENS,
     Difference,
+    InitialRecord,
     RankExit,
     RankRecords,
     RunResult,
@@ -33,6 +36,8 @@ from harness.shared_gpus import SHARED_GPU
 HEX_DIGITS = "0123456789abcdef"
 PROVING_GROUPS = ("grads", "weights", "optim")
 """Digest groups that must cover at least one tensor of a run; it may hold no RNG."""
+OF_INITIAL = ("weights", "optim", "rng")
+"""Digest groups of the state before step 0."""
 NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", SHARED_GPU)
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 NO_STEP = (
@@ -122,21 +127,28 @@ def _records_flaw(run: RunResult) -> Flaw | None:
     assert steps is not None
     assert isinstance(microbatches, int | None)
     key = run.spec.recorded or run.spec.key
-    # Folders of the built-in trainer may be older than its records of that state.
-    owes_initial = not run.spec.is_builtin or any(r.initial is not None for r in run.ranks)
     for records in rank_table(run).values():
         flaw = _rank_flaw(records, key, run.spec.world_size, steps, microbatches)
         if flaw is None and run.spec.is_builtin:
-            flaw = _replays_flaw(records, config, steps)
-        if flaw is None and owes_initial and records.initial is None:
-            message = f"rank {records.rank} has no record of the state before step 0"
-            flaw = Flaw(what="corrupt_record", message=message, rank=records.rank)
+            flaw = _samples_flaw(records) or _replays_flaw(records, config, steps)
         if flaw is not None:
             return _of_all(flaw, run, steps) if flaw.what == "missing_step" else flaw
     if (short := shortfall(run)) is not None:
         what, message, rank = short
         return Flaw(what=what, message=message, rank=rank)
     return _proof_flaw(run)
+
+
+def _samples_flaw(records: RankRecords) -> Flaw | None:
+    """The built-in trainer records what each rank reads in every step (`samples.same_data`)."""
+    assert records.start is not None
+    if records.start.tensors.get(SAMPLES, ())[:1] == (TOKENS,):
+        return None
+    return Flaw(
+        what="corrupt_record",
+        message=f"rank {records.rank} has no digests of the tokens that it read",
+        rank=records.rank,
+    )
 
 
 def _replays_flaw(records: RankRecords, config: Mapping[str, object], steps: int) -> Flaw | None:
@@ -192,6 +204,8 @@ def _rank_flaw(
     if flaw is not None:
         return flaw
     assert records.start is not None
+    if (flaw := _initial_flaw(records.initial, records.rank, records.start)) is not None:
+        return flaw
     for record in records.steps:
         flaw = _step_flaw(record, records.rank, records.start, microbatches)
         if flaw is not None:
@@ -324,6 +338,23 @@ def _end_flaw(records: RankRecords, steps: int) -> Flaw | None:
     return None
 
 
+def _initial_flaw(record: InitialRecord | None, rank: int, start: StartRecord) -> Flaw | None:
+    """Without the state before step 0 a difference of it would be blamed on the first step."""
+    if record is None:
+        wrong = f"rank {rank} has no record of the state before step 0"
+    elif record.rank != rank:
+        wrong = f"rank {rank}, before step 0: the record says rank {record.rank}"
+    elif missing := sorted(set(OF_INITIAL) - set(record.digests)):
+        wrong = f"rank {rank}, before step 0: no digests of {missing}"
+    elif unknown := sorted(set(record.digests) - set(start.tensors)):
+        wrong = f"rank {rank}, before step 0: digests of {unknown}, which name no tensors"
+    elif short := _text_wrong(record.digests, start):
+        wrong = f"rank {rank}, before step 0: {short}"
+    else:
+        return None
+    return Flaw(what="corrupt_record", message=wrong, rank=rank)
+
+
 def _step_flaw(
     record: StepRecord, rank: int, start: StartRecord, microbatches: int | None
 ) -> Flaw | None:
@@ -350,8 +381,20 @@ def _digests_wrong(record: StepRecord, start: StartRecord) -> str:
     """What is wrong with the digests of a step, in words; '' if nothing is."""
     if set(record.digests) != set(start.tensors):
         return f"digests of {sorted(record.digests)}, expected {sorted(start.tensors)}"
-    for group, names in start.tensors.items():
-        text = record.digests[group]
+    if wrong := _text_wrong(record.digests, start):
+        return wrong
+    if len(record.taps) != TAP_HEX_CHARS * len(start.taps):
+        return (
+            f"the taps have {len(record.taps)} characters, "
+            f"expected {TAP_HEX_CHARS * len(start.taps)} for {len(start.taps)} rows"
+        )
+    return "the taps are not lower-case hex" if record.taps.strip(HEX_DIGITS) else ""
+
+
+def _text_wrong(digests: Mapping[str, str], start: StartRecord) -> str:
+    """What is wrong with the text of known groups; '' if nothing is."""
+    for group, text in digests.items():
+        names = start.tensors[group]
         if len(text) != DIGEST_HEX_CHARS * len(names):
             return (
                 f"the digest of {group} has {len(text)} characters, "
@@ -360,12 +403,7 @@ def _digests_wrong(record: StepRecord, start: StartRecord) -> str:
         # Stripping both ends leaves nothing exactly when every character is a hex digit.
         if text.strip(HEX_DIGITS):
             return f"the digest of {group} is not lower-case hex"
-    if len(record.taps) != TAP_HEX_CHARS * len(start.taps):
-        return (
-            f"the taps have {len(record.taps)} characters, "
-            f"expected {TAP_HEX_CHARS * len(start.taps)} for {len(start.taps)} rows"
-        )
-    return "the taps are not lower-case hex" if record.taps.strip(HEX_DIGITS) else ""
+    return ""
 
 
 def _exit_flaw(run: RunResult) -> Flaw | None:

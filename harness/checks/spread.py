@@ -136,20 +136,21 @@ def kind_of(quantity: str) -> str:
 
 @functools.cache
 def quantile(probability: float, freedom: int) -> float:
-    """The value that |T| exceeds with a probability; T is Student's, of odd degrees of freedom.
+    """The value that |T| exceeds with a probability; T is Student's, of whole degrees of freedom.
 
-    Its tail is 1 - 2/pi (a + sin a cos a (1 + 2/3 cos^2 a (1 + 4/5 cos^2 a (...)))), with
-    tan a = t / sqrt(degrees of freedom).
+    The distribution is a finite sum in the angle a, tan a = t / sqrt(degrees of freedom)
+    (Abramowitz and Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4).
     """
-    if freedom % 2 == 0:
-        raise ValueError(f"Expected odd degrees of freedom, got {freedom}.")
+    odd = freedom % 2
     low, high = 0.0, math.pi / 2  # of the angle
     for _ in range(200):
         angle = (low + high) / 2
-        square, series = math.cos(angle) ** 2, 0.0
-        for power in range(freedom - 1, 1, -2):
-            series = 1 + (power / (power + 1) * square * series if power < freedom - 1 else 0.0)
-        tail = 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * series)
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term, total = cosine if odd else 1.0, 0.0
+        for place in range(1, (freedom - odd) // 2 + 1):
+            total += term
+            term *= cosine * cosine * (2 * place - 1 + odd) / (2 * place + odd)
+        tail = 1 - (2 / math.pi * (angle + sine * total) if odd else sine * total)
         low, high = (angle, high) if tail > probability else (low, angle)
     return math.sqrt(freedom) * math.tan(low)
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from harness.bisector.legs import Legs
+from harness.bisector.aligned import Legs
 from harness.checks.calls import Both, in_program_order, shared_rows
 from harness.checks.taps import check
 from harness.records import NEVER_RAN, RunResult

@@ -126,7 +126,12 @@ def test_what_is_no_number_is_within_no_bound(value: float) -> None:
 
 
 def test_tails_are_those_of_students_t() -> None:
-    """Two-sided points of its tables, for five degrees of freedom and for three."""
+    """Two-sided points of its tables, of odd and even degrees of freedom."""
+    for probability, freedom, value in (
+        (0.05, 1, 12.7062), (0.05, 2, 4.30265), (0.02, 3, 4.54070), (0.05, 7, 2.36462),
+        (0.01, 10, 3.16927), (0.001, 30, 3.64596), (0.8, 1, 0.32492),
+    ):  # fmt: skip
+        assert spread.quantile(probability, freedom) == pytest.approx(value, rel=1e-5)
     assert spread.quantile(0.05, 5) == pytest.approx(2.5706, abs=1e-4)
     assert spread.quantile(0.001, 5) == pytest.approx(6.8688, abs=1e-4)
     assert spread.quantile(0.01, 3) == pytest.approx(5.8409, abs=1e-4)
