@@ -16,7 +16,6 @@ from rich.text import Text
 from harness.beside import Timeline, beside
 from harness.checks import confirmation
 from harness.checks.steps import count
-from harness.disk import read_tail
 from harness.errors import one_line
 from harness.records import (
     OUTCOMES,
@@ -28,6 +27,7 @@ from harness.records import (
 )
 from harness.runner.plan import Plan
 from harness.runner.progress import COLOURS, duration, plan_line, run_ending, run_word
+from harness.store.files import read_tail
 
 PLAIN_WIDTH = 100
 """Columns where neither a terminal nor $COLUMNS says how many there are."""

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from harness.checksum import with_checksum
 from harness.codec import Json
-from harness.disk import write_atomic, write_once
 from harness.engine.collective_log import place_path
 from harness.engine.evidence import last_place
 from harness.engine.outcome import RankEvidence, classify, ending_of
 from harness.errors import UsageError
-from harness.object_file import read_object, told
 from harness.records import (
     RankExit,
     RankRecords,
@@ -32,8 +29,15 @@ from harness.records import (
     RunSpec,
     dumps,
 )
-from harness.store import MANIFEST_FILE, OUTCOME_FILE, SPEC_FILE, load_run_folder, read_outcome
-from harness.streams import rank_path, read_rank, read_start
+from harness.store import MANIFEST_FILE, OUTCOME_FILE, SPEC_FILE, load_run_folder, sealed_outcome
+from harness.store.files import (
+    read_object,
+    told,
+    write_atomic,
+    write_object,
+    write_once,
+)
+from harness.store.streams import rank_path, read_rank, read_start
 
 UNKNOWN_SIZE = 0
 """World size in the specification of a run whose ranks have not said it yet."""
@@ -98,11 +102,7 @@ def load(folder: Path) -> RunResult:
     spec = read_spec(folder)
     if spec.world_size == UNKNOWN_SIZE:
         raise UsageError(f"{folder}: expected a recorded run, no rank of it has recorded anything")
-    run = load_run_folder(folder, spec)
-    outcome, _ = read_outcome(folder, spec.recorded)
-    if outcome is not None:
-        run = dataclasses.replace(run, outcome=dataclasses.replace(outcome, key=spec.key))
-    return run
+    return load_run_folder(folder, spec)
 
 
 def with_steps(run: RunResult, steps: int) -> RunResult:
@@ -162,7 +162,7 @@ def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -
     Raises:
         Infrastructure: the disk refused.
     """
-    write_atomic(folder / f"part-{index}.json", dumps(with_checksum(part)) + "\n")
+    write_object(folder / f"part-{index}.json", part)
     seen = [folder / f"part-{number}.json" for number in range(parts)]
     if not all(path.exists() for path in seen):
         return None
@@ -170,9 +170,9 @@ def finish(folder: Path, spec: RunSpec, part: Part, *, index: int, parts: int) -
     if spec.world_size == UNKNOWN_SIZE:
         return None
     outcome = conclude(folder, spec, [Part.from_json(read_object(path)) for path in seen])
-    if not write_once(folder / OUTCOME_FILE, dumps(with_checksum(outcome)) + "\n"):
+    write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")  # of all parts the same
+    if not write_once(folder / OUTCOME_FILE, sealed_outcome(folder, outcome)):
         return None
-    write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")
     if not outcome.what:
         for rank in range(spec.world_size):  # a run that ended well has no need of them
             place_path(folder, rank).unlink(missing_ok=True)

@@ -8,8 +8,8 @@ says of its cases beside it.
 
 from pathlib import Path
 
-from harness.disk import write_atomic
 from harness.errors import Infrastructure
+from harness.store.files import write_atomic
 from reports import html, json_report, junit, markdown, step_summary
 from reports.nights import look_back
 from reports.normalise import normalise

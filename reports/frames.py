@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed
 from harness.records import CaseSpec, FloatBits, RunResult, RunSpec, Verdict
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
+from harness.store.verify import verified
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def load(path: Path) -> Frames:
             spec: RunSpec = getattr(case, leg)
             if spec.key not in runs:
                 runs[spec.key] = _run(folder, case, leg, spec)
-    verdicts = tuple(_verdict(folder, case, runs) for case in folder.cases)
+    verdicts = tuple(_verdict(folder, case) for case in folder.cases)
     steps = _steps(runs)
     return Frames(
         folder=folder,
@@ -71,10 +71,10 @@ def load(path: Path) -> Frames:
     )
 
 
-def _verdict(folder: RunFolder, case: CaseSpec, runs: dict[str, RunResult]) -> Verdict:
+def _verdict(folder: RunFolder, case: CaseSpec) -> Verdict:
     found = folder.load_verdict(case.id)
     if found is not None:
-        return confirmed(folder, case, found, runs)
+        return verified(folder, case, found)
     damaged = (folder.case_folder(case.id) / VERDICT_FILE).exists()
     message = (
         f"no verdict: its {VERDICT_FILE} does not decode"

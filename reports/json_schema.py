@@ -16,7 +16,6 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.checksum import KEY as CHECKSUM_KEY
 from harness.records import (
     OUTCOMES,
     RECORD_KINDS,
@@ -28,6 +27,8 @@ from harness.records import (
 from harness.runner.occupancy import Occupancy
 from harness.runner.retries import Attempt
 from harness.store import LEGS
+from harness.store.files import FILES_KEY
+from harness.store.files import KEY as CHECKSUM_KEY
 from harness.tolerance import Expect
 from reports.addresses import LegAddresses
 from reports.json_report import REPORT_SCHEMA_VERSION
@@ -137,13 +138,17 @@ def _record(parts: _Parts) -> dict[str, Any]:
     return {"oneOf": lines}
 
 
-def _file(kind: type[Any]) -> Any:
-    """A file that holds one object, with its checksum in files that have one."""
+def _file(kind: type[Any], *own: str) -> Any:
+    """A file that holds one object, with its checksum and those of the files it speaks for."""
 
     def make(parts: _Parts) -> dict[str, Any]:
         definition: dict[str, Any] = parts.defined[parts.of(kind)["$ref"].rpartition("/")[2]]
-        own = parts.defined.pop(kind.__name__)
-        return own | {"properties": definition["properties"] | {CHECKSUM_KEY: _TEXT}}
+        whole = parts.defined.pop(kind.__name__)
+        sums = {CHECKSUM_KEY: _TEXT, FILES_KEY: parts.of(dict[str, str])}
+        properties = definition["properties"] | {key: sums[key] for key in own}
+        return whole | {
+            "properties": properties, "required": sorted([*definition["required"], *own]),
+        }  # fmt: skip
 
     return make
 
@@ -217,9 +222,9 @@ def _run(parts: _Parts) -> dict[str, Any]:
 
 _MAKERS: dict[str, tuple[str, Any]] = {
     "record": ("A line of a rank's records", _record),
-    "outcome": ("outcome.json of a run", _file(RunOutcome)),
-    "verdict": ("verdict.json of a case", _file(Verdict)),
-    "case": ("case.json of a case", _file(CaseSpec)),
+    "outcome": ("outcome.json of a run", _file(RunOutcome, CHECKSUM_KEY, FILES_KEY)),
+    "verdict": ("verdict.json of a case", _file(Verdict, CHECKSUM_KEY, FILES_KEY)),
+    "case": ("case.json of a case", _file(CaseSpec, CHECKSUM_KEY)),
     "report": ("report.json", _report),
     "run": ("What `harness run --json` prints", _run),
 }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from harness.disk import make_folder, write_atomic
+from harness.store.files import make_folder, write_atomic
 from reports.normalise import normalise
 
 MAX_SHOWN_CHARS = 300

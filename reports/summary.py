@@ -15,13 +15,13 @@ import yaml
 from harness.beside import Beside, Timeline, beside
 from harness.checks import confirmation, exit_code
 from harness.checks.environment import different_keys
-from harness.disk import read_tail
 from harness.history import NOT_WRITTEN_FILE
-from harness.lookup import bisect_line
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, Outcome, RunResult, Verdict
 from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS
+from harness.store.files import read_tail
+from harness.store.find import bisect_line
 from reports.addresses import LegAddresses, leg_addresses
 from reports.frames import Frames, load
 from reports.loss_curve import LossCurve, loss_curve

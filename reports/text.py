@@ -9,7 +9,7 @@ tail         the end of a rank's output, line by line
 import re
 from pathlib import Path
 
-from harness.disk import read_tail
+from harness.store.files import read_tail
 
 MAX_CHARS = 2000
 MAX_LINE_CHARS = 300

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
-from harness.answers import find_answer
 from harness.bisector.render import UNKNOWN, Findings, first_wrong, read_findings
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.scoring import Localised, localised
 from harness.records import CaseSpec, ExitCode
 from harness.store import SEARCH_FILE
+from harness.store.find import find_answer
 
 ROOT = Path(__file__).parents[2]
 LOOK_EVERY_S = 0.05

@@ -24,7 +24,6 @@ from harness.checks.steps import (
     with_groups,
     with_same_copies,
 )
-from harness.naming import with_all_names
 from harness.program.spec import capabilities_of
 from harness.records import (
     DIGEST_HEX_CHARS,
@@ -35,6 +34,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
+from harness.store.streams import with_all_names
 
 RNG = "rng"
 STEP_COUNT = "step_count"

@@ -38,18 +38,16 @@ from harness.bisector.commits import (
 )
 from harness.bisector.differences import config_of, leaves_of, program_in
 from harness.bisector.experiments import Asker, Reply, brief, failure_of
-from harness.checksum import with_checksum
 from harness.codec import Json, dumps
-from harness.disk import make_folder, read_tail, write_atomic
 from harness.engine.process import die_with_parent
 from harness.errors import Infrastructure, Interrupted, one_line
-from harness.lookup import unused
-from harness.object_file import read_object
 from harness.plant_spec import PlantSpec
 from harness.program.spec import folder_of
 from harness.records import CaseSpec, Ending, ExitCode, RunSpec, Verdict
 from harness.repeats import FIRST_REPEAT
 from harness.store import CASE_FILE, LEGS
+from harness.store.files import make_folder, read_object, read_tail, with_checksum, write_atomic
+from harness.store.find import unused
 
 GRACE_S = 10.0
 TAIL_BYTES = 4096
@@ -169,7 +167,7 @@ class _Translation:
 
     def fields_of(self, name: str, kind: type[Json], plain: Mapping[str, Any]) -> dict[str, Any]:
         """An object without what the commit does not know."""
-        silent = {f.name: f.default for f in fields(kind) if f.default is not MISSING}  # type: ignore[arg-type] # a dataclass
+        silent = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
         names = self._known.kinds.get(name, plain)
         for key in plain.keys() - names:
             if key not in silent or not _same(plain[key], silent[key]):

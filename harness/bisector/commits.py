@@ -45,12 +45,12 @@ from harness.bisector.differences import config_of, leaves_of
 from harness.bisector.experiments import Asker, Judged, OutOfBudget, Questions, Reply, failure_of
 from harness.checks.steps import count
 from harness.codec import Json
-from harness.disk import FolderLock
 from harness.errors import Infrastructure, UsageError, shown
 from harness.program.launch import make_environments
 from harness.program.packages import releases
 from harness.program.spec import program_of
 from harness.records import CaseSpec, Verdict
+from harness.store.files import FolderLock
 
 TIMEOUT_S = 120.0
 PREFIX = "bisect-commits-"

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.bisector.found import Element, Location
-from harness.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place, read_contents
-from harness.keeping import KeepSpec
-from harness.records import DIGEST_GROUPS, CaseSpec, RunSpec
+from harness.records import DIGEST_GROUPS, CaseSpec, KeepSpec, RunSpec
 from harness.store import RunFolder
+from harness.store.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place, read_contents
 
 Indices = npt.NDArray[np.int64]
 

@@ -27,16 +27,14 @@ from harness.bisector import chance
 from harness.bisector.chance import FAILS, PASSES, UNRESOLVED, Answer
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
-from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
-from harness.disk import link_or_copy, make_folder, write_atomic
 from harness.engine.base import Engine
 from harness.errors import HarnessError, Infrastructure, UsageError
-from harness.object_file import read_object
 from harness.records import CaseSpec, ExitCode, Outcome, RunResult, RunSpec, Verdict, What
 from harness.repeats import FIRST_REPEAT, runs_of
 from harness.runner.run import Judge, Progress, Silent, execute
 from harness.store import LEGS, OUTCOME_FILE, CaseRuns, RunFolder
+from harness.store.files import link_or_copy, make_folder, read_object, with_checksum, write_atomic
 
 TIMED: tuple[What, ...] = ("throughput_regression", "noisy")
 NONDETERMINISTIC: What = "nondeterministic_reference"

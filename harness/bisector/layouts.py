@@ -36,11 +36,10 @@ from harness.bisector.elements import Floats, Whole, shown, ulps, whole_tensors
 from harness.bisector.experiments import Asker, judged_by, message
 from harness.bisector.found import Element, Location
 from harness.bisector.least import first_failing
-from harness.contents import Contents, read_contents
 from harness.errors import UsageError
-from harness.keeping import DEFAULT_MAX_BYTES, KeepSpec
 from harness.program.spec import capabilities_of
-from harness.records import CaseSpec, RunResult, RunSpec, Verdict
+from harness.records import MAX_KEPT_BYTES, CaseSpec, KeepSpec, RunResult, RunSpec, Verdict
+from harness.store.contents import Contents, read_contents
 
 NAMES = ("grads:*", "weights:*")
 BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
@@ -67,7 +66,7 @@ class Runs:
 
 
 def runs_to_compare(
-    reference: RunSpec, candidate: RunSpec, step: int, max_bytes: int = DEFAULT_MAX_BYTES
+    reference: RunSpec, candidate: RunSpec, step: int, max_bytes: int = MAX_KEPT_BYTES
 ) -> Runs:
     """The runs that tell where two layouts are farther apart than rounding, at one step.
 

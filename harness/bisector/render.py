@@ -23,16 +23,14 @@ from harness.bisector.found import Element, Location
 from harness.bisector.least import LayerRange
 from harness.bisector.repro import Alone
 from harness.checks.steps import count
-from harness.checksum import with_checksum
 from harness.codec import Json, RecordError, dumps
-from harness.disk import write_atomic
 from harness.display import cell
 from harness.errors import one_line
-from harness.object_file import read_object
 from harness.records import WHATS, Outcome, RunOutcome, RunSpec, Verdict, What
 from harness.runner.plan import Plan
 from harness.runner.progress import COLOURS, LiveView, PlainView, View, duration
 from harness.store import SEARCH_FILE
+from harness.store.files import read_object, with_checksum, write_atomic
 from harness.typed import typed
 
 UNKNOWN = "not known"

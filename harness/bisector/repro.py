@@ -37,7 +37,6 @@ from harness.bisector.experiments import Asker, Failure, Judged, OutOfBudget, Re
 from harness.bisector.least import find_least, judged_of_cause
 from harness.checks.steps import count
 from harness.codec import Json
-from harness.disk import make_folder, refused
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_spec import PlantSpec
@@ -48,6 +47,7 @@ from harness.scenario.matrix import expand
 from harness.scenario.program_section import OPEN
 from harness.scenario.schema import decode_scenario
 from harness.scenario.sections import MAX_WHY_CHARS
+from harness.store.files import make_folder, refused
 
 FOLDER = Path("scenarios/repro")
 _IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"

@@ -38,7 +38,6 @@ from harness.bisector.repro import FOLDER, leave_alone
 from harness.checks.complete import find_flaw
 from harness.errors import Interrupted, UsageError, shown
 from harness.leftovers import clear_leftovers
-from harness.lookup import DEFAULT_OUT
 from harness.program.launch import make_environments
 from harness.program.spec import capabilities_of, program_of
 from harness.provenance import MACHINE_KINDS, changes, everything, facts
@@ -48,6 +47,7 @@ from harness.runner import launch
 from harness.runner.run import stop_on_signals
 from harness.scenario.case_id import whole_id
 from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
+from harness.store.find import DEFAULT_OUT
 from harness.typed import typed
 
 SHORT_HASH = 12

@@ -15,9 +15,9 @@ import dataclasses
 from harness.checks import loss, state, taps
 from harness.checks.judge import first_failure, judge, unequal
 from harness.checks.steps import when
-from harness.naming import aligned
 from harness.records import CaseSpec, CheckResult, Confirmation, RunResult, Verdict
 from harness.repeats import confirming_runs
+from harness.store.streams import aligned
 
 BITS = (loss.NAME, state.NAME, taps.NAME)
 _GATES = (

@@ -32,7 +32,6 @@ from harness.checks.nondeterminism import cause_of
 from harness.checks.samples import same_data
 from harness.checks.soaked import missed_turns
 from harness.infrastructure import SHARED_GPU
-from harness.naming import aligned
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -44,6 +43,7 @@ from harness.records import (
     What,
 )
 from harness.samples import samples_of
+from harness.store.streams import aligned
 from harness.tolerance import LossGap, tolerance_of
 
 Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from harness import display, machine
-from harness.answers import find_answer
 from harness.bisector.layouts import case_of_two, is_one_layout
 from harness.bisector.render import PAGE_FILE, Findings, make_search_view, print_findings
 from harness.bisector.repro import FOLDER
@@ -23,6 +22,7 @@ from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.selection import select
 from harness.store import RunFolder
+from harness.store.find import find_answer
 
 _PATH = click.Path(path_type=Path)
 SCENARIO_SUFFIXES = (".yaml", ".yml")

@@ -19,7 +19,6 @@ from harness.cli.report import (
 from harness.cli.suite import suite_options
 from harness.errors import UsageError, one_line
 from harness.history import DATABASE_FILE, remember
-from harness.lookup import DEFAULT_OUT, bisect_line, find_case
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode
 from harness.runner import launch
@@ -27,6 +26,7 @@ from harness.runner.again import set_killed_aside
 from harness.runner.progress import duration, make_view
 from harness.scenario.schema import Overrides
 from harness.scenario.sections import ENGINES
+from harness.store.find import DEFAULT_OUT, bisect_line, find_case
 
 _PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.codec import Json, RecordError, dumps
-from harness.disk import read_plain
 from harness.records import CollectiveFault, Entered
+from harness.store.files import read_plain
 
 SIZE_BYTES = 1 << 14
 IN_CAPTURE = "a capture"

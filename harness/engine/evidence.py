@@ -24,9 +24,9 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from harness.disk import read_plain, read_tail
 from harness.engine.collective_log import Place, answer_path, group_key, place_path, read_place
 from harness.records import RunSpec
+from harness.store.files import read_plain, read_tail
 
 BUFFER_ENTRIES = 2000
 MAX_DUMP_BYTES = 256 << 20

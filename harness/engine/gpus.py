@@ -37,7 +37,7 @@ from harness.infrastructure import (
 )
 from harness.records import RankRecords, RunOutcome, RunResult, RunSpec, What
 from harness.store import kept_folder, num_kept, read_outcome, save_outcome, set_aside
-from harness.streams import rank_path, read_ranks
+from harness.store.streams import rank_path, read_ranks
 
 MPS_PIPES = "/tmp/nvidia-mps"
 """Folder of the pipes of CUDA's MPS, unless CUDA_MPS_PIPE_DIRECTORY names another."""

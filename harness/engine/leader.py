@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.disk import write_atomic
-from harness.engine.evidence import remove_pipes
+from harness.engine.evidence import (
+    remove_pipes,
+)
 from harness.engine.gpus import LOST
 from harness.engine.node_reports import NodeReport, put_together, record_sizes, report_path
 from harness.engine.outcome import num_memory_kills, with_sender
@@ -31,6 +32,7 @@ from harness.errors import HarnessError
 from harness.infrastructure import no_process
 from harness.records import ExitCode, dumps
 from harness.store import save_outcome
+from harness.store.files import write_atomic
 
 OpenStore = Callable[[socket.socket], object]
 """Hosts the rendezvous store on a listening socket, until the returned object dies."""

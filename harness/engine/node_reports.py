@@ -23,12 +23,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.disk import read_plain
 from harness.engine.evidence import kernel_words, last_module, last_place, tail_of
 from harness.engine.outcome import Answer, RankEvidence, classify, culprit_of, ending_of
-from harness.object_file import MAX_FILE_BYTES
 from harness.records import Json, RankExit, RecordError, RunOutcome, RunSpec, What
-from harness.streams import rank_path, read_ranks
+from harness.store.files import MAX_FILE_BYTES, read_plain
+from harness.store.streams import rank_path, read_ranks
 
 LOG_FILE = "job.log"
 """What Slurm and the agents print."""

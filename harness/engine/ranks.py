@@ -47,7 +47,7 @@ from harness.engine.outcome import FirstFailure, claim, signal_name
 from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
 from harness.masking import MAX_HELD_BYTES, Masker, Stream
 from harness.records import RankExit, RunSpec
-from harness.streams import has_begun, has_end_record, last_step_s, rank_path
+from harness.store.streams import has_begun, has_end_record, last_step_s, rank_path
 
 CAP_BYTES = 16 << 20
 TAIL_BYTES = 256 << 10

@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.codec import Json, dumps
-from harness.disk import read_plain, write_atomic
 from harness.errors import UsageError
-from harness.object_file import MAX_FILE_BYTES
 from harness.records import CaseSpec, RecordError, RunSpec
 from harness.repeats import confirming_runs, runs_of
 from harness.schedule import unique_runs
+from harness.store.files import MAX_FILE_BYTES, read_plain, write_atomic
 
 OURS = {
     "--job-name": "", "-J": "", "--output": "", "-o": "", "--error": "", "-e": "", "--array": "",

@@ -45,7 +45,6 @@ from harness.faults.scoring import (
     seen_plain,
     seen_stressed,
 )
-from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import describe, resolve_device
 from harness.records import CaseSpec, Outcome, RunOutcome, RunResult, RunSpec, Verdict, What
 from harness.runner.launch import Prepared, Request, carry_out, prepare, prepare_cases
@@ -53,6 +52,7 @@ from harness.runner.plan import Plan
 from harness.scenario.matrix import Device
 from harness.scenario.shards import parse_shard
 from harness.store import LEGS, CaseRuns, RunFolder
+from harness.store.find import DEFAULT_OUT, unused
 
 # ---- rows
 

@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from harness.disk import write_atomic
 from harness.display import cell, make_console, plain_table
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults import pages
@@ -31,6 +30,7 @@ from harness.records import ExitCode, RunOutcome, Verdict
 from harness.runner.plan import Plan
 from harness.runner.progress import duration, plan_line
 from harness.scenario.selection import compile_expression
+from harness.store.files import write_atomic
 
 CLEAN_CASES = 200
 CLEAN_PER_LINE = 50

@@ -34,7 +34,6 @@ from harness.engine.slurm_job import (
 from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
 from harness.expectations import expected_anywhere, expected_here, kind_of
 from harness.leftovers import clear_leftovers
-from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import Machine
 from harness.masking import Masker
 from harness.program.launch import make_environments
@@ -51,10 +50,12 @@ from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.runner.retries import Retries, stored_limit
 from harness.runner.run import execution, is_left, keep_trace, open_repeats, whole
 from harness.scenario.schema import Overrides
-from harness.scenario.shards import keep_whole, refuse_changed, take_shard
+from harness.scenario.shards import refuse_changed, take_shard
 from harness.scenario.suite import load_suite
 from harness.schedule import Seconds, unique_runs
 from harness.store import RunFolder, load_case
+from harness.store.find import DEFAULT_OUT, unused
+from harness.store.merge import keep_whole
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",

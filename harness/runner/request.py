@@ -11,9 +11,9 @@ from harness.records import Verdict
 from harness.runner.occupancy import Occupancy
 from harness.runner.plan import Plan
 from harness.scenario.schema import Overrides
-from harness.scenario.shards import Whole
 from harness.scenario.suite import Picked, Selected
 from harness.store import RunFolder
+from harness.store.merge import Whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from harness.checks.environment import different_keys
 from harness.checks.steps import groups_of, rank_table, state_table
 from harness.infrastructure import SHARED_GPU, machine_failure
-from harness.naming import aligned
 from harness.provenance import fingerprint
 from harness.records import (
     DIGEST_HEX_CHARS,
@@ -32,6 +31,7 @@ from harness.records import (
     What,
 )
 from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept, read_outcome
+from harness.store.streams import aligned
 
 MANIFEST_KEY = "retries"
 """Of the run folder's manifest: how often a run may be made again."""

@@ -20,31 +20,16 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
-from harness.checksum import with_checksum
-from harness.disk import write_atomic
 from harness.errors import NothingSelected, UsageError, shown
-from harness.object_file import read_object, told
-from harness.records import CaseSpec, Json, RecordError, dumps
+from harness.records import CaseSpec, Json
 from harness.repeats import runs_of
 from harness.schedule import Seconds, unique_runs
-from harness.store import SHARDS_FILE
+from harness.store.merge import Shard, Whole
 
 MAX_SHARDS = 1000
 _SHARD = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard(Json):
-    """Shard `index` of `number`; the first is 1."""
-
-    index: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.number}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,23 +135,6 @@ def fingerprint(shards: Sequence[Sequence[CaseSpec]]) -> str:
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Whole(Json):
-    """The matrix that a shard is of.
-
-    Attributes:
-        shard: which one it is.
-        cut: names the cut; shards of one cut hold every case once.
-        cases: of all shards, in their order.
-        shards: ids of the cases of each.
-    """
-
-    shard: Shard
-    cut: str
-    cases: tuple[CaseSpec, ...]
-    shards: tuple[tuple[str, ...], ...]
-
-
 def take_shard(
     cases: Sequence[CaseSpec], text: str, seconds: Seconds
 ) -> tuple[tuple[CaseSpec, ...], Whole]:
@@ -203,26 +171,3 @@ def refuse_changed(cases: Sequence[CaseSpec]) -> NoReturn:
         "--shard: expected select: all or pairwise, got changed: histories differ from shard to "
         "shard, and cases would be in none; add --select all, or leave out --shard"
     )
-
-
-def keep_whole(folder: Path, whole: Whole) -> None:
-    """Write what a shard's folder says of the others.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
-    write_atomic(folder / SHARDS_FILE, dumps(with_checksum(whole)) + "\n")
-
-
-def load_whole(folder: Path) -> Whole | None:
-    """What a run folder says of the matrix that it is a shard of; None if it is no shard.
-
-    Raises:
-        UsageError: the file is damaged.
-    """
-    try:
-        return Whole.from_json(read_object(folder / SHARDS_FILE))
-    except FileNotFoundError:
-        return None
-    except (OSError, RecordError) as error:
-        raise UsageError(f"{folder} is a damaged run folder: {told(error)}") from error

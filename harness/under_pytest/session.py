@@ -23,7 +23,6 @@ import pytest
 
 from harness.errors import HarnessError, InternalError, Interrupted
 from harness.history import remember
-from harness.lookup import DEFAULT_OUT, unused
 from harness.machine import describe, resolve_device
 from harness.records import ExitCode, Verdict
 from harness.runner import launch
@@ -31,6 +30,7 @@ from harness.runner.run import Silent, advance
 from harness.scenario.sections import TIERS
 from harness.scenario.suite import SUFFIXES, joined
 from harness.store import MANIFEST_FILE, RunFolder
+from harness.store.find import DEFAULT_OUT, unused
 from harness.under_pytest.collection import (
     ASK,
     NARROWING,

@@ -11,14 +11,19 @@ import socket
 import sys
 from pathlib import Path
 
-from harness.disk import make_folder
 from harness.engine.leader import Post, lead_share
-from harness.engine.node_reports import NodeReport, not_yet_visible, put_together, read_reports
+from harness.engine.node_reports import (
+    NodeReport,
+    not_yet_visible,
+    put_together,
+    read_reports,
+)
 from harness.engine.ranks import Job, Limits, Meeting
 from harness.engine.slurm_job import Shares
 from harness.errors import UsageError
 from harness.records import RunSpec
 from harness.store import SPEC_FILE, save_outcome
+from harness.store.files import make_folder
 from harness.worker.job import await_file, await_submission
 from harness.worker.serve import load_entry, open_store
 

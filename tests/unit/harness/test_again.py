@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from harness import merging
 from harness.cli import main
 from harness.cli import report as report_commands
 from harness.records import RunSpec, What
 from harness.runner import launch
 from harness.runner.retries import earlier_attempts, stored_limit
-from harness.store import RunFolder, begin_run, kept_folder, save_outcome
+from harness.store import RunFolder, begin_run, kept_folder, merge, save_outcome
 from reports.summary import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 from tests.unit.harness.test_retries import NCCL, FailingEngine
@@ -148,7 +147,7 @@ def test_a_merge_that_was_cut_short_is_no_run_folder(
     """What is not linked yet is not made anew by --resume: it says that nothing has begun."""
     assert main(start(FakeEngine())) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(merging, "_link_all", lambda *_: cut())
+        patch.setattr(merge, "_link_all", lambda *_: cut())
         assert main(["merge", "run", "--out", "merged"]) == 2
     assert main(["run", "--resume", "merged"]) == 4
     assert main(["merge", "run", "--out", "merged"]) == 0

@@ -282,7 +282,8 @@ def test_a_verdict_of_a_check_that_was_wrong_stands_until_a_rerun(
         passed = folder.load_verdict("dp2-attn")
         assert passed is not None
         wrong = dataclasses.replace(passed, outcome="failed", what="diverged", message="said so")
-        folder.save_verdict(wrong)
+        case = next(each for each in folder.cases if each.id == "dp2-attn")
+        folder.save_verdict(wrong, case)
     made = len(engine.made)
     capsys.readouterr()
     for command in (("run", "--resume", "r"), ("check", "r")):

@@ -97,8 +97,8 @@ def test_faults_beside_a_fault_are_put_into_its_words_too(here: Known) -> None:
     two = joined((PlantSpec(fault="ulp"), PlantSpec(fault="jitter", chance=0.5)))
     assert two is not None
     plain = json.loads(json.dumps(PLAIN))
-    plain["candidate"]["plant"] = two.to_json()
-    assert translated(plain, here).plain["candidate"]["plant"] == two.to_json()
+    plain["candidate"]["plant"] = json.loads(json.dumps(two.to_json()))
+    assert translated(plain, here).plain["candidate"]["plant"] == plain["candidate"]["plant"]
     found = translated(plain, without(here, PlantSpec="chance"))
     assert found.why_not == "chance of a PlantSpec"
 

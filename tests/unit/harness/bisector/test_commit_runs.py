@@ -17,11 +17,10 @@ from harness.bisector.commit_runs import (
     python_environment,
 )
 from harness.bisector.commits import Checkout, Run
-from harness.checksum import with_checksum
 from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
-from harness.object_file import read_object
 from harness.records import CaseSpec, Ending, Outcome, RunSpec, Verdict, What
+from harness.store.files import read_object, with_checksum
 
 CLI = """\
 import json, sys

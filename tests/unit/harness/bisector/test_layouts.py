@@ -18,9 +18,9 @@ from harness.bisector.layouts import (
     compare_layouts,
     runs_to_compare,
 )
-from harness.contents import Contents, KeptTensor, Loaded, Place, checksum_of
 from harness.errors import UsageError
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
+from harness.store.contents import Contents, KeptTensor, Loaded, Place
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, seq=6)
 HEAD, LATE, EARLY = "head.weight", "layers.1.mlp.norm.weight", "layers.0.attn.wq.weight"
@@ -55,7 +55,7 @@ def leg(tensors: Tensors, ranks: int = 1, *, loss: float = 4.0, what: Any = "") 
             data = part.tobytes()
             about = KeptTensor(
                 name=name if ":" in name else f"grads:{name}", part=0, dtype="float32",
-                shape=part.shape, sha256=checksum_of(data), as_digested=True, places=(place,),
+                shape=part.shape, as_digested=True, places=(place,),
             )  # fmt: skip
             held[rank].append(Loaded(about=about, data=data))
     number = FloatBits.from_bits(int(np.float32(loss).view(np.uint32)))

@@ -9,7 +9,6 @@ from harness.checks import environment, finite, state
 from harness.checks.complete import find_flaw
 from harness.checks.judge import judge
 from harness.checks.nondeterminism import cause_of
-from harness.naming import aligned, with_all_names
 from harness.program.spec import ProgramSpec
 from harness.records import (
     ABSENT,
@@ -27,6 +26,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
+from harness.store.streams import aligned, with_all_names
 
 Held = dict[str, dict[str, str]]
 """Group to name to a digest in short."""

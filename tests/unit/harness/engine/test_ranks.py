@@ -23,7 +23,7 @@ from harness.engine.ranks import (
 )
 from harness.records import RunSpec
 from harness.soaking import SoakSpec
-from harness.streams import has_begun, has_end_record, rank_path
+from harness.store.streams import has_begun, has_end_record, rank_path
 
 LIMITS = Limits(grace_s=3.0, stacks_s=1.0, leave_s=5.0)
 STACKS, KILL = signal.SIGUSR1, signal.SIGKILL

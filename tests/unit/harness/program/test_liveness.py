@@ -10,7 +10,7 @@ from harness.engine.local import LocalEngine
 from harness.engine.ranks import Limits
 from harness.program.spec import ProgramSpec
 from harness.records import RunOutcome, RunSpec
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 
 PROGRAM = """
 import argparse, os, sys, time

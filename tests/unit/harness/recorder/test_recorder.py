@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from harness.recorder import record
 from harness.recorder import session as recording
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 from tests.unit.harness.recorder.recorded import (
     all_digests,
     digests,

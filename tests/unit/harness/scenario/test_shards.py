@@ -11,7 +11,8 @@ from harness.expectations import expected_anywhere
 from harness.records import CaseSpec, RunSpec
 from harness.repeats import runs_of
 from harness.runner import plan
-from harness.scenario.shards import Shard, cut, fingerprint, parse_shard, parts
+from harness.scenario.shards import cut, fingerprint, parse_shard, parts
+from harness.store.merge import Shard
 
 
 def spec(name: str, world_size: int = 1, replica: int = 0) -> RunSpec:

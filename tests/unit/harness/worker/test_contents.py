@@ -8,9 +8,8 @@ import torch
 
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
 from harness.bisector.elements import compare
-from harness.contents import Contents, Loaded, read_contents
-from harness.keeping import KeepSpec
-from harness.records import ErrorRecord, PlantSpec, RunSpec, StartRecord, StepRecord
+from harness.records import ErrorRecord, KeepSpec, PlantSpec, RunSpec, StartRecord, StepRecord
+from harness.store.contents import Contents, Loaded, read_contents
 
 Spec = Callable[..., RunSpec]
 GROUPS = ("grads", "weights", "optim")

@@ -33,7 +33,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 from harness.worker.main import _Session, classify, rank_main
 
 Spec = Callable[..., RunSpec]

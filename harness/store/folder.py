@@ -2,33 +2,37 @@
 
     RunFolder.create   a new folder, locked; RunFolder.open reads one, `acquire` locks it
     begin, set_aside   start a run's folder; keep the remains of one that did not finish
+    save_outcome       makes a run finished, with the checksum of every file that its ranks wrote
     load_run           specification, outcome and records, whatever state the files are in
     seal_case          a case folder that can be copied elsewhere; `load_case` reads it there
+    save_verdict       the answer, with the checksums of the outcomes that it was made from
 
-What is damaged is reported in `RankRecords.problems`, never dropped and never an exception. What
-the disk refuses is one `Infrastructure` error.
+So a manifest speaks for the plan, a verdict for outcomes and these for records: what is as its
+checksum says is believed. What is not is reported in `RankRecords.problems`, never dropped and
+never an exception. What the disk refuses is one `Infrastructure` error.
 """
 
+import dataclasses
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from harness.checksum import with_checksum
-from harness.disk import FolderLock, link_or_copy, make_folder, refused, write_atomic
 from harness.errors import Infrastructure, UsageError
 from harness.masking import Masker
-from harness.object_file import parsed, read_listed, read_object, told
 from harness.provenance import variables
 from harness.records import (
     SCHEMA_VERSION,
     CaseSpec,
     Json,
+    RankRecords,
     RecordError,
     RunOutcome,
     RunResult,
@@ -37,13 +41,25 @@ from harness.records import (
     What,
     dumps,
 )
-from harness.streams import read_ranks
-
-__all__ = [
-    "CaseRuns", "RunFolder", "begin_run", "kept_folder", "load_case", "load_run_folder",
-    "num_kept", "read_outcome", "read_verdict", "save_outcome", "set_aside",
-    "write_atomic",
-]  # fmt: skip
+from harness.repeats import confirming_runs, runs_of
+from harness.store.files import (
+    CHANGED,
+    FILES_KEY,
+    FolderLock,
+    checksum_of,
+    link_tree,
+    make_folder,
+    parsed,
+    read_object,
+    read_plain,
+    read_sealed,
+    refused,
+    told,
+    with_checksum,
+    write_atomic,
+    write_object,
+)
+from harness.store.streams import read_ranks
 
 _FOR_PEOPLE = ("why", "notes", "command")
 """Keys of a manifest's texts that only people read: nothing is made from them again."""
@@ -57,8 +73,11 @@ SHARDS_FILE = "shards.json"
 SEARCH_FILE = "bisect.json"
 """Of a search: what `harness bisect` asked."""
 LEGS = ("reference", "control", "candidate")
-FILES_KEY = "files"
-"""Key of the manifest under which are the checksums of the files beside it."""
+RANK_FILES = ("rank*.jsonl", "rank*.contents")
+MAX_CACHED_BYTES = 256 << 20
+"""Of rank files whose records a process keeps."""
+RACY_NS = 100_000_000
+"""A file that changed so lately may change again without another time of change."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+=,@-][A-Za-z0-9_+=,@.-]{0,199}")
 
@@ -73,6 +92,11 @@ class CaseRuns:
     candidate: RunResult
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Plan(Json):
+    cases: tuple[CaseSpec, ...]
+
+
 class RunFolder:
     """One run folder. Reading needs no lock; whoever writes calls `acquire` first.
 
@@ -81,7 +105,6 @@ class RunFolder:
         manifest: schema version, scenario name, command line, environment, time of creation.
         scenario_text: the scenario file as it was.
         cases: every case planned, in order.
-        has_checksums: whether its files carry their own; those of older folders do not.
     """
 
     def __init__(
@@ -91,7 +114,6 @@ class RunFolder:
         self.manifest = manifest
         self.scenario_text = scenario_text
         self.cases = tuple(cases)
-        self.has_checksums = True
         self._lock = FolderLock(path / LOCK_FILE)
 
     @classmethod
@@ -130,19 +152,14 @@ class RunFolder:
         folder.acquire()
         try:
             plain = {"cases": [case.to_json() for case in cases]}
-            beside = {
-                SCENARIO_FILE: scenario_text.encode(),
-                CASES_FILE: dumps(plain).encode() + b"\n",
-            }
-            for name, data in beside.items():
-                write_atomic(path / name, data)
+            texts = {SCENARIO_FILE: scenario_text, CASES_FILE: dumps(plain) + "\n"}
+            for name, text in texts.items():
+                write_atomic(path / name, text)
             fill(folder)
-            checksums = {name: sha256(data).hexdigest() for name, data in beside.items()}
+            sums = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
             # Last: its presence makes the folder a run folder.
-            text = json.dumps(
-                with_checksum(kept | {FILES_KEY: checksums}), indent=2, sort_keys=True
-            )
-            write_atomic(path / MANIFEST_FILE, text + "\n")
+            sealed = with_checksum(kept | {FILES_KEY: sums})
+            write_atomic(path / MANIFEST_FILE, json.dumps(sealed, indent=2, sort_keys=True) + "\n")
         except BaseException:
             folder.release()
             raise
@@ -153,7 +170,7 @@ class RunFolder:
         """Read a run folder.
 
         Raises:
-            UsageError: not a run folder, written by a newer harness, or its files are damaged.
+            UsageError: not a run folder, written by another harness, or its files are damaged.
         """
         path = path.absolute()
         try:
@@ -167,26 +184,20 @@ class RunFolder:
             for name in OWN_FOLDERS:
                 if (path / name).is_symlink():
                     raise RecordError(f"{name} is a link: what is written there is somebody else's")
-            manifest = read_object(path / MANIFEST_FILE)
-            schema = manifest.get("schema")
-            if not isinstance(schema, int) or isinstance(schema, bool):
-                raise RecordError(f"{MANIFEST_FILE}: schema: expected an integer, got {schema!r}")
-            if schema > SCHEMA_VERSION:
+            manifest, sums = read_sealed(path / MANIFEST_FILE)
+            if repr(manifest.get("schema")) != str(SCHEMA_VERSION):
                 raise UsageError(
-                    f"{path} was written by a newer harness (schema {schema}, "
-                    f"this one reads up to {SCHEMA_VERSION})"
+                    f"{path} was written by another harness (schema {manifest.get('schema')!r}, "
+                    f"this one reads {SCHEMA_VERSION})"
                 )
-            checksums = manifest.pop(FILES_KEY, None)
-            scenario_text = read_listed(path / SCENARIO_FILE, checksums).decode()
-            listed = parsed(read_listed(path / CASES_FILE, checksums), CASES_FILE).get("cases")
-            if not isinstance(listed, list):
-                raise RecordError(f"{CASES_FILE}: cases: expected a list, got {listed!r}")
-            cases = [CaseSpec.from_json(plain) for plain in listed]
+            data = {name: read_plain(path / name) for name in (SCENARIO_FILE, CASES_FILE)}
+            for name, content in data.items():
+                if sums.get(name) != sha256(content).hexdigest():
+                    raise RecordError(f"{name}: {CHANGED}")
+            plan = _Plan.from_json(parsed(data[CASES_FILE], CASES_FILE))
+            return cls(path, manifest, data[SCENARIO_FILE].decode(), plan.cases)
         except (OSError, RecordError, UnicodeDecodeError) as error:
             raise UsageError(f"{path} is a damaged run folder: {told(error)}") from error
-        folder = cls(path, manifest, scenario_text, cases)
-        folder.has_checksums = checksums is not None
-        return folder
 
     def acquire(self) -> None:
         """Lock the folder for this process, until `release` or its death; no-op if locked.
@@ -256,23 +267,31 @@ class RunFolder:
             for leg in LEGS:
                 source = self.run_folder(getattr(case, leg).key)
                 if source.is_dir():
-                    shutil.copytree(
-                        source, building / leg, symlinks=True, copy_function=link_or_copy
-                    )
-            write_atomic(building / CASE_FILE, dumps(with_checksum(case)) + "\n")
+                    link_tree(source, building / leg)
+            write_object(building / CASE_FILE, case)
             if folder.exists():
                 folder.rename(kept_folder(folder, num_kept(folder)))
             building.rename(folder)
-        except (OSError, shutil.Error) as error:
-            text = error.strerror if isinstance(error, OSError) else None
-            raise Infrastructure(f"cannot write {folder}: {text or error}") from error
+        except OSError as error:
+            raise refused("write", folder, error) from error
         return folder
 
-    def save_verdict(self, verdict: Verdict) -> None:
-        """Store the answer for a case, in its folder."""
-        folder = self.case_folder(verdict.case_id)
+    def save_verdict(self, verdict: Verdict, case: CaseSpec) -> None:
+        """Store the answer for a case, in its folder, with what it was made from.
+
+        Raises:
+            Infrastructure: the disk refused.
+        """
+        folder = self.case_folder(case.id)
         make_folder(folder)
-        write_atomic(folder / VERDICT_FILE, dumps(with_checksum(verdict)) + "\n")
+        runs = [*runs_of(case), *confirming_runs(case).values()]
+        paths = {spec.key: self.run_folder(spec.key) / OUTCOME_FILE for spec in runs}
+        paths[CASE_FILE] = folder / CASE_FILE
+        try:
+            sums = {name: checksum_of(path) for name, path in paths.items() if path.exists()}
+        except OSError as error:
+            raise refused("read", folder, error) from error
+        write_object(folder / VERDICT_FILE, verdict, sums)
 
     def load_verdict(self, case_id: str) -> Verdict | None:
         """The stored answer for a case; None if there is none that decodes for this case."""
@@ -317,11 +336,11 @@ def read_verdict(folder: Path, case_id: str) -> Verdict | None:
 def find_verdict(folder: Path, case_id: str) -> tuple[Verdict | None, str]:
     """The answer in a case's folder, or None and why there is none to trust."""
     try:
-        verdict = Verdict.from_json(read_object(folder / VERDICT_FILE))
+        verdict = Verdict.from_json(read_sealed(folder / VERDICT_FILE)[0])
     except FileNotFoundError:
         return None, f"{VERDICT_FILE}: missing" if folder.is_dir() else "the case was not judged"
     except (OSError, RecordError) as error:
-        return None, f"{VERDICT_FILE}: {told(error)}"
+        return None, f"{VERDICT_FILE}: {told(error).removeprefix(f'{VERDICT_FILE}: ')}"
     if verdict.case_id != case_id:
         return None, f"{VERDICT_FILE} is that of case {verdict.case_id}"
     return verdict, ""
@@ -339,21 +358,110 @@ def begin_run(folder: Path, spec: RunSpec) -> None:
     write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")
 
 
+def sealed_outcome(folder: Path, outcome: RunOutcome) -> str:
+    """What `outcome.json` holds: the outcome, and the checksums of the files of its run.
+
+    Raises:
+        Infrastructure: one of them cannot be read.
+    """
+    try:
+        sums = {path.name: checksum_of(path) for path in files_of_run(folder)}
+    except OSError as error:
+        raise refused("read", folder, error) from error
+    return dumps(with_checksum(outcome.to_json() | {FILES_KEY: sums})) + "\n"
+
+
 def save_outcome(folder: Path, outcome: RunOutcome) -> None:
     """Store what happened to a run; this is what makes it finished."""
-    write_atomic(folder / OUTCOME_FILE, dumps(with_checksum(outcome)) + "\n")
+    write_atomic(folder / OUTCOME_FILE, sealed_outcome(folder, outcome))
+
+
+def read_outcome(folder: Path, run: RunSpec | str) -> tuple[RunOutcome | None, str]:
+    """The outcome of a run, or of a key, in `folder`; or None and why there is none to trust."""
+    keys = (run,) if isinstance(run, str) else (run.key, run.recorded)
+    try:
+        outcome = RunOutcome.from_json(read_sealed(folder / OUTCOME_FILE)[0])
+    except FileNotFoundError:
+        return None, "the run did not finish" if folder.is_dir() else "the run was not made"
+    except (OSError, RecordError) as error:
+        return None, f"{OUTCOME_FILE} does not decode: {told(error)}"
+    if outcome.key not in keys:
+        return None, f"{OUTCOME_FILE} belongs to run {outcome.key}"
+    return dataclasses.replace(outcome, key=keys[0]), ""
+
+
+def changed_files(folder: Path) -> dict[str, str]:
+    """Files of a finished run, by name, that are not as they were when it ended, and why.
+
+    Of a run without an outcome there is nothing to hold them against.
+    """
+    try:
+        sums = read_sealed(folder / OUTCOME_FILE)[1]
+    except (OSError, RecordError):
+        return {}
+    found = {path.name: "not there when the run ended" for path in files_of_run(folder)
+             if path.name not in sums}  # fmt: skip
+    for name, expected in sums.items():
+        try:
+            if checksum_of(folder / name) != expected:
+                found[name] = CHANGED
+        except FileNotFoundError:
+            found[name] = "missing"
+        except OSError as error:
+            found[name] = error.strerror or str(error)
+    return found
+
+
+def files_of_run(folder: Path) -> list[Path]:
+    """What a run is made from and what its ranks wrote: all that its outcome speaks for."""
+    paths = [path for pattern in RANK_FILES for path in folder.glob(pattern)]
+    return sorted([*paths, *folder.glob(SPEC_FILE)])
 
 
 def load_run_folder(folder: Path, spec: RunSpec) -> RunResult:
     """Read one run's folder. Without a trustworthy outcome it counts as interrupted or not run."""
-    outcome, why = read_outcome(folder, spec.key)
+    outcome, why = read_outcome(folder, spec)
     if outcome is None:
         what: What = "interrupted" if folder.is_dir() else "not_run"
         outcome = RunOutcome(
             key=spec.key, what=what, message=why, culprit_rank=None, ranks=(),
             started_unix_s=0.0, wall_s=0.0,
         )  # fmt: skip
-    return RunResult(spec=spec, outcome=outcome, ranks=read_ranks(folder, spec.world_size))
+    return RunResult(spec=spec, outcome=outcome, ranks=_records(folder, spec.world_size))
+
+
+_cached: dict[tuple[object, ...], tuple[int, tuple[RankRecords, ...]]] = {}
+"""Records that were decoded already, by the state of their files; the last used comes last."""
+
+
+def _records(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
+    """Records of a run's ranks, those of damaged files with a problem; decoded once a process."""
+    state: list[object] = [world_size]
+    num_bytes, newest_ns = 0, 0
+    for path in (folder / OUTCOME_FILE, *files_of_run(folder)):
+        with suppress(OSError):
+            about = path.lstat()
+            num_bytes += about.st_size
+            newest_ns = max(newest_ns, about.st_ctime_ns)
+            state.append((path.name, about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns))
+    key = tuple(state)
+    found = _cached.pop(key, None)
+    if found is None:
+        changed = changed_files(folder)
+        ranks = read_ranks(folder, world_size)
+        found = num_bytes, tuple(_with_damage(rank, changed) for rank in ranks)
+    if time.time_ns() - newest_ns > RACY_NS:
+        _cached[key] = found
+        while sum(size for size, _ in _cached.values()) > MAX_CACHED_BYTES:
+            del _cached[next(iter(_cached))]
+    return found[1]
+
+
+def _with_damage(records: RankRecords, changed: Mapping[str, str]) -> RankRecords:
+    why = changed.get(f"rank{records.rank}.jsonl")
+    if why is None:
+        return records
+    return dataclasses.replace(records, problems=(f"line 0: {why}", *records.problems))
 
 
 def load_case(folder: Path) -> CaseRuns:
@@ -368,22 +476,9 @@ def load_case(folder: Path) -> CaseRuns:
     try:
         case = CaseSpec.from_json(read_object(path))
     except (OSError, RecordError) as error:
-        raise UsageError(f"{path}: {told(error)}") from error
+        raise UsageError(f"{folder} is a damaged case folder: {told(error)}") from error
     legs = {leg: load_run_folder(folder / leg, getattr(case, leg)) for leg in LEGS}
     return CaseRuns(case=case, **legs)
-
-
-def read_outcome(folder: Path, key: str) -> tuple[RunOutcome | None, str]:
-    """The outcome of the run `key` in `folder`, or None and why there is none to trust."""
-    try:
-        outcome = RunOutcome.from_json(read_object(folder / OUTCOME_FILE))
-    except FileNotFoundError:
-        return None, "the run did not finish" if folder.is_dir() else "the run was not made"
-    except (OSError, RecordError) as error:
-        return None, f"{OUTCOME_FILE} does not decode: {told(error)}"
-    if outcome.key != key:
-        return None, f"{OUTCOME_FILE} belongs to run {outcome.key}"
-    return outcome, ""
 
 
 def _check_vacant(path: Path) -> None:

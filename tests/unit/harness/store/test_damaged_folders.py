@@ -14,7 +14,7 @@ SAMPLE = (
     "flip:manifest#0", "flip:cases#1", "flip:candidate#3", "flip:verdict#5", "truncate:reference",
     "a_link:candidate", "a_pipe:outcome", "huge:outcome", "denied:cases",
     "places:control_is_reference", "hands:other_run", "hands:world_of_a_billion",
-    "forged over a difference:forged_pass", "forged over a crash:both_forged", "harmless:lock_left",
+    "forged over a crash:both_forged", "harmless:lock_left",
 )  # fmt: skip
 
 

@@ -14,19 +14,18 @@ refused, too: one of an earlier night would answer for the code of this one.
 """
 
 import json
-import shutil
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.disk import link_or_copy
-from harness.errors import Infrastructure, UsageError
-from harness.records import CaseSpec, Verdict
-from harness.scenario.shards import Whole, load_whole
-from harness.store import RunFolder
+from harness.errors import UsageError
+from harness.records import CaseSpec, Json, RecordError, Verdict
+from harness.store.files import link_tree, read_object, told, write_object
+from harness.store.folder import SHARDS_FILE, RunFolder
 
 _OF_ALL = (
     "scenario",
@@ -41,6 +40,57 @@ _OF_ALL = (
     "retries",
 )
 """Keys of the manifest that hold for the whole if all folders say the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(Json):
+    """Shard `index` of `number`; the first is 1."""
+
+    index: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Json):
+    """The matrix that a shard is of.
+
+    Attributes:
+        shard: which one it is.
+        cut: names the cut; shards of one cut hold every case once.
+        cases: of all shards, in their order.
+        shards: ids of the cases of each.
+    """
+
+    shard: Shard
+    cut: str
+    cases: tuple[CaseSpec, ...]
+    shards: tuple[tuple[str, ...], ...]
+
+
+def keep_whole(folder: Path, whole: Whole) -> None:
+    """Write what a shard's folder says of the others.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    write_object(folder / SHARDS_FILE, whole)
+
+
+def load_whole(folder: Path) -> Whole | None:
+    """What a run folder says of the matrix that it is a shard of; None if it is no shard.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    try:
+        return Whole.from_json(read_object(folder / SHARDS_FILE))
+    except FileNotFoundError:
+        return None
+    except (OSError, RecordError) as error:
+        raise UsageError(f"{folder} is a damaged run folder: {told(error)}") from error
 
 
 def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
@@ -73,7 +123,7 @@ def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
             for case in cases:
                 if case.id not in held:
                     why = _told_missing(missing[case.id], unread)
-                    merged.save_verdict(_not_given(case, why))
+                    merged.save_verdict(_not_given(case, why), case)
 
         # Killed halfway, it is no run folder, and --resume does not make anew what is not linked.
         return RunFolder.create(out, manifest, text, cases, fill=fill)
@@ -184,19 +234,19 @@ def _held(folders: Sequence[RunFolder]) -> dict[str, Path]:
 
 
 def _link_all(folders: Sequence[RunFolder], merged: RunFolder) -> None:
+    """Links to all runs and cases.
+
+    Raises:
+        UsageError: something there is neither a file nor a folder.
+        Infrastructure: the disk refused.
+    """
     for folder in folders:
         for part in ("runs", "cases"):
-            source = folder.path / part
-            if not source.is_dir():
-                continue
-            try:
-                shutil.copytree(
-                    source, merged.path / part, symlinks=True, copy_function=link_or_copy,
-                    dirs_exist_ok=True,
-                )  # fmt: skip
-            except (OSError, shutil.Error) as error:
-                text = error.strerror if isinstance(error, OSError) else None
-                raise Infrastructure(f"cannot write {merged.path}: {text or error}") from error
+            for path in (folder.path / part).rglob("*"):
+                if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                    raise UsageError(f"merge: {path}: expected files and folders, got another kind")
+            if (folder.path / part).is_dir():
+                link_tree(folder.path / part, merged.path / part)
 
 
 def _told_missing(shard: str, unread: Mapping[Path, str]) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,16 @@ import pytest
 
 from harness import cli, display
 from harness.checks.complete import find_flaw
-from harness.disk import FolderLock, write_atomic
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
 from harness.engine.slurm_job import load_submission
 from harness.errors import Infrastructure
 from harness.masking import MASK
-from harness.records import RecordError, RunResult, Verdict, parse_record
+from harness.records import RunResult, Verdict
 from harness.runner import launch, occupancy
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
+from harness.store.files import FolderLock, write_atomic
 from reports.summary import _history_note
 from reports.text import tail
 from tests.damaged_folders import good, hands
@@ -97,62 +96,33 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def no_layers(*args: Any, **more: Any) -> Verdict:
-    raise KeyError("layers")
+def without_layers(config: dict[str, Any]) -> None:
+    del config["model"]["layers"]
 
 
-def without_layers(case: dict[str, Any]) -> None:
-    del case["candidate"]["config"]["model"]["layers"]
+def broken_rule(config: dict[str, Any]) -> None:
+    config["parallel"]["dp"] = 0
 
 
-def unknown_fault(case: dict[str, Any]) -> None:
-    case["candidate"]["plant"] = {"fault": "gremlins"}
-
-
-def unknown_fault_beside(case: dict[str, Any]) -> None:
-    case["candidate"]["plant"] = {"fault": "ulp", "beside": [{"fault": "gremlins"}]}
-
-
-def fault_twice(case: dict[str, Any]) -> None:
-    case["candidate"]["plant"] = {"fault": "ulp", "beside": [{"fault": "ulp"}]}
-
-
-def fault_beside_one_beside(case: dict[str, Any]) -> None:
-    inner = {"fault": "nan", "beside": [{"fault": "hang"}]}
-    case["candidate"]["plant"] = {"fault": "ulp", "beside": [inner]}
-
-
-def no_chance(case: dict[str, Any]) -> None:
-    case["candidate"]["plant"] = {"fault": "ulp", "chance": 0.0}
-
-
-def broken_rule(case: dict[str, Any]) -> None:
-    case["candidate"]["config"]["parallel"]["dp"] = 0
-
-
-def a_word(case: dict[str, Any]) -> None:
-    case["candidate"]["config"]["model"] = "dense_tiny"
+def a_word(config: dict[str, Any]) -> None:
+    config["model"] = "dense_tiny"
 
 
 @pytest.mark.parametrize(
-    ("forge", "said"),
-    [(without_layers, "lacks model.layers"), (unknown_fault, "no fault is named gremlins"),
-     (unknown_fault_beside, "no fault is named gremlins"),
-     (fault_twice, "the fault ulp is planted twice"),
-     (fault_beside_one_beside, "faults beside nan, which is beside another itself"),
-     (no_chance, "the fault ulp has a chance of 0.0"),
-     (broken_rule, "dp: expected an integer >= 1"), (a_word, "its configuration is none")],
+    ("change", "said"),
+    [(without_layers, "lacks settings of model"), (broken_rule, "dp: expected an integer >= 1"),
+     (a_word, "is of another version or damaged")],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["resume", "rerun"])
-def test_a_forged_plan_is_a_damaged_folder(
-    forge: Callable[[dict[str, Any]], None], said: str, command: str,
+def test_a_plan_of_another_version_is_refused(
+    change: Callable[[dict[str, Any]], None], said: str, command: str,
     made: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """One line and exit 4, before anything runs, though all checksums fit."""
-    hands._plan(made, forge)
+    hands._plan(made, lambda case: change(case["candidate"]["config"]))
     path = made / "cases" / CASE / "case.json"
     plain = json.loads(path.read_bytes())
-    forge(plain)
+    change(plain["candidate"]["config"])
     rewrite(path, plain)
     ran = len(engine.made)
     capsys.readouterr()
@@ -160,56 +130,49 @@ def test_a_forged_plan_is_a_damaged_folder(
     assert cli.main(args) == 4
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "is a damaged run folder" in err
     assert said in err
     assert len(engine.made) == ran
 
 
-def test_a_plan_that_cannot_be_judged_is_an_answer(
-    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What a forged plan does to a check is told as an error of its case, never as a traceback."""
-    monkeypatch.setattr("harness.confirm.judge_case", no_layers)
+@pytest.mark.parametrize("command", ["check", "merge"])
+def test_a_pass_from_elsewhere_is_judged_again(
+    command: str, engine: FakeEngine, made: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All checksums fit and records say otherwise: `check` and `merge` say so, and do not pass."""
+    engine.spoil = unequal
+    assert cli.main(["run", "one.yaml", "--out", "d"]) == 1
+    rewrite(Path("d") / "cases" / CASE / "verdict.json", hands.FORGED)
     capsys.readouterr()
+    assert cli.main(["check", "d"] if command == "check" else ["merge", "d", "--out", "m"]) == 1
+    assert f"cases/{CASE}/verdict.json: says passed, but: w (weights)" in capsys.readouterr().err
+
+    def no_layers(*args: Any, **more: Any) -> Verdict:
+        raise KeyError("layers")
+
+    monkeypatch.setattr("harness.cli.check.judge", no_layers)
     assert cli.main(["check", "r"]) == 6
     assert "its plan cannot be judged: KeyError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["run folder", "case folder", "copied case"])
-def test_a_forged_pass_is_not_shown(
-    where: str, engine: FakeEngine, made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`show` judges a pass again, also of a case folder that was copied elsewhere."""
-    engine.spoil = unequal
-    assert cli.main(["run", "one.yaml", "--out", "d"]) == 1
-    case = Path("d") / "cases" / CASE
-    rewrite(case / "verdict.json", hands.FORGED)
-    if where == "copied case":
-        case = case.rename("elsewhere")
-    args = [CASE, "d"] if where == "run folder" else [str(case)]
-    capsys.readouterr()
-    assert cli.main(["show", *args]) == 0
-    assert "passed" not in capsys.readouterr().out.replace("verdict.json says passed", "").replace(
-        "  passed  ",
-        "",  # answers of single checks
-    ).replace("every check said yes", "")
-    assert run_json(capsys, "show", *args)[1]["verdict"]["outcome"] == "failed"
-    assert run_json(capsys, "show", CASE, "r")[1]["verdict"]["outcome"] == "passed"
-
-
 @pytest.mark.parametrize("leg", ["reference", "control", "candidate"])
-@pytest.mark.parametrize("of", ["run", "case"])
-def test_show_believes_no_copy_alone(
+@pytest.mark.parametrize("of", ["run", "case", "copied case"])
+def test_show_believes_no_damaged_record(
     of: str, leg: str, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Records of the run and those kept with the case must both bear a pass out."""
+    """Those of the run and those kept with the case, also of a case that was copied elsewhere."""
     case = RunFolder.open(made).cases[0]
     kept = made / "cases" / CASE / leg
     path = (made / "runs" / getattr(case, leg).key if of == "run" else kept) / "rank0.jsonl"
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data.replace(b'"step":3', b'"step":2', 1))
-    assert run_json(capsys, "show", CASE, "r")[1]["verdict"]["outcome"] != "passed"
+    args = [CASE, "r"]
+    if of == "copied case":
+        args = [str((made / "cases" / CASE).rename("elsewhere"))]
+    verdict = run_json(capsys, "show", *args)[1]["verdict"]
+    assert (verdict["outcome"], verdict["what"]) == ("error", "corrupt_record")
+    assert "rank0.jsonl: " in verdict["message"]
 
 
 def test_tracebacks_are_masked(
@@ -243,6 +206,7 @@ def test_what_spoils_a_judge_is_masked(
         raise KeyError(SECRET)
 
     folder = RunFolder.open(made)
+    folder.set_case_aside(CASE)
     (verdict,) = execute(folder, folder.cases, engine(slots=2), Silent(), judge=broken)
     folder.release()
     trace = (folder.case_folder(CASE) / "judge_error.txt").read_text()
@@ -299,24 +263,15 @@ def test_numbers_agree_with_their_nouns(made: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("spec.json", b'"graph":["attn"]', b'"graph":[true]'),
         ("spec.json", b'"lr":0.001', b'"lr":NaN'),
-        ("spec.json", b'"lr":0.001', b'"lr":1e999'),
-        ("spec.json", b'"lr":0.001', b'"lr":' + b"[" * 700 + b"]" * 700),
         ("outcome.json", b'{"', b'{"what":"crashed","'),
-        (
-            "rank0.jsonl",
-            b'"environment":{',
-            b'"environment":{"x":' + b"[" * 700 + b"]" * 700 + b",",
-        ),
-        ("rank0.jsonl", b'"step_s":0.01', b'"step_s":1' + b"0" * 400),
         ("rank0.jsonl", b'"peak_bytes":20', b'"peak_bytes":1' + b"0" * 400),
     ],
 )
 def test_odd_values_are_damage(
     file: str, old: bytes, new: bytes, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Keys twice, numbers that are none or too large, deep nests, names that are none: one line."""
+    """Keys twice, numbers that are none or too large: one line that names the file."""
     (path,) = made.glob(f"runs/*attn*/{file}")
     data = path.read_bytes()
     assert old in data
@@ -352,7 +307,7 @@ def test_steps_that_a_plan_asks_for_are_not_counted_one_by_one(made: Path) -> No
 def test_a_checksum_that_is_gone_is_damage(
     file: str, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a folder whose files have checksums, one without is not older: somebody took it away."""
+    """Somebody took it away: such a file could say anything."""
     (path,) = made.glob(file)
     plain = json.loads(path.read_bytes())
     del plain["sha256"]
@@ -362,40 +317,28 @@ def test_a_checksum_that_is_gone_is_damage(
     assert f"{path.name}: its checksum is gone" in capsys.readouterr().err
 
 
-def test_records_whose_checksum_is_gone_are_damage(
-    made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same of a rank's records."""
+@pytest.mark.parametrize("gone", ["rank0.jsonl", "files", "sha256"])
+def test_forged_records_without_a_checksum_do_not_pass_on_resume(gone: str, made: Path) -> None:
+    """Records changed, their checksum taken out of the outcome or with it: no pass, no history."""
     (path,) = made.glob("runs/*attn*/rank0.jsonl")
-    path.write_bytes(re.sub(rb'"sha256":"[0-9a-f]{64}"', b'"sha256":""', path.read_bytes()))
-    capsys.readouterr()
-    assert cli.main(["check", "r"]) == 1  # the candidate's
-    assert "rank0.jsonl: its checksum is gone" in capsys.readouterr().err
-
-
-def test_records_of_any_shape_are_nested_no_deeper_than_they_can_be_walked(made: Path) -> None:
-    """What an environment or an event holds is walked by recursion later: not this deep."""
-    (path,) = made.glob("runs/*attn*/rank0.jsonl")
-    start = json.loads(path.read_bytes().splitlines()[0])
-    for depth, refused in ((50, False), (70, True), (700, True)):
-        start["environment"] = {"x": json.loads("[" * depth + "]" * depth)}
-        if refused:
-            with pytest.raises(RecordError, match="nested deeper than 64"):
-                parse_record(json.dumps(start))
-        else:
-            parse_record(json.dumps(start))
-
-
-def test_a_forged_candidate_without_a_checksum_does_not_pass_on_resume(made: Path) -> None:
-    """Digests of the reference in place of the candidate's, its checksum removed: no pass."""
-    (path,) = made.glob("runs/*attn*/rank0.jsonl")
-    plain = json.loads(path.read_text().splitlines()[-1])
-    del plain["sha256"]
-    lines = [*path.read_text().splitlines()[:-1], json.dumps(plain, sort_keys=True)]
-    path.write_text("\n".join(lines) + "\n")
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data.replace(b'"step_s":0.01', b'"step_s":0.02'))
+    outcome = path.with_name("outcome.json")
+    plain = json.loads(outcome.read_bytes())
+    if gone == "rank0.jsonl":
+        del plain["files"][gone]
+        rewrite(outcome, plain)
+    else:
+        del plain[gone]
+        outcome.write_text(json.dumps(plain))
     for case in made.glob("cases/*"):
         shutil.rmtree(case)
-    assert cli.main(["run", "--resume", "r", "--no-history"]) != 0
+    code = cli.main(["run", "--resume", "r"])
+    # Without a trustworthy outcome the run is made again, and passes; its remains are kept.
+    assert (code, len(list(made.glob("runs/*attn*.attempt0")))) == (
+        (1, 0) if gone == "rank0.jsonl" else (0, 1)
+    )
 
 
 @pytest.mark.parametrize("command", [["run", "--resume", "r"], ["check", "r"], ["report", "r"]])
@@ -423,14 +366,6 @@ def test_nothing_is_written_through_links(name: str, made: Path, tmp_path: Path)
     for command in (["report", "r"], ["run", "--resume", "r", "--no-history"]):
         assert cli.main(command) == 4
     assert sorted(other.rglob("*")) == before
-
-
-def test_a_case_without_its_answer_is_told(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files that are whole are not all that a check looks for."""
-    for case in made.glob("cases/*"):
-        shutil.rmtree(case)
-    assert cli.main(["check", "r"]) == 6
-    assert "1 case without a verdict" in capsys.readouterr().out
 
 
 def test_an_export_that_is_a_pipe_keeps_nobody(

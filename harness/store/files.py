@@ -1,4 +1,8 @@
-"""The disk, made safe: whole-file writes, a lock that dies with its holder, cheap copies.
+"""One file: written whole or not at all, read if it is a plain one, damage noticed by a checksum.
+
+A file of one object carries its own checksum, `{..., "sha256": of all other keys}`, and where it
+speaks for other files, theirs by name under `files`. They tell damage, not forgery: whoever can
+write a file can write its checksum. A file without one is damaged.
 
 Whatever the disk refuses is one `Infrastructure` error that names the path and the reason.
 """
@@ -10,11 +14,18 @@ import shutil
 import socket
 import stat
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from harness.codec import Json, RecordError, dumps, strict_loads
 from harness.errors import Infrastructure, UsageError
+
+KEY, FILES_KEY = "sha256", "files"
+MAX_FILE_BYTES = 1 << 30
+CHANGED, GONE = "changed since it was written: its checksum does not fit", "its checksum is gone"
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
@@ -37,7 +48,11 @@ def write_atomic(path: Path, text: str | bytes) -> None:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)  # makes the rename last
+        finally:
+            os.close(fd)
     except OSError as error:
         raise refused("write", path, error) from error
 
@@ -66,15 +81,6 @@ def _new_file(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` last."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def refused(verb: str, path: Path, error: OSError) -> Infrastructure:
     """The error to raise when the disk said no."""
     return Infrastructure(f"cannot {verb} {path}: {error.strerror or error}")
@@ -92,11 +98,35 @@ def make_folder(path: Path) -> None:
         raise refused("make folder", path, error) from error
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link, or a copy where links do not work."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Fill `target`, which may exist, with links to all files of `source`.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    try:
+        shutil.copytree(source, target, symlinks=True, copy_function=link_or_copy,
+                        dirs_exist_ok=True)  # fmt: skip
+    except (OSError, shutil.Error) as error:
+        text = error.strerror if isinstance(error, OSError) else None
+        raise Infrastructure(f"cannot write {target}: {text or error}") from error
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
 def open_plain(path: Path) -> BinaryIO:
     """Open a file to read it, if it is one: not a link to elsewhere, a pipe or a device.
 
-    What lies in a run folder may come from anywhere: a link would bring any file of this machine
-    into a report, and a pipe would keep its reader for ever.
+    A link would bring any file of this machine into a report, a pipe keep its reader for ever.
 
     Raises:
         OSError: there is none, it is something else, or it cannot be read.
@@ -115,7 +145,7 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(fd, "rb")
 
 
-def read_plain(path: Path, max_bytes: int) -> bytes:
+def read_plain(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The contents of a file of at most `max_bytes` (`OSError`: longer, or as `open_plain`)."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -135,12 +165,97 @@ def read_tail(path: Path, size_bytes: int) -> bytes:
         return b""
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """A hard link, or a copy where links do not work."""
+def checksum_of(path: Path) -> str:
+    """SHA-256 of a plain file (`OSError`: as `open_plain`)."""
+    digest = sha256()
+    with open_plain(path) as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def told(error: Exception) -> str:
+    """What is wrong with a file, with its name."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    return str(error)
+
+
+# --- files of one object ----------------------------------------------------------------------
+
+
+def with_checksum(value: Json | Mapping[str, Any]) -> dict[str, Any]:
+    """What a file that holds one object holds: the object and its checksum."""
+    plain = value.to_json() if isinstance(value, Json) else dict(value)
+    return plain | {KEY: sha256(dumps(plain).encode()).hexdigest()}
+
+
+def write_object(path: Path, value: Json, files: Mapping[str, str] | None = None) -> None:
+    """Write a file of one object, with the checksums of the files that it speaks for.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    plain = value.to_json() | ({} if files is None else {FILES_KEY: dict(files)})
+    write_atomic(path, dumps(with_checksum(plain)) + "\n")
+
+
+def without_checksum(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object of a file, once its checksum has been found to fit.
+
+    Raises:
+        RecordError: it does not, or there is none.
+    """
+    if KEY not in plain:
+        raise RecordError(f"{name}: {GONE}")
+    rest = {key: value for key, value in plain.items() if key != KEY}
     try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+        found = with_checksum(rest)[KEY]
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{name}: {error}") from error
+    if plain[KEY] != found:
+        raise RecordError(f"{name}: {CHANGED}")
+    return rest
+
+
+def read_object(path: Path, *, sealed: bool = True) -> dict[str, Any]:
+    """The object in a file, its checksum tried and taken off.
+
+    Args:
+        path: of the file.
+        sealed: whether it must have one; a specification has not: its key is its checksum.
+
+    Raises:
+        OSError: no plain file, or one that cannot be read.
+        RecordError: not an object, or changed since it was written.
+    """
+    plain = parsed(read_plain(path), path.name)
+    return plain if not sealed and KEY not in plain else without_checksum(plain, path.name)
+
+
+def read_sealed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `read_object`, with the checksums of the files that it speaks for.
+
+    Raises:
+        OSError: as `read_object`.
+        RecordError: as `read_object`; or it has no such checksums.
+    """
+    plain = read_object(path)
+    files = plain.pop(FILES_KEY, None)
+    if not isinstance(files, dict):
+        raise RecordError(f"{path.name}: {FILES_KEY}: {GONE}")
+    return plain, files
+
+
+def parsed(data: bytes, name: str) -> dict[str, Any]:
+    """The object in the contents of file `name` (`RecordError`: there is none)."""
+    try:
+        plain = strict_loads(data)
+    except ValueError as error:
+        raise RecordError(f"{name}: not JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise RecordError(f"{name}: expected an object, got {type(plain).__name__}")
+    return plain
 
 
 class FolderLock:

@@ -1,13 +1,11 @@
 """Rank files in every state: records or problems, never an exception, never silence."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checksum import LinesChecksum
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
@@ -20,7 +18,7 @@ from harness.records import (
     StepRecord,
     dumps,
 )
-from harness.streams import MAX_PROBLEMS, read_rank, read_ranks
+from harness.store.streams import MAX_PROBLEMS, read_rank, read_ranks
 
 
 def start(rank: int = 0, schema: int = SCHEMA_VERSION) -> StartRecord:
@@ -49,13 +47,7 @@ def error(rank: int = 0) -> ErrorRecord:
 
 def read(folder: Path, *records: Record, tail: bytes = b"") -> RankRecords:
     path = folder / "rank0.jsonl"
-    checksum, data = LinesChecksum(), b""
-    for record in records:
-        is_end = isinstance(record, EndRecord) and not record.sha256
-        line = dumps(checksum.sealed(record) if is_end else record).encode() + b"\n"  # type: ignore[arg-type]
-        checksum.add(line)
-        data += line
-    path.write_bytes(data + tail)
+    path.write_bytes(b"".join(dumps(record).encode() + b"\n" for record in records) + tail)
     return read_rank(path, 0)
 
 
@@ -63,8 +55,6 @@ def test_a_whole_file_has_no_problems(tmp_path: Path) -> None:
     """Everything that a healthy rank wrote is there, and nothing is complained of."""
     event = EventRecord(name="captured", rank=0, step=0)
     got = read(tmp_path, start(), event, step(0), step(1), end())
-    assert got.end is not None
-    got = dataclasses.replace(got, end=dataclasses.replace(got.end, sha256=""))
     assert got == RankRecords(
         rank=0, start=start(), steps=(step(0), step(1)), events=(event,), error=None, end=end(),
         problems=(),
@@ -75,12 +65,12 @@ def test_a_whole_file_has_no_problems(tmp_path: Path) -> None:
     ("records", "tail", "problem"),
     [
         ((start(), step(0)), dumps(step(1))[:30].encode(), "line 3: cut short after 30 bytes"),
-        ((start(), step(0)), b"\x00\xff\n", "line 3: 'utf-8' codec"),
+        ((start(), step(0)), b"\x00\xff\n", "line 3: not JSON"),
         ((start(),), b"not json\n", "line 2: not JSON"),
         ((start(),), b"\n", "line 2: not JSON"),
         ((start(),), b"[1]\n", "line 2: expected an object, got list"),
         ((start(),), b'{"kind": "dance"}\n', "line 2: unknown kind 'dance'"),
-        ((start(),), b'{"kind": "end"}\n', "line 2: EndRecord: missing key 'rank'"),
+        ((start(),), b'{"kind": "end"}\n', "EndRecord: Object missing required field `rank`"),
         ((start(),), b"[" * 100_000 + b"\n", "line 2: "),
         ((start(), step(0, rank=1)), b"", "line 2: step record of rank 1 in the file of rank 0"),
         ((start(), end(rank=1)), b"", "line 2: end record of rank 1 in the file of rank 0"),
@@ -105,27 +95,6 @@ def test_every_flaw_is_a_problem(
     problems = read(tmp_path, *records, tail=tail).problems
     assert any(problem in p for p in problems), problems
     assert all(len(p) < 400 for p in problems)
-
-
-def test_what_was_changed_or_has_no_checksum_is_a_problem(tmp_path: Path) -> None:
-    """The end record's checksum is of every line before it and of the record itself."""
-    data = dumps(start()).encode() + b"\n" + dumps(step(0)).encode() + b"\n"
-    checksum = LinesChecksum()
-    checksum.add(data)
-    sealed = checksum.sealed(end())
-    changed = dumps(dataclasses.replace(step(0), step_s=0.5))
-    path = tmp_path / "rank0.jsonl"
-    for record, before, told in (
-        (sealed, data, ""),
-        (end(), data, "its checksum is gone"),
-        (sealed, data.replace(dumps(step(0)).encode(), changed.encode()), "does not fit"),
-        (dataclasses.replace(sealed, replays=7), data, "does not fit"),
-        (dataclasses.replace(sealed, sha256="0" * 64), data, "does not fit"),
-    ):  # fmt: skip
-        path.write_bytes(before + dumps(record).encode() + b"\n")
-        problems = read_rank(path, 0).problems
-        assert bool(problems) == bool(told)
-        assert all(told in problem for problem in problems)
 
 
 def test_every_rank_of_twelve_is_read(tmp_path: Path) -> None:

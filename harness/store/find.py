@@ -4,8 +4,9 @@ import shlex
 from pathlib import Path
 
 from harness.errors import UsageError, shown
-from harness.records import CaseSpec
-from harness.store import SEARCH_FILE, SPEC_FILE, RunFolder, load_case
+from harness.records import CaseSpec, Verdict
+from harness.store.folder import SEARCH_FILE, SPEC_FILE, RunFolder, find_verdict, load_case
+from harness.store.verify import verified, verified_alone
 
 DEFAULT_OUT = Path("out")
 
@@ -54,6 +55,28 @@ def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
         known = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
         raise UsageError(f"{shown(name)}: expected a case folder or id; {folder.path} has {known}")
     return folder.case_folder(name), folder.cases[ids.index(name)]
+
+
+def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | None, str]:
+    """A case's folder, the case, and its verdict; None and why if there is none that can be read.
+
+    A pass stands on the files of its runs and on those that lie with the case, which are the same
+    unless somebody copied them.
+
+    Raises:
+        UsageError: there is no such case.
+    """
+    place, case = find_case(name, run)
+    stored, why = find_verdict(place, case.id)
+    if stored is None:
+        return place, case, None, why
+    parent = place.absolute().parent.parent
+    if (parent / "manifest.json").is_file() and place.name == case.id:
+        folder = RunFolder.open(parent)
+        planned = next((each for each in folder.cases if each.id == case.id), None)
+        if planned is not None:
+            stored = verified(folder, planned, stored)
+    return place, case, verified_alone(place, case, stored), ""
 
 
 def bisect_line(case: CaseSpec, place: Path) -> str:

@@ -1,23 +1,20 @@
 """Contents of tensors that a run has kept: one file a rank, written whole or not at all.
 
-    rank0.contents    {"run": ..., "step": 3, "tensors": [{"name": ..., "sha256": ...}, ...], ...}
-                      a line of JSON with a checksum of its own, then the bytes of all tensors
+    rank0.contents    {"run": ..., "step": 3, "tensors": [{"name": ..., "dtype": ...}, ...], ...}
+                      a line of JSON, then the bytes of all tensors
 
-A tensor whose bytes are not as they were written is left out and named in `problems`; so is a rank
-that wrote nothing, and a name that no rank has. Nothing is filled in.
+What is not as it was written is left out and named in `problems`; so is a rank that wrote nothing,
+and a name that no rank has. Nothing is filled in.
 """
 
-import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checksum import with_checksum, without_checksum
-from harness.disk import read_plain, write_atomic
-from harness.keeping import KeepSpec
-from harness.object_file import parsed, told
-from harness.records import Json, RecordError, RunSpec, dumps
+from harness.records import Json, KeepSpec, RecordError, RunSpec, dumps
+from harness.store.files import parsed, read_plain, told, write_atomic
+from harness.store.folder import changed_files
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
@@ -58,7 +55,6 @@ class KeptTensor(Json):
         part: which tensor of a row of taps, which may be of several; else 0.
         dtype: a key of `ITEM_BYTES`.
         shape: on this rank.
-        sha256: of its bytes.
         as_digested: whether these bytes give the digest that the step recorded.
         places: where it lies in the whole model; none for what is the rank's own.
     """
@@ -67,7 +63,6 @@ class KeptTensor(Json):
     part: int
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
     as_digested: bool
     places: tuple[Place, ...] = ()
 
@@ -150,20 +145,15 @@ def contents_path(folder: Path, rank: int) -> Path:
 def write_contents(
     folder: Path, run: str, rank: int, step: int, tensors: Iterable[tuple[KeptTensor, bytes]]
 ) -> None:
-    """Write a rank's file, whole or not at all. `sha256` and order are filled in by this.
+    """Write a rank's file, whole or not at all.
 
     Raises:
         Infrastructure: the disk refused.
     """
     listed = list(tensors)
     index = Index(run=run, rank=rank, step=step, tensors=tuple(about for about, _ in listed))
-    head = dumps(with_checksum(index)).encode() + b"\n"
+    head = dumps(index).encode() + b"\n"
     write_atomic(contents_path(folder, rank), head + b"".join(data for _, data in listed))
-
-
-def checksum_of(data: bytes) -> str:
-    """What `KeptTensor.sha256` says of its bytes."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def read_contents(folder: Path, spec: RunSpec) -> Contents:
@@ -172,10 +162,19 @@ def read_contents(folder: Path, spec: RunSpec) -> Contents:
     if keep is None:
         return Contents(step=-1, ranks=(), problems=("the run was not asked to keep anything",))
     ranks, problems = [], list[str]()
+    changed = changed_files(folder)
     for rank in range(spec.world_size):
-        found, told_of = _read_rank(folder, spec.key, rank, keep)
-        ranks.append(found)
-        problems += told_of
+        path = contents_path(folder, rank)
+        try:
+            if path.name in changed:
+                raise RecordError(changed[path.name])
+            ranks.append(_read_rank(path, spec.key, rank, keep))
+        except FileNotFoundError:
+            problems.append(f"rank {rank} kept nothing: it did not end step {keep.step}")
+            ranks.append(())
+        except (OSError, RecordError) as error:
+            problems.append(f"{path.name}: {told(error).removeprefix(f'{path.name}: ')}")
+            ranks.append(())
     names = {each.about.name for rank in ranks for each in rank}
     problems += [
         f"no rank has kept {name}: expected a tensor of its records, or a row of its taps that a "
@@ -188,74 +187,20 @@ def read_contents(folder: Path, spec: RunSpec) -> Contents:
     return Contents(step=keep.step, ranks=tuple(ranks), problems=tuple(problems))
 
 
-def damaged_contents(folder: Path, spec: RunSpec, *, is_whole: bool) -> list[tuple[Path, str]]:
-    """Files of a run that are not as its ranks wrote them, each with what is wrong.
-
-    Args:
-        folder: of the run.
-        spec: its specification.
-        is_whole: whether the run came to its end, so that every rank has written one.
-    """
-    keep, found = spec.keep, list[tuple[Path, str]]()
-    if keep is None:
-        return found
-    for rank in range(spec.world_size):
-        path = contents_path(folder, rank)
-        if path.exists() or path.is_symlink():
-            _, problems = _read_rank(folder, spec.key, rank, keep)
-            found += [(path, problem) for problem in problems]
-        elif is_whole and keep.step < int(spec.config["steps"]):
-            found.append((path, "missing"))
-    return found
-
-
-def _read_rank(
-    folder: Path, key: str, rank: int, keep: KeepSpec
-) -> tuple[tuple[Loaded, ...], list[str]]:
-    path = contents_path(folder, rank)
-    try:
-        data = read_plain(path, keep.max_bytes + MAX_INDEX_BYTES)
-    except FileNotFoundError:
-        return (), [f"rank {rank} kept nothing: it did not end step {keep.step}"]
-    except OSError as error:
-        return (), [told(error)]
-    head, _, body = data.partition(b"\n")
-    try:
-        index = Index.from_json(without_checksum_required(head, path.name))
-        _check_index(index, key, rank, keep, len(body))
-    except RecordError as error:
-        return (), [f"{path.name}: {error}"]
-    found, problems, at = [], list[str](), 0
-    for about in index.tensors:
-        mine, at = body[at : at + about.num_bytes], at + about.num_bytes
-        if checksum_of(mine) == about.sha256:
-            found.append(Loaded(about=about, data=mine))
-        else:
-            problems.append(f"{path.name}: {about.name}: changed since it was written")
-    return tuple(found), problems
-
-
-def without_checksum_required(head: bytes, name: str) -> dict[str, object]:
-    """The object in a line that must have a checksum (`RecordError`: it has none, or another)."""
-    plain = parsed(head, name)
-    rest = without_checksum(plain, name)
-    if len(rest) == len(plain):
-        raise RecordError("its checksum is gone")
-    return rest
-
-
-def _check_index(index: Index, key: str, rank: int, keep: KeepSpec, num_bytes: int) -> None:
-    expected = {"run": key, "rank": rank, "step": keep.step}
-    for name, value in expected.items():
+def _read_rank(path: Path, key: str, rank: int, keep: KeepSpec) -> tuple[Loaded, ...]:
+    head, _, body = read_plain(path, keep.max_bytes + MAX_INDEX_BYTES).partition(b"\n")
+    index = Index.from_json(parsed(head, path.name))
+    for name, value in {"run": key, "rank": rank, "step": keep.step}.items():
         if getattr(index, name) != value:
-            raise RecordError(f"{name}: expected {value}, got {getattr(index, name)}")
+            got = getattr(index, name)
+            raise RecordError(f"{name}: expected {value}, got {got}")
     total = sum(about.num_bytes for about in index.tensors)
-    if num_bytes != total:
-        raise RecordError(f"expected {total} bytes of tensors, got {num_bytes}")
-    _check_once(index.tensors)
-
-
-def _check_once(tensors: Sequence[KeptTensor]) -> None:
-    seen = [(about.name, about.part) for about in tensors]
-    if len(set(seen)) < len(seen):
+    if len(body) != total:
+        raise RecordError(f"expected {total} bytes of tensors, got {len(body)}")
+    if len({(about.name, about.part) for about in index.tensors}) < len(index.tensors):
         raise RecordError("expected every tensor once, got one twice")
+    found, at = [], 0
+    for about in index.tensors:
+        found.append(Loaded(about=about, data=body[at : at + about.num_bytes]))
+        at += about.num_bytes
+    return tuple(found)

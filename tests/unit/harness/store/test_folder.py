@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness import store
-from harness.checksum import with_checksum
 from harness.errors import Infrastructure, UsageError
 from harness.records import (
     SCHEMA_VERSION,
@@ -22,7 +20,9 @@ from harness.records import (
     Verdict,
     dumps,
 )
-from harness.store import RunFolder, begin_run, load_case, save_outcome, write_atomic
+from harness.store import RunFolder, begin_run, load_case, save_outcome
+from harness.store import folder as store
+from harness.store.files import with_checksum, write_atomic
 
 
 def sealed(plain: dict[str, Any]) -> str:
@@ -142,10 +142,10 @@ def test_create_goes_on_where_a_kill_cut_it_short(tmp_path: Path) -> None:
         ("manifest.json", "{", "damaged"),
         ("manifest.json", "[]", "damaged"),
         ("manifest.json", "{}", "its checksum is gone"),
-        ("manifest.json", sealed({}), "schema: expected an integer"),
-        ("manifest.json", sealed({"schema": True}), "schema: expected an integer"),
-        ("manifest.json", sealed({"schema": SCHEMA_VERSION + 1}), "newer harness"),
-        ("manifest.json", sealed({"schema": 1}), "scenario.yaml: its checksum is gone"),
+        ("manifest.json", sealed({"schema": 1}), "files: its checksum is gone"),
+        ("manifest.json", sealed({"files": {}}), "by another harness"),
+        ("manifest.json", sealed({"schema": SCHEMA_VERSION + 1, "files": {}}), "another harness"),
+        ("manifest.json", sealed({"schema": 1, "files": {}}), "scenario.yaml: changed"),
         ("cases.json", None, "damaged"),
         ("cases.json", "\x00", "damaged"),
         ("cases.json", "[" * 100_000, "damaged"),
@@ -243,7 +243,8 @@ def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
         ("{", "interrupted", "does not decode"),
         ("", "interrupted", "does not decode"),
         (dumps(outcome("another")), "interrupted", "its checksum is gone"),
-        (sealed(outcome("another").to_json()), "interrupted", "belongs to run another"),
+        (sealed(outcome(spec().key).to_json()), "interrupted", "files: its checksum is gone"),
+        (sealed(outcome("another").to_json() | {"files": {}}), "interrupted", "to run another"),
         ('{"key": 3}', "interrupted", "does not decode"),
         (dumps(outcome(spec().key).to_json() | {"sha256": ""}), "interrupted", "does not fit"),
     ],
@@ -295,7 +296,7 @@ def test_a_sealed_case_stands_alone(
         folder.run_folder(case().candidate.key) / "outcome.json"
     )
     assert same_inode is links
-    folder.save_verdict(verdict())
+    folder.save_verdict(verdict(), case())
     sealed.rename(tmp_path / "elsewhere")
     (folder.path).rename(tmp_path / "gone")
     loaded = load_case(tmp_path / "elsewhere")
@@ -320,7 +321,7 @@ def test_a_case_folder_that_lost_a_leg_loads_with_that_leg_not_run(
 def test_sealing_again_keeps_the_earlier_verdict(folder: RunFolder) -> None:
     """A case that is judged anew does not lose what it said before."""
     folder.seal_case(case())
-    folder.save_verdict(verdict())
+    folder.save_verdict(verdict(), case())
     folder.seal_case(case())
     assert folder.load_verdict("one") is None
     assert (folder.path / "cases" / "one.attempt0" / "verdict.json").is_file()
@@ -335,23 +336,20 @@ def test_load_case_refuses_what_is_no_case(tmp_path: Path, text: str | None) -> 
         load_case(tmp_path)
 
 
-def test_verdicts_come_back_in_case_order(tmp_path: Path) -> None:
-    """Stored verdicts are read in the order of the plan; cases without one are left out."""
-    cases = [case("b"), case("a"), case("c")]
-    folder = RunFolder.create(tmp_path / "out", {}, "", cases)
-    for case_id in ("a", "b"):
-        folder.save_verdict(verdict(case_id))
-    assert [v.case_id for v in folder.verdicts()] == ["b", "a"]
-    (folder.case_folder("a") / "verdict.json").write_text(dumps(verdict("a")))
-    assert [v.case_id for v in folder.verdicts()] == ["b"]
-    text = sealed(verdict("b").to_json())
-    (folder.case_folder("a") / "verdict.json").write_text(text)
-    assert [v.case_id for v in folder.verdicts()] == ["b"]
+def test_a_verdict_that_cannot_be_trusted_is_none(folder: RunFolder) -> None:
+    """Without its checksum, without those of what it was made from, or of another case."""
+    folder.save_verdict(verdict(), case())
+    assert folder.load_verdict("one") == verdict()
+    path = folder.case_folder("one") / "verdict.json"
+    other = verdict("b").to_json() | {"files": {}}
+    for text in (dumps(verdict()), sealed(verdict().to_json()), sealed(other)):
+        path.write_text(text)
+        assert folder.load_verdict("one") is None
 
 
 def test_a_verdict_that_is_set_aside_is_none(folder: RunFolder) -> None:
     """Its case has no verdict any more, and it is kept."""
-    folder.save_verdict(verdict())
+    folder.save_verdict(verdict(), case())
     kept = folder.set_case_aside("one")
     assert kept is not None
     assert (kept / "verdict.json").is_file()
