@@ -5,14 +5,14 @@ The first difference is the lowest step, the state before step 0 first, then the
 then the rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from harness.checks.answer import error, failed, passed, refuse_parameters
-from harness.checks.evidence import first_steps, sentence
 from harness.checks.steps import (
     BEFORE,
+    StepTable,
     count,
     groups_of,
     rank_table,
@@ -36,6 +36,7 @@ from harness.records import (
 )
 
 NAME = "state"
+NEVER = -1
 OTHER_PARTS: What = "other_parts"
 _SAME_PARTS = ("sequence_parallel", "dynamic_cp")
 """Keys of `parallel` that leave every rank its part of the weights."""
@@ -233,3 +234,34 @@ def _places(
 
 def _shown(digest: str) -> str:
     return "missing" if digest in ("", ABSENT) else digest
+
+
+def first_steps(ours: StepTable, theirs: StepTable) -> dict[str, int]:
+    """First step that differs by each kind of evidence, `NEVER` if none does in shared steps."""
+    views: dict[str, Callable[[StepRecord], object]] = {
+        "first_step_state": lambda record: record.digests,
+        "first_step_loss_bits": lambda record: None if record.loss is None else record.loss.bits,
+        "first_step_loss_5_decimals": five_decimals,
+    }
+    shared = sorted(set(ours) & set(theirs))
+    return {
+        name: min((key[0] for key in shared if view(ours[key]) != view(theirs[key])), default=NEVER)
+        for name, view in views.items()
+    }
+
+
+def five_decimals(record: StepRecord) -> str:
+    """The loss rounded to five decimals, as text; not finite is one word for all its kinds."""
+    if record.loss is None:
+        return "none"
+    return "nan" if record.loss.value is None else f"{record.loss.value:.5f}"
+
+
+def sentence(steps: dict[str, int]) -> str:
+    """What the loss alone would have shown, for people."""
+    bits, decimals = steps["first_step_loss_bits"], steps["first_step_loss_5_decimals"]
+    return f"the bits of the loss {_when(bits)}, its 5 decimals {_when(decimals)}"
+
+
+def _when(step: int) -> str:
+    return "never differ" if step == NEVER else f"differ first at step {step}"
