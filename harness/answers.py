@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from harness.confirm import confirmed_alone, confirmed_in
 from harness.lookup import find_case
 from harness.records import CaseSpec, Verdict
+from harness.rejudge import confirmed_alone, confirmed_in
 from harness.store import RunFolder, find_verdict
 
 

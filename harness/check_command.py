@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from harness.checks import exit_code
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.inspection import Inspection, inspect
 from harness.records import ExitCode
 

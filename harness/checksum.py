@@ -4,7 +4,7 @@
     rank file    the end record's `sha256`: of every byte before its line, then of the rest of it
 
 They tell damage, not forgery: whoever can write a file can write its checksum. Against a verdict
-that says what its records do not, only judging again helps (`harness.confirm`). A file without
+that says what its records do not, only judging again helps (`harness.rejudge`). A file without
 a checksum is damaged.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from harness import display, history_tables
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.disk import write_atomic
 from harness.errors import Infrastructure, NothingSelected, UsageError, did_you_mean, shown
 from harness.history import (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.display import cell, plain_table
 from harness.history import CaseTrend, Comparison, Flaky, Night
 from harness.history.comparison import CaseChange, Delta, open_cases

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from harness.checks.complete import find_flaw
 from harness.checks.confirmation import confirmation
-from harness.confirm import confirmed
 from harness.contents import damaged_contents
 from harness.disk import read_plain
 from harness.errors import UsageError
 from harness.object_file import has_checksum, read_object, told
 from harness.records import CaseSpec, Confirmation, RecordError, RunResult, RunSpec, Verdict
+from harness.rejudge import confirmed
 from harness.repeats import confirming_runs, runs_of
 from harness.store import (
     CASE_FILE,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.disk import read_plain, write_atomic
 from harness.errors import HarnessError
 from harness.object_file import MAX_FILE_BYTES

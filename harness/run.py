@@ -25,12 +25,12 @@ from typing import Protocol
 from harness.again import says_nothing
 from harness.checks import confirmation
 from harness.checks import judge as judge_case
-from harness.confirm import TRUSTING
 from harness.disk import write_atomic
 from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, Confirmation, RunOutcome, RunSpec, Verdict
+from harness.rejudge import TRUSTING
 from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of
 from harness.retries import Retries, beside_attempts
 from harness.schedule import Queue, Seconds, arrange, unique_runs

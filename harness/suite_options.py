@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from harness import display
-from harness.checks.steps import count as counted
+from harness.checks.evidence import count as counted
 from harness.errors import NothingSelected, UsageError
 from harness.expectations import expected_anywhere
 from harness.records import CaseSpec, ExitCode

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed
 from harness.records import CaseSpec, FloatBits, RunResult, RunSpec, Verdict
+from harness.rejudge import confirmed
 from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
 
 

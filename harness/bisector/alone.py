@@ -12,7 +12,7 @@ from harness.bisector.foreign import script_text, seen_to_fail
 from harness.bisector.least import find_least
 from harness.bisector.questions import FAILS, OutOfBudget
 from harness.bisector.repro import FOLDER, find_repro, repro_name, write_repro, write_script
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.codec import Json
 from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, Verdict

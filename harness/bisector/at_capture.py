@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from harness.bisector.found import Location
 from harness.bisector.legs import INPUT, OUTPUT, STEP_COUNT, Legs, Row
-from harness.checks.steps import show_ranks
+from harness.checks.evidence import show_ranks
 
 
 def with_capture(found: Location, legs: Legs) -> Location:

@@ -22,7 +22,7 @@ from harness.bisector.commit_answers import CommitAnswers, Say
 from harness.bisector.commit_range import Commit, CommitRange, Run, resolve_range
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Journal, OutOfBudget
 from harness.bisector.worktree import temporary_worktree
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import UsageError
 

@@ -26,7 +26,7 @@ from harness.bisector.legs import OUTPUT, RNG, STEP_COUNT, Legs, Tensor
 from harness.bisector.misrecorded import record_of_the_step_before
 from harness.bisector.part_of_calls import calls_part
 from harness.bisector.words import differ, listed, ranks_of
-from harness.checks.steps import BEFORE, groups_of, show_float, show_ranks
+from harness.checks.evidence import BEFORE, groups_of, show_float, show_ranks
 from harness.faults.fault import Phase
 from harness.records import ABSENT, COPIES, DIGEST_GROUPS, SAMPLES
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from harness.bisector.flow import module_of
 from harness.bisector.found import Location, Near
 from harness.checks.complete import find_flaw
-from harness.checks.steps import rank_table
+from harness.checks.evidence import rank_table
 from harness.errors import cut, one_line
 from harness.faults.fault import Phase
 from harness.infrastructure import has_lost_its_groups

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
-from harness.checks.steps import rank_table, show_ranks
+from harness.checks.evidence import rank_table, show_ranks
 from harness.faults.fault import Phase
 from harness.given import GivenCall, given_in
 

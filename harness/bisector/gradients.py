@@ -16,7 +16,7 @@ from harness.bisector.flow import module_of, unit_of
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs, Row, Tensor
 from harness.bisector.words import differ, listed, ranks_of
-from harness.checks.steps import show_ranks
+from harness.checks.evidence import show_ranks
 
 REDUCTION = "reduce-scatter of gradients"
 ROOT = unit_of("")

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from harness.checks.calls import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
-from harness.checks.loss import quantities
-from harness.checks.steps import (
+from harness.checks.evidence import (
     BEFORE,
     StepTable,
     rank_table,
@@ -22,6 +21,7 @@ from harness.checks.steps import (
     with_groups,
     with_same_copies,
 )
+from harness.checks.exact import quantities
 from harness.naming import with_all_names
 from harness.program.spec import capabilities_of
 from harness.records import (

@@ -18,7 +18,7 @@ from harness.bisector.legs import Legs
 from harness.bisector.unfinished import parted_before_the_end
 from harness.checks.complete import find_flaw
 from harness.checks.environment import different_leaves, quantity_of, stated_leaves
-from harness.checks.steps import rank_table, shared_pairs, show_ranks, step_table
+from harness.checks.evidence import rank_table, shared_pairs, show_ranks, step_table
 from harness.provenance import fingerprint
 from harness.records import RunResult, Verdict
 from harness.store import CaseRuns

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
-from harness.checks.loss import quantities
-from harness.checks.steps import show_ranks
+from harness.checks.evidence import show_ranks
+from harness.checks.exact import quantities
 from harness.records import StepRecord
 
 

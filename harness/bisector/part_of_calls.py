@@ -14,7 +14,7 @@ from fsdp_core.config.scopes import BEGINS_AT
 from harness.bisector.flow import common, consumers, parent_of, returned_by, unit_of
 from harness.bisector.found import Location
 from harness.bisector.legs import INPUT, OUTPUT, Legs, Row
-from harness.checks.steps import show_ranks
+from harness.checks.evidence import show_ranks
 from harness.faults.fault import Phase
 
 _FROM_LOSS = "it is the first gradient of its microbatch: it comes from the loss"

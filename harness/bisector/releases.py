@@ -16,7 +16,7 @@ from harness.bisector.chance import Patience
 from harness.bisector.differences import config_of, leaves_of
 from harness.bisector.failure import Judged, failure_of
 from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import UsageError, shown
 from harness.program.launch import make_environments

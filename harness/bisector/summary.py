@@ -10,7 +10,7 @@ from harness.bisector.causes import FoundCauses
 from harness.bisector.findings import AskedQuestion, Findings
 from harness.bisector.found import Element, Location
 from harness.bisector.words import UNKNOWN, where
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.errors import one_line
 from harness.records import WHATS
 

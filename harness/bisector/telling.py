@@ -13,7 +13,7 @@ from rich.text import Text
 from harness.bisector.asking import COVERS
 from harness.bisector.questions import Journal, Question, Reply
 from harness.bisector.summary import asked
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.errors import one_line
 from harness.plan import Plan
 from harness.progress import LiveView, PlainView, View, duration

@@ -11,7 +11,7 @@ from dataclasses import replace
 from harness.bisector.divergence import where_they_part
 from harness.bisector.found import Location
 from harness.bisector.legs import Legs
-from harness.checks.steps import rank_table, step_table
+from harness.checks.evidence import rank_table, step_table
 from harness.records import (
     DIGEST_HEX_CHARS,
     NEVER_RAN,

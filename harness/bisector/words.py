@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from harness.bisector.found import Location
 from harness.bisector.legs import Tensor
-from harness.checks.steps import show_ranks
+from harness.checks.evidence import show_ranks
 
 MOST_NAMES = 3
 UNKNOWN = "not known"

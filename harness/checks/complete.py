@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fsdp_core.config import TrainConfig
+from harness.checks.evidence import rank_table, show_ranks
 from harness.checks.graph_proof import not_as_owed, not_compiled
 from harness.checks.soaked import shortfall, steps_due
-from harness.checks.steps import rank_table, show_ranks
 from harness.infrastructure import machine_failure
 from harness.records import (
     ABSENT,

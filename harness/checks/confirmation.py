@@ -12,9 +12,10 @@ at every bit of a run. A repeat is compared only in the environment of the first
 
 import dataclasses
 
-from harness.checks import loss, state, taps
+from harness.checks import exact as loss
+from harness.checks import state, taps
+from harness.checks.evidence import when
 from harness.checks.judge import first_failure, judge, unequal
-from harness.checks.steps import when
 from harness.naming import aligned
 from harness.records import CaseSpec, CheckResult, Confirmation, RunResult, Verdict
 from harness.repeats import confirming_runs

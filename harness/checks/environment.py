@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.checks.answer import passed
-from harness.checks.steps import rank_table
+from harness.checks.evidence import rank_table
 from harness.program.spec import ENFORCED, program_of
 from harness.provenance import fingerprint
 from harness.records import CheckResult, Difference, RankRecords, RunResult

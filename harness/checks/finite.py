@@ -10,8 +10,8 @@ GradScaler is recorded before it is scaled.
 from collections.abc import Iterator, Mapping
 
 from harness.checks.answer import error, failed, passed, refuse_parameters
-from harness.checks.loss import quantities
-from harness.checks.steps import count, show_float, show_ranks, step_table
+from harness.checks.evidence import count, show_float, show_ranks, step_table
+from harness.checks.exact import quantities
 from harness.records import DIGEST_GROUPS, CheckResult, Difference, RunResult, StepRecord
 
 NAME = "finite"

@@ -9,7 +9,7 @@ use.
 from collections.abc import Mapping
 
 from harness.checks.answer import error, failed, passed
-from harness.checks.steps import count, rank_table
+from harness.checks.evidence import count, rank_table
 from harness.records import CheckResult, Difference, RankRecords, RunResult
 
 NAME = "graphs"

@@ -16,7 +16,6 @@ from harness.checks import (
     environment,
     finite,
     graphs,
-    loss,
     memory,
     repeated,
     soak,
@@ -25,6 +24,9 @@ from harness.checks import (
     taps,
     throughput,
     within,
+)
+from harness.checks import (
+    exact as loss,
 )
 from harness.checks.answer import error, failed, not_run, passed
 from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw

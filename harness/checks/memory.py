@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from harness.checks import memory_owners
 from harness.checks.answer import error, failed, passed
+from harness.checks.evidence import rank_table
 from harness.checks.limits import PEAK_MEMORY
-from harness.checks.steps import rank_table
 from harness.records import CheckResult, RankRecords, RunResult
 
 NAME = "peak_memory"

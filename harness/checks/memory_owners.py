@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.checks.answer import error, failed, passed
+from harness.checks.evidence import rank_table
 from harness.checks.limits import FORMULA_NAMES, evaluate
-from harness.checks.steps import rank_table
 from harness.records import CheckResult, RankRecords, RunResult
 
 NAME = "peak_memory"

@@ -13,7 +13,7 @@ random generators after a step            draws: their number depends on time or
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.checks.steps import BEFORE, state_table, step_table
+from harness.checks.evidence import BEFORE, state_table, step_table
 from harness.program.spec import program_of
 from harness.records import Difference, RunResult
 

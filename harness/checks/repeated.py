@@ -8,7 +8,8 @@ are left to `throughput`, which names them.
 import dataclasses
 from collections.abc import Sequence
 
-from harness.checks import environment, loss, state
+from harness.checks import environment, state
+from harness.checks import exact as loss
 from harness.checks.answer import error, passed
 from harness.checks.complete import find_flaw
 from harness.records import CaseSpec, CheckResult, RunResult

@@ -13,7 +13,7 @@ import math
 from fsdp_core.config import TrainConfig
 from fsdp_core.layouts import Dense, dense_coordinates
 from harness.checks.answer import error, failed
-from harness.checks.steps import count, rank_table
+from harness.checks.evidence import count, rank_table
 from harness.records import DIGEST_HEX_CHARS, SAMPLES, CheckResult, Difference, RunResult
 
 NAME = "samples"

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from harness.checks import finite
 from harness.checks.answer import error, failed, not_run, passed
+from harness.checks.evidence import rank_table
 from harness.checks.slope import WINDOWS, slope_of
-from harness.checks.steps import rank_table
 from harness.records import CheckResult, RankRecords, RunResult
 from harness.shared_gpus import shares_gpus
 from harness.soaking import LEAST_STEPS

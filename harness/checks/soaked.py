@@ -7,7 +7,7 @@ that never had its turn proves nothing: no failure of the program, and no pass.
 """
 
 from harness.checks.answer import error
-from harness.checks.steps import rank_table
+from harness.checks.evidence import rank_table
 from harness.records import CheckResult, EventRecord, RankRecords, RunResult, What
 from harness.soaking import taking_turns
 

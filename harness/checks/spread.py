@@ -36,8 +36,8 @@ import numpy as np
 
 from harness.checks import environment
 from harness.checks.complete import find_flaw
-from harness.checks.loss import quantities
-from harness.checks.steps import show_float, step_table
+from harness.checks.evidence import show_float, step_table
+from harness.checks.exact import quantities
 from harness.records import FloatBits, RunResult, What
 
 FALSE_ALARM = 1e-4

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.checks.answer import error, failed, passed, refuse_parameters
-from harness.checks.steps import (
+from harness.checks.evidence import (
     BEFORE,
     StepTable,
     count,

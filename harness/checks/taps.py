@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fsdp_core.config import ConfigError, TapPattern, tap_pattern
 from harness.checks.answer import error, failed, passed, refuse_parameters
 from harness.checks.calls import GRADIENT, Both, calls, in_program_order, shared_rows
-from harness.checks.steps import count, rank_table, shared_pairs, show_ranks, step_table
+from harness.checks.evidence import count, rank_table, shared_pairs, show_ranks, step_table
 from harness.records import (
     CheckResult,
     Difference,

@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from harness.checks import loss
+from harness.checks import exact as loss
 from harness.checks.answer import error, failed, passed
-from harness.checks.loss import NAME, quantities
+from harness.checks.evidence import StepTable, count, shared_pairs, show_float, step_table
+from harness.checks.exact import NAME, quantities
 from harness.checks.spread import Place, Unmeasured, measure
-from harness.checks.steps import StepTable, count, shared_pairs, show_float, step_table
 from harness.records import CheckResult, Difference, FloatBits, RunResult, StepRecord
 from harness.tolerance import Close, LossGap, Rounding
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.checks.steps import StepTable, shared_pairs, show_value, step_table
+from harness.checks.evidence import StepTable, shared_pairs, show_value, step_table
 from harness.codec import Json
 from harness.records import FloatBits, RunResult, What
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from harness.checks.complete import find_flaw
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed, confirmed_alone
 from harness.errors import one_line
 from harness.history.entries import (
     MAX_INTEGER,
@@ -31,6 +30,7 @@ from harness.history.entries import (
 from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint
 from harness.records import CaseSpec, RunResult, RunSpec, StepRecord, Verdict
+from harness.rejudge import confirmed, confirmed_alone
 from harness.store import (
     LEGS,
     VERDICT_FILE,

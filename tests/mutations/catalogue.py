@@ -41,7 +41,7 @@ def _of(
 
 MUTATIONS = [
     *_of(
-        "checks/steps.py",
+        "checks/evidence.py",
         "checks/test_many_ranks checks/test_steps checks/test_loss checks/test_state",
         ("steps_table_of_8_ranks", "for rank in run.ranks:", "for rank in run.ranks[:8]:"),
         ("rank_table_of_8_ranks", "for records in run.ranks:", "for records in run.ranks[:8]:"),
@@ -70,7 +70,7 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        "checks/loss.py",
+        "checks/exact.py",
         "checks/test_loss checks/test_judge",
         (
             "microbatch_losses_ignored",

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from harness.checks.steps import show_float
+from harness.checks.evidence import show_float
 from harness.codec import MAX_INT, RecordError
 from harness.float_bits import FloatBits, ulp_distance
 

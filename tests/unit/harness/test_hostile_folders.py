@@ -168,7 +168,7 @@ def test_a_plan_that_cannot_be_judged_is_an_answer(
     made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a forged plan does to a check is told as an error of its case, never as a traceback."""
-    monkeypatch.setattr("harness.confirm.judge_case", no_layers)
+    monkeypatch.setattr("harness.rejudge.judge_case", no_layers)
     capsys.readouterr()
     assert cli.main(["check", "r"]) == 6
     assert "its plan cannot be judged: KeyError" in capsys.readouterr().err

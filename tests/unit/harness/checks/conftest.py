@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import TrainConfig
+from harness.checks.evidence import BEFORE
 from harness.checks.graph_proof import launches, owed
-from harness.checks.steps import BEFORE
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,

@@ -5,8 +5,8 @@ import struct
 from typing import Any
 
 from harness.checks import state
+from harness.checks.evidence import step_table
 from harness.checks.state import NEVER, first_steps
-from harness.checks.steps import step_table
 from harness.records import FloatBits
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks import loss
+from harness.checks import exact as loss
 from harness.records import FloatBits
 
 

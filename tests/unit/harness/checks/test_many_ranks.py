@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from harness.checks import finite, loss, state
+from harness.checks import exact as loss
+from harness.checks import finite, state
 from harness.checks.complete import find_flaw
 from harness.checks.judge import judge
 from harness.records import FloatBits

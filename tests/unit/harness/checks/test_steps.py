@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from harness.checks import loss
-from harness.checks.steps import BEFORE, count, rank_table, shared_pairs, state_table, step_table
+from harness.checks import exact as loss
+from harness.checks.evidence import BEFORE, count, rank_table, shared_pairs, state_table, step_table
 
 
 def test_tables_hold_every_rank_and_step(make_lab: Any) -> None:

@@ -8,7 +8,7 @@ rank.
 from collections.abc import Iterator, Mapping
 
 from harness.checks.answer import error, failed, passed, refuse_parameters
-from harness.checks.steps import (
+from harness.checks.evidence import (
     StepTable,
     count,
     shared_pairs,
