@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from harness import display, machine
-from harness.answers import find_answer
 from harness.bisector.findings import Findings
 from harness.bisector.page import PAGE_FILE
 from harness.bisector.repro import FOLDER
@@ -23,6 +22,7 @@ from harness.bisector.two_cells import case_of_two, is_one_layout
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode, Verdict
+from harness.rejudge import find_answer
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.selection import select

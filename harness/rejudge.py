@@ -12,10 +12,11 @@ from pathlib import Path
 
 from harness.checks import judge as judge_case
 from harness.errors import one_line
+from harness.lookup import find_case
 from harness.records import CaseSpec, RunResult, Verdict
 from harness.repeats import past_legs, runs_of
 from harness.retries import beside_attempts
-from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
+from harness.store import LEGS, VERDICT_FILE, RunFolder, find_verdict, load_run_folder
 from harness.tolerance import ROUNDING
 
 TRUSTING = ("passed", "skipped")
@@ -41,14 +42,6 @@ def confirmed(
     return _held_against(stored, beside_attempts(folder, case, found))
 
 
-def confirmed_in(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
-    """As `confirmed`, reading only the runs of this case, from where `harness check` reads them."""
-    specs = {leg: getattr(case, leg) for leg in LEGS}
-    runs = {spec.key: load_run_folder(folder.leg_folder(case, leg), spec)
-            for leg, spec in specs.items()}  # fmt: skip
-    return confirmed(folder, case, stored, runs)
-
-
 def confirmed_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
     """As `confirmed`, of a case's folder by itself, wherever it lies.
 
@@ -59,18 +52,42 @@ def confirmed_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
         return stored
     legs = [load_run_folder(place / leg, getattr(case, leg)) for leg in LEGS]
     unheard = {"throughput"} if case.repeats else set()
-    if case.expect == ROUNDING:
-        unheard.add("loss")
-    if not unheard:
-        return _held_against(stored, _judged(case, legs))
-    untimed = dataclasses.replace(
-        case, repeats=0, checks={k: v for k, v in case.checks.items() if k not in unheard}
-    )
+    unheard |= {"loss"} if case.expect == ROUNDING else set()
+    checks = {name: options for name, options in case.checks.items() if name not in unheard}
+    untimed = dataclasses.replace(case, repeats=0, checks=checks) if unheard else case
     found = _judged(untimed, legs)
     # Where times were all that was asked for, nothing is left to judge once the records are whole.
-    if found.what == "not_run" and not untimed.checks:
+    if unheard and found.what == "not_run" and not checks:
         return stored
     return _held_against(stored, found)
+
+
+def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | None, str]:
+    """A case's folder, the case, and its verdict; None and why if there is none that can be read.
+
+    A pass is judged again, over all records that there are: in a run folder over those of its runs
+    and over those that lie with the case, which are the same files unless somebody copied them.
+
+    Raises:
+        UsageError: there is no such case.
+    """
+    place, case = find_case(name, run)
+    stored, why = find_verdict(place, case.id)
+    if stored is None:
+        return place, case, None, why
+    parent = place.absolute().parent.parent
+    if (parent / "manifest.json").is_file() and place.name == case.id:
+        folder = RunFolder.open(parent)
+        planned = next((each for each in folder.cases if each.id == case.id), None)
+        if planned is not None:
+            specs = {leg: getattr(planned, leg) for leg in LEGS}
+            runs = {spec.key: load_run_folder(folder.leg_folder(planned, leg), spec)
+                    for leg, spec in specs.items()}  # fmt: skip
+            stored = confirmed(folder, planned, stored, runs)
+    # Of a case that was to be skipped there may be no records: that is known in the plan alone.
+    if stored.outcome == "passed":
+        stored = confirmed_alone(place, case, stored)
+    return place, case, stored, ""
 
 
 def _judged(case: CaseSpec, legs: Sequence[RunResult]) -> Verdict:

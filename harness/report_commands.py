@@ -8,13 +8,13 @@ import click
 from rich.text import Text
 
 from harness import display
-from harness.answers import find_answer
 from harness.check_command import code_of, tell_damage
 from harness.inspection import inspect
 from harness.lookup import DEFAULT_OUT, unused
 from harness.masking import Masker
 from harness.merging import merge
 from harness.records import ExitCode
+from harness.rejudge import find_answer
 from harness.store import RunFolder, load_case
 
 _PATH = click.Path(path_type=Path)

@@ -10,6 +10,7 @@ import click
 
 from harness import display
 from harness.checks.evidence import count as counted
+from harness.checks.registry import table
 from harness.errors import NothingSelected, UsageError
 from harness.expectations import expected_anywhere
 from harness.records import CaseSpec, ExitCode
@@ -48,6 +49,12 @@ def suite_options(function: Command) -> Command:
     return function
 
 
+def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> None:
+    if wanted:
+        click.echo("\n".join(table()))
+        context.exit(ExitCode.PASSED)
+
+
 @click.command("list")
 @click.argument("paths", type=_PATH, nargs=-1)
 @click.option("-k", "keyword", metavar="EXPR", help="Only cases that match, as in pytest.")
@@ -58,6 +65,10 @@ def suite_options(function: Command) -> Command:
 @click.option(
     "--shards", type=click.IntRange(1, MAX_SHARDS), metavar="N",
     help="What each of N shards would do; with --json, a job matrix for CI.",
+)  # fmt: skip
+@click.option(
+    "--checks", is_flag=True, is_eager=True, expose_value=False, callback=_print_checks,
+    help="The checks that a scenario may ask for.",
 )  # fmt: skip
 @click.option("--check", is_flag=True, help="Validate every file; say all that is wrong.")
 @click.option("--count", is_flag=True, help="How many cases, not which.")

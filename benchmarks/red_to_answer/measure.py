@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
-from harness.answers import find_answer
+from harness.rejudge import find_answer
 from harness.bisector.findings import FINDINGS_FILE, Findings, read_findings
 from harness.bisector.summary import first_wrong
 from harness.bisector.words import where

@@ -2,7 +2,7 @@
 
     records of both legs -> shared (step, rank) pairs -> rows, floats, tensors -> what differs
 
-Program order is that of `harness.checks.calls`, and so is what a row that stands for several calls
+Program order is that of `harness.checks.taps`, and so is what a row that stands for several calls
 of a module means.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from harness.checks.calls import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
 from harness.checks.evidence import (
     BEFORE,
     StepTable,
@@ -22,6 +21,7 @@ from harness.checks.evidence import (
     with_same_copies,
 )
 from harness.checks.exact import quantities
+from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
 from harness.naming import with_all_names
 from harness.program.spec import capabilities_of
 from harness.records import (

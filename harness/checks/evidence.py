@@ -1,27 +1,59 @@
-"""Step records of a run by (step, rank), and how compared values are written for people."""
+"""What all checks share: the runs they look at, records by step and rank, answers, and words.
+
+    Runs -> tables of records by (step, rank) -> CheckResult: outcome, kind, Difference, figures
+
+A `Difference` and figures are data; what they read like is said here, once for every check.
+"""
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from harness.records import (
     COPIES,
     GROUP_ORDER,
+    CaseSpec,
+    CheckResult,
+    Difference,
     FloatBits,
     InitialRecord,
     RankRecords,
     RunResult,
     StepRecord,
+    What,
 )
 
 Value = TypeVar("Value")
+Options = Mapping[str, object]
+"""Of a check, by name; legal ones (`harness.checks.registry`)."""
 BEFORE = -1
 """In place of a step's number: the state before the first one."""
 StateTable = dict[tuple[int, int], StepRecord | InitialRecord]
 StepTable = dict[tuple[int, int], StepRecord]
 """Step records by (step, rank), in the order of steps, then ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """The runs of a case: `samples` round at random, `repeats` are timed, both legs in turn."""
+
+    case: CaseSpec
+    reference: RunResult
+    control: RunResult
+    candidate: RunResult
+    samples: Sequence[RunResult] = ()
+    repeats: Sequence[RunResult] = ()
+
+    @property
+    def legs(self) -> dict[str, RunResult]:
+        """Reference, control and candidate by name."""
+        names = ("reference", "control", "candidate")
+        return {name: getattr(self, name) for name in names}
+
+
+# --- tables of records ------------------------------------------------------------------------
 
 
 def step_table(run: RunResult) -> StepTable:
@@ -33,13 +65,6 @@ def step_table(run: RunResult) -> StepTable:
     return dict(sorted(table.items()))
 
 
-def groups_of(*holders: Iterable[str]) -> list[str]:
-    """Digest groups in the order in which a difference is looked for."""
-    found = dict.fromkeys(group for names in holders for group in names)
-    first = [group for group in GROUP_ORDER if group in found]
-    return [*first, *(group for group in found if group not in first)]
-
-
 def state_table(run: RunResult) -> StateTable:
     """Digests by (step, rank), with the state before the first step as step -1."""
     table: StateTable = {
@@ -48,6 +73,28 @@ def state_table(run: RunResult) -> StateTable:
         if records.initial is not None
     }
     return dict(sorted((table | step_table(run)).items()))
+
+
+def rank_table(run: RunResult) -> dict[int, RankRecords]:
+    """The first records of every rank, in rank order."""
+    table: dict[int, RankRecords] = {}
+    for records in run.ranks:
+        table.setdefault(records.rank, records)
+    return dict(sorted(table.items()))
+
+
+def shared_pairs(
+    a: Mapping[tuple[int, int], object], b: Mapping[tuple[int, int], object]
+) -> list[tuple[int, int]]:
+    """The (step, rank) keys that both tables hold, in order."""
+    return [key for key in a if key in b]
+
+
+def groups_of(*holders: Iterable[str]) -> list[str]:
+    """Digest groups in the order in which a difference is looked for."""
+    found = dict.fromkeys(group for names in holders for group in names)
+    first = [group for group in GROUP_ORDER if group in found]
+    return [*first, *(group for group in found if group not in first)]
 
 
 def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
@@ -77,29 +124,73 @@ def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
     return tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
 
 
+# --- answers ----------------------------------------------------------------------------------
+
+
+def passed(check: str, message: str, **figures: float) -> CheckResult:
+    """The check ran and said yes."""
+    return CheckResult(check=check, outcome="passed", what="", message=message, figures=figures)
+
+
+def failed(
+    check: str, what: What, message: str, difference: Difference | None = None, /, **figures: float
+) -> CheckResult:
+    """The check ran and said no."""
+    return CheckResult(
+        check=check, outcome="failed", what=what, message=message,
+        difference=difference, figures=figures,
+    )  # fmt: skip
+
+
+def judged(check: str, what: What, message: str, *, ok: bool, **figures: float) -> CheckResult:
+    """The answer of a limit: the same words and figures whether it is kept or not."""
+    return passed(check, message, **figures) if ok else failed(check, what, message, **figures)
+
+
+def error(check: str, what: What, message: str) -> CheckResult:
+    """The check has no answer, through no fault of the candidate."""
+    return CheckResult(check=check, outcome="error", what=what, message=message)
+
+
+def incomparable(check: str, what: What, message: str, **figures: float) -> CheckResult:
+    """The runs were made in ways that leave the question open."""
+    return CheckResult(
+        check=check, outcome="incomparable", what=what, message=message, figures=figures
+    )
+
+
+def not_run(check: str, why: str) -> CheckResult:
+    """The check could not run over the whole of both runs; it never counts as a pass."""
+    return CheckResult(check=check, outcome="skipped", what="not_run", message=f"not run: {why}")
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def where(found: Difference) -> str:
+    """`at step 3 on rank 1: 2.5 (0x40200000) became missing`."""
+    return f"{when(found.step)} on rank {found.rank}: {found.reference} became {found.candidate}"
+
+
 def when(step: int) -> str:
     """`at step 3`, `before step 0`."""
     return "before step 0" if step == BEFORE else f"at step {step}"
 
 
-def rank_table(run: RunResult) -> dict[int, RankRecords]:
-    """The first records of every rank, in rank order."""
-    table: dict[int, RankRecords] = {}
-    for records in run.ranks:
-        table.setdefault(records.rank, records)
-    return dict(sorted(table.items()))
+def differ(number: int, noun: str, ranks: set[int]) -> str:
+    """`1 tensor on rank 3 differs`, `2 tensors on ranks 0 and 1 differ`."""
+    verb = "differs" if number == 1 else "differ"
+    return f"{count(number, noun)} on {show_ranks(ranks)} {verb}"
 
 
-def shared_pairs(
-    a: Mapping[tuple[int, int], object], b: Mapping[tuple[int, int], object]
-) -> list[tuple[int, int]]:
-    """The (step, rank) keys that both tables hold, in order."""
-    return [key for key in a if key in b]
+def of_pairs(number: int, pairs: int) -> str:
+    """`3 of 8 (step, rank) pairs`."""
+    return f"{number} of {count(pairs, '(step, rank) pair')}"
 
 
-def show_float(value: FloatBits) -> str:
+def show_float(value: FloatBits | None) -> str:
     """The digits that tell any two floats of that width apart, and the bit pattern."""
-    return f"{show_value(value)} (0x{value.bits})"
+    return "missing" if value is None else f"{show_value(value)} (0x{value.bits})"
 
 
 def show_value(value: FloatBits) -> str:

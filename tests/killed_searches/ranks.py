@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from fsdp_core.config import TrainConfig
-from harness.checks.graph_proof import launches, owed
+from harness.checks.complete import launches, owed
 from harness.contents import KeptTensor, checksum_of, write_contents
 from harness.records import EndRecord, RunSpec
 from harness.worker.record_file import RecordFile

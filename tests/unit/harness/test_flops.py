@@ -1,4 +1,4 @@
-"""Contracts of harness.flops: models small enough to count by hand."""
+"""Contracts of harness.checks.speed: models small enough to count by hand."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_core.config import TrainConfig, model_from_preset
 from fsdp_core.config.parallel import ParallelConfig
-from harness.flops import sequence_flops, step_flops
+from harness.checks.speed import sequence_flops, step_flops
 
 DENSE = {
     "vocab_size": 11, "hidden": 4, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 5, "seq": 3,

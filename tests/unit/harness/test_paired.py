@@ -1,4 +1,4 @@
-"""Contracts of harness.paired."""
+"""Contracts of harness.checks.speed."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from harness.paired import CONFIDENCE, LEAST_PAIRS, interval_of
+from harness.checks.speed import CONFIDENCE, LEAST_PAIRS, interval_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_core.config import TrainConfig
 from harness.checks import judge
-from harness.checks.graph_proof import launches, owed
+from harness.checks.complete import launches, owed
 from harness.checksum import LinesChecksum
 from harness.records import (
     DIGEST_GROUPS,

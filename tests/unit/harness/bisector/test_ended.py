@@ -7,7 +7,7 @@ import pytest
 
 from harness.bisector.ended import how_it_ended
 from harness.bisector.locate import between
-from harness.checks.answer import failed
+from harness.checks.evidence import failed
 from harness.records import (
     CollectiveFault,
     Ending,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import TrainConfig
+from harness.checks.complete import launches, owed
 from harness.checks.evidence import BEFORE
-from harness.checks.graph_proof import launches, owed
 from harness.records import (
-    DIGEST_GROUPS,
+    SAMPLES,
     CaseSpec,
     EndRecord,
     FloatBits,
@@ -30,6 +30,7 @@ TENSORS = {
     "weights": ("embed.weight", "head.weight"),
     "optim": ("embed.weight.exp_avg", "head.weight.exp_avg"),
     "rng": ("cpu",),
+    SAMPLES: ("tokens", "targets"),
 }
 TAPS = {
     # name of the row: (stage, place in the step)
@@ -57,7 +58,10 @@ class Lab:
         self.steps, self.world_size, self.microbatches = steps, world_size, microbatches
 
     def spec(self, replica: int = 0, graph: tuple[str, ...] = ()) -> RunSpec:
-        config = {"steps": self.steps, "microbatches": self.microbatches, "graph": list(graph)}
+        config = {
+            "steps": self.steps, "microbatches": self.microbatches, "graph": list(graph),
+            "parallel": {"dp": self.world_size},
+        }  # fmt: skip
         return RunSpec(
             config=config, device="cpu", world_size=self.world_size, timeout_s=60.0, replica=replica
         )
@@ -95,8 +99,8 @@ class Lab:
             loss=losses[0],
             microbatch_losses=losses,
             grad_norm=FloatBits.from_bits(0x3F000000 + step),
-            digests={group: digests_of(group, rank, step) for group in DIGEST_GROUPS},
-            nonfinite=dict.fromkeys(DIGEST_GROUPS, ()),
+            digests={group: digests_of(group, rank, step) for group in TENSORS},
+            nonfinite=dict.fromkeys(TENSORS, ()),
             step_s=0.01,
             live_bytes=1000,
             peak_bytes=2000 + rank,

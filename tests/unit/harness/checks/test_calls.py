@@ -4,8 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from harness.bisector.legs import Legs
-from harness.checks.calls import Both, in_program_order, shared_rows
-from harness.checks.taps import check
+from harness.checks.taps import Both, in_program_order, shared_rows, taps
 from harness.records import NEVER_RAN, RunResult
 from tests.unit.harness.bisector.small_model import run_of, tapped
 
@@ -39,7 +38,7 @@ def _row(held: tuple[str, int] | None) -> str:
 def first_of(microbatches: int, calls: Sequence[str], other: Sequence[int]) -> str:
     """The first row that differs; the check and the search must name the same."""
     legs = run_with(microbatches, calls), run_with(microbatches, calls, other)
-    difference = check(*legs, {}).difference
+    difference = taps(*legs).difference
     assert difference is not None
     rows = Legs(*legs).rows(0)
     assert next(row.name for row in rows if row.differs) == difference.tensor

@@ -4,9 +4,9 @@ import dataclasses
 import struct
 from typing import Any
 
-from harness.checks import state
+from harness.checks import exact
 from harness.checks.evidence import step_table
-from harness.checks.state import NEVER, first_steps
+from harness.checks.exact import NEVER, first_steps
 from harness.records import FloatBits
 
 
@@ -20,7 +20,7 @@ def test_state_alone_sees_it(lab: Any, edit: Any) -> None:
     record = candidate.ranks[1].steps[2]
     digest = ("0" if record.digests["weights"][0] != "0" else "1") + record.digests["weights"][1:]
     candidate = edit.step(candidate, 1, 2, digests=record.digests | {"weights": digest})
-    result = state.check(reference, candidate, {})
+    result = exact.state(reference, candidate)
     assert result.figures["first_step_state"] == 2
     assert result.figures["first_step_loss_bits"] == NEVER
     assert "the bits of the loss never differ" in result.message

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import finite
+from harness.checks import exact
 from harness.records import DIGEST_GROUPS, FloatBits
 
 NAN = FloatBits.from_bits(0x7FC00000)
@@ -14,7 +14,7 @@ INF = FloatBits.from_bits(0xFF800000)
 def test_finite_run_passes(lab: Any) -> None:
     """A run without NaN or infinity passes."""
     reference, _, candidate = lab.legs()
-    assert finite.check(reference, candidate, {}).outcome == "passed"
+    assert exact.finite(reference, candidate).outcome == "passed"
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -27,7 +27,7 @@ def test_each_float_is_looked_at(lab: Any, edit: Any, value: FloatBits, quantity
         changes: dict[str, Any] = {"microbatch_losses": (first, value)}
     else:
         changes = {quantity: value}
-    answer = finite.check(reference, edit.step(candidate, 1, 2, **changes), {})
+    answer = exact.finite(reference, edit.step(candidate, 1, 2, **changes))
     assert (answer.outcome, answer.what) == ("failed", "nonfinite")
     where = answer.difference
     assert where is not None
@@ -42,7 +42,7 @@ def test_each_group_of_each_of_16_ranks_is_looked_at(
     """A tensor of any group that is not finite fails, named with its group and rank."""
     reference, _, candidate = make_lab(world_size=16).legs()
     bad = edit.step(candidate, rank, 2, nonfinite={group: ("a tensor",)})
-    answer = finite.check(reference, bad, {})
+    answer = exact.finite(reference, bad)
     assert (answer.outcome, answer.what) == ("failed", "nonfinite")
     where = answer.difference
     assert where is not None
@@ -58,7 +58,7 @@ def test_gradient_is_named_before_the_norm_made_of_it(lab: Any, edit: Any) -> No
         candidate, 1, 2, grad_norm=NAN,
         nonfinite={"weights": ("embed.weight",), "grads": ("head.weight",)},
     )  # fmt: skip
-    answer = finite.check(reference, candidate, {})
+    answer = exact.finite(reference, candidate)
     where = answer.difference
     assert where is not None
     found = (where.step, where.rank, where.quantity, where.tensor)
@@ -71,9 +71,9 @@ def test_poison_is_said_where_nan_comes_from_it(lab: Any, edit: Any) -> None:
     """Under that stressor, and only there, NaN means a buffer that was read out of its time."""
     reference, _, candidate = lab.legs()
     bad = edit.step(candidate, 1, 2, loss=NAN)
-    plain = finite.check(reference, bad, {}).message
+    plain = exact.finite(reference, bad).message
     bad.spec.config["stress"] = ["poison"]
-    poisoned = finite.check(reference, bad, {}).message
+    poisoned = exact.finite(reference, bad).message
     assert "poison" not in plain
     assert poisoned.startswith(plain)
     assert "under stressor poison NaN is what lies in a pool's buffer" in poisoned
@@ -82,8 +82,8 @@ def test_poison_is_said_where_nan_comes_from_it(lab: Any, edit: Any) -> None:
 def test_shared_nonfinite_still_fails(lab: Any, edit: Any) -> None:
     """A reference that is non-finite in the same place is mentioned and excuses nothing."""
     reference, _, candidate = lab.legs()
-    answer = finite.check(
-        edit.step(reference, 0, 1, loss=NAN), edit.step(candidate, 0, 1, loss=NAN), {}
+    answer = exact.finite(
+        edit.step(reference, 0, 1, loss=NAN), edit.step(candidate, 0, 1, loss=NAN)
     )
     assert answer.outcome == "failed"
     assert "not finite there either" in answer.message
@@ -92,18 +92,17 @@ def test_shared_nonfinite_still_fails(lab: Any, edit: Any) -> None:
 def test_unknown_group_of_tensors_counts(lab: Any, edit: Any) -> None:
     """A tensor listed under a group that the harness does not know still fails."""
     reference, _, candidate = lab.legs()
-    answer = finite.check(reference, edit.step(candidate, 0, 3, nonfinite={"novel": ("x",)}), {})
+    answer = exact.finite(reference, edit.step(candidate, 0, 3, nonfinite={"novel": ("x",)}))
     assert answer.outcome == "failed"
     assert answer.difference is not None
     assert (answer.difference.quantity, answer.difference.tensor) == ("novel", "x")
 
 
 def test_malformed_input(lab: Any, edit: Any) -> None:
-    """No steps, a reference without records and parameters never pass and never raise."""
+    """No steps and a reference without records never pass and never raise."""
     reference, _, candidate = lab.legs()
     empty = edit.rank(edit.rank(candidate, 0, steps=()), 1, steps=())
-    assert finite.check(reference, empty, {}).what == "not_run"
-    assert finite.check(reference, candidate, {"ignore": "loss"}).outcome == "error"
-    answer = finite.check(empty, edit.step(candidate, 0, 1, loss=NAN), {})
+    assert exact.finite(reference, empty).what == "not_run"
+    answer = exact.finite(empty, edit.step(candidate, 0, 1, loss=NAN))
     assert answer.difference is not None
     assert answer.difference.reference == "missing"

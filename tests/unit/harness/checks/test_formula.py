@@ -1,8 +1,8 @@
-"""Contracts of harness.checks.limits."""
+"""Contracts of harness.checks.memory."""
 
 import pytest
 
-from harness.checks.limits import evaluate, names_in
+from harness.checks.memory import evaluate, names_in
 
 
 @pytest.mark.parametrize(

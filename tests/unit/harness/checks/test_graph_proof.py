@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks.complete import Flaw, find_flaw
-from harness.checks.graph_proof import launches
+from harness.checks.complete import Flaw, find_flaw, launches
 from harness.checks.judge import judge
 from harness.records import EndRecord, GraphUse
 

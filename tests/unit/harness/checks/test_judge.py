@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checks import CHECKS, exit_code, judge
+from harness.checks.registry import Check
 from harness.records import OUTCOMES, CheckResult, ErrorRecord, FloatBits, Verdict
 
 NAN = FloatBits.from_bits(0x7FC00000)
@@ -127,7 +128,7 @@ def test_an_incomplete_reference_is_compared_with_nothing(lab: Any, edit: Any) -
 def test_a_check_that_did_not_run_is_no_pass(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its reason, whole runs have no verdict without its answer."""
     skipped = CheckResult(check="loss", outcome="skipped", what="not_run", message="not run")
-    monkeypatch.setitem(CHECKS, "loss", lambda *_: skipped)
+    monkeypatch.setitem(CHECKS, "loss", Check(run=lambda *_: skipped, doc=""))
     verdict = judge(lab.case(), *lab.legs())
     assert (verdict.outcome, verdict.what) == ("error", "not_run")
 

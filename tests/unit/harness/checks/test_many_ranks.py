@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import exact as loss
-from harness.checks import finite, state
+from harness.checks import exact
 from harness.checks.complete import find_flaw
 from harness.checks.judge import judge
 from harness.records import FloatBits
@@ -26,8 +25,8 @@ def test_a_difference_is_seen_on_any_rank(wide: Any, edit: Any, rank: int) -> No
     reference, control, candidate = wide.legs()
     digest = edit.digest(candidate, rank, 2, "optim", 3)
     other = edit.step(candidate, rank, 2, grad_norm=FloatBits.from_bits(0x7F800000))
-    for check, run in ((state, digest), (loss, other), (finite, other)):
-        answer = check.check(reference, run, {})
+    for check, run in ((exact.state, digest), (exact.loss, other), (exact.finite, other)):
+        answer = check(reference, run)
         assert answer.outcome == "failed"
         assert answer.difference is not None
         assert (answer.difference.step, answer.difference.rank) == (2, rank)
@@ -41,7 +40,7 @@ def test_names_are_compared_on_any_rank(wide: Any, edit: Any) -> None:
     start = candidate.ranks[LAST].start
     tensors = start.tensors | {"weights": start.tensors["weights"][::-1]}
     renamed = edit.rank(candidate, LAST, start=dataclasses.replace(start, tensors=tensors))
-    answer = state.check(reference, renamed, {})
+    answer = exact.state(reference, renamed)
     assert answer.difference is not None
     assert answer.difference.rank == LAST
 

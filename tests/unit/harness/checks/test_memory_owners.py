@@ -1,4 +1,4 @@
-"""Contracts of harness.checks.memory_owners, through the check of peak memory."""
+"""Contracts of harness.checks.memory, through the check of peak memory."""
 
 import dataclasses
 from typing import Any
@@ -38,8 +38,8 @@ def test_a_formula_is_a_limit(lab: Any, formula: str, limit: float) -> None:
     # What the candidate says of itself does not count.
     fits = noted(candidate, peak=int(limit), at_rest=dict.fromkeys(KEPT, 10**9))
     past = noted(candidate, peak=int(limit) + 1, at_rest=dict.fromkeys(KEPT, 10**9))
-    assert memory.check(reference, fits, {"max_bytes": formula}).outcome == "passed"
-    answer = memory.check(reference, past, {"max_bytes": formula})
+    assert memory.peak_memory(reference, fits, {"max_bytes": formula}).outcome == "passed"
+    answer = memory.peak_memory(reference, past, {"max_bytes": formula})
     assert (answer.outcome, answer.what) == ("failed", "memory_regression")
     assert f"limit {limit:.0f}" in answer.message
 
@@ -55,7 +55,7 @@ def test_a_formula_without_a_value_gives_no_verdict(lab: Any, formula: str, kept
     """The reference did not say what it keeps, or the formula comes to nothing."""
     reference, _, candidate = lab.legs()
     reference = noted(reference, at_rest=kept)
-    answer = memory.check(reference, candidate, {"max_bytes": formula})
+    answer = memory.peak_memory(reference, candidate, {"max_bytes": formula})
     assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
@@ -80,7 +80,7 @@ def test_a_peak_is_explained_to_a_part_or_16_mib(
     """1 %, or 16 MiB of a small peak; too much explained is as wrong as too little."""
     reference, _, candidate = lab.legs()
     candidate = noted(candidate, peak=peak, explained=told(peak, rest))
-    answer = memory.check(reference, candidate, {"max_unexplained": 0.01})
+    answer = memory.peak_memory(reference, candidate, {"max_unexplained": 0.01})
     assert answer.outcome == outcome
     assert answer.figures["rest_bytes"] == rest
     assert ("a.py:f" in answer.message) == (outcome == "failed")
@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_tell_gives_no_verdict(lab: Any, explained: Any) ->
     """No explanation, or one that does not add up, is not a small rest."""
     reference, _, candidate = lab.legs()
     candidate = noted(candidate, explained=explained)
-    assert memory.check(reference, candidate, {"max_unexplained": 0.01}).outcome == "error"
+    assert memory.peak_memory(reference, candidate, {"max_unexplained": 0.01}).outcome == "error"
 
 
 def test_the_rank_with_the_largest_part_unexplained_decides(lab: Any) -> None:
@@ -106,7 +106,7 @@ def test_the_rank_with_the_largest_part_unexplained_decides(lab: Any) -> None:
     large = noted(candidate, peak=100_000 * MIB, explained=told(100_000 * MIB, 900 * MIB))
     small = noted(candidate, peak=5_000 * MIB, explained=told(5_000 * MIB, 500 * MIB))
     candidate = dataclasses.replace(candidate, ranks=(large.ranks[0], small.ranks[1]))
-    answer = memory.check(reference, candidate, {"max_unexplained": 0.01})
+    answer = memory.peak_memory(reference, candidate, {"max_unexplained": 0.01})
     assert (answer.outcome, answer.what) == ("failed", "memory_regression")
     assert "peak of rank 1" in answer.message
 
@@ -115,6 +115,6 @@ def test_what_was_not_seen_as_it_came_has_no_owner(lab: Any) -> None:
     """An explanation of less than the rank's recorded peak leaves the difference unexplained."""
     reference, _, candidate = lab.legs()
     candidate = noted(candidate, peak=10_000 * MIB, explained=told(2_000 * MIB, 0))
-    answer = memory.check(reference, candidate, {"max_unexplained": 0.01})
+    answer = memory.peak_memory(reference, candidate, {"max_unexplained": 0.01})
     assert (answer.outcome, answer.what) == ("failed", "memory_regression")
     assert answer.figures["unexplained_bytes"] == 8_000 * MIB

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from harness.checks import environment, finite, state
+from harness.checks import environment, exact
 from harness.checks.complete import find_flaw
+from harness.checks.environment import cause_of
 from harness.checks.judge import judge
-from harness.checks.nondeterminism import cause_of
 from harness.naming import aligned, with_all_names
 from harness.program.spec import ProgramSpec
 from harness.records import (
@@ -155,7 +155,7 @@ def test_runs_are_aligned_in_the_order_of_the_first() -> None:
     assert ours.start is not None
     assert theirs.start is not None
     assert ours.start.tensors == theirs.start.tensors
-    answer = state.check(reference, candidate, {})
+    answer = exact.state(reference, candidate)
     assert answer.difference is not None
     found = answer.difference
     assert (found.step, found.quantity, found.tensor) == (1, "optim", "late")
@@ -192,7 +192,7 @@ def test_digests_of_absent_tensors_compare_nothing() -> None:
     """Two runs that name tensors and hold none of them are not equal."""
     nothing: Held = {"weights": {"w": ABSENT}}
     reference = run_of([nothing, nothing], initial=nothing)
-    answer = state.check(reference, run_of([nothing, nothing], initial=nothing, **OTHER), {})
+    answer = exact.state(reference, run_of([nothing, nothing], initial=nothing, **OTHER))
     assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
@@ -254,7 +254,7 @@ def test_what_excuses_a_value_that_is_not_finite(
     bad: dict[int, dict[str, tuple[str, ...]]] = {1: {group: (name,)}}
     steps = (1,) if skipped else ()
     reference = run_of(STEPS, nonfinite=bad if in_reference else {}, skipped=steps)
-    answer = finite.check(reference, run_of(STEPS, nonfinite=bad, skipped=steps, **OTHER), {})
+    answer = exact.finite(reference, run_of(STEPS, nonfinite=bad, skipped=steps, **OTHER))
     assert answer.outcome == outcome
     if outcome == "failed":
         assert answer.difference is not None
@@ -266,7 +266,7 @@ def test_no_skipped_step_excuses_an_infinite_loss(skipped: bool) -> None:
     """Losses are recorded before they are scaled: one that is infinite was so without a scaler."""
     losses, steps = [0x3F800000, 0x7F800000, 0x3F800000][: len(STEPS)], (1,) if skipped else ()
     run = run_of(STEPS, losses=losses, skipped=steps)
-    answer = finite.check(run, run, {})
+    answer = exact.finite(run, run)
     assert answer.outcome == "failed"
     assert answer.difference is not None
     assert (answer.difference.quantity, answer.difference.step) == ("loss", 1)
@@ -333,7 +333,7 @@ def test_only_what_a_scenario_states_may_differ(
     base: dict[str, Any] = {"torch": "2", "environment": {}, "packages": {}, "cuda": "12"}
     reference = run_of(STEPS, fingerprint=base)
     candidate = run_of(STEPS, fingerprint=base | leaf, **about)
-    assert environment.check(reference, candidate, "candidate").outcome == outcome
+    assert environment.alike(reference, candidate, "candidate").outcome == outcome
 
 
 def test_facts_of_the_device_count_though_they_come_late() -> None:
@@ -341,8 +341,8 @@ def test_facts_of_the_device_count_though_they_come_late() -> None:
     reference = run_of(STEPS, events={"device": "A", "deterministic": True})
     same = run_of(STEPS, events={"device": "A", "deterministic": False})
     other = run_of(STEPS, events={"device": "B", "deterministic": True})
-    assert environment.check(reference, same, "candidate").outcome == "passed"
-    answer = environment.check(reference, other, "candidate")
+    assert environment.alike(reference, same, "candidate").outcome == "passed"
+    answer = environment.alike(reference, other, "candidate")
     assert answer.outcome == "incomparable"
     assert answer.difference is not None
     assert answer.difference.quantity == "environment.device"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.checks import spread
+from harness.checks import within
 from harness.checks.judge import judge
 from harness.records import CaseSpec, CheckResult, FloatBits, RunResult, StepRecord, Verdict
 from harness.samples import NUM_SAMPLES, samples_of
@@ -81,7 +81,7 @@ def even(sigma: float = SIGMA) -> list[Change]:
 
 def bound(values: int, sigma: float = SIGMA) -> float:
     """The largest gap that is within: t sqrt(2) s, and 8 roundings of 2."""
-    t = spread.quantile(spread.FALSE_ALARM / (2 * values), NUM_SAMPLES - 1)
+    t = within.quantile(within.FALSE_ALARM / (2 * values), NUM_SAMPLES - 1)
     return t * math.sqrt(2) * sigma + 8 * 2.0**-24 * 2
 
 
@@ -117,21 +117,21 @@ def test_a_bound_never_shrinks() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_within_no_bound(value: float) -> None:
     """Neither as a candidate's value nor as a reference's."""
-    bounds = spread.Spread(
+    bounds = within.Spread(
         factor=1e9, deviations={(0, "loss"): 1e9}, roundoffs={"loss": 2.0**-24}
     )  # fmt: skip
     place = (0, 0, "loss")
     assert bounds.excess(place, 1.0, value) == bounds.excess(place, value, 1.0) == math.inf
-    assert bounds.off_its_samples(place, value, [1.0, 2.0]) == math.inf
+    assert bounds.excess(place, value, 1.5, math.sqrt(1.5)) == math.inf
 
 
 def test_tails_are_those_of_students_t() -> None:
     """Two-sided points of its tables, for five degrees of freedom and for three."""
-    assert spread.quantile(0.05, 5) == pytest.approx(2.5706, abs=1e-4)
-    assert spread.quantile(0.001, 5) == pytest.approx(6.8688, abs=1e-4)
-    assert spread.quantile(0.01, 3) == pytest.approx(5.8409, abs=1e-4)
-    assert spread.quantile(0.01, 1) == pytest.approx(63.657, abs=1e-3)
-    assert spread.quantile(1e-9, 5) > 1.5 * spread.quantile(1e-8, 5)
+    assert within.quantile(0.05, 5) == pytest.approx(2.5706, abs=1e-4)
+    assert within.quantile(0.001, 5) == pytest.approx(6.8688, abs=1e-4)
+    assert within.quantile(0.01, 3) == pytest.approx(5.8409, abs=1e-4)
+    assert within.quantile(0.01, 1) == pytest.approx(63.657, abs=1e-3)
+    assert within.quantile(1e-9, 5) > 1.5 * within.quantile(1e-8, 5)
 
 
 @pytest.mark.parametrize("walks", [False, True], ids=["independent", "random_walk"])
@@ -144,7 +144,7 @@ def test_right_programs_are_refused_no_more_often_than_stated(
     there the rate is nearly the stated one. Walks of four steps only widen bounds.
     """
     stated, trials = 0.2, 300
-    monkeypatch.setattr(spread, "FALSE_ALARM", stated)
+    monkeypatch.setattr(within, "FALSE_ALARM", stated)
     lab = Lab(steps=4 if walks else 1, world_size=1, microbatches=1)
     draw = np.random.default_rng(20)
     alarms = 0

@@ -10,7 +10,7 @@ import pytest
 from fsdp_core.config import ParallelConfig
 from fsdp_core.layouts import Dense, dense_coordinates
 from harness.checks import judge
-from harness.checks.samples import same_data
+from harness.checks.exact import same_data
 from harness.records import SAMPLES, RunResult
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.slope import LEVEL, WINDOWS, chance_of_trend, slope_of, theil_sen, without_jumps
+from harness.checks.soak import LEVEL, WINDOWS, chance_of_trend, slope_of, theil_sen, without_jumps
 from harness.soaking import LEAST_STEPS
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.checks import exact as loss
+from harness.checks import exact
 from harness.checks.evidence import BEFORE, count, rank_table, shared_pairs, state_table, step_table
 
 
@@ -47,4 +47,4 @@ def test_a_second_record_of_a_step_does_not_hide_the_first(lab: Any, edit: Any) 
     steps = (candidate.ranks[0].steps[0], wrong, right, *candidate.ranks[0].steps[2:])
     twice = edit.rank(candidate, 0, steps=steps)
     assert step_table(twice)[1, 0] is wrong
-    assert loss.check(reference, twice, {}).outcome == "failed"
+    assert exact.loss(reference, twice).outcome == "failed"

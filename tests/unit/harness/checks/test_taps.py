@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.checks.judge import judge
-from harness.checks.taps import check
+from harness.checks.taps import taps
 from harness.records import NEVER_RAN, TAP_HEX_CHARS, EventRecord, RunResult
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def other(run: RunResult, edit: "Edits", changes: dict[tuple[int, int], list[str
 def test_equal_taps_pass(lab: "Lab") -> None:
     """Equal calls are counted over all ranks, steps and rows."""
     reference, _, candidate = lab.legs()
-    result = check(reference, candidate, {})
+    result = taps(reference, candidate)
     assert result.outcome == "passed"
     assert result.figures == {"calls": 2 * 4 * 8, "unseen": 0}
 
@@ -79,7 +79,7 @@ def test_the_first_in_program_order_is_named(
 ) -> None:  # fmt: skip
     """Step, then direction, then microbatch, then stage, then rank; with both digests."""
     reference, _, candidate = lab.legs()
-    result = check(reference, other(candidate, edit, changes), {})
+    result = taps(reference, other(candidate, edit, changes))
     assert (result.outcome, result.what) == ("failed", "diverged")
     difference = result.difference
     assert difference is not None
@@ -102,7 +102,7 @@ def test_within_a_stage_the_place_in_the_step_decides(lab: "Lab", edit: "Edits")
         return run
 
     changes = {(0, 0): ["layers.0.attn:gradient[0]", "layers.1.attn:gradient[0]"]}
-    result = check(flat(reference), flat(other(candidate, edit, changes)), {})
+    result = taps(flat(reference), flat(other(candidate, edit, changes)))
     assert result.difference is not None
     assert result.difference.tensor == "layers.1.attn:gradient[0]"
     assert "the gradient of the output of layers.1.attn, call 0" in result.message
@@ -113,7 +113,7 @@ def test_the_place_itself_is_not_compared(lab: "Lab", edit: "Edits") -> None:
     reference, _, candidate = lab.legs()
     name = "layers.0.attn:output[0]"
     rows = {name: row(candidate, 0, 1, name)[:32] + "0000abcd"}
-    assert check(reference, rewrite(candidate, edit, (0, 1), rows), {}).outcome == "passed"
+    assert taps(reference, rewrite(candidate, edit, (0, 1), rows)).outcome == "passed"
 
 
 def test_a_call_too_few_is_a_failure(lab: "Lab", edit: "Edits") -> None:
@@ -121,7 +121,7 @@ def test_a_call_too_few_is_a_failure(lab: "Lab", edit: "Edits") -> None:
     reference, _, candidate = lab.legs()
     never = "0" * 32 + NEVER_RAN
     lost = rewrite(candidate, edit, (1, 2), {"layers.1.attn:output[1]": never})
-    result = check(reference, lost, {})
+    result = taps(reference, lost)
     assert (result.outcome, result.what) == ("failed", "diverged")
     assert result.difference is not None
     assert result.difference.tensor == "layers.1.attn:output[1]"
@@ -136,7 +136,7 @@ def test_a_module_taken_apart_is_said_and_not_failed(lab: "Lab", edit: "Edits") 
         for step in range(4):
             rows = {name: never for name in NAMES if name.startswith("layers.1.attn:output")}
             candidate = rewrite(candidate, edit, (rank, step), rows)
-    result = check(reference, candidate, {})
+    result = taps(reference, candidate)
     assert result.outcome == "passed"
     assert result.figures == {"calls": 2 * 4 * 6, "unseen": 1}
     assert "1 tap ran in one leg only, layers.1.mlp.moe:output first by name" in result.message
@@ -147,7 +147,7 @@ def test_a_module_that_ran_in_one_run_only_differs(lab: "Lab", edit: "Edits", si
     """A module that nothing takes apart, and that one run never calls, is a difference there."""
     runs = list(lab.legs())
     runs[2 * side] = silenced(runs[2 * side], edit, range(2, 4), "layers.1.attn:output")
-    result = check(runs[0], runs[2], {})
+    result = taps(runs[0], runs[2])
     assert (result.outcome, result.what) == ("failed", "diverged")
     found = result.difference
     assert found is not None
@@ -159,19 +159,19 @@ def test_only_the_graph_that_holds_it_takes_a_module_apart(lab: "Lab", edit: "Ed
     """The eager run calls experts as one module, whatever the other one captures."""
     reference, _, candidate = map(of_router, lab.legs())
     reference = silenced(reference, edit, range(4), "layers.1.attn:output")
-    assert check(reference, candidate, {}).what == "diverged"
+    assert taps(reference, candidate).what == "diverged"
 
 
 def test_a_graph_takes_apart_what_it_holds_and_nothing_else(lab: "Lab", edit: "Edits") -> None:
     """Another module of the layer, and experts of a layer past the captured ones, differ."""
     reference, _, candidate = map(of_router, lab.legs())
     attention = silenced(candidate, edit, range(4), "layers.0.attn:output")
-    assert check(reference, attention, {}).what == "diverged"
+    assert taps(reference, attention).what == "diverged"
     experts = silenced(candidate, edit, range(4), "layers.1.attn:output")
     for last, outcome in ((0, "failed"), (1, "passed")):
         config = experts.spec.config | {"graph_layers": [0, last]}
         run = replace(experts, spec=replace(experts.spec, config=config))
-        assert check(reference, run, {}).outcome == outcome
+        assert taps(reference, run).outcome == outcome
 
 
 def test_taps_in_another_order_are_not_compared(lab: "Lab", edit: "Edits") -> None:
@@ -180,7 +180,7 @@ def test_taps_in_another_order_are_not_compared(lab: "Lab", edit: "Edits") -> No
     start = candidate.ranks[1].start
     assert start is not None
     turned = edit.rank(candidate, 1, start=replace(start, taps=start.taps[::-1]))
-    result = check(reference, turned, {})
+    result = taps(reference, turned)
     assert (result.outcome, result.what) == ("error", "unsupported")
 
 
@@ -222,24 +222,20 @@ def test_a_pattern_that_looked_at_nothing_is_an_error(lab: "Lab", edit: "Edits")
     reference, _, candidate = map(of_program, lab.legs())
     both = ("layers.*.attn", "layers.*.attn:gradient")
     gone = ("layers.0.attn:output", "layers.1.attn:output")
-    result = check(
-        reference, silenced(with_patterns(candidate, *both), edit, range(2, 4), *gone), {}
-    )
+    result = taps(reference, silenced(with_patterns(candidate, *both), edit, range(2, 4), *gone))
     assert (result.outcome, result.what) == ("error", "not_run")
     assert "the tap layers.*.attn compares nothing: at step 3 layers.0.attn:output ran in the " in (
         result.message
     )
     assert "in the reference alone" in result.message
     # One module of the pattern is enough, and so is a pattern that means both.
-    result = check(
-        reference, silenced(with_patterns(candidate, *both), edit, range(2, 4), gone[0]), {}
-    )
+    result = taps(reference, silenced(with_patterns(candidate, *both), edit, range(2, 4), gone[0]))
     assert result.outcome == "passed"
     first, second = (silenced(run, edit, range(4), *gone) for run in (reference, candidate))
-    result = check(first, with_patterns(second, *both), {})
+    result = taps(first, with_patterns(second, *both))
     assert result.what == "not_run"
     assert "ran in neither leg" in result.message
-    assert check(first, second, {}).outcome == "passed"
+    assert taps(first, second).outcome == "passed"
 
 
 def test_nothing_seen_is_no_pass(lab: "Lab", edit: "Edits") -> None:
@@ -250,9 +246,8 @@ def test_nothing_seen_is_no_pass(lab: "Lab", edit: "Edits") -> None:
         for step in range(4):
             rows = dict.fromkeys(NAMES, "0" * 32 + NEVER_RAN)
             silent = rewrite(silent, edit, (rank, step), rows)
-    result = check(reference, silent, {})
+    result = taps(reference, silent)
     assert (result.outcome, result.what) == ("error", "not_run")
-    assert check(reference, candidate, {"max": 1}).what == "unsupported"
 
     def untapped(run: RunResult) -> RunResult:
         for records in run.ranks:
@@ -261,10 +256,10 @@ def test_nothing_seen_is_no_pass(lab: "Lab", edit: "Edits") -> None:
             run = edit.rank(run, records.rank, start=records.start.__class__(**plain))
         return run
 
-    result = check(untapped(reference), untapped(candidate), {})
+    result = taps(untapped(reference), untapped(candidate))
     assert (result.outcome, result.what) == ("error", "unsupported")
     assert "taps: [...]" in result.message
-    result = check(reference, untapped(candidate), {})
+    result = taps(reference, untapped(candidate))
     assert (result.outcome, result.what) == ("error", "unsupported")
     assert "different modules on rank 0" in result.message
 
@@ -297,8 +292,8 @@ def test_a_reference_whose_taps_differ_from_its_own_is_not_trusted(
 @pytest.mark.parametrize(
     ("taps", "why"),
     [
-        (lambda text: text[:-1], "the taps have 319 characters, expected 320 for 8 rows"),
-        (lambda text: "", "the taps have 0 characters"),
+        (lambda text: text[:-1], "the taps: 319 characters, expected 320 for 8 rows"),
+        (lambda text: "", "the taps: 0 characters"),
         (lambda text: text[:-1] + "G", "not lower-case hex"),
     ],
 )
@@ -330,11 +325,11 @@ def test_a_pattern_without_a_module_compares_nothing(
     first, second = "layers.0.attn", "layers.*.atn:output"
     stated = ((first,), second) if script else ((first, second), "")
     runs = [asked(run, edit, *stated) for run in (reference, candidate)]
-    result = check(runs[0], runs[1], {})
+    result = taps(runs[0], runs[1])
     assert (result.outcome, result.what) == ("error", "not_run")
     assert second in result.message
     ours, theirs = (asked(each, edit, (first,), first) for each in (reference, candidate))
-    whole = check(ours, theirs, {})
+    whole = taps(ours, theirs)
     assert whole.outcome == "passed"
 
 
@@ -344,4 +339,4 @@ def test_a_pattern_of_one_run_is_judged_by_the_rows(lab: "Lab", edit: "Edits", w
     reference, _, candidate = lab.legs()
     runs = [reference, candidate]
     runs[which] = asked(runs[which], edit, (), "nothing")
-    assert check(runs[0], runs[1], {}).outcome == "error"
+    assert taps(runs[0], runs[1]).outcome == "error"

@@ -1,6 +1,7 @@
-"""Contracts of harness.checks.throughput, on runs whose speed is known."""
+"""Contracts of harness.checks.speed, on runs whose speed is known."""
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import TrainConfig
-from harness.checks import throughput
-from harness.checks.limits import TIMED_STEPS
-from harness.checks.speed import judge
-from harness.flops import step_flops
+from harness.checks import speed
+from harness.checks.evidence import Runs
+from harness.checks.speed import TIMED_STEPS, judge, step_flops, throughput
 from harness.records import CheckResult, ErrorRecord, EventRecord, RunResult
+from tests.unit.harness.checks.conftest import Lab
 
 STEPS, SKIPPED, PAIRS, TRIALS = 9, 3, 6, 1000
 MANY = (TRIALS / 40 + 3 * math.sqrt(TRIALS / 40)) / TRIALS
@@ -28,7 +29,9 @@ def runs(make_lab: Any) -> list[RunResult]:
     lab = make_lab(steps=STEPS, world_size=1)
     shape = TrainConfig(steps=STEPS, microbatches=2).to_dict()
     specs = (lab.spec(), lab.spec(graph=("attn",)))
-    plain = [dataclasses.replace(spec, config=shape | spec.config) for spec in specs]
+    plain = [
+        dataclasses.replace(spec, config=shape | {"graph": spec.config["graph"]}) for spec in specs
+    ]
     return [lab.run(spec) for spec in plain]
 
 
@@ -47,10 +50,21 @@ def steady(run: RunResult, seconds: float) -> RunResult:
     return timed(run, [100 * seconds] * SKIPPED + [seconds] * (STEPS - SKIPPED))
 
 
+def check(
+    references: list[RunResult], candidates: list[RunResult], limits: dict[str, Any]
+) -> CheckResult:
+    """The answer for timed runs, which are made in turn."""
+    both = itertools.zip_longest(references, candidates)
+    repeats = [run for pair in both for run in pair if run is not None]
+    lab = Lab()
+    legs = dict(zip(("reference", "control", "candidate"), lab.legs(), strict=True))
+    return throughput(Runs(case=lab.case(), repeats=repeats, **legs), limits)
+
+
 def judged(runs: list[RunResult], ours: list[float], theirs: list[float]) -> CheckResult:
     """The answer for pairs of runs of these speeds."""
     references = [steady(runs[0], seconds) for seconds in ours]
-    return throughput.check(references, [steady(runs[1], seconds) for seconds in theirs], LIMITS)
+    return check(references, [steady(runs[1], seconds) for seconds in theirs], LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +106,7 @@ def test_the_slowest_rank_of_each_step_counts(make_lab: Any, edit: Any) -> None:
     run = make_lab(steps=STEPS).run(make_lab(steps=STEPS).spec())
     for step in range(STEPS):
         run = edit.step(run, step % 2, step, step_s=0.05)
-    assert throughput.step_times(run, SKIPPED) == [0.05] * (STEPS - SKIPPED)
+    assert speed.step_times(run, SKIPPED) == [0.05] * (STEPS - SKIPPED)
 
 
 def test_flops_and_peaks_are_in_the_table(runs: list[RunResult]) -> None:
@@ -108,7 +122,7 @@ def test_flops_and_peaks_are_in_the_table(runs: list[RunResult]) -> None:
     candidate = dataclasses.replace(
         candidate, ranks=(dataclasses.replace(candidate.ranks[0], steps=more),)
     )
-    answer = throughput.check([reference] * PAIRS, [candidate] * PAIRS, LIMITS)
+    answer = check([reference] * PAIRS, [candidate] * PAIRS, LIMITS)
     flops = step_flops(runs[0].spec.config)
     assert flops is not None
     assert answer.figures["candidate_tflops_a_rank"] == pytest.approx(flops / 0.02 / 1e12)
@@ -143,13 +157,13 @@ def test_what_digests_take_hides_no_slow_down(
         [with_digests(steady(run, each), seconds)] * PAIRS
         for run, each in zip(runs, (0.02, 0.0208), strict=True)
     ]
-    answer = throughput.check(legs[0], legs[1], LIMITS)
+    answer = check(legs[0], legs[1], LIMITS)
     assert answer.outcome == outcome
     assert answer.figures["slowdown"] == pytest.approx(slower, abs=1e-6)
     assert ("ms of digests" in answer.message) == (slower != 0.04)
     # One run that does not say: nothing is taken off.
     legs[0][3] = steady(runs[0], 0.02)
-    assert throughput.check(legs[0], legs[1], LIMITS).outcome == "passed"
+    assert check(legs[0], legs[1], LIMITS).outcome == "passed"
 
 
 # ---- steps of one run that are not alike
@@ -217,11 +231,11 @@ def test_a_wide_interval_decides_only_from_afar() -> None:
 def test_a_time_that_one_rank_lacks_is_no_time(make_lab: Any, edit: Any) -> None:
     """The other ranks' times do not stand for one that was not measured."""
     run = make_lab(steps=STEPS).run(make_lab(steps=STEPS).spec())
-    assert throughput.step_times(run, SKIPPED)
+    assert speed.step_times(run, SKIPPED)
     for wrong in (math.nan, 0.0, -1.0):
-        assert throughput.step_times(edit.step(run, 1, STEPS - 1, step_s=wrong), SKIPPED) == []
+        assert speed.step_times(edit.step(run, 1, STEPS - 1, step_s=wrong), SKIPPED) == []
         # What is skipped is not looked at.
-        assert throughput.step_times(edit.step(run, 1, 0, step_s=wrong), SKIPPED)
+        assert speed.step_times(edit.step(run, 1, 0, step_s=wrong), SKIPPED)
 
 
 # ---- what noise does: rates over simulated cases
@@ -320,7 +334,7 @@ def test_steps_of_one_run_are_not_taken_for_independent(runs: list[RunResult]) -
         return timed(runs[leg], [mood * (1 + draw.gauss(0, 1e-3)) for _ in range(STEPS)])
 
     legs = [[run(leg, mood) for mood in moods[leg]] for leg in range(2)]
-    answer = throughput.check(legs[0], legs[1], LIMITS)
+    answer = check(legs[0], legs[1], LIMITS)
     found = judge(alone(moods[0]), alone(moods[1]), 0.05).typical
     assert answer.outcome == "incomparable"
     assert answer.figures["slowdown_low"] == pytest.approx(math.expm1(found.low), abs=3e-3)
@@ -335,13 +349,13 @@ def test_a_repeat_that_is_not_whole_decides(runs: list[RunResult], edit: Any) ->
     good = [steady(run, 0.02) for run in runs]
     dead = [edit.outcome(run, what="hang", message="rank 0 hangs") for run in good]
     ours, theirs = [good[0]] * PAIRS, [good[1]] * PAIRS
-    answer = throughput.check(ours, [*theirs[1:], dead[1]], LIMITS)
+    answer = check(ours, [*theirs[1:], dead[1]], LIMITS)
     assert (answer.outcome, answer.what) == ("failed", "hang")
     assert "repeat 5 of the candidate" in answer.message
-    answer = throughput.check([dead[0], *ours[1:]], theirs, LIMITS)
+    answer = check([dead[0], *ours[1:]], theirs, LIMITS)
     assert (answer.outcome, answer.what) == ("error", "hang")
     lost = edit.outcome(good[1], what="interrupted", message="the server died")
-    assert throughput.check(ours, [lost, *theirs[1:]], LIMITS).outcome == "error"
+    assert check(ours, [lost, *theirs[1:]], LIMITS).outcome == "error"
 
 
 def test_a_repeat_that_the_machine_crashed_accuses_nobody(runs: list[RunResult]) -> None:
@@ -351,7 +365,7 @@ def test_a_repeat_that_the_machine_crashed_accuses_nobody(runs: list[RunResult])
                        message="NCCL error: unhandled system error", traceback="")  # fmt: skip
     outcome = dataclasses.replace(theirs.outcome, what="crashed", culprit_rank=0)
     crashed = dataclasses.replace(timed(theirs, [0.02] * STEPS, error=told), outcome=outcome)
-    answer = throughput.check([ours] * PAIRS, [crashed] + [theirs] * (PAIRS - 1), LIMITS)
+    answer = check([ours] * PAIRS, [crashed] + [theirs] * (PAIRS - 1), LIMITS)
     assert (answer.outcome, "nccl_system_error" in answer.message) == ("error", True)
 
 
@@ -366,7 +380,7 @@ def shared(run: RunResult) -> RunResult:
 def test_ranks_that_share_gpus_are_not_judged(runs: list[RunResult], slower: float) -> None:
     """Whatever their times are, they are those of taking turns."""
     ours, theirs = (steady(shared(run), 0.02 * f) for run, f in zip(runs, (1, slower), strict=True))
-    answer = throughput.check([ours] * PAIRS, [theirs] * PAIRS, LIMITS)
+    answer = check([ours] * PAIRS, [theirs] * PAIRS, LIMITS)
     assert (answer.outcome, answer.what) == ("incomparable", "noisy")
     assert "shared GPUs" in answer.message
 
@@ -380,20 +394,7 @@ def test_times_that_are_none_give_no_verdict(runs: list[RunResult], seconds: flo
 def test_too_little_gives_no_verdict(runs: list[RunResult]) -> None:
     """Five pairs, unequal numbers, or a run that is all warm-up."""
     good = [steady(run, 0.02) for run in runs]
-    for ours, theirs in ((5, 5), (6, 7), (0, 0)):
-        assert throughput.check([good[0]] * ours, [good[1]] * theirs, LIMITS).outcome == "error"
-    limits = {"skip_steps": STEPS - TIMED_STEPS + 1}
-    assert throughput.check([good[0]] * PAIRS, [good[1]] * PAIRS, limits).outcome == "error"
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"slow": 1}, {"max_slowdown": 0}, {"max_slowdown": True}, {"max_slowdown": math.nan},
-        {"max_slowdown": "5%"}, {"skip_steps": -1}, {"skip_steps": 1.5}, {"skip_steps": True},
-    ],
-)  # fmt: skip
-def test_malformed_limits(runs: list[RunResult], limits: dict[str, Any]) -> None:
-    """A limit that says nothing gives no verdict."""
-    good = [steady(run, 0.02) for run in runs]
-    assert throughput.check([good[0]] * PAIRS, [good[1]] * PAIRS, limits).outcome == "error"
+    for ours, theirs in ((5, 5), (7, 6), (0, 0)):
+        assert check([good[0]] * ours, [good[1]] * theirs, LIMITS).outcome == "error"
+    limits: dict[str, Any] = {"skip_steps": STEPS - TIMED_STEPS + 1}
+    assert check([good[0]] * PAIRS, [good[1]] * PAIRS, limits).outcome == "error"
