@@ -34,7 +34,8 @@ from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
     "ABSENT", "COPIES", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
-    "RECORD_KINDS", "SAMPLES", "SCHEMA_VERSION", "TAP_HEX_CHARS", "UNFINISHED", "WHATS", "CaseSpec",
+    "RECORD_KINDS", "SAMPLES", "SCHEMA_VERSION", "TAP_HEX_CHARS", "TOKENS", "UNFINISHED", "WHATS",
+    "CaseSpec",
     "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord", "Ending",
     "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord",
     "Json", "NamesRecord",
@@ -64,6 +65,8 @@ DIGEST_GROUPS = ("grads", "weights", "optim", "rng")
 """The digests of a step, in the order in which a difference is looked for."""
 SAMPLES = "samples"
 """Group of what a rank of the built-in trainer reads in a step: its tokens and targets."""
+TOKENS = "tokens"
+"""The first tensor of `SAMPLES`."""
 GROUP_ORDER = (SAMPLES, "losses", "buffers", *DIGEST_GROUPS)
 """The same of a program that has more of them; a program's own groups come last."""
 COPIES = "copies"

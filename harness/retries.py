@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.checks.environment import different_keys
-from harness.checks.evidence import rank_table, step_table
+from harness.checks.evidence import groups_of, rank_table, state_table
 from harness.infrastructure import machine_failure
+from harness.naming import aligned
 from harness.provenance import fingerprint
 from harness.records import (
-    DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     CaseSpec,
     CheckResult,
     Difference,
+    InitialRecord,
     Json,
     RunResult,
     RunSpec,
@@ -174,10 +175,13 @@ def _same_environment(earlier: RunResult, last: RunResult) -> bool:
 
 
 def _first_difference(earlier: RunResult, last: RunResult) -> Difference | None:
-    ours, theirs = step_table(earlier), step_table(last)
+    """In any bit of what both recorded: the state before step 0, losses, every digest group."""
+    earlier, last = aligned(earlier, last)
+    ours, theirs = state_table(earlier), state_table(last)
     for key in (key for key in ours if key in theirs):
-        for quantity in ("loss", "grad_norm", *DIGEST_GROUPS):
-            left, right = _bits(ours[key], quantity), _bits(theirs[key], quantity)
+        one, other = ours[key], theirs[key]
+        for quantity in ("loss", "grad_norm", *groups_of(one.digests, other.digests)):
+            left, right = _bits(one, quantity), _bits(other, quantity)
             if left != right:
                 return _difference(last, key, quantity, left, right)
     return None
@@ -188,7 +192,7 @@ def _difference(
 ) -> Difference:
     step, rank = key
     tensor = ""
-    if quantity in DIGEST_GROUPS:
+    if quantity not in ("loss", "grad_norm"):
         size = DIGEST_HEX_CHARS
         place = next(
             i for i in range(0, len(left) + 1, size) if left[i:][:size] != right[i:][:size]
@@ -202,7 +206,9 @@ def _difference(
     )
 
 
-def _bits(record: StepRecord, quantity: str) -> str:
+def _bits(record: StepRecord | InitialRecord, quantity: str) -> str:
+    if isinstance(record, InitialRecord):
+        return record.digests.get(quantity, "")
     if quantity == "loss":
         losses = (record.loss, *record.microbatch_losses)
         return " ".join(value.bits for value in losses if value is not None)

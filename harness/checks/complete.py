@@ -31,12 +31,14 @@ from harness.records import (
     SAMPLES,
     SCHEMA_VERSION,
     TAP_HEX_CHARS,
+    TOKENS,
     CheckResult,
     Difference,
     Direction,
     EndRecord,
     EventRecord,
     GraphUse,
+    InitialRecord,
     RankExit,
     RankRecords,
     RunResult,
@@ -50,6 +52,8 @@ from harness.soaking import taking_turns
 HEX_DIGITS = "0123456789abcdef"
 PROVING_GROUPS = ("grads", "weights", "optim")
 """Digest groups that must cover at least one tensor of a run; it may hold no RNG."""
+OF_INITIAL = ("weights", "optim", "rng")
+"""Digest groups of the state before step 0."""
 NO_BLAME: tuple[What, ...] = ("interrupted", "not_run", "unsupported", SHARED_GPU)
 """What may end a candidate's run through no fault of its own: no verdict rather than a failure."""
 WHOLE = "full_iteration"
@@ -174,15 +178,19 @@ def _of_rank(run: RunResult, records: RankRecords, steps: int) -> Iterator[Flaw]
         )
     assert end is not None
     yield from _unlike(records, "end", (("rank", end.rank, rank), ("steps", end.steps, steps)))
+    # Without it a difference of that state would be blamed on the first step.
+    if records.initial is None:
+        yield _corrupt(f"rank {rank} has no record of the state before step 0", rank)
+    assert records.initial is not None
+    if wrong := _wrong_before(records.initial, rank, start):
+        yield _corrupt(f"rank {rank}, before step 0: {wrong}", rank)
     for record in records.steps:
         if wrong := _wrong_in(run, record, rank, start):
             yield _corrupt(f"rank {rank}, step {record.step}: {wrong}", rank, record.step)
     if run.spec.is_builtin:
+        if start.tensors.get(SAMPLES, ())[:1] != (TOKENS,):
+            yield _corrupt(f"rank {rank} has no digests of the tokens that it read", rank)
         yield from _of_graphs(run, rank, steps, end)
-    if records.initial is None:
-        yield _corrupt(f"rank {rank} has no record of the state before step 0", rank)
-    if run.spec.is_builtin and not start.tensors.get(SAMPLES):
-        yield _corrupt(f"rank {rank} has no digest of the samples that it read", rank)
 
 
 def _unlike(
@@ -250,19 +258,33 @@ def _wrong_in(run: RunResult, record: StepRecord, rank: int, start: StartRecord)
         return f"expected {due} microbatch losses, got {got}"
     if set(record.digests) != set(start.tensors):
         return f"digests of {sorted(record.digests)}, expected {sorted(start.tensors)}"
-    texts = [
-        (f"the digest of {group}", record.digests[group], DIGEST_HEX_CHARS, names, "tensors")
-        for group, names in start.tensors.items()
-    ]
-    texts.append(("the taps", record.taps, TAP_HEX_CHARS, start.taps, "rows"))
-    for what, text, chars, names, noun in texts:
-        if len(text) != chars * len(names):
-            expected = f"expected {chars * len(names)} for {len(names)} {noun}"
-            return f"{what}: {len(text)} characters, {expected}"
-        # Stripping both ends leaves nothing exactly when every character is a hex digit.
-        if text.strip(HEX_DIGITS):
-            return f"{what}: not lower-case hex"
-    return ""
+    wrong = _wrong_text("the taps", record.taps, TAP_HEX_CHARS * len(start.taps))
+    return _wrong_digests(record.digests, start) or wrong
+
+
+def _wrong_before(record: InitialRecord, rank: int, start: StartRecord) -> str:
+    if record.rank != rank:
+        return f"the record says rank {record.rank}"
+    if missing := sorted(set(OF_INITIAL) - set(record.digests)):
+        return f"no digests of {missing}"
+    if unknown := sorted(set(record.digests) - set(start.tensors)):
+        return f"digests of {unknown}, which name no tensors"
+    return _wrong_digests(record.digests, start)
+
+
+def _wrong_digests(digests: Mapping[str, str], start: StartRecord) -> str:
+    wrong = (
+        _wrong_text(f"the digest of {group}", text, DIGEST_HEX_CHARS * len(start.tensors[group]))
+        for group, text in digests.items()
+    )
+    return next(filter(None, wrong), "")
+
+
+def _wrong_text(what: str, text: str, due: int) -> str:
+    if len(text) != due:
+        return f"{what}: {len(text)} characters, expected {due}"
+    # Stripping both ends leaves nothing exactly when every character is a hex digit.
+    return f"{what}: not lower-case hex" if text.strip(HEX_DIGITS) else ""
 
 
 def _of_exits(run: RunResult) -> Iterator[Flaw]:

@@ -38,6 +38,7 @@ from harness.records import (
     DIGEST_GROUPS,
     DIGEST_HEX_CHARS,
     SAMPLES,
+    TOKENS,
     CheckResult,
     Difference,
     FloatBits,
@@ -413,7 +414,7 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
         return None
     # The first tensor of the group: the second, its targets, are the tokens after them.
     tokens_of = {
-        rank: tuple(step.digests.get(SAMPLES, "")[:DIGEST_HEX_CHARS] for step in records.steps)
+        rank: tuple(step.digests[SAMPLES][:DIGEST_HEX_CHARS] for step in records.steps)
         for rank, records in rank_table(run).items()
     }
     try:
@@ -435,7 +436,7 @@ def same_data(run: RunResult, leg: str) -> CheckResult | None:
             "differ"
         )
         found = Difference(
-            step=0, rank=rank, quantity=SAMPLES, tensor="tokens",
+            step=0, rank=rank, quantity=SAMPLES, tensor=TOKENS,
             reference=tokens[0], candidate=tokens[0],
         )  # fmt: skip
         return failed("samples", "same_data", message, found, same_as_rank=first)

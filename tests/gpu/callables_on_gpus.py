@@ -62,6 +62,7 @@ def hook_calls(way: str, chunks: tuple[int, ...] | None, iterations: int) -> lis
     """Calls of hooks as (module, phase, whether it was captured), then how often they wrote."""
     modules, seen = blocks(), list[Any]()
     written = torch.zeros(1, device=device_here().torch_device)
+    torch.cuda.synchronize()  # else the zeros might come after the first hook's addition
 
     def record(number: int, phase: str, module: nn.Module) -> None:
         right = module is modules[number] and not torch.cuda.is_current_stream_capturing()

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.checks.complete import OF_INITIAL
 from harness.checksum import LinesChecksum
 from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
     ErrorRecord,
     FloatBits,
+    InitialRecord,
     Record,
     RunSpec,
     StartRecord,
@@ -27,6 +29,7 @@ from harness.records import (
 )
 
 TENSORS: dict[str, tuple[str, ...]] = {
+    "samples": ("tokens",),
     "grads": ("a",),
     "weights": ("a",),
     "optim": ("a.m",),
@@ -51,6 +54,7 @@ class Stream:
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     stream = Stream(folder, rank)
     stream.write(start_record(spec, rank))
+    stream.write(initial_record(rank))
     behaviours = spec.config.get("stub", {})
     name = behaviours.get(str(rank), behaviours.get("*", "ok"))
     steps = spec.config["steps"]
@@ -77,6 +81,10 @@ def start_record(spec: RunSpec, rank: int) -> StartRecord:
     )
 
 
+def initial_record(rank: int) -> InitialRecord:
+    return InitialRecord(rank=rank, digests=dict.fromkeys(OF_INITIAL, "0" * 32), nonfinite={})
+
+
 SHOWN_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONHASHSEED",
@@ -91,7 +99,7 @@ def step_record(step: int, rank: int) -> StepRecord:
         loss=one,
         microbatch_losses=(one,),
         grad_norm=one,
-        digests=dict.fromkeys(TENSORS, "0" * 32),
+        digests=dict.fromkeys(TENSORS, f"{rank:032x}"),
         nonfinite={},
         step_s=0.0,
         live_bytes=1,

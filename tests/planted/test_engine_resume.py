@@ -1,5 +1,6 @@
 """A whole matrix through the real engine: killed, interrupted, resumed."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 from harness.records import CaseSpec, ExitCode, RunSpec
 from harness.store import RunFolder
+from tests.planted import stub_ranks
 from tests.planted.local_runs import PATIENCE_S, TIMEOUT_S, wait_for
 
 HARNESS = """
@@ -28,7 +30,7 @@ class Lines:
     def judged(self, verdict): print("judged", verdict.case_id, flush=True)
 
 folder = RunFolder.open(Path(sys.argv[1]))
-with LocalEngine(2, entry="tests.planted.stub_ranks:rank_main") as engine:
+with LocalEngine(2, entry="tests.planted.test_engine_resume:rank_main") as engine:
     try:
         execute(folder, folder.cases, engine, Lines())
     except HarnessError as error:
@@ -37,9 +39,18 @@ with LocalEngine(2, entry="tests.planted.stub_ranks:rank_main") as engine:
 """
 
 
+SEEDS = {"ref": 0, "fast": 1, "slow": 2, "last": 3}
+
+
+def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
+    """A stub rank; those of the slow run hang in their first attempt."""
+    if spec.config["seed"] == SEEDS["slow"]:
+        spec = dataclasses.replace(spec, config=spec.config | {"stub": {"*": "hang_once"}})
+    return stub_ranks.rank_main(spec, folder, rank, store_port)
+
+
 def run(name: str, replica: int = 0) -> RunSpec:
-    stub = {"*": "hang_once"} if name == "slow" else {}
-    config = {"graph": [], "steps": 4, "microbatches": 1, "stub": stub, "name": name}
+    config = {"steps": 4, "microbatches": 1, "parallel": {"dp": 2}, "seed": SEEDS[name]}
     return RunSpec(config=config, device="cpu", world_size=2, timeout_s=TIMEOUT_S, replica=replica)
 
 
@@ -103,7 +114,7 @@ def test_a_stopped_matrix_goes_on_where_it_was(folder: RunFolder, how: int, tmp_
     for key, mtime_ns in done.items():
         assert (folder.run_folder(key) / "outcome.json").stat().st_mtime_ns == mtime_ns
     kept = folder.path / "runs" / f"{run('slow').key}.attempt0"
-    assert json.loads((kept / "rank0.jsonl").read_text().splitlines()[1])["step"] == 0
+    assert json.loads((kept / "rank0.jsonl").read_text().splitlines()[2])["step"] == 0
     quiet = RunFolder.create(tmp_path / "quiet", {}, "", folder.cases)
     quiet.release()
     (quiet.run_folder(run("slow").key).with_name(f"{run('slow').key}.attempt0")).mkdir(parents=True)

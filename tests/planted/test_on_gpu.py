@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import RANKS_PER_GPU
+
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "scenarios/smoke/fsdp_cudagraph_alignment.yaml"
 
@@ -21,7 +23,7 @@ def verdicts(folder: Path, *args: str) -> dict[str, Any]:
     """Verdicts by case of one run of the smoke scenario on CUDA, in a process of its own."""
     ran = subprocess.run(
         [sys.executable, "-m", "harness", "run", str(SMOKE), "--device", "cuda",
-         "--out", str(folder / "run"), "--json", *args],
+         "--out", str(folder / "run"), "--ranks-per-gpu", str(RANKS_PER_GPU), "--json", *args],
         cwd=folder, capture_output=True, text=True, check=False, timeout=280,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip

@@ -15,12 +15,14 @@ from reports.summary import summarise
 from tests.planted import stub_ranks
 
 ENTRY = "tests.planted.test_retried:rank_main"
+CANDIDATE = 1
+"""Its seed."""
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     """As a stub rank, but in the candidate's first attempt, where rank 1 finds its port taken."""
     first = not folder.with_name(f"{folder.name}.attempt0").exists()
-    if not (spec.config["name"] == "candidate" and first):
+    if not (spec.config["seed"] == CANDIDATE and first):
         return stub_ranks.rank_main(spec, folder, rank, store_port)
     stream = stub_ranks.Stream(folder, rank)
     stream.write(stub_ranks.start_record(spec, rank))
@@ -43,16 +45,16 @@ class Nobody:
     def judged(self, verdict: Verdict) -> None: ...
 
 
-def run(name: str, replica: int = 0) -> RunSpec:
-    config = {"graph": [], "steps": 1, "microbatches": 1, "name": name}
+def run(seed: int, replica: int = 0) -> RunSpec:
+    config = {"steps": 1, "microbatches": 1, "seed": seed, "parallel": {"dp": 2}}
     return RunSpec(config=config, device="cpu", world_size=2, timeout_s=60.0, replica=replica)
 
 
 def test_a_plant_of_the_first_attempt_is_passed_on_attempt_two(tmp_path: Path) -> None:
     """Real ranks fail once for the machine's sake; the case passes, and every attempt is kept."""
     case = CaseSpec(
-        id="case", scenario="s", labels={}, reference=run("ref"), control=run("ref", 1),
-        candidate=run("candidate"), expect="bitwise", checks={"loss": {}},
+        id="case", scenario="s", labels={}, reference=run(0), control=run(0, 1),
+        candidate=run(CANDIDATE), expect="bitwise", checks={"loss": {}},
     )  # fmt: skip
     folder = RunFolder.create(tmp_path / "out", {}, "", [case])
     with LocalEngine(2, entry=ENTRY) as engine:

@@ -46,6 +46,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     act = acts[min(num_kept(folder), len(acts) - 1)]
     stream, server = stub_ranks.Stream(folder, rank), Path(spec.config["server"])
     stream.write(stub_ranks.start_record(spec, rank))
+    stream.write(stub_ranks.initial_record(rank))
     step = {"later_fault": 3, "refused": 0}.get(act, 1)
     for number in range(spec.config["steps"] if act == "ok" else step):
         stream.write(stub_ranks.step_record(number, rank))

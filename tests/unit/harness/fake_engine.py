@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import TrainConfig
-from harness.checks.complete import launches, owed
+from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.cli import main
 from harness.records import (
     DIGEST_GROUPS,
+    SAMPLES,
+    TOKENS,
     EndRecord,
     FloatBits,
+    InitialRecord,
     RankExit,
     RunOutcome,
     RunSpec,
@@ -26,6 +29,7 @@ from harness.records import (
 from harness.store import begin_run, save_outcome
 from harness.worker.record_file import RecordFile
 
+GROUPS = (SAMPLES, *DIGEST_GROUPS)
 SCENARIO = """\
 name: small
 why: A sentence with <b>markup</b> and [red]brackets[/red].
@@ -84,7 +88,9 @@ class FakeEngine:
         self.ended.append(outcome)
 
     def _records(self, spec: RunSpec, rank: int) -> list[Any]:
-        tensors: dict[str, tuple[str, ...]] = dict.fromkeys(DIGEST_GROUPS, ("w",))
+        tensors: dict[str, tuple[str, ...]] = {
+            group: (TOKENS if group == SAMPLES else "w",) for group in GROUPS
+        }
         steps = [
             self.spoil(
                 spec,
@@ -93,8 +99,8 @@ class FakeEngine:
                     microbatch_losses=(FloatBits.from_bits(0x40000000),),
                     grad_norm=FloatBits.from_bits(0x3F000000),
                     digests={group: hashlib.md5(f"{group}{rank}{step}".encode()).hexdigest()
-                             for group in DIGEST_GROUPS},
-                    nonfinite=dict.fromkeys(DIGEST_GROUPS, ()),
+                             for group in GROUPS},
+                    nonfinite=dict.fromkeys(GROUPS, ()),
                     step_s=0.01, live_bytes=10, peak_bytes=20,
                 ),
             )
@@ -107,7 +113,8 @@ class FakeEngine:
         graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, len(steps)))
         end = EndRecord(rank=rank, steps=len(steps), peak_bytes=20, startup_s=0.1, wall_s=0.5,
                         replays=launches(graphs), graphs=graphs)  # fmt: skip
-        return [start, *steps, end]
+        before = {group: hashlib.md5(group.encode()).hexdigest() for group in OF_INITIAL}
+        return [start, InitialRecord(rank=rank, digests=before, nonfinite={}), *steps, end]
 
     def adopt(self, spec: RunSpec, folder: Path) -> bool:
         return False

@@ -14,12 +14,15 @@ from harness.infrastructure import SIGNATURES, machine_failure, signature_of
 from harness.records import (
     Ending,
     ErrorRecord,
+    InitialRecord,
     RankRecords,
     RunOutcome,
     RunResult,
     RunSpec,
     StepRecord,
     What,
+    dumps,
+    parse_record,
 )
 from harness.retries import earlier_attempts, stored_limit
 from harness.store import RunFolder, save_outcome
@@ -56,7 +59,7 @@ class FailingEngine(FakeEngine):
         super().__init__()
         self.message, self.what, self.times, self.graph = message, what, times, ["attn"]
         self.steps_before, self.recorded = 2, True
-        self.bits_before: Callable[[StepRecord], StepRecord] = lambda record: record
+        self.bits_before: Callable[[Any], Any] = lambda record: record
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         super().start(spec, folder, attempt=attempt)
@@ -67,9 +70,9 @@ class FailingEngine(FakeEngine):
         )
         save_outcome(folder, ended)
         for path in folder.glob("rank*.jsonl"):
-            lines = path.read_text().splitlines()[: 1 + self.steps_before]
-            plain = [StepRecord.from_json(json.loads(line)) for line in lines[1:]]
-            told = [json.dumps(self.bits_before(record).to_json()) for record in plain]
+            lines = path.read_text().splitlines()[: 2 + self.steps_before]
+            plain = [parse_record(line) for line in lines[1:]]
+            told = [dumps(self.bits_before(record)) for record in plain]
             if path.name == "rank0.jsonl" and self.recorded:
                 told.append(json.dumps(error(self.message).to_json()))
             path.write_text("\n".join([lines[0], *told]) + "\n")
@@ -195,23 +198,33 @@ def test_what_a_program_printed_is_not_forgiven(
     assert len(engine.made) == len(set(engine.made))
 
 
+@pytest.mark.parametrize(
+    ("step", "group", "tensor"),
+    [(1, "weights", "w"), (1, "samples", "tokens"), (-1, "optim", "w")],
+)
 def test_a_pass_does_not_stand_beside_an_attempt_with_other_bits(
-    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A first attempt that diverged before the machine failed it is not washed away by a second."""
+    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str],
+    step: int, group: str, tensor: str,
+) -> None:  # fmt: skip
+    """A first attempt that diverged before the machine failed it is not washed away by a second,
+    in whatever group of digests, the state before step 0 included.
+    """
     engine = FailingEngine(NCCL)
-    engine.bits_before = lambda record: (
-        dataclasses.replace(record, digests=record.digests | {"weights": "0" * 32})
-        if record.step == 1 and record.rank == 1
-        else record
-    )
+
+    def spoilt(record: StepRecord | InitialRecord) -> StepRecord | InitialRecord:
+        at = record.step if isinstance(record, StepRecord) else -1
+        if (at, record.rank) != (step, 1):
+            return record
+        return dataclasses.replace(record, digests=record.digests | {group: "0" * 32})
+
+    engine.bits_before = spoilt
     code, done = run_json(capsys, *small(engine, 1))
     assert code == 1
     (bad,) = [verdict for verdict in done["verdicts"] if verdict["outcome"] != "passed"]
     assert (bad["outcome"], bad["what"]) == ("failed", "diverged")
     place = bad["difference"]
     assert (place["step"], place["rank"], place["quantity"], place["tensor"]) == (
-        1, 1, "weights", "w",
+        step, 1, group, tensor,
     )  # fmt: skip
 
 

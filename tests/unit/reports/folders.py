@@ -10,13 +10,14 @@ from typing import Any
 
 from fsdp_core.config import TrainConfig
 from harness.checks import judge
-from harness.checks.complete import launches, owed
+from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.checksum import LinesChecksum
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
     EndRecord,
     FloatBits,
+    InitialRecord,
     RankExit,
     RunOutcome,
     RunSpec,
@@ -27,6 +28,7 @@ from harness.records import (
 from harness.store import RunFolder, begin_run, save_outcome
 
 TENSORS = {
+    "samples": ("tokens",),
     "grads": tuple(f"layers.{i}.attn.qkv.weight" for i in range(4)),
     "weights": tuple(f"layers.{i}.attn.qkv.weight" for i in range(4)),
     "optim": tuple(f"layers.{i}.attn.qkv.weight.exp_avg" for i in range(4)),
@@ -85,6 +87,7 @@ class Writer:
         ):  # fmt: skip
             config = {
                 "steps": self.steps, "microbatches": 2, "graph": scopes, "seed": len(self.cases),
+                "parallel": {"dp": world_size},
             }  # fmt: skip
             legs[leg] = RunSpec(
                 config=config, device="cpu", world_size=world_size, timeout_s=300.0, replica=replica
@@ -143,7 +146,8 @@ class Writer:
     ) -> None:
         begin_run(path, spec)
         for rank in range(spec.world_size):
-            lines = [dumps(_start(spec, rank, ENVIRONMENT | (environment or {})))]
+            start = _start(spec, rank, ENVIRONMENT | (environment or {}))
+            lines = [dumps(start), dumps(_initial(rank))]
             for step in range(self.steps if stop is None else stop):
                 record = edit(_step(spec, rank, step, peak))
                 if record is not None:
@@ -181,6 +185,14 @@ def _start(spec: RunSpec, rank: int, environment: dict[str, Any]) -> StartRecord
     )  # fmt: skip
 
 
+def _initial(rank: int) -> InitialRecord:
+    text = {
+        group: "".join(hashlib.md5(f"{group}/{n}".encode()).hexdigest() for n in TENSORS[group])
+        for group in OF_INITIAL
+    }
+    return InitialRecord(rank=rank, digests=text, nonfinite={})
+
+
 def _step(spec: RunSpec, rank: int, step: int, peak: int) -> StepRecord:
     micro = tuple(
         bits(1.5 + 4.0 * math.exp(-step / 6) + 0.05 * math.sin(3 * step + rank + 2 * m))
@@ -195,9 +207,9 @@ def _step(spec: RunSpec, rank: int, step: int, peak: int) -> StepRecord:
                 hashlib.md5(f"{seed}/{group}/{name}".encode()).hexdigest()
                 for name in TENSORS[group]
             )
-            for group in DIGEST_GROUPS
+            for group in TENSORS
         },
-        nonfinite=dict.fromkeys(DIGEST_GROUPS, ()), step_s=0.01, live_bytes=peak // 2,
+        nonfinite=dict.fromkeys(TENSORS, ()), step_s=0.01, live_bytes=peak // 2,
         peak_bytes=peak + rank * 4096,
     )  # fmt: skip
 

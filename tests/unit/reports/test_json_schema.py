@@ -51,7 +51,7 @@ def test_files_of_a_run_folder_fit(everything: Path, name: str) -> None:
 def test_records_fit_and_damaged_ones_do_not(everything: Path) -> None:
     """A line is valid exactly if the harness decodes it, whichever of its keys is spoilt."""
     lines = {json.loads(line)["kind"]: json.loads(line) for line in lines_of(everything)}
-    assert set(lines) == {"start", "step", "end"}
+    assert set(lines) == {"start", "initial", "step", "end"}
     lines["event"] = {"kind": "event", "name": "n", "rank": 0, "step": 1, "detail": {"a": [1]}}
     lines["error"] = {
         "kind": "error", "rank": 0, "step": 1, "what": "oom", "type": "E", "message": "m",

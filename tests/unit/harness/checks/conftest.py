@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.config import TrainConfig
+from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.checks.complete import launches, owed
 from harness.checks.evidence import BEFORE
 from harness.records import (
-    SAMPLES,
     CaseSpec,
     EndRecord,
     FloatBits,
@@ -26,11 +25,11 @@ from harness.records import (
 )
 
 TENSORS = {
+    "samples": ("tokens", "targets"),
     "grads": ("embed.weight", "head.weight"),
     "weights": ("embed.weight", "head.weight"),
     "optim": ("embed.weight.exp_avg", "head.weight.exp_avg"),
     "rng": ("cpu",),
-    SAMPLES: ("tokens", "targets"),
 }
 TAPS = {
     # name of the row: (stage, place in the step)
@@ -60,7 +59,7 @@ class Lab:
     def spec(self, replica: int = 0, graph: tuple[str, ...] = ()) -> RunSpec:
         config = {
             "steps": self.steps, "microbatches": self.microbatches, "graph": list(graph),
-            "parallel": {"dp": self.world_size},
+            "parallel": dataclasses.asdict(ParallelConfig(dp=self.world_size)),
         }  # fmt: skip
         return RunSpec(
             config=config, device="cpu", world_size=self.world_size, timeout_s=60.0, replica=replica

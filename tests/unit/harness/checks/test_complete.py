@@ -76,17 +76,34 @@ def test_empty_run(lab: Any, edit: Any) -> None:
     assert getattr(find_flaw(dataclasses.replace(run, ranks=())), "what", "") == "empty_run"
 
 
+def of_program(run: Any) -> Any:
+    """The same records of a script's run."""
+    config = run.spec.config | {"program": {"script": "train.py"}}
+    spec = dataclasses.replace(run.spec, config=config)
+    return dataclasses.replace(
+        run, spec=spec, outcome=dataclasses.replace(run.outcome, key=spec.key)
+    )
+
+
+def without(run: Any, rank: int, group: str, edit: Any) -> Any:
+    """The run in which a rank holds no tensor of a group."""
+    records = run.ranks[rank]
+    start = dataclasses.replace(records.start, tensors=records.start.tensors | {group: ()})
+    of_initial = {group: ""} if group in records.initial.digests else {}
+    initial = dataclasses.replace(records.initial, digests=records.initial.digests | of_initial)
+    run = edit.rank(run, rank, start=start, initial=initial)
+    for step, record in enumerate(records.steps):
+        run = edit.step(run, rank, step, digests=record.digests | {group: ""})
+    return run
+
+
 @pytest.mark.parametrize("group", ["grads", "weights", "optim"])
 def test_empty_digest_proves_nothing(lab: Any, edit: Any, group: str) -> None:
     """A run that digests no tensor of a group is not whole; one rank alone may own no row."""
     run = lab.run(lab.spec())
     flaws = []
     for rank in (0, 1):
-        start = run.ranks[rank].start
-        tensors = start.tensors | {group: ()}
-        run = edit.rank(run, rank, start=dataclasses.replace(start, tensors=tensors))
-        for step, record in enumerate(run.ranks[rank].steps):
-            run = edit.step(run, rank, step, digests=record.digests | {group: ""})
+        run = without(run, rank, group, edit)
         flaws.append(find_flaw(run))
     assert flaws[0] is None
     assert getattr(flaws[1], "what", "") == "empty_run"
@@ -110,11 +127,56 @@ def test_graphs_must_replay(
 def test_empty_rng_is_allowed(lab: Any, edit: Any) -> None:
     """A rank without random state is still whole."""
     run = lab.run(lab.spec())
-    tensors = run.ranks[0].start.tensors | {"rng": ()}
-    run = edit.rank(run, 0, start=dataclasses.replace(run.ranks[0].start, tensors=tensors))
-    for step, record in enumerate(run.ranks[0].steps):
-        run = edit.step(run, 0, step, digests=record.digests | {"rng": ""})
+    assert find_flaw(without(run, 0, "rng", edit)) is None
+
+
+@pytest.mark.parametrize("builtin", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        None, {"rank": 0}, {"weights": None}, {"optim": None}, {"rng": None}, {"weights": ""},
+        {"weights": "g" * 64}, {"more": "0" * 32},
+    ],
+)  # fmt: skip
+def test_the_state_before_step_0_is_whole(
+    lab: Any, edit: Any, changes: dict[str, Any] | None, builtin: bool
+) -> None:
+    """Of every rank of every program: a run without it would be compared from step 0 on only."""
+    run = lab.run(lab.spec())
+    if not builtin:
+        run = of_program(run)
     assert find_flaw(run) is None
+    initial = run.ranks[1].initial
+    if changes is None:
+        initial = None
+    elif "rank" in changes:
+        initial = dataclasses.replace(initial, **changes)
+    else:
+        digests = {g: text for g, text in (initial.digests | changes).items() if text is not None}
+        initial = dataclasses.replace(initial, digests=digests)
+    flaw = find_flaw(edit.rank(run, 1, initial=initial))
+    assert flaw is not None
+    assert (flaw.what, flaw.rank, flaw.step) == ("corrupt_record", 1, None)
+
+
+@pytest.mark.parametrize("tensors", [None, (), ("targets",)])
+def test_the_builtin_trainer_records_what_it_reads(lab: Any, edit: Any, tensors: Any) -> None:
+    """Without digests of tokens nobody could say whether ranks read the same samples."""
+    run = lab.run(lab.spec())
+    start = run.ranks[1].start
+    named = {g: names for g, names in (start.tensors | {"samples": tensors}).items() if names}
+    if tensors == ():
+        named["samples"] = ()
+    run = edit.rank(run, 1, start=dataclasses.replace(start, tensors=named))
+    for step, record in enumerate(run.ranks[1].steps):
+        digests = {g: text for g, text in record.digests.items() if g in named}
+        if "samples" in named:
+            digests["samples"] = "0" * 32 * len(named["samples"])
+        run = edit.step(run, 1, step, digests=digests)
+    flaw = find_flaw(run)
+    assert flaw is not None
+    assert (flaw.what, flaw.rank) == ("corrupt_record", 1)
+    assert find_flaw(of_program(run)) is None
 
 
 LATE = "line 7: step record after end"
