@@ -42,7 +42,7 @@ def _of(
 MUTATIONS = [
     *_of(
         "checks/evidence.py",
-        "checks/test_many_ranks checks/test_steps checks/test_loss checks/test_state",
+        "checks/test_exact checks/test_evidence",
         ("steps_table_of_8_ranks", "for rank in run.ranks:", "for rank in run.ranks[:8]:"),
         ("rank_table_of_8_ranks", "for records in run.ranks:", "for records in run.ranks[:8]:"),
         ("every_rank_has_records_of_rank_0", "in rank.steps:", "in run.ranks[0].steps:"),
@@ -55,13 +55,13 @@ MUTATIONS = [
             "initial_state_ignored",
             "sorted((table | step_table(run)).items())",
             "sorted(step_table(run).items())",
-            "checks/test_program_runs checks/test_state",
+            "checks/test_judge checks/test_exact",
         ),
         (
             "groups_of_builtin_only",
             "return [*first, *(group for group in found if group not in first)]",
             "return first",
-            "checks/test_program_runs checks/test_state",
+            "checks/test_judge checks/test_exact",
         ),
         (
             "later_record_of_a_step_hides_first",
@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_loss checks/test_judge",
+        "checks/test_exact checks/test_judge",
         (
             "microbatch_losses_ignored",
             "enumerate(record.microbatch_losses)",
@@ -87,23 +87,23 @@ MUTATIONS = [
          "if any(a != b for a, b in zip(_bits(ours[key]), _bits(theirs[key])))]"),
         ("norm_only_if_finite", "if record.grad_norm is not None:",
          "if record.grad_norm is not None and record.grad_norm.finite:",
-         "checks/test_finite checks/test_loss"),
+         "checks/test_exact"),
         ("no_loss_at_all_passes", "if not any(_bits(record)", "if False and any(_bits(record)",
-         "checks/test_loss checks/test_program_runs"),
+         "checks/test_exact checks/test_judge"),
         ("no_shared_step_passes", "if not pairs:", "if not pairs and not ours:"),
         ("first_loss_is_last", "step = differing[0][0]\n    places",
          "step = differing[-1][0]\n    places"),
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_state checks/test_judge checks/test_program_runs",
+        "checks/test_exact checks/test_judge",
         ("only_weights_compared", "if ours[key].digests != theirs[key].digests]",
          'if ours[key].digests["weights"] != theirs[key].digests["weights"]]'),
         ("state_without_random_generators", "if ours[key].digests != theirs[key].digests]",
          'if {**ours[key].digests, "rng": ""} != {**theirs[key].digests, "rng": ""}]'),
         ("state_of_8_ranks", "if ours[key].digests != theirs[key].digests]",
          "if key[1] < 8 and ours[key].digests != theirs[key].digests]",
-         "checks/test_many_ranks"),
+         "checks/test_exact"),
         ("names_as_sets",
          "if left == right and (group in start.tensors) == (group in other.tensors):",
          "if set(left) == set(right):"),
@@ -117,7 +117,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/judge.py",
-        "checks/test_judge checks/test_program_runs",
+        "checks/test_judge",
         ("control_loss_with_itself", "[exact.loss(run, repeat), exact.",
          "[exact.loss(run, run), exact."),
         ("control_state_with_itself", "exact.state(run, repeat)]", "exact.state(run, run)]"),
@@ -178,7 +178,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/complete.py",
-        "checks/test_complete checks/test_many_ranks checks/test_program_runs",
+        "checks/test_complete checks/test_exact checks/test_judge",
         ("steps_as_sets", "len(seen) == steps and seen == list(range(steps))",
          "set(seen) == set(range(steps))"),
         ("last_step_may_be_missing", "if len(seen) == steps and seen == list(range(steps)):",
@@ -218,7 +218,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/complete.py",
-        "checks/test_graph_proof",
+        "checks/test_complete",
         ("one_replay_is_enough", "if replays != due.replays:", "if not replays:"),
         ("one_replay_less_is_owed", "max(steps - run.graph_warmup_steps, 1)",
          "max(steps - run.graph_warmup_steps - 1, 1)"),
@@ -232,14 +232,14 @@ MUTATIONS = [
     ),
     *_of(
         "checks/complete.py",
-        "checks/test_graphs",
+        "checks/test_complete",
         ("one_rank_replayed", "if number < least]", "if max(replays.values()) < least]"),
         ("activations_are_no_finding", '("static_gradient", "static_activation")',
          '("static_gradient",)'),
     ),
     *_of(
         "checks/exact.py",
-        "checks/test_finite checks/test_program_runs",
+        "checks/test_exact checks/test_judge",
         ("finite_without_optimizer", "(*DIGEST_GROUPS, *sorted(record.nonfinite))",
          '("grads", "weights", "rng")'),
         ("finite_of_builtin_groups", "(*DIGEST_GROUPS, *sorted(record.nonfinite))",
@@ -267,7 +267,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/taps.py",
-        "checks/test_calls checks/test_taps",
+        "checks/test_taps",
         ("taps_of_one_run_ignored", "return self.reference.seen != self.candidate.seen",
          "return bool(self.reference.place and self.candidate.place) and "
          "self.reference.seen != self.candidate.seen"),
@@ -286,11 +286,11 @@ MUTATIONS = [
          "return values[key] if"),
         ("absent_key_is_equal", "for key in {*left, *right} if", "for key in left if"),
         ("events_ignored", "if event.name == NAME:\n            known", "if event.name == "
-         '"":\n            known', "checks/test_environment checks/test_program_runs"),
+         '"":\n            known', "checks/test_environment checks/test_judge"),
     ),
     *_of(
         "checks/speed.py",
-        "checks/test_repeated",
+        "checks/test_speed",
         ("one_repeat_is_enough", "in enumerate(repeats):", "in enumerate(repeats[:1]):"),
         ("repeats_by_state_only", "(exact.state(reference, run), exact.loss(reference, run))",
          "(exact.state(reference, run),)"),
@@ -351,7 +351,7 @@ MUTATIONS = [
     ),
     *_of(
         "checks/within.py",
-        "checks/test_rounding",
+        "checks/test_within",
         ("samples_by_number", "if [run.spec.key for run in runs.samples] != due:",
          "if len(runs.samples) != len(due):"),
         ("reference_off_its_samples", "    _refuse_other_work(found, ours, numbers)\n", ""),

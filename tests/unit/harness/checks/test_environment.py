@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from harness.checks import environment, judge
+from tests.unit.harness.checks.conftest import place_of
 
 
 def moved(run: Any, edit: Any, rank: int, values: dict[str, Any]) -> Any:
@@ -38,9 +39,9 @@ def test_any_key_makes_it_incomparable(lab: Any, edit: Any, values: dict[str, An
     moved_run = moved(candidate, edit, 1, {"fingerprint": values})
     answer = environment.alike(reference, moved_run, "candidate")
     assert (answer.outcome, answer.what) == ("incomparable", "different_environment")
-    assert answer.difference is not None
-    assert answer.difference.rank == 1
-    assert answer.difference.quantity.removeprefix("environment.") in answer.message
+    where = place_of(answer)
+    assert where.rank == 1
+    assert where.quantity.removeprefix("environment.") in answer.message
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,8 @@ def test_runs_on_machines_that_differ_are_incomparable(
         runs.append(run)
     verdict = judge(lab.case(), *runs)
     assert (verdict.outcome, verdict.what) == ("incomparable", "different_environment")
-    assert verdict.difference is not None
-    assert verdict.difference.quantity.startswith(("environment." + name, "environment.TORCH"))
+    where = place_of(verdict)
+    assert where.quantity.startswith(("environment." + name, "environment.TORCH"))
 
 
 def test_order_of_keys_does_not_matter(lab: Any, edit: Any) -> None:
@@ -86,8 +87,8 @@ def test_what_differs_is_named_inside_of_nested_values(lab: Any, edit: Any) -> N
         "candidate",
     )
     assert "rank 1 differs in environment.C (environment.C: absent against 3)" in answer.message
-    assert answer.difference is not None
-    assert answer.difference.quantity == "environment.C"
+    where = place_of(answer)
+    assert where.quantity == "environment.C"
 
 
 def test_malformed_environment(lab: Any, edit: Any) -> None:
