@@ -20,7 +20,14 @@ def expected_here(database: Path | None, machine: str) -> Seconds:
     A history that is missing or damaged says nothing: the runs are made all the same, and whoever
     records them will tell.
     """
-    return _seconds(_read(database, machine), num_cores())
+    model: CostModel | None = None
+    if database is not None and database.exists():
+        try:
+            with History.open(database) as history:
+                model = cost_model(history, machine)
+        except HarnessError:
+            model = None
+    return _seconds(model, num_cores())
 
 
 def expected_anywhere(database: Path | None) -> Seconds:
@@ -34,7 +41,11 @@ def expected_anywhere(database: Path | None) -> Seconds:
         # Of the CPU, even if this machine has GPUs: another shard's may have none.
         return lambda spec: estimate_s(spec, CORES, "cpu")
     with History.open(database) as history:
-        return _seconds(cost_model(history, _busiest(history)), CORES)
+        busiest = history.connection.execute(
+            "SELECT folders.machine FROM runs JOIN folders ON runs.folder = folders.id "
+            "GROUP BY 1 ORDER BY COUNT(*) DESC, 1 LIMIT 1"
+        ).fetchone()
+        return _seconds(cost_model(history, "" if busiest is None else str(busiest[0])), CORES)
 
 
 def kind_of(here: Machine) -> str:
@@ -42,31 +53,9 @@ def kind_of(here: Machine) -> str:
     return machine_kind(json.loads(dumps(here)))
 
 
-def _read(database: Path | None, machine: str) -> CostModel | None:
-    if database is None or not database.exists():
-        return None
-    try:
-        with History.open(database) as history:
-            return cost_model(history, machine)
-    except HarnessError:
-        return None
-
-
-def _busiest(history: History) -> str:
-    """The kind of machine that most runs were made on."""
-    found = history.connection.execute(
-        "SELECT folders.machine FROM runs JOIN folders ON runs.folder = folders.id "
-        "GROUP BY 1 ORDER BY COUNT(*) DESC, 1 LIMIT 1"
-    ).fetchone()
-    return "" if found is None else str(found[0])
-
-
 def _seconds(model: CostModel | None, cores: int) -> Seconds:
-    if model is None:
-        return lambda spec: estimate_s(spec, cores)
-
     def seconds(spec: RunSpec) -> float:
-        known = model.expected_seconds(spec)
+        known = None if model is None else model.expected_seconds(spec)
         return estimate_s(spec, cores) if known is None else known
 
     return seconds

@@ -241,6 +241,22 @@ def test_order_is_step_group_tensor_rank(lab: Any, edit: Any) -> None:
     assert answer.figures["differing_pairs"] == 3
 
 
+def test_a_group_comes_before_all_later_ones_on_any_rank(lab: Any, edit: Any) -> None:
+    """A gradient that rank 0 does not hold is named before a weight of rank 0."""
+    runs = []
+    for run in lab.legs()[::2]:
+        start = run.ranks[1].start
+        tensors = start.tensors | {"grads": (*start.tensors["grads"], "tail.weight")}
+        run = edit.rank(run, 1, start=dataclasses.replace(start, tensors=tensors))
+        for step, record in enumerate(run.ranks[1].steps):
+            digests = record.digests | {"grads": record.digests["grads"] + "1" * 32}
+            run = edit.step(run, 1, step, digests=digests)
+        runs.append(run)
+    other = edit.digest(edit.digest(runs[1], 1, 2, "grads", 2 * 128), 0, 2, "weights", 0)
+    where = place_of(exact.state(runs[0], other))
+    assert (where.rank, where.quantity, where.tensor) == (1, "grads", "tail.weight")
+
+
 def test_other_tensor_names_fail(lab: Any, edit: Any) -> None:
     """Equal digests of differently named, ordered or counted tensors do not pass."""
     reference, _, candidate = lab.legs()

@@ -244,7 +244,8 @@ def test_vacuous_plans_are_refused(lab: Any) -> None:
 def test_a_control_of_other_ranks_is_refused(lab: Any, make_lab: Any) -> None:
     """The same configuration on more ranks is not a second run of the reference."""
     reference, _, candidate = lab.legs()
-    wide = make_lab(world_size=3).legs()[1]
+    spec = dataclasses.replace(lab.spec(replica=1), world_size=3)
+    wide = make_lab(world_size=3).run(spec)
     case = dataclasses.replace(lab.case(), control=wide.spec)
     verdict = judge(case, reference, wide, candidate)
     assert (verdict.outcome, verdict.check, verdict.what) == ("error", "plan", "not_run")

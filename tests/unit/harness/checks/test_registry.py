@@ -8,6 +8,8 @@ import pytest
 
 from harness.checks import CHECKS
 from harness.checks.registry import defaults, refusal, table
+from harness.cli import main
+from harness.records import ExitCode
 
 README = Path(__file__).resolve().parents[4] / "scenarios" / "README.md"
 RATIO = {"max_ratio": 2.0}
@@ -52,3 +54,9 @@ def test_a_scenario_may_not_leave_out_state_and_finite() -> None:
 def test_the_docs_have_the_table() -> None:
     """As `harness list --checks` prints it."""
     assert "\n".join(table()) in README.read_text()
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """`harness list --checks` needs no scenario."""
+    assert main(["list", "--checks"]) == ExitCode.PASSED
+    assert capsys.readouterr().out.splitlines() == list(table())
