@@ -23,9 +23,9 @@ import sys
 from collections.abc import Callable
 from statistics import NormalDist, fmean, variance
 
-from harness.history.changes import MIN_HISTORY, MIN_NIGHTS, Z_LIMIT, find_changes
+from harness.checks.within import quantile
 from harness.history.comparison import FALSE_ALARMS, noise_of
-from harness.history.student import quantile
+from harness.history.trend import MIN_HISTORY, MIN_VALUES, Z_LIMIT, find_changes
 
 NIGHTS = 60
 Series = Callable[[random.Random, int], list[float]]
@@ -103,7 +103,7 @@ def found_within(
         values = noise(source, before) + [value + 3 for value in noise(source, 10)]
         ends = (
             end
-            for end in range(before + MIN_NIGHTS, len(values) + 1)
+            for end in range(before + MIN_VALUES, len(values) + 1)
             if any(abs(change.at - before) <= 2 for change in find_changes(values[:end]))
         )
         delays.append(next(ends, NIGHTS * 2) - before)
@@ -113,7 +113,7 @@ def found_within(
 def told_by_t(before: int, after: int, source: random.Random, series: int = 2000) -> float:
     """Share of steps after `before` nights that a t-test of the right border sees."""
     free, found = before + after - 2, 0
-    limit = quantile(NormalDist().cdf(-Z_LIMIT), free)
+    limit = quantile(2 * NormalDist().cdf(-Z_LIMIT), free)
     for _ in range(series):
         left, right = normal(source, before), normal(source, after)
         pooled = ((before - 1) * variance(left) + (after - 1) * variance(right)) / free

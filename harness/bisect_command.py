@@ -11,14 +11,10 @@ from typing import Any
 import click
 
 from harness import display, machine
-from harness.bisector.findings import Findings
-from harness.bisector.page import PAGE_FILE
+from harness.bisector.layouts import case_of_two, is_one_layout
+from harness.bisector.render import PAGE_FILE, Findings, make_search_view, print_findings
 from harness.bisector.repro import FOLDER
-from harness.bisector.screen import print_findings
-from harness.bisector.session import bisect
-from harness.bisector.stages import Search, Until
-from harness.bisector.telling import make_search_view
-from harness.bisector.two_cells import case_of_two, is_one_layout
+from harness.bisector.session import Search, Until, bisect
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode, Verdict

@@ -51,16 +51,15 @@ def _answers(database: Path, environment: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     same: dict[str, bool] = {}
     with History.open(database) as history:
-        newest = f"SELECT * FROM folders ORDER BY created DESC, id LIMIT {MAX_FOLDERS}"
-        for folder in list(history.rows(FolderEntry, newest)):
+        newest = f"ORDER BY created DESC, id LIMIT {MAX_FOLDERS}"
+        for _, folder in history.rows(FolderEntry, newest):
             if folder.environment_id != environment:
                 continue
             if folder.commit not in same:
                 same[folder.commit] = commit.same_code(folder.commit)
             if not same[folder.commit]:
                 continue
-            sql = "SELECT * FROM cases WHERE folder = ?"
-            for answer in history.rows(CaseEntry, sql, [folder.id]):
+            for _, answer in history.rows(CaseEntry, "WHERE folder = ?", [folder.id]):
                 if answer.inputs:
                     found.setdefault(answer.inputs, set()).add(answer.outcome)
         # A row that was left out may have said no.

@@ -113,7 +113,7 @@ def _confirmation_of(folder: RunFolder, case: CaseSpec) -> Confirmation | None:
 
 
 def _take_questions(finding: _Finding) -> None:
-    """Cases of a search, which are in no plan; its own journal has what came of them."""
+    """Cases of a search, which are in no plan; its own answers say what came of them."""
     folder = finding.folder
     planned = {case.id for case in folder.cases}
     for path in sorted(folder.path.glob(f"cases/*/{CASE_FILE}")):

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from harness.records import CaseSpec, dumps
 from harness.request import Carried, CutShort, Prepared, Request
 from harness.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.retries import Retries, stored_limit
-from harness.run import execute, is_left, keep_trace, open_repeats
+from harness.run import execution, is_left, keep_trace, open_repeats, whole
 from harness.scenario.schema import Overrides
 from harness.scenario.shards import keep_whole, refuse_changed, take_shard
 from harness.scenario.suite import load_suite
@@ -58,12 +58,14 @@ from harness.store import RunFolder, load_case
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",
-    "prepare", "prepare_rerun",
+    "prepare", "prepare_rerun", "provenance_of", "rounds",
 ]  # fmt: skip
 
 DEFAULT_SCENARIOS = Path("scenarios")
 NOTES_KEY = "notes"
 """Of the manifest: what selections left out, a line each."""
+SESSION_KEY = "session"
+"""Of the manifest: the session of pytest that made the folder, "" for none."""
 
 
 def prepare(request: Request) -> Prepared:
@@ -83,18 +85,20 @@ def prepare(request: Request) -> Prepared:
         forced=request.device is not None,
         keyword=request.keyword,
         how=request.select,
+        picked=request.picked,
         changed=refuse_changed
         if request.shard
         else partial(changed, database=request.history, here=here),
     )
     refuse_secrets(chosen, () if slurm is None else slurm.args)
-    whole = None
+    part_of = None
     if request.shard is not None:
-        chosen, whole = take_shard(chosen, request.shard, _costs(request))
-    wanted = request.slots or suite.launch.slots
+        chosen, part_of = take_shard(chosen, request.shard, _costs(request))
     if slurm is None:
+        wanted = request.slots or suite.slots(machine.default_slots(here))
         slots, devices = _slots(wanted, device, here, request.ranks_per_gpu)
     else:
+        wanted = request.slots or suite.slots(slots_on_slurm(None, chosen))
         slots, devices = _slots_on_slurm(wanted, chosen, request), ()
     seconds = expected_here(request.costs or request.history, kind_of(here))
     return Prepared(
@@ -115,7 +119,8 @@ def prepare(request: Request) -> Prepared:
         retries=suite.launch.retries,
         selected=selected,
         tiers=suite.tiers,
-        whole=whole,
+        whole=part_of,
+        session=request.session,
     )
 
 
@@ -227,7 +232,7 @@ def _refuse_other_code(folder: RunFolder, here: Machine, request: Request) -> No
     """
     if request.mixed or "code" not in folder.manifest:  # made before it was recorded
         return
-    before, now = deciding(folder.manifest), deciding(_provenance(here, folder.cases))
+    before, now = deciding(folder.manifest), deciding(provenance_of(here, folder.cases))
     if told := changes(before, now):
         raise UsageError(
             f"--resume {folder.path}: expected the code, packages and variables of its runs, but "
@@ -333,7 +338,7 @@ def _memory_bytes(device: Literal["cpu", "cuda"], here: Machine) -> int:
     return sum(gpu.memory_bytes for gpu in here.gpus)
 
 
-def carry_out(
+def rounds(
     prepared: Prepared,
     view: View,
     *,
@@ -341,8 +346,8 @@ def carry_out(
     exit_first: bool,
     argv: Sequence[str],
     engine: Engine | None = None,
-) -> Carried:
-    """Make the runs and judge the cases. The folder is released and the engine closed at the end.
+) -> Generator[None, None, Carried]:
+    """Make the runs and judge the cases in rounds; closing them closes folder and engine, too.
 
     Args:
         prepared: what to do.
@@ -363,13 +368,13 @@ def carry_out(
         if prepared.resumed is not None:
             clear_leftovers(folder)
         view.planned(prepared.plan)
-        specs = [program_of(run.spec.config) for run in prepared.plan.runs]
-        make_environments(filter(None, specs), lambda text: print(text, file=sys.stderr))
+        programs = filter(None, (program_of(run.spec.config) for run in prepared.plan.runs))
+        make_environments(programs, lambda text: print(text, file=sys.stderr))
         engine = engine or make_engine(prepared)
         meter = metered(view, prepared.plan)
         known = {run.key: run.estimate_s for run in prepared.plan.runs}
         try:
-            verdicts = execute(
+            verdicts = yield from execution(
                 folder, prepared.plan.cases, engine, meter, exit_first=exit_first,
                 retries=prepared.retries, seconds=lambda spec: known.get(spec.key, 0.0),
             )  # fmt: skip
@@ -392,6 +397,10 @@ def carry_out(
     if interrupted is not None:
         raise CutShort(str(interrupted), done)
     return done
+
+
+carry_out = whole(rounds)
+"""All rounds of a launch."""
 
 
 def make_engine(prepared: Prepared) -> Engine:
@@ -439,12 +448,14 @@ def _manifest(prepared: Prepared, now: datetime, argv: Sequence[str]) -> Mapping
         "shard": "" if prepared.whole is None else str(prepared.whole.shard),
         "selected": [part.to_json() for part in prepared.selected],
         NOTES_KEY: list(prepared.notes),
+        SESSION_KEY: prepared.session,
         MANIFEST_KEY: None if prepared.slurm is None else prepared.slurm.to_json(),
-        **_provenance(prepared.machine, prepared.plan.cases),
+        **provenance_of(prepared.machine, prepared.plan.cases),
     }
 
 
-def _provenance(here: Machine, cases: Sequence[CaseSpec]) -> dict[str, Any]:
+def provenance_of(here: Machine, cases: Sequence[CaseSpec]) -> dict[str, Any]:
+    """What a manifest says of the environment in which the runs of cases are made now."""
     configs = {spec.key: spec.config for spec in unique_runs(cases).values()}
     machine: dict[str, Any] = json.loads(dumps(here))
     return record(machine, codes_of(configs.values()))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from harness.errors import UsageError, shown
 from harness.records import CaseSpec
-from harness.store import JOURNAL_FILE, SPEC_FILE, RunFolder, load_case
+from harness.store import SEARCH_FILE, SPEC_FILE, RunFolder, load_case
 
 DEFAULT_OUT = Path("out")
 
@@ -27,7 +27,7 @@ def newest_run(out: Path = DEFAULT_OUT) -> Path:
     made = [
         path
         for path in out.glob("*/manifest.json")
-        if path.is_file() and not path.with_name(JOURNAL_FILE).exists()  # of a search
+        if path.is_file() and not path.with_name(SEARCH_FILE).exists()  # of a search
     ]
     if not made:
         raise UsageError(f"expected a run folder, {out}/ holds none")

@@ -12,7 +12,7 @@ from harness.plan import Plan
 from harness.records import Verdict
 from harness.scenario.schema import Overrides
 from harness.scenario.shards import Whole
-from harness.scenario.suite import Selected
+from harness.scenario.suite import Picked, Selected
 from harness.store import RunFolder
 
 
@@ -23,13 +23,15 @@ class Request:
     `slurm` are `KEY=YAML` texts over its `launch.slurm`; `paths` are files and folders that run
     together, of which `tiers` leaves some; `select` is over what the scenarios say. `history` is
     where the run will be recorded, `costs` the one that a `shard` is cut by. `mixed`
-    goes on with a folder of other code.
+    goes on with a folder of other code. `picked` are the cases that pytest's `session` selected.
     """
 
     scenario: Path | None = None
     paths: tuple[Path, ...] = ()
     tiers: tuple[str, ...] = ()
     select: str | None = None
+    picked: Picked | None = None
+    session: str = ""
     shard: str | None = None
     costs: Path | None = None
     history: Path | None = None
@@ -65,6 +67,7 @@ class Prepared:
         selected: what is run of each scenario, and how much is left out.
         tiers: that were asked for; "" if none was.
         whole: what a shard is a part of; None for all.
+        session: of pytest, "" for none.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Prepared:
     selected: tuple[Selected, ...] = ()
     tiers: str = ""
     whole: Whole | None = None
+    session: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:

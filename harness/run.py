@@ -12,15 +12,16 @@ other outcome is final and never retried.
 """
 
 import dataclasses
+import functools
 import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import ParamSpec, Protocol, Self, TypeVar, cast
 
 from harness.again import says_nothing
 from harness.checks import confirmation
@@ -38,6 +39,9 @@ from harness.store import CASE_FILE, CASES_FILE, RunFolder
 
 Judge = Callable[..., Verdict]
 """From a case and its three runs, and `samples` and `repeats` if it has any, to a verdict."""
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,7 +63,10 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A progress that tells nobody."""
+    """A progress, and a view (`harness.progress`), that tells nobody."""
+
+    def planned(self, plan: object) -> None:
+        """Nothing."""
 
     def run_started(self, spec: RunSpec) -> None:
         """Nothing."""
@@ -70,8 +77,13 @@ class Silent:
     def judged(self, verdict: Verdict) -> None:
         """Nothing."""
 
+    def __enter__(self) -> Self:
+        return self
 
-def execute(  # noqa: PLR0913 - all but four have a default that is right nearly everywhere
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def execution(  # noqa: PLR0913 - all but four have a default that is right nearly everywhere
     folder: RunFolder,
     cases: Sequence[CaseSpec],
     engine: Engine,
@@ -82,8 +94,11 @@ def execute(  # noqa: PLR0913 - all but four have a default that is right nearly
     seconds: Seconds = lambda spec: 1.0,
     judge: Judge = judge_case,
     confirm: bool = True,
-) -> tuple[Verdict, ...]:
+) -> Generator[None, None, tuple[Verdict, ...]]:
     """Make the runs of `cases` that are missing and judge every case; verdicts in case order.
+
+    Each round starts what fits, waits until a run ends and judges what can be judged. Closed before
+    its end, it kills the runs under way; `--resume` goes on with what is left.
 
     Args:
         folder: where everything is stored; locked here if it is not yet.
@@ -108,19 +123,59 @@ def execute(  # noqa: PLR0913 - all but four have a default that is right nearly
     for spec in matrix.waiting.values():
         engine.check(spec)
     try:
-        with stop_on_signals():
-            try:
-                matrix.carry_out(exit_first=exit_first)
-            except BaseException:
-                engine.cancel()
-                raise
+        yield from matrix.rounds(exit_first=exit_first)
     except KeyboardInterrupt:
+        engine.cancel()
         raise Interrupted(
             f"interrupted: {len(matrix.verdicts)} of {len(cases)} cases are done; "
             f"go on with --resume {folder.path}",
             matrix.in_order(),
         ) from None
+    except BaseException:
+        engine.cancel()
+        raise
     return matrix.in_order()
+
+
+def advance(
+    rounds: Generator[None, None, Result], enough: Callable[[], bool] = lambda: False
+) -> Result | None:
+    """Go through rounds until there is enough, or to their end.
+
+    Returns:
+        What they come to; None if they have not ended, or had before.
+
+    Raises:
+        Interrupted: SIGINT, SIGTERM or SIGHUP while cases are carried out.
+        HarnessError: see whose rounds they are.
+    """
+    with stop_on_signals():
+        try:
+            while not enough():
+                next(rounds)
+        except StopIteration as end:
+            value: Result | None = end.value
+            return value
+        except KeyboardInterrupt:
+            rounds.throw(KeyboardInterrupt)  # it may have come between two rounds
+            raise
+    return None
+
+
+def whole(
+    rounds: Callable[Args, Generator[None, None, Result]],
+) -> Callable[Args, Result]:
+    """A function that goes through all rounds and returns what they come to."""
+
+    @functools.wraps(rounds)
+    def to_the_end(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        return cast(Result, advance(rounds(*args, **kwargs)))
+
+    return to_the_end
+
+
+execute = whole(execution)
+"""All rounds of an execution."""
 
 
 def keep_trace(path: Path, error: Exception) -> str:
@@ -193,7 +248,7 @@ class _Matrix:
         """The verdicts that there are, as the cases stand."""
         return tuple(self.verdicts[case.id] for case in self._cases if case.id in self.verdicts)
 
-    def carry_out(self, *, exit_first: bool) -> None:
+    def rounds(self, *, exit_first: bool) -> Iterator[None]:
         """Start, wait and judge until nothing is left, or the first failure with `exit_first`."""
         open_cases = [case for case in self._cases if not self._answer_from_store(case)]
         for case in open_cases:
@@ -206,6 +261,7 @@ class _Matrix:
             for case in touched:
                 if case.id not in self.verdicts:
                     self._judge_if_complete(case)
+            yield
             if exit_first and any(_stops(verdict) for verdict in self.verdicts.values()):
                 self._engine.cancel()
                 return

@@ -54,7 +54,7 @@ LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
 CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
 SHARDS_FILE = "shards.json"
 """Of a shard: `harness.scenario.shards`."""
-JOURNAL_FILE = "questions.jsonl"
+SEARCH_FILE = "bisect.json"
 """Of a search: what `harness bisect` asked."""
 LEGS = ("reference", "control", "candidate")
 FILES_KEY = "files"

@@ -167,7 +167,7 @@ class _Bodies:
         return pictures
 
     def _trend(self, case: CaseReport, nights: CaseNights | None) -> str:
-        worth_it = nights is not None and len(nights.trend.nights) > 1 and bool(nights.words)
+        worth_it = nights is not None and len(nights.trend.answers) > 1 and bool(nights.words)
         if nights is None or not worth_it or self._num_trends >= MAX_TREND_PICTURES:
             return ""
         self._num_trends += 1

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from harness.errors import HarnessError
 from harness.history import DATABASE_FILE, CaseTrend, Flaky, History, flaky_cases, trends
-from harness.history.database import refusals
-from harness.history.trend import Shift
+from harness.history.trend import METRIC_NAMES, Shift
 from harness.records import Outcome
 from reports.text import one_line
 
@@ -22,10 +21,6 @@ MOST_ANSWERS = 14_000
 """Of all cases and days that are looked at, but for two weeks of each case: some seconds."""
 LETTERS: dict[Outcome, str] = {
     "passed": "p", "failed": "f", "error": "e", "incomparable": "i", "skipped": "s",
-}  # fmt: skip
-_METRICS = {
-    "step_s": "step time", "peak_bytes": "peak memory", "startup_s": "start-up",
-    "step_ratio": "step time over the reference's",
 }  # fmt: skip
 
 
@@ -83,15 +78,13 @@ def look_back(folder: Path, scenario: str, created: str, database: Path | None =
 
 
 def _days(history: History, scenario: str) -> int:
-    sql = "SELECT MAX(num_cases) FROM folders WHERE scenario = ?"
-    with refusals("read", history.path):
-        row = history.connection.execute(sql, [scenario]).fetchone()
-    cases = row[0] if row and isinstance(row[0], int) else 0
-    return min(MOST_DAYS, max(MAX_NIGHTS, MOST_ANSWERS // max(1, cases)))
+    sql = "SELECT MAX(num_cases) FROM folders WHERE scenario = ? AND typeof(num_cases) = 'integer'"
+    (row,) = history.query(sql, [scenario])
+    return min(MOST_DAYS, max(MAX_NIGHTS, MOST_ANSWERS // max(1, row[0] or 0)))
 
 
 def _case(trend: CaseTrend, days: int) -> CaseNights:
-    nights = trend.nights[-MAX_NIGHTS:]
+    answers = trend.answers[-MAX_NIGHTS:]
     words = [shift_words(shift) for shift in trend.shifts]
     if trend.first_bad is not None:
         good = trend.last_good
@@ -100,24 +93,23 @@ def _case(trend: CaseTrend, days: int) -> CaseNights:
         )  # fmt: skip
         bad = trend.first_bad
         words.insert(0, f"first bad {bad.created[:10]} at {_commit(bad.commit)}, {before}")
-    again = [night for night in nights if night.retried]
+    again = [answer for answer in answers if answer.retried]
     if again:
-        noun = "night" if len(again) == 1 else "nights"
+        noun = "run" if len(again) == 1 else "runs"
         words.append(f"tried again in {len(again)} {noun}: {', '.join(again[-1].retried)}")
     return CaseNights(
         trend=trend,
-        letters="".join(LETTERS[night.outcome] for night in nights),
-        step_us=tuple(_scaled(night.step_s, 1e6) for night in nights),
-        peak_kib=tuple(_scaled(night.peak_bytes, 1 / 1024) for night in nights),
+        letters="".join(LETTERS[answer.outcome] for answer in answers),
+        step_us=tuple(_scaled(answer.step_s, 1e6) for answer in answers),
+        peak_kib=tuple(_scaled(answer.peak_bytes, 1 / 1024) for answer in answers),
         words=tuple(one_line(text, 300) for text in words),
     )
 
 
 def shift_words(shift: Shift) -> str:
     """A lasting change in one clause."""
-    metric = _METRICS.get(shift.metric, shift.metric)
     return (
-        f"{metric} {shift.change.ratio:+.1%} since {shift.first.created[:10]} "
+        f"{METRIC_NAMES[shift.metric]} {shift.change.ratio:+.1%} since {shift.first.created[:10]} "
         f"at {_commit(shift.first.commit)}"
     )
 

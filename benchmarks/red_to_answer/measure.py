@@ -9,13 +9,12 @@ from pathlib import Path
 
 from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
-from harness.rejudge import find_answer
-from harness.bisector.findings import FINDINGS_FILE, Findings, read_findings
-from harness.bisector.summary import first_wrong
-from harness.bisector.words import where
+from harness.bisector.render import UNKNOWN, Findings, first_wrong, read_findings
 from harness.detection.localised import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode
+from harness.rejudge import find_answer
+from harness.store import SEARCH_FILE
 
 ROOT = Path(__file__).parents[2]
 LOOK_EVERY_S = 0.05
@@ -98,7 +97,7 @@ class Bench:
 def _look(out: Path, seen: int, last: Findings | None) -> tuple[Findings | None, int]:
     """What the search has written so far, and when; what was seen last if it is the same."""
     try:
-        written = (out / FINDINGS_FILE).stat().st_mtime_ns
+        written = (out / SEARCH_FILE).stat().st_mtime_ns
     except FileNotFoundError:
         return last, seen
     return (last, seen) if written == seen else (read_findings(out) or last, written)
@@ -119,7 +118,7 @@ def _judged(row: Row, planted: Planted, spec: CaseSpec, findings: Findings) -> R
         )
     causes = findings.causes.causes if findings.causes is not None else ()
     changes = [change for cause in causes for change in cause.changes]
-    found = [where(place), first_wrong(place), "; ".join(map(str, causes)) or "no cause"]
+    found = [str(place or UNKNOWN), first_wrong(place), "; ".join(map(str, causes)) or "no cause"]
     return replace(
         row, localised=how, found=" | ".join(found),
         is_cause_named=any(f"plant: {planted.fault}" in change for change in changes),

@@ -7,26 +7,28 @@ many times in a row that this would be rare for a fault (`Patience.passes`).
 How rare depends on the rate, which nobody knows. `learn` runs the full failing case until it has
 failed `failures` times, which takes `trials` runs, more of them the rarer the fault. Asking
 `c * trials` times then misses with a probability that is bounded for every rate alike: with
-c = miss ** (-1 / failures) - 1 it is at most `miss` (`chance_of_missing` has the exact value; it
-tends to (1 + c) ** -failures from below as the rate goes to 0). That is half of the runs that a
-lower bound on the rate would ask for, as no confidence is spent on the rate itself.
+c = miss ** (-1 / failures) - 1 it is at most `miss` (it tends to (1 + c) ** -failures from
+below as the rate goes to 0). That is half of the runs that a lower bound on the rate would ask for,
+as no confidence is spent on the rate itself.
 
-What it assumes: runs are independent, and what fails fails no less often than the full case. Where
-the failures may be shared by several independent causes, `causes` says by how many at most: the
-most frequent of them then has a rate from 1 - (1 - rate) ** (1 / causes).
+What it assumes: runs are independent, and what fails fails no less often than the full case.
 """
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
-from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.records import ExitCode
 
+Answer = Literal["fails", "passes", "unresolved"]
+"""What runs said. `unresolved`: they could not be made, or failed in another way."""
+FAILS: Final = "fails"
+PASSES: Final = "passes"
+UNRESOLVED: Final = "unresolved"
 CONFIDENCE = 0.99
 ALWAYS_AFTER = 5
 """Failures in a row, from the first run on, after which a fault is taken for one of every run."""
@@ -36,7 +38,6 @@ MAX_TRIALS = 200
 MAX_SILENT = 30
 """Passes of the full case, and no failure, after which it is given up: 2 in 100,000 at 30 %."""
 _HALVINGS = 200
-Side = Literal["both", "lower", "upper"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +61,13 @@ class Bounds(Json):
 
 
 @functools.cache
-def bounds(
-    successes: int, trials: int, confidence: float = CONFIDENCE, side: Side = "both"
-) -> Bounds:
+def bounds(successes: int, trials: int, confidence: float = CONFIDENCE) -> Bounds:
     """Bounds on the rate of which `successes` in `trials` were seen; no trial says 0 to 1.
 
     Args:
         successes: from 0 to `trials`.
         trials: independent ones.
         confidence: with which the rate lies between the bounds, whatever it is.
-        side: `lower` puts all doubt below and `high` is 1; `upper` all above and `low` is 0.
 
     Raises:
         ValueError: more successes than trials, or a confidence not between 0 and 1.
@@ -79,13 +77,10 @@ def bounds(
             f"Expected 0 <= successes <= trials and 0 < confidence < 1, "
             f"got {successes}, {trials}, {confidence}"
         )
-    doubt = (1 - confidence) / (2 if side == "both" else 1)
-    low, high = 0.0, 1.0
-    if successes and side != "upper":
-        low = _rate(doubt, successes, trials)
-    if successes < trials and side != "lower":
-        # The failures are at least so many: the same bound, seen from the other end.
-        high = 1 - _rate(doubt, trials - successes, trials)
+    doubt = (1 - confidence) / 2
+    low = _rate(doubt, successes, trials) if successes else 0.0
+    # The failures are at least so many: the same bound, seen from the other end.
+    high = 1 - _rate(doubt, trials - successes, trials) if successes < trials else 1.0
     return Bounds(low=low, high=high, successes=successes, trials=trials)
 
 
@@ -149,7 +144,6 @@ class Patience(Json):
         failures, trials: of the full failing case.
         confidence: with which no answer of the search is wrong.
         num_questions: among which the doubt is shared.
-        causes: among which the failures may be shared.
         passes: in a row, for a question on the way.
         confirmations: in a row, for an answer that the conclusion rests on.
     """
@@ -158,7 +152,6 @@ class Patience(Json):
     trials: int
     confidence: float
     num_questions: int
-    causes: int
     passes: int
     confirmations: int
 
@@ -193,7 +186,6 @@ def patience(
     *,
     num_questions: int,
     confidence: float = CONFIDENCE,
-    causes: int = 1,
     flaky: bool = False,
 ) -> Patience:
     """How often to ask, once the full case has failed `failures` times in `trials` runs.
@@ -206,30 +198,29 @@ def patience(
         failures, trials: of the full case.
         num_questions: that the search will ask, or confirm.
         confidence: with which no answer of the search shall be wrong.
-        causes: among which the failures may be shared.
         flaky: a set that fails has been seen to pass, so once is never enough.
 
     Raises:
         ValueError: no failure, fewer trials than failures, or a count or confidence out of range.
     """
-    if not 1 <= failures <= trials or num_questions < 1 or causes < 1 or not 0 < confidence < 1:
+    if not 1 <= failures <= trials or num_questions < 1 or not 0 < confidence < 1:
         raise ValueError(
-            "Expected 1 <= failures <= trials, a question and a cause or more, and "
-            f"0 < confidence < 1, got {failures}, {trials}, {num_questions}, {causes}, {confidence}"
+            "Expected 1 <= failures <= trials, a question or more, and 0 < confidence < 1, "
+            f"got {failures}, {trials}, {num_questions}, {confidence}"
         )
     miss = (1 - confidence) / num_questions
     if failures == trials and not flaky:
-        passes, confirmations = 1, _confirmations(failures, miss, causes)
+        passes, confirmations = 1, _confirmations(failures, miss)
     else:
         times = miss ** (-1 / failures) - 1
-        passes = confirmations = max(math.ceil(causes * times * trials), 1)
+        passes = confirmations = max(math.ceil(times * trials), 1)
     return Patience(
         failures=failures, trials=trials, confidence=confidence, num_questions=num_questions,
-        causes=causes, passes=passes, confirmations=confirmations,
+        passes=passes, confirmations=confirmations,
     )  # fmt: skip
 
 
-def _confirmations(failures: int, miss: float, causes: int) -> int:
+def _confirmations(failures: int, miss: float) -> int:
     """Passes in a row that no rate shows, after as many failures, with more probability than that.
 
     The worst rate for `rate ** failures * (1 - rate) ** passes` is where its slope is 0.
@@ -238,18 +229,8 @@ def _confirmations(failures: int, miss: float, causes: int) -> int:
     while True:
         worst = failures / (failures + passes)
         if worst**failures * (1 - worst) ** passes <= miss:
-            return causes * passes
+            return passes
         passes += 1
-
-
-def chance_of_missing(rate: float, passes_per_trial: float, failures: int) -> float:
-    """Probability that a fault passes `passes_per_trial * trials` times, over all `trials`.
-
-    `trials` being what it takes to see so many failures: a sum of geometric waits, of which this is
-    the generating function.
-    """
-    quiet = (1 - rate) ** passes_per_trial
-    return float((rate * quiet / (1 - (1 - rate) * quiet)) ** failures)
 
 
 class NeverFails(HarnessError):
@@ -263,9 +244,7 @@ def learn(
     *,
     num_questions: int,
     confidence: float = CONFIDENCE,
-    causes: int = 1,
     flaky: bool = False,
-    max_trials: int = MAX_TRIALS,
 ) -> Patience:
     """Run the full failing case until its rate is known well enough.
 
@@ -273,16 +252,14 @@ def learn(
         run: one run of it; takes the number of runs before.
         num_questions: that the search will ask.
         confidence: with which no answer of the search shall be wrong.
-        causes: among which the failures may be shared.
         flaky: a set that fails has been seen to pass.
-        max_trials: after which the case is given up.
 
     Raises:
-        NeverFails: it failed too seldom in `max_trials` runs, or could not be run.
+        NeverFails: it failed too seldom in `MAX_TRIALS` runs, or could not be run.
     """
     answers: list[Answer] = []
     while answers.count(FAILS) < (FAILURES if flaky or PASSES in answers else ALWAYS_AFTER):
-        if len(answers) == (max_trials if FAILS in answers else min(MAX_SILENT, max_trials)):
+        if len(answers) == (MAX_TRIALS if FAILS in answers else MAX_SILENT):
             seen = answers.count(FAILS)
             raise NeverFails(f"the full case failed in {seen} of {len(answers)} runs: too seldom")
         answers.append(run(len(answers)))
@@ -290,7 +267,7 @@ def learn(
             raise NeverFails(f"run {len(answers)} of the full case gave no answer")
     return patience(
         answers.count(FAILS), len(answers),
-        num_questions=num_questions, confidence=confidence, causes=causes, flaky=flaky,
+        num_questions=num_questions, confidence=confidence, flaky=flaky,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
 from harness.plant_spec import PlantSpec, each_of, joined
-from harness.program.spec import capabilities_of, program_of
+from harness.program.spec import ProgramSpec, capabilities_of, program_of
 from harness.records import RunSpec
 from harness.scenario.program_section import OPEN
 from harness.scenario.settings import leaf_types
@@ -87,6 +87,13 @@ def config_of(leaves: dict[str, Any]) -> dict[str, Any]:
         if leaf != PROGRAM:
             holder[name or leaf] = copy.deepcopy(value)
     return config
+
+
+def program_in(spec: RunSpec) -> ProgramSpec:
+    """The program of a run that has one."""
+    program = program_of(spec.config)
+    assert program is not None
+    return program
 
 
 def plants_of(spec: RunSpec) -> tuple[PlantSpec, ...]:

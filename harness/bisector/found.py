@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.checks.evidence import show_ranks
 from harness.codec import Json
 from harness.faults.fault import Phase
 
@@ -83,3 +84,14 @@ class Location(Json):
     from_loss: bool = False
     operation: Literal["", "all-gather", "reduce-scatter"] = ""
     sum_hides_rank: bool = False
+
+    def __str__(self) -> str:
+        """`step 7, backward, microbatch 1, layers.0.attn.wq, rank 3`; "" if nothing is known."""
+        parts = [
+            "" if self.step is None else "before step 0" if self.step < 0 else f"step {self.step}",
+            self.phase or "",
+            "" if self.microbatch is None else f"microbatch {self.microbatch}",
+            self.module,
+            show_ranks(set(self.ranks)) if self.ranks else "",
+        ]
+        return ", ".join(part for part in parts if part)

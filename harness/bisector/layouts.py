@@ -1,35 +1,215 @@
-"""Two runs of one model and data on other layouts: which tensor is farther apart than rounding.
+"""Two cells of a scenario against each other: bit for bit on one layout, within bounds on two.
 
-layout_runs    the two, and runs that round at random; all keep one step
-whole          their tensors, put together
-apart          how far rounding may take two of them
-layouts        this file: the first tensor that is farther apart, its element, its ranks
+    same layout    the candidate of one against that of the other, as a case like any other
+    two layouts    contents of one step of both, and of runs that round at random; two engines too
+
+Layouts add in other orders, so their bits differ: how far they may be apart is a bound out of runs
+that round at random. It is probabilistic and measured on the
+program itself: `NUM_SAMPLES` runs X_i that round at random (`fsdp_core.rounding`), with no axis but
+that of the data, take the same steps. Roundings are independent with mean zero (N. J. Higham and
+T. Mary, SIAM J. Sci. Comput. 41, 2019); to first order the error of a tensor is a sum over all of
+them, and E |e|^2 <= s^2, where random rounding has 2/3 of that at most on average, so
+
+    s^2 = 3/2 * max_i |X_i - mean X|^2 * n / (n - 1)
+
+and errors of two runs, which are independent, have 2 s^2. Changing one rounding changes |e| by at
+most 2 h_i |c_i| (McDiarmid, 1989): |e| > (1 + k) sqrt(2) s has a probability of at most
+exp(-k^2 / 2), 1.5e-8 a tensor for k = 6. The largest of the samples stands for their mean, as few
+samples of few independent errors may all be small.
+
+Rows of `LEAST_ROW` elements and more are looked at alone, too: a fault of one row is small in a
+tensor of many. What random rounding leaves as it is (sums of collectives, AdamW's kernel) may round
+a few times: `FLOOR_ROUNDINGS` unit roundoffs of the tensor a step. Weights may also lie apart by
+twice the learning rate where a gradient is nearly zero, as AdamW goes by its sign: `MOST_FLIPS`
+elements a step beyond what samples show.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.bisector.apart import (
-    FLOOR_ROUNDINGS,
-    LEAST_ROW,
-    MOST_FLIPS,
-    ROUNDOFF,
-    Apart,
-    Units,
-    bound_of,
-    distances,
-    norms,
-    units_of,
-)
-from harness.bisector.elements import shown, ulps
+from fsdp_core.config import ParallelConfig, TrainConfig
+from harness.bisector.elements import Floats, Whole, shown, ulps, whole_tensors
+from harness.bisector.experiments import Asker, judged_by, message
 from harness.bisector.found import Element, Location
-from harness.bisector.whole import Floats, Whole, whole_tensors
-from harness.contents import Contents
-from harness.records import RunResult
+from harness.bisector.least import first_failing
+from harness.contents import Contents, read_contents
+from harness.errors import UsageError
+from harness.keeping import DEFAULT_MAX_BYTES, KeepSpec
+from harness.program.spec import capabilities_of
+from harness.records import CaseSpec, RunResult, RunSpec, Verdict
+
+NAMES = ("grads:*", "weights:*")
+BRANCHES = ("layers.*.attn:output", "layers.*.mlp:output")
+"""Taps of a forward pass; of its first microbatch, as contents take memory."""
+NUM_SAMPLES = 6
+_MAY_DIFFER = ("parallel", "fsdp", "graph", "compile", "compile_backend", "stress", "stress_seed",
+               "taps", "flush_every", "graph_warmup_steps", "graph_optimizer", "ledger", "steps",
+               "backend", "engine")  # fmt: skip
+"""Keys of a configuration that decide how a step is computed, and not what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """What a comparison of two layouts needs.
+
+    Attributes:
+        reference, candidate: the two, which keep gradients and weights of one step.
+        samples: runs that round at random.
+    """
+
+    reference: RunSpec
+    candidate: RunSpec
+    samples: tuple[RunSpec, ...]
+
+
+def runs_to_compare(
+    reference: RunSpec, candidate: RunSpec, step: int, max_bytes: int = DEFAULT_MAX_BYTES
+) -> Runs:
+    """The runs that tell where two layouts are farther apart than rounding, at one step.
+
+    Args:
+        step: of the gradients and weights that are compared.
+        max_bytes: that a rank may keep.
+
+    Raises:
+        UsageError: they do not compute the same, or a layout decides more than rounding.
+    """
+    refuse_incomparable(reference, candidate)
+    for spec in (reference, candidate):
+        if step >= int(spec.config["steps"]):
+            raise UsageError(f"expected a step below {spec.config['steps']}, got {step}")
+    looks = all(spec.config.get("engine") == "ours" for spec in (reference, candidate))
+    taps = BRANCHES if looks else ()
+    names = (*NAMES, *(f"{tap}[0]" for tap in taps))
+    keep = KeepSpec(step=step, names=names, max_bytes=max_bytes)
+    config = TrainConfig.from_dict(reference.config)
+    dp, outer = config.parallel.dp, config.parallel.dp_outer
+    plain = replace(
+        config, parallel=ParallelConfig(dp=dp, dp_outer=outer), graph=(), compile=(), stress=(),
+        taps=taps, backend="torch", engine="ours", steps=step + 1,
+    )  # fmt: skip
+    # One process holds the whole model: rounding at random takes more time, and more memory.
+    samples = tuple(
+        RunSpec(
+            config=plain.to_dict(), device="cpu", world_size=dp * outer,
+            timeout_s=10 * reference.timeout_s, keep=keep, rounding=number + 1,
+        )
+        for number in range(NUM_SAMPLES)
+    )  # fmt: skip
+    first, second = (
+        replace(spec, keep=keep, config=spec.config | ({"taps": list(taps)} if taps else {}))
+        for spec in (reference, candidate)
+    )
+    return Runs(reference=first, candidate=second, samples=samples)
+
+
+def refuse_incomparable(reference: RunSpec, candidate: RunSpec) -> None:
+    """See that two runs compute the same but for rounding (`UsageError`: what does not)."""
+    legs = [TrainConfig.from_dict(spec.config) for spec in (reference, candidate)]
+    plain = [leg.to_dict() for leg in legs]
+    for key in sorted(plain[0].keys() - set(_MAY_DIFFER)):
+        if plain[0][key] != plain[1][key]:
+            _refuse(f"the same {key}", f"{plain[0][key]!r:.60} and {plain[1][key]!r:.60}")
+    if legs[0].fsdp.reduce_dtype != legs[1].fsdp.reduce_dtype:
+        found = " and ".join(leg.fsdp.reduce_dtype for leg in legs)
+        _refuse("the same fsdp.reduce_dtype", found)
+    ranks = [leg.parallel.dp * leg.parallel.dp_outer for leg in legs]
+    if ranks[0] != ranks[1]:
+        # Each has sequences of its own.
+        _refuse("the same data, so as many dp x dp_outer ranks", f"{ranks[0]} and {ranks[1]}")
+    for leg in legs:
+        if leg.parallel.dynamic_cp:
+            _refuse("no parallel.dynamic_cp, whose packs depend on the layout", "it")
+        if leg.model.dropout:
+            _refuse("model.dropout 0, as layouts draw other masks", f"{leg.model.dropout}")
+        if leg.fp8 != "none":
+            _refuse("fp8 none, as scales of eight bits depend on the layout", leg.fp8)
+
+
+def _refuse(expected: str, got: str) -> None:
+    raise UsageError(f"between layouts: expected {expected}, got {got}")
+
+
+CONFIDENCE = 6.0
+LEAST_ROW = 16
+FLOOR_ROUNDINGS = 8
+MOST_FLIPS = 8
+ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""Unit roundoff, half the gap between 1 and the next number."""
+
+
+class Units(NamedTuple):
+    """Distances over their bounds: between both legs, and of each to the mean of the samples."""
+
+    both: float
+    reference: float
+    candidate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """How far one tensor of both legs is apart.
+
+    Attributes:
+        name: with its group; "loss" alone.
+        units: of the whole tensor, or of its worst row; above 1 is wrong.
+        row: the worst of those that are wrong; None where only the whole tensor is, or nothing.
+        why: what is wrong whatever rounding does; "" else.
+    """
+
+    name: str
+    units: Units
+    row: int | None = None
+    why: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether rounding does not explain it."""
+        return not self.units.both <= 1
+
+
+def norms(rows: Floats) -> Floats:
+    """Of each row."""
+    found: Floats = np.sqrt(np.square(rows).sum(-1))
+    return found
+
+
+def bound_of(values: Sequence[Floats], floor: Floats, legs: float) -> Floats:
+    """The bound of each row, for a distance whose error is `legs` times that of one run."""
+    samples = np.stack(values[2:])
+    count = len(samples)
+    power = np.square(samples - samples.mean(0)).sum(-1).max(0) * count / (count - 1)
+    found: Floats = (1 + CONFIDENCE) * legs * np.sqrt(1.5 * power) + floor
+    return found
+
+
+def distances(values: Sequence[Floats], floor: Floats) -> Floats:
+    """Of both legs, in units of the bound of each row; infinite for a NaN."""
+    return _in_units(norms(values[0] - values[1]), bound_of(values, floor, math.sqrt(2)))
+
+
+def _in_units(distance: Floats, bound: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        units: Floats = np.where(distance == 0, 0.0, distance / bound)
+    return np.where(np.isnan(units), np.inf, units)
+
+
+def units_of(values: Sequence[Floats], floor: Floats) -> Units:
+    """Of the worst row; values are of the reference, the candidate and samples."""
+    if values[0].ndim == 1:
+        values = [value[None] for value in values]
+    mean = np.mean(np.stack(values[2:]), 0)
+    alone = bound_of(values, floor, math.sqrt(1 + 1 / len(values[2:])))
+    return Units(
+        float(distances(values, floor).max()),
+        float(_in_units(norms(values[0] - mean), alone).max()),
+        float(_in_units(norms(values[1] - mean), alone).max()),
+    )
+
 
 ROUTED = (
     "routing: in bf16 a router may send a token to another expert for a rounding's sake, which no "
@@ -311,3 +491,149 @@ def _in_model(name: str) -> tuple[Any, ...]:
     if parts[0] == "layers" and len(parts) > 2:
         return group, 1, int(parts[1]), parts[2] != "attn", parts[3:] != ["norm", "weight"], parts
     return group, 0 if parts[0] == "embedding" else 2, 0, parts[0] == "head", False, parts
+
+
+WORDS = "are they apart by more than rounding, in step {}? Runs {} to {} of {}"
+LEGS_ASKED = 3
+"""Runs of a question."""
+
+
+def is_one_layout(one: CaseSpec, other: CaseSpec) -> bool:
+    """Whether the candidates of two cases can be compared bit for bit."""
+    specs = [case.candidate for case in (one, other)]
+    configs = [spec.config for spec in specs]
+    if not all(capabilities_of(config).layouts for config in configs):
+        if specs[0].world_size != specs[1].world_size:
+            numbers = " and ".join(str(spec.world_size) for spec in specs)
+            raise UsageError(f"--against: expected programs of as many ranks, got {numbers}")
+        return True
+    return all(configs[0][key] == configs[1][key] for key in ("parallel", "engine"))
+
+
+def case_of_two(one: CaseSpec, other: CaseSpec) -> CaseSpec:
+    """The candidate of `one` against that of `other`, which also runs against its own control.
+
+    Raises:
+        UsageError: layouts differ, and more than rounding with them.
+    """
+    if not is_one_layout(one, other):
+        refuse_incomparable(other.candidate, one.candidate)
+    reference = replace(other.candidate, replica=0)
+    return replace(
+        one, id=f"{one.id}-against-{other.id}"[:180], reference=reference,
+        control=replace(reference, replica=1), repeats=0,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One step of two layouts: what comparing it has shown, as an answer and as a verdict."""
+
+    answer: LayoutAnswer
+    verdict: Verdict
+
+
+def first_apart(
+    case: CaseSpec, steps: Sequence[int], asker: Asker, *, seen: Callable[[Compared], None]
+) -> Compared:
+    """The first of some steps in which both layouts of `case_of_two` are apart.
+
+    The first step is asked first: most faults are there from the beginning, and nothing has spread
+    yet. Else the last, as what comes later stays; if that is apart, too, the steps between by
+    halving. Which step it is costs runs of its own, as a run keeps the contents of one.
+
+    Args:
+        case: of two layouts.
+        steps: to choose from, ascending, at least one.
+        asker: makes the runs.
+        seen: is told of each step that is apart, the next one nearer to the beginning.
+
+    Raises:
+        UsageError: there is no such step.
+        OutOfBudget: the runs cost more than is left.
+    """
+    found: dict[int, Compared] = {}
+
+    def is_apart(step: int) -> bool:
+        found[step] = compared = _compare(case, step, asker)
+        if compared.answer.location is not None:
+            seen(_with_step_before(compared, found.get(step - 1)))
+        return compared.answer.location is not None
+
+    first, last = steps[0], steps[-1]
+    if is_apart(first) or first == last or not found[first].answer.tensors:
+        return found[first]
+    if not is_apart(last):
+        return _with_step_before(found[last], found[first])
+    step = first_failing(steps[1:-1], is_apart)
+    step = last if step is None else step
+    return _with_step_before(found[step], found[step - 1])
+
+
+def _with_step_before(compared: Compared, before: Compared | None) -> Compared:
+    """With what was seen of an earlier step, as far as there is one."""
+    if before is None or not compared.answer.tensors:
+        return compared
+    place, told = compared.answer.location, before.answer.message
+    if place is None:
+        verdict = replace(compared.verdict, message=f"{compared.verdict.message}; before, {told}")
+        return replace(compared, verdict=verdict)
+    if before.answer.tensors:
+        place = replace(place, evidence=(told, *place.evidence))
+    else:
+        place = replace(place, unknown=(*place.unknown, f"the step before: {told}"))
+    return replace(compared, answer=replace(compared.answer, location=place))
+
+
+def _compare(case: CaseSpec, step: int, asker: Asker) -> Compared:
+    """Run both layouts and the samples, and compare one step of them."""
+    runs = runs_to_compare(case.reference, case.candidate, step)
+    specs = (runs.reference, runs.candidate, *runs.samples)
+    answers: list[LayoutAnswer] = []
+
+    def compared(_: Verdict) -> str:
+        legs = [
+            Leg(
+                result=asker.folder.load_run(spec),
+                contents=read_contents(asker.folder.run_folder(spec.key), spec),
+            )
+            for spec in specs
+        ]
+        answers.append(compare_layouts(legs[0], legs[1], legs[2:]))
+        return answers[-1].message
+
+    for begin in range(0, len(specs), LEGS_ASKED):
+        trio = specs[begin : begin + LEGS_ASKED]
+        end = begin + len(trio)
+        asker.ask(
+            # A trio that is cut short is filled up with its last run, which costs nothing.
+            _question(case, (*trio, *trio[-1:] * (LEGS_ASKED - len(trio))), begin // LEGS_ASKED),
+            WORDS.format(step, begin + 1, end, len(specs)),
+            judge=judged_by(_kept),
+            answer=compared if end == len(specs) else message,
+        )
+    (answer,) = answers
+    return Compared(answer=answer, verdict=_verdict(case, answer))
+
+
+def _kept(*_: object) -> str:
+    return "contents are kept"
+
+
+def _question(case: CaseSpec, trio: Sequence[RunSpec], number: int) -> CaseSpec:
+    reference, control, candidate = trio
+    return replace(
+        case, id=f"layouts-{number}-{candidate.key}", labels={"question": "layouts"},
+        reference=reference, control=control, candidate=candidate, checks={},
+    )  # fmt: skip
+
+
+def _verdict(case: CaseSpec, answer: LayoutAnswer) -> Verdict:
+    compared = bool(answer.tensors)
+    is_apart = answer.location is not None
+    return Verdict(
+        case_id=case.id,
+        outcome="failed" if is_apart else "passed" if compared else "error",
+        what="diverged" if is_apart else "" if compared else "not_run",
+        message=answer.message, checks=(), runs={}, wall_s=0.0,
+    )  # fmt: skip

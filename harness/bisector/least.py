@@ -5,15 +5,22 @@
 Both legs are made smaller in the same way, so what they differ in stays. A step is kept if the case
 still fails as it did; one that passes, fails otherwise or is illegal is not. What a size may be is
 found by halving: the least one first, as most faults need little.
+
+Before that, where a cause captures parts of layers, the smallest range of layers that must be
+captured for it to fail: the candidate with `graph_layers`, halved at each end. A fault of several
+layers that are no range, or of no layer in particular, ends as some range that was seen to fail.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_core.config import DEGREES, TrainConfig
+from harness.bisector.causes import FoundCause, FoundCauses
+from harness.bisector.chance import FAILS, PASSES, UNRESOLVED, Answer
 from harness.bisector.differences import (
     LegChanges,
     config_of,
@@ -24,14 +31,27 @@ from harness.bisector.differences import (
     with_steps,
     world_size_of,
 )
-from harness.bisector.failure import Judged
-from harness.bisector.halving import first_failing
-from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfBudget
+from harness.bisector.experiments import Asker, Judged, OutOfBudget, failure_of
+from harness.codec import Json
 from harness.faults.catalogue import CATALOGUE
 from harness.program.spec import capabilities_of, program_of
-from harness.records import RunSpec
+from harness.records import CaseSpec, RunSpec, Verdict
 from harness.scenario.settings import LAST_RANK
 
+
+def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | None:
+    """The first of ordered values from which on all fail; None if none was seen to.
+
+    The first one is asked first, as most faults need little. A value after the last is taken to
+    fail: where those that are asked pass, the answer lies behind them. None is asked twice.
+    """
+    if not values or fails(values[0]):
+        return values[0] if values else None
+    place = bisect_left(values, True, lo=1, key=fails)
+    return values[place] if place < len(values) else None
+
+
+KEY = "graph_layers"
 COUNTS = ("model.layers", "microbatches", "micro_batch_size")
 """Sizes that are made smaller, in this order, after steps and ranks."""
 PLAIN = (
@@ -259,3 +279,87 @@ def _words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "+".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- the least range of layers that is captured
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRange(Json):
+    """Layers of which the captured parts are enough to fail.
+
+    Attributes:
+        first, last: both are in it.
+        num_layers: of the model.
+        scopes: that are captured in them.
+    """
+
+    first: int
+    last: int
+    num_layers: int
+    scopes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """For people: `attn captured in layer 5 alone, of 8`."""
+        num = self.last - self.first + 1
+        if num == self.num_layers:
+            return f"fails only with {'+'.join(self.scopes)} captured in all {num} layers"
+        which = f"layer {self.first} alone" if num == 1 else f"layers {self.first} to {self.last}"
+        return f"fails with {'+'.join(self.scopes)} captured in {which}, of {self.num_layers}"
+
+
+def find_layer_range(
+    case: CaseSpec, verdict: Verdict, causes: FoundCauses, asker: Asker
+) -> LayerRange | None:
+    """The range, for the first cause of a case; None if no capture of layers is a part of it.
+
+    Raises:
+        OutOfBudget: what was asked is kept.
+    """
+    cause = next(iter(causes.causes), None)
+    if cause is None or not any(name.startswith("graph: ") for name in cause.changes):
+        return None
+    candidate = LegChanges(case.reference, case.candidate).run_with(cause.changes)
+    num_layers = candidate.config["model"]["layers"]
+    first, last = map(int, candidate.config.get(KEY) or (0, num_layers - 1))
+    if first == last or why_illegal(_within(candidate, first, last)):
+        return None
+    judged = judged_of_cause(case, verdict, causes, cause, asker)
+    if judged is None:
+        return None
+    scopes = "+".join(candidate.config["graph"])
+
+    def fails(first: int, last: int) -> bool:
+        words = f"does it fail with {scopes} captured in layers {first} to {last}?"
+        return judged.answer(_within(candidate, first, last), words=words) == FAILS
+
+    end = first_failing(range(first, last), lambda end: fails(first, end))
+    last = last if end is None else end
+    begin = first_failing(range(last, first, -1), lambda begin: fails(begin, last))
+    first = first if begin is None else begin
+    return LayerRange(
+        first=first, last=last, num_layers=num_layers,
+        scopes=tuple(candidate.config["graph"]),
+    )  # fmt: skip
+
+
+def _within(candidate: RunSpec, first: int, last: int) -> RunSpec:
+    return replace(candidate, config={**candidate.config, KEY: [first, last]})
+
+
+def judged_of_cause(
+    case: CaseSpec,
+    verdict: Verdict,
+    causes: FoundCauses | None,
+    cause: FoundCause | None,
+    asker: Asker,
+) -> Judged | None:
+    """Who answers for the cause by itself; None if it does not fail again."""
+    if cause is None or causes is None:
+        return Judged(case, failure_of(verdict), asker, verdict)
+    legs = LegChanges(case.reference, case.candidate)
+    alone = dataclasses.replace(case, candidate=legs.run_with(cause.changes))
+    judged = Judged(alone, cause.failure, asker)
+    judged.patience = causes.patience
+    words = f"does it fail with {' + '.join(cause.changes) or 'none of the changes'}?"
+    return judged if judged.answer(alone.candidate, words=words) == FAILS else None

@@ -15,15 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.bisector.asking import Asker, judged_by, message
+from harness.bisector.aligned import Legs
 from harness.bisector.chance import passes_needed
-from harness.bisector.contents_probe import contents_case, kept_name, with_element
 from harness.bisector.differences import with_steps
+from harness.bisector.elements import contents_case, kept_name, with_element
+from harness.bisector.experiments import Asker, OutOfBudget, judged_by, message
 from harness.bisector.found import Location
-from harness.bisector.legs import Legs
 from harness.bisector.locate import between, failing_pair, locate
-from harness.bisector.questions import OutOfBudget
-from harness.bisector.words import where
 from harness.checks.complete import find_flaw
 from harness.faults.fault import Phase
 from harness.records import CaseSpec, RunResult, RunSpec, Verdict
@@ -230,7 +228,7 @@ def wants_calls(found: Location, pair: Sequence[RunResult]) -> bool:
 def _told(reference: RunResult, candidate: RunResult) -> str:
     """The place in a line; "" where the legs are equal."""
     found = between(reference, candidate)
-    return "" if found.phase is None and found.step is None else where(found)
+    return "" if found.phase is None and found.step is None else str(found)
 
 
 def look_case(

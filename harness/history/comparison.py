@@ -1,45 +1,43 @@
-"""Two run folders side by side: the environment first, then what is worse, case by case.
+"""Two run folders compared: the environment first, then what is worse, case by case.
 
 Bits and values are compared where the runs did equal work in equal environments; elsewhere the
-case is `incomparable`, and only its verdicts are compared. Of each time and peak the *noise* is
-said: the distance between reference and control, which are one run made twice, as a root of the
-mean square over all such pairs; or if that is more, the spread of steps within the runs.
+case is `incomparable`, and only its verdicts are compared. The *noise* of times and peaks is the
+distance between reference and control, which are one run made twice, as a root of the mean square
+over all such pairs; or if that is more, the spread of steps within the runs.
 
 Worse is: a verdict further from `passed`, a case that is gone or came without passing, bits that
 changed, a step time or peak that rose by more than its threshold. The threshold is `MIN_RATIOS`; or
 if that is more, the noise times what Student's t of so many pairs exceeds once in all cases of
-`1 / FALSE_ALARMS` comparisons, and no less than `OF_WIDEST` times the widest pair.
-
-Of 100 comparisons of equal runs, in which every case has a reference of its own, so many raise a
-false alarm (`python -m benchmarks.change_points` measures them, too):
-
-    noise of a run       1 case   10 cases   100 cases
-    normal                  1.0        0.9         0.3
-    Laplace                 1.4        3.3         1.3
-    1 of 20 runs odd        1.8        9.2         3.5
+`1 / FALSE_ALARMS` comparisons, and no less than `OF_WIDEST` times the widest pair. Of 100
+comparisons of equal runs with normal noise 1 raises a false alarm (`python -m
+benchmarks.change_points`); of 10 cases of which one run in twenty is six times as far out, 9.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry
-from harness.history.student import quantile
-from harness.history.trend import METRICS, facts_of
-from harness.provenance import different, flat, told
+from harness.checks.within import quantile
+from harness.history.entries import FolderEntry, RunEntry
+from harness.history.trend import METRIC_NAMES, SIGMA_OF_MAD, facts_of
+from harness.provenance import changes, different, flat, told
 from harness.records import ExitCode, Json, Outcome
 
 MIN_RATIOS = {"step_s": 0.03, "peak_bytes": 0.005}
 FALSE_ALARMS = 0.01
 OF_WIDEST = 1.5
 """Part of the widest distance of two equal runs that a change must exceed: tails are heavy."""
-_SIGMA_OF_MAD = 1.4826
+NOISY = 0.25
+"""A threshold past this says nothing."""
 _OF_A_MEDIAN = 1.2533
 """Standard deviation of a median of normal values over that of their mean."""
-
 Change = Literal["same", "better", "worse", "noisy"]
-Presence = Literal["both", "added", "removed"]
+State = Literal["worse", "incomparable", "added", "changed", "noisy", "alike"]
+_COMPARED = ("reference", "candidate")
+_BADNESS: dict[Outcome, int] = {
+    "passed": 0, "skipped": 1, "incomparable": 2, "error": 2, "failed": 3,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ class Delta(Json):
         ratio: change as a part of the value before.
         noise: standard deviation of that ratio.
         threshold: from which it counts.
-        change: `noisy` if it does not count and the threshold is past 25 %.
+        change: `noisy` if it does not count and the threshold is past `NOISY`.
     """
 
     metric: str
@@ -77,12 +75,11 @@ class CaseChange(Json):
 
     Attributes:
         worse: why it is worse, in words; empty if it is not.
-        bits: legs of which the loss or the state changed, as 'candidate: loss bits'.
+        bits: runs of which the loss or the state changed, as 'candidate: loss bits'.
         incomparable: why bits and values are not compared; "" if they are.
     """
 
     case_id: str
-    presence: Presence
     before: str
     after: str
     worse: tuple[str, ...] = ()
@@ -91,10 +88,18 @@ class CaseChange(Json):
     incomparable: str = ""
 
     @property
-    def differs(self) -> bool:
-        """Whether there is anything to tell."""
-        moved = any(delta.change in ("worse", "better") for delta in self.deltas)
-        return bool(self.before != self.after or self.worse or self.incomparable or moved)
+    def state(self) -> State:
+        """The first of `State` that fits."""
+        if self.worse:
+            return "worse"
+        if self.incomparable:
+            return "incomparable"
+        if not self.before:
+            return "added"
+        changes = {delta.change for delta in self.deltas}
+        if self.before != self.after or "better" in changes:
+            return "changed"
+        return "noisy" if "noisy" in changes else "alike"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +117,7 @@ class Comparison(Json):
         """1 if anything is worse, else 6 if anything could not be compared or is open, else 0."""
         if any(case.worse for case in self.cases):
             return ExitCode.FAILED
-        shared = [case for case in self.cases if case.presence == "both"]
+        shared = [case for case in self.cases if case.before and case.after]
         if not shared or any(case.incomparable for case in shared) or open_cases(self.after):
             return ExitCode.NO_VERDICT
         return ExitCode.PASSED
@@ -128,14 +133,152 @@ def compare(before: FolderEntry, after: FolderEntry) -> Comparison:
     left, right = _Side(before), _Side(after)
     names = [*left.cases, *(name for name in right.cases if name not in left.cases)]
     level = FALSE_ALARMS / max(1, len(names))
-    noise = {metric: noise_of(_pairs(metric, (left, right)), level) for metric in MIN_RATIOS}
+    noise = {name: noise_of([*left.pairs(name), *right.pairs(name)], level) for name in MIN_RATIOS}
     return Comparison(
         before=before,
         after=after,
-        environment=tuple(_environment(left, right, names)),
+        environment=tuple(_environment(left, right)),
         cases=tuple(_case(name, left, right, noise) for name in names),
         noise={name: of.deviation for name, of in noise.items() if of.deviation is not None},
     )
+
+
+class _Side:
+    """One run folder, by name: the last answer for each case, the last attempt of each run."""
+
+    def __init__(self, folder: FolderEntry) -> None:
+        self.folder = folder
+        self.cases = {case.case_id: case for case in folder.cases}
+        self.runs = {run.key: run for run in folder.runs}
+
+    def run(self, case_id: str, role: str) -> RunEntry | None:
+        return self.runs.get(getattr(self.cases[case_id], role))
+
+    def pairs(self, metric: str) -> list[float]:
+        """Distances of the logarithms of runs that were made twice, each pair of runs once."""
+        logs: dict[str, float] = {}
+        for name, case in self.cases.items():
+            pair = (self.run(name, "reference"), self.run(name, "control"))
+            values = [getattr(run, metric) if run and not run.what else None for run in pair]
+            if values[0] and values[1]:
+                logs[case.reference] = abs(math.log(values[1] / values[0]))
+        return list(logs.values())
+
+
+def _environment(left: _Side, right: _Side) -> Iterator[EnvironmentChange]:
+    """What differs in packages, driver, variables and hardware."""
+    ours, theirs = (
+        {"commit": side.folder.commit or "unknown", **flat("", side.folder.environment),
+         "slots": side.folder.slots}
+        for side in (left, right)
+    )  # fmt: skip
+    for name in different(ours, theirs):
+        yield EnvironmentChange(name=name, before=told(ours, name), after=told(theirs, name))
+
+
+def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, "Noise"]) -> CaseChange:
+    ours, theirs = left.cases.get(name), right.cases.get(name)
+    before, after = (entry.verdict if entry else "" for entry in (ours, theirs))
+    if ours is None or theirs is None:
+        worse = "it is gone" if theirs is None else f"it is new and {after}"
+        accepted = after in ("passed", "skipped unsupported")
+        return CaseChange(
+            case_id=name, before=before, after=after, worse=() if accepted else (worse,)
+        )  # fmt: skip
+    is_worse = _BADNESS[theirs.outcome] > _BADNESS[ours.outcome]
+    words = [f"{before} became {after}"] if is_worse else []
+    why = _incomparable(name, left, right)
+    bits = () if why else _bits(name, left, right)
+    deltas = () if why else _deltas(name, left, right, noise)
+    words += [f"{changed} changed" for changed in bits]
+    words += [
+        f"{METRIC_NAMES[delta.metric]} rose by {delta.ratio:.1%}"
+        for delta in deltas
+        if delta.change == "worse"
+    ]
+    return CaseChange(
+        case_id=name, before=before, after=after, worse=tuple(words), bits=bits, deltas=deltas,
+        incomparable=why,
+    )  # fmt: skip
+
+
+def _incomparable(name: str, left: _Side, right: _Side) -> str:
+    """Why two answers' bits and values are not compared; "" if they are, or have none."""
+    outcomes = (left.cases[name].outcome, right.cases[name].outcome)
+    if "skipped" in outcomes:
+        return "" if outcomes[0] == outcomes[1] else "it was skipped in one of the two"
+    if not left.folder.environment or not right.folder.environment:
+        return "the environment was not recorded"
+    if left.folder.environment_id != right.folder.environment_id:
+        return "the environments differ"
+    found = (_unlike(role, name, left, right) for role in _COMPARED)
+    return next((why for why in found if why), "")
+
+
+def _unlike(role: str, name: str, left: _Side, right: _Side) -> str:
+    mine, other = left.run(name, role), right.run(name, role)
+    if mine is None or other is None:
+        return f"there is no run of the {role}"
+    if not mine.fingerprint or not other.fingerprint:
+        return f"not every rank of the {role} recorded its environment"
+    if (mine.work, mine.fingerprint) != (other.work, other.fingerprint):
+        # Slots decide times alone.
+        ours, theirs = (
+            facts_of(side.folder, run) | {"slots": 0, "ranks": run.fingerprint}
+            for side, run in ((left, mine), (right, other))
+        )
+        return f"{role}: {changes(ours, theirs)}"
+    if not mine.what and not other.what and not (mine.loss_bits and other.loss_bits):
+        return f"the bits of the {role} were not recorded"
+    return ""
+
+
+def _bits(name: str, left: _Side, right: _Side) -> tuple[str, ...]:
+    changed = []
+    for role in _COMPARED:
+        mine, other = left.run(name, role), right.run(name, role)
+        if mine is None or other is None or not (mine.loss_bits and other.loss_bits):
+            continue
+        if mine.loss_bits != other.loss_bits:
+            changed.append(f"{role}: loss bits")
+        elif mine.state_bits and other.state_bits and mine.state_bits != other.state_bits:
+            changed.append(f"{role}: state bits")
+    return tuple(changed)
+
+
+def _deltas(
+    name: str, left: _Side, right: _Side, noise: Mapping[str, "Noise"]
+) -> tuple[Delta, ...]:
+    mine, other = left.run(name, "candidate"), right.run(name, "candidate")
+    found = []
+    for metric, of in noise.items():
+        before, after = getattr(mine, metric, None), getattr(other, metric, None)
+        if not mine or not other or before is None or after is None or before <= 0:
+            continue
+        within = 0.0
+        if metric == "step_s":
+            if left.folder.slots != right.folder.slots:
+                continue  # ranks that had more room ran faster
+            within = math.hypot(_spread(mine), _spread(other))
+        deviation = max(within, of.deviation or 0.0)
+        ratio = after / before - 1
+        threshold = max(MIN_RATIOS[metric], of.factor * deviation, of.least)
+        change: Change = "noisy" if threshold > NOISY else "same"
+        if abs(ratio) > threshold:
+            change = "worse" if ratio > 0 else "better"
+        found.append(Delta(
+            metric=metric, before=float(before), after=float(after), ratio=ratio, noise=deviation,
+            threshold=threshold, change=change,
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _spread(run: RunEntry) -> float:
+    """Deviation of a run's median step as a part of it, from how its steps vary."""
+    if not run.step_s or run.step_spread_s is None or not run.timed_steps:
+        return 0.0
+    sigma = _OF_A_MEDIAN * SIGMA_OF_MAD * run.step_spread_s / math.sqrt(run.timed_steps)
+    return sigma / run.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,177 +306,6 @@ def noise_of(pairs: Sequence[float], level: float) -> Noise:
     squares = math.fsum(distance * distance for distance in pairs)
     return Noise(
         deviation=math.sqrt(squares / len(pairs)) if pairs else None,
-        factor=quantile(level, max(1, len(pairs))),
+        factor=quantile(2 * level, max(1, len(pairs))),
         least=OF_WIDEST * max(pairs, default=0.0),
     )
-
-
-class _Side:
-    """One run folder, by name: the last answer for each case, the last attempt of each run."""
-
-    def __init__(self, folder: FolderEntry) -> None:
-        self.folder = folder
-        self.cases = {case.case_id: case for case in folder.cases}
-        self.runs = {run.key: run for run in folder.runs}
-
-    def run(self, case: CaseEntry, leg: str) -> RunEntry | None:
-        return self.runs.get(getattr(case, leg))
-
-
-def _environment(left: _Side, right: _Side, names: Iterable[str]) -> list[EnvironmentChange]:
-    """What differs in packages, driver, variables and hardware, then in what ranks recorded."""
-    ours, theirs = (
-        {"commit": side.folder.commit or "unknown", **flat("", side.folder.environment),
-         "slots": side.folder.slots}
-        for side in (left, right)
-    )  # fmt: skip
-    found = {
-        name: EnvironmentChange(name=name, before=told(ours, name), after=told(theirs, name))
-        for name in different(ours, theirs)
-    }
-    for name in names:
-        if name not in left.cases or name not in right.cases:
-            continue
-        pair = [side.run(side.cases[name], "candidate") for side in (left, right)]
-        if pair[0] is None or pair[1] is None or pair[0].fingerprint == pair[1].fingerprint:
-            continue
-        mine, other = facts_of(left.folder, pair[0]), facts_of(right.folder, pair[1])
-        for key in different(mine, other):
-            if key.startswith("ranks.") and "" not in (pair[0].fingerprint, pair[1].fingerprint):
-                found.setdefault(key, EnvironmentChange(
-                    name=key, before=told(mine, key), after=told(other, key)
-                ))  # fmt: skip
-    return list(found.values())
-
-
-def _case(name: str, left: _Side, right: _Side, noise: Mapping[str, Noise]) -> CaseChange:
-    ours, theirs = left.cases.get(name), right.cases.get(name)
-    before, after = _verdict(ours), _verdict(theirs)
-    if ours is None or theirs is None:
-        gone = theirs is None
-        worse = "it is gone" if gone else "" if after == "passed" else f"it is new and {after}"
-        return CaseChange(
-            case_id=name, presence="removed" if gone else "added", before=before, after=after,
-            worse=(worse,) if worse and after != "skipped unsupported" else (),
-        )  # fmt: skip
-    worse_words = [f"{before} became {after}"] if _is_worse(ours, theirs) else []
-    why = _incomparable(left, right, ours, theirs)
-    if why:
-        return CaseChange(
-            case_id=name, presence="both", before=before, after=after,
-            worse=tuple(worse_words), incomparable=why,
-        )  # fmt: skip
-    bits = _bits(left, right, ours, theirs)
-    worse_words += [f"{changed} changed" for changed in bits]
-    pair = (left.run(ours, "candidate"), right.run(theirs, "candidate"))
-    deltas = [
-        delta
-        for metric in MIN_RATIOS
-        if pair[0] is not None
-        and pair[1] is not None
-        and (delta := _delta(metric, pair[0], pair[1], noise[metric])) is not None
-        and (metric != "step_s" or left.folder.slots == right.folder.slots)
-    ]
-    worse_words += [
-        f"{_NAMES[delta.metric]} rose by {delta.ratio:.1%}"
-        for delta in deltas
-        if delta.change == "worse"
-    ]
-    return CaseChange(
-        case_id=name, presence="both", before=before, after=after, worse=tuple(worse_words),
-        bits=bits, deltas=tuple(deltas),
-    )  # fmt: skip
-
-
-def _is_worse(before: CaseEntry, after: CaseEntry) -> bool:
-    return _BADNESS[after.outcome] > _BADNESS[before.outcome]
-
-
-_COMPARED_LEGS = ("reference", "candidate")
-_BADNESS: dict[Outcome, int] = {
-    "passed": 0, "skipped": 1, "incomparable": 2, "error": 2, "failed": 3,
-}  # fmt: skip
-_NAMES = {"step_s": "step time", "peak_bytes": "peak memory"}
-
-
-def _verdict(case: CaseEntry | None) -> str:
-    return "" if case is None else f"{case.outcome} {case.what}".strip()
-
-
-def _incomparable(left: _Side, right: _Side, ours: CaseEntry, theirs: CaseEntry) -> str:
-    """Why two answers' bits and values are not compared; "" if they are, or have none."""
-    if "skipped" in (ours.outcome, theirs.outcome):
-        return "" if ours.outcome == theirs.outcome else "it was skipped in one of the two"
-    if not left.folder.environment or not right.folder.environment:
-        return "the environment was not recorded"
-    if left.folder.environment_id != right.folder.environment_id:
-        return "the environments differ"
-    pairs = {leg: (left.run(ours, leg), right.run(theirs, leg)) for leg in _COMPARED_LEGS}
-    reasons = (_unlike(leg, *pair) for leg, pair in pairs.items())
-    return next((why for why in reasons if why), "")
-
-
-def _unlike(leg: str, mine: RunEntry | None, other: RunEntry | None) -> str:
-    if mine is None or other is None:
-        return f"there is no run of the {leg}"
-    if mine.work != other.work:
-        return f"the settings of the {leg} differ"
-    if not mine.fingerprint or not other.fingerprint:
-        return f"not every rank of the {leg} recorded its environment"
-    if mine.fingerprint != other.fingerprint:
-        return f"ranks of the {leg} ran in different environments"
-    if not mine.what and not other.what and not (mine.loss_bits and other.loss_bits):
-        return f"the bits of the {leg} were not recorded"
-    return ""
-
-
-def _bits(left: _Side, right: _Side, ours: CaseEntry, theirs: CaseEntry) -> tuple[str, ...]:
-    changed = []
-    for leg in _COMPARED_LEGS:
-        mine, other = left.run(ours, leg), right.run(theirs, leg)
-        if mine is None or other is None or not (mine.loss_bits and other.loss_bits):
-            continue
-        if mine.loss_bits != other.loss_bits:
-            changed.append(f"{leg}: loss bits")
-        elif mine.state_bits and other.state_bits and mine.state_bits != other.state_bits:
-            changed.append(f"{leg}: state bits")
-    return tuple(changed)
-
-
-def _delta(metric: str, left: RunEntry, right: RunEntry, of: Noise) -> Delta | None:
-    before, after = METRICS[metric](left), METRICS[metric](right)
-    if before is None or after is None or before <= 0:
-        return None
-    within = math.hypot(_noise_within(metric, left), _noise_within(metric, right))
-    noise = max(within, of.deviation or 0.0)
-    ratio = after / before - 1
-    threshold = max(MIN_RATIOS[metric], of.factor * noise, of.least)
-    change: Change = "same"
-    if abs(ratio) > threshold:
-        change = "worse" if ratio > 0 else "better"
-    elif threshold > 0.25:
-        change = "noisy"
-    return Delta(
-        metric=metric, before=float(before), after=float(after), ratio=ratio, noise=noise,
-        threshold=threshold, change=change,
-    )  # fmt: skip
-
-
-def _noise_within(metric: str, run: RunEntry) -> float:
-    """Deviation of a run's median step as a part of it, if steps vary by themselves."""
-    if metric != "step_s" or not run.step_s or run.step_spread_s is None or not run.timed_steps:
-        return 0.0
-    sigma = _OF_A_MEDIAN * _SIGMA_OF_MAD * run.step_spread_s / math.sqrt(run.timed_steps)
-    return sigma / run.step_s
-
-
-def _pairs(metric: str, sides: Sequence[_Side]) -> list[float]:
-    """Distances of the logarithms of runs that were made twice, each pair of runs once."""
-    logs: dict[str, float] = {}
-    for number, side in enumerate(sides):
-        for case in side.cases.values():
-            pair = (side.run(case, "reference"), side.run(case, "control"))
-            values = [METRICS[metric](run) if run and not run.what else None for run in pair]
-            if values[0] and values[1]:
-                logs[f"{number} {case.reference}"] = abs(math.log(values[1] / values[0]))
-    return list(logs.values())

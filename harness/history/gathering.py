@@ -1,32 +1,29 @@
-"""From a run folder to its entry: what is final in it, and nothing that cannot be trusted.
+"""From a run folder to its entry, and into the history.
 
-A case without a verdict and a run without an outcome are not recorded: a later `--resume` may still
-give them one. Attempts that were set aside are final. A verdict that says passed over records that
-are not whole is recorded as `corrupt_record`; over whole ones that say otherwise, as what they say.
+    run folder -> runs, attempt by attempt -> answers, held against their runs -> entry -> history
+
+Only what is final is entered: a case without a verdict and a run without an outcome may still get
+one by `--resume`; attempts that were set aside are final. A verdict that says passed over records
+that are not whole is entered as `corrupt_record`; over whole ones that say otherwise, as what they
+say.
 """
 
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from harness.checks.complete import find_flaw
 from harness.checks.memory import peak_bytes
-from harness.errors import one_line
-from harness.history.entries import (
-    MAX_INTEGER,
-    CaseEntry,
-    FolderEntry,
-    RunEntry,
-    inputs_of,
-    name_of,
-    work_of,
-)
+from harness.disk import write_atomic
+from harness.errors import HarnessError, one_line
+from harness.history.entries import CaseEntry, FolderEntry, RunEntry, inputs_of, name_of, work_of
+from harness.history.ledger import Damaged, Gone, History, Recorded, locked, make, set_aside
 from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint
 from harness.records import CaseSpec, RunResult, RunSpec, StepRecord, Verdict
@@ -42,114 +39,81 @@ from harness.store import (
     read_verdict,
 )
 
+DATABASE_FILE = "history.sqlite"
+NOT_WRITTEN_FILE = "history_not_written.txt"
 MAX_TEXT_CHARS = 500
-_NOT_COMPARED = ("code",)
-"""Of fingerprints: values of two commits are compared all the same."""
+MAX_INTEGER = 2**63 - 1
+"""The largest that SQLite stores."""
 
 
-@dataclass
-class _Runs:
-    """The runs of a folder, and which of them are whole."""
+def remember(folder: Path, database: Path) -> str:
+    """Record a run folder whatever state the history is in; a warning of one line, or "".
 
-    entries: list[RunEntry] = field(default_factory=list)
-    fingerprints: dict[str, dict[str, Any]] = field(default_factory=dict)
-    flaws: dict[str, str] = field(default_factory=dict)
-    """Of the last attempt of each run: why it is not whole, "" if it is."""
-    failures: dict[str, list[str]] = field(default_factory=dict)
-    """Of each run: what failure of the machine ended each of its attempts, "" for none."""
-    last: dict[str, RunResult] = field(default_factory=dict)
-    """The last attempt of each run, as read."""
-    commit: str = ""
-    """That made the folder."""
+    Raises nothing. What could not be written is noted in the folder, for its report.
+    """
+    note = folder / NOT_WRITTEN_FILE
+    try:
+        _, warning = record_folder(folder, database)
+        note.unlink(missing_ok=True)
+    except Exception as error:  # noqa: BLE001 - the run's verdicts stand, whatever is wrong here
+        known = isinstance(error, HarnessError)
+        why = str(error) if known else f"internal error: {type(error).__name__}: {error}"
+        warning = one_line(f"not written to the history: {why}")
+        try:
+            write_atomic(note, warning + "\n")
+        except HarnessError as unwritten:
+            warning = f"{warning}; {unwritten}"
+    return warning
 
-    def take(self, result: RunResult, key: str, attempt: int) -> None:
-        """Enter one attempt; a later one decides whether the run is whole."""
-        self.last[key] = result
-        entry = _run(result, key, attempt, self.fingerprints)
-        self.entries.append(dataclasses.replace(entry, commit=_made_by(result, self.commit)))
-        flaw = find_flaw(result)
-        self.flaws[key] = "" if flaw is None else flaw.message
-        failure = machine_failure(result) if result.outcome.what else ""
-        self.failures.setdefault(key, []).append(failure)
 
-    def retried(self, keys: Mapping[str, str]) -> tuple[str, ...]:
-        """Earlier attempts of a case's runs that the machine failed, as 'leg: failure'."""
-        return tuple(
-            f"{leg}: {failure}"
-            for leg, key in keys.items()
-            for failure in self.failures.get(key, [])[:-1]
-            if failure
-        )
+def record_folder(folder: Path, database: Path) -> tuple[Recorded, str]:
+    """Record a run folder, in a new history if the one there is damaged, which is then renamed.
 
-    def doubt(self, verdict: Verdict, keys: Mapping[str, str]) -> str:
-        """Why a verdict that says passed cannot be believed; "" if it can."""
-        if verdict.outcome != "passed":
-            return ""
-        if not keys:
-            return "its verdict says passed, but it was to be skipped"
-        for leg, key in keys.items():
-            if verdict.runs.get(leg) != key:
-                return f"its verdict says passed, but of another {leg}"
-            if why := self.flaws.get(key, "there is no such run"):
-                return f"its verdict says passed, but of the {leg}: {why}"
-        return ""
+    Returns:
+        What was added, and a line about the renamed one, "" if there is none.
+
+    Raises:
+        HarnessError: not a run folder, or the history cannot be written.
+    """
+    with RunFolder.open(folder) as opened:
+        entry = gather(opened)
+    with suppress(Damaged, Gone), History.open(database, create=True) as history:
+        return history.record(entry), ""
+    warning = ""
+    with locked(database):  # others may have seen the same damage and have replaced it by now
+        try:
+            make(database)
+            History.open(database).connection.close()
+        except Damaged as error:
+            warning = (
+                f"{error}; it is kept as {set_aside(database)}, a new history was begun, and "
+                f"`harness history --add RUN` brings older run folders into it"
+            )
+            make(database)
+        with History.open(database) as history:
+            return history.record(entry), warning
 
 
 def gather(folder: RunFolder) -> FolderEntry:
     """Everything final that a run folder holds."""
     manifest = folder.manifest
-    # A key is a hash of a whole specification, and specifications are shared: each made once.
-    keys = [_keys(case) for case in folder.cases]
-    runs = _read_runs(folder, keys)
-    machine = _mapping(manifest.get("machine"))
-    planned = zip(folder.cases, keys, strict=True)
+    runs = _Runs(folder)
+    answers = (answer for case in folder.cases for answer in _answers(folder, case, runs))
+    said = {name: _text(manifest.get(name)) for name in ("created", "commit", "shard", "tier",
+                                                         "device", "id", "scenario")}  # fmt: skip
+    planned = [manifest, [case.to_json() for case in folder.cases]]
+    said["id"] = said["id"] or name_of(_plain(planned))
+    said["scenario"] = said["scenario"] or next((_text(c.scenario) for c in folder.cases), "")
     return FolderEntry(
-        id=folder_id(folder),
-        scenario=_text(manifest.get("scenario")) or _scenario(folder.cases),
-        created=_text(manifest.get("created")),
+        **said,
         num_cases=len(folder.cases),
-        commit=_text(manifest.get("commit")),
-        shard=_text(manifest.get("shard")),
-        tier=_text(manifest.get("tier")),
-        device=_text(manifest.get("device")),
-        machine=machine_kind(machine),
+        machine=machine_kind(_mapping(manifest.get("machine"))),
         slots=_count(manifest.get("slots")),
         environment=environment_of(manifest),
+        cases=tuple(answers),
         fingerprints=runs.fingerprints,
-        cases=tuple(entry for case, own in planned for entry in _answers(folder, case, own, runs)),
         runs=tuple(runs.entries),
     )
-
-
-def _keys(case: CaseSpec) -> dict[str, str]:
-    return {} if case.skip_reason else {leg: getattr(case, leg).key for leg in LEGS}
-
-
-def _read_runs(folder: RunFolder, keys: Sequence[Mapping[str, str]]) -> _Runs:
-    places: dict[str, tuple[RunSpec, Path]] = {}
-    for case, own in zip(folder.cases, keys, strict=True):
-        for leg, key in own.items():
-            places.setdefault(key, (getattr(case, leg), folder.case_folder(case.id) / leg))
-    runs = _Runs(commit=_text(folder.manifest.get("commit")))
-    for key, (spec, sealed) in places.items():
-        current = folder.run_folder(key)
-        number = num_kept(current)
-        for attempt in range(number):
-            runs.take(load_run_folder(kept_folder(current, attempt), spec), key, attempt)
-        # A folder from which only the cases were kept still tells of its runs.
-        place = current if current.is_dir() else sealed
-        outcome, _ = read_outcome(place, key)
-        if outcome is not None:
-            runs.take(load_run_folder(place, spec), key, number)
-    return runs
-
-
-def folder_id(folder: RunFolder) -> str:
-    """Identity of a run folder, wherever it lies: from its manifest, or of all that it planned."""
-    if stated := _text(folder.manifest.get("id")):
-        return stated
-    planned = [case.to_json() for case in folder.cases]
-    return name_of(_plain([folder.manifest, planned]))
 
 
 def machine_kind(machine: Mapping[str, Any]) -> str:
@@ -162,17 +126,112 @@ def machine_kind(machine: Mapping[str, Any]) -> str:
     return ", ".join([f"{cores} cores", *counted])
 
 
-def _run(
-    result: RunResult, key: str, attempt: int, fingerprints: dict[str, dict[str, Any]]
-) -> RunEntry:
-    spec, outcome = result.spec, result.outcome
+def environment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What verdicts may depend on, of a manifest as it is read from its file."""
+    machine = _mapping(manifest.get("machine"))
+    if not machine:
+        return {}
+    found = facts(manifest)
+    environment: dict[str, Any] = _plain({
+        **found["hardware"],
+        "variables": found.get("variables", {}),
+        **{key: machine.get(key) for key in ("python", "versions", "gpu_driver")},
+    })  # fmt: skip
+    return environment
+
+
+class _Runs:
+    """Every attempt of every run of a folder.
+
+    Attributes:
+        entries: of all attempts.
+        fingerprints: environments of their ranks, by name.
+        last: the last attempt of each run, by key.
+        failures: of each run, what failure of the machine ended each attempt, "" for none.
+        commit: that made the folder.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.entries: list[RunEntry] = []
+        self.fingerprints: dict[str, dict[str, Any]] = {}
+        self.last: dict[str, RunResult] = {}
+        self.failures: dict[str, list[str]] = {}
+        self.commit = _text(folder.manifest.get("commit"))
+        # A key is a hash of a whole specification, and many cases share one.
+        self.keys = {
+            case.id: {} if case.skip_reason else {leg: getattr(case, leg).key for leg in LEGS}
+            for case in folder.cases
+        }
+        places: dict[str, tuple[RunSpec, Path]] = {}
+        for case in folder.cases:
+            for leg, key in self.keys[case.id].items():
+                places.setdefault(key, (getattr(case, leg), folder.case_folder(case.id) / leg))
+        for key, (spec, sealed) in places.items():
+            current = folder.run_folder(key)
+            number = num_kept(current)
+            for attempt in range(number):
+                self._take(load_run_folder(kept_folder(current, attempt), spec), key, attempt)
+            # A folder of which only the cases were kept still has its runs.
+            place = current if current.is_dir() else sealed
+            if read_outcome(place, key)[0] is not None:
+                self._take(load_run_folder(place, spec), key, number)
+
+    def _take(self, result: RunResult, key: str, attempt: int) -> None:
+        self.last[key] = result
+        ranks = _ranks_environment(result)
+        name = name_of(ranks) if ranks else ""
+        self.fingerprints |= {name: ranks} if ranks else {}
+        self.entries.append(_run(result, key, attempt, name, self.made_by(key)))
+        failure = machine_failure(result) if result.outcome.what else ""
+        self.failures.setdefault(key, []).append(failure)
+
+    def made_by(self, key: str) -> str:
+        """The commit that a run's ranks were started from, "" if it is the folder's or unknown."""
+        ranks = self.last[key].ranks if key in self.last else ()
+        starts = [rank.start for rank in ranks if rank.start is not None]
+        found = {_text(start.environment.get("commit")) for start in starts}
+        return ", ".join(sorted(found - {"", self.commit}))
+
+    def retried(self, keys: Mapping[str, str]) -> tuple[str, ...]:
+        """Earlier attempts of a case's runs that the machine failed, as 'role: failure'."""
+        return tuple(
+            f"{leg}: {failure}"
+            for leg, key in keys.items()
+            for failure in self.failures.get(key, [])[:-1]
+            if failure
+        )
+
+    def doubt(self, verdict: Verdict, keys: Mapping[str, str]) -> str:
+        """Why a verdict that says passed cannot be believed, "" if it can."""
+        if verdict.outcome != "passed":
+            return ""
+        if not keys:
+            return "its verdict says passed, but it was to be skipped"
+        for leg, key in keys.items():
+            if verdict.runs.get(leg) != key:
+                return f"its verdict says passed, but of another {leg}"
+            flaw = find_flaw(self.last[key]) if key in self.last else None
+            if why := flaw.message if flaw else "" if key in self.last else "there is no such run":
+                return f"its verdict says passed, but of the {leg}: {why}"
+        return ""
+
+
+def _ranks_environment(result: RunResult) -> dict[str, Any]:
+    """What every rank recorded of its environment, each once; empty if one did not."""
     starts = [rank.start for rank in result.ranks if rank.start is not None]
-    name = ""
-    if starts and len(starts) == spec.world_size:
-        told = {json.dumps(_plain(_compared(s.environment)), sort_keys=True) for s in starts}
-        content = {"ranks": [json.loads(text) for text in sorted(told)]}
-        name = name_of(content)
-        fingerprints[name] = content
+    if not starts or len(starts) != result.spec.world_size:
+        return {}
+    # Values of two commits are compared all the same.
+    compared = (
+        {name: value for name, value in fingerprint(start.environment).items() if name != "code"}
+        for start in starts
+    )
+    told = {json.dumps(_plain(each), sort_keys=True) for each in compared}
+    return {"ranks": [json.loads(text) for text in sorted(told)]}
+
+
+def _run(result: RunResult, key: str, attempt: int, fingerprint: str, commit: str) -> RunEntry:
+    spec, outcome = result.spec, result.outcome
     ends = [rank.end for rank in result.ranks if rank.end is not None]
     whole = len(ends) == spec.world_size
     peak = max((peak_bytes(rank) for rank in result.ranks), default=0)
@@ -181,6 +240,7 @@ def _run(
     return RunEntry(
         key=key,
         attempt=attempt,
+        commit=commit,
         work=work_of(spec),
         what=outcome.what,
         device=spec.device,
@@ -190,14 +250,14 @@ def _run(
         steps=_count(spec.config.get("steps")),
         started_unix_s=_seconds(outcome.started_unix_s),
         wall_s=_seconds(outcome.wall_s),
-        fingerprint=name,
+        fingerprint=fingerprint,
         problems=sum(len(rank.problems) for rank in result.ranks),
         startup_s=max(_seconds(end.startup_s) for end in ends) if whole else None,
         step_s=middle,
         step_spread_s=None if middle is None else median(abs(t - middle) for t in times),
         timed_steps=len(times),
-        peak_bytes=peak if whole and 0 < peak <= MAX_INTEGER else None,
-        replays=min((_count(end.replays) for end in ends), default=0) if whole else 0,
+        peak_bytes=peak or None if whole else None,
+        replays=min((end.replays for end in ends), default=0) if whole else 0,
         loss_bits=_bits(result, _loss_text) if whole else "",
         state_bits=_bits(result, _state_text) if whole else "",
     )
@@ -217,10 +277,11 @@ def _step_times(result: RunResult) -> list[float]:
 
 
 def _bits(result: RunResult, text: Callable[[StepRecord], str]) -> str:
+    """A digest of what `text` has of every step of every rank, "" if a line cannot be trusted."""
+    if any(rank.problems for rank in result.ranks):
+        return ""
     digest = hashlib.sha256()
     for rank in result.ranks:
-        if rank.problems:
-            return ""
         for record in rank.steps:
             digest.update(f"{rank.rank} {record.step} {text(record)}\n".encode())
     return digest.hexdigest()[:32]
@@ -236,98 +297,57 @@ def _state_text(record: StepRecord) -> str:
     return " ".join(f"{group}={record.digests[group]}" for group in sorted(record.digests))
 
 
-def _answers(
-    folder: RunFolder, case: CaseSpec, keys: Mapping[str, str], runs: _Runs
-) -> Iterator[CaseEntry]:
-    current = folder.case_folder(case.id)
+def _answers(folder: RunFolder, case: CaseSpec, runs: _Runs) -> Iterator[CaseEntry]:
+    current, keys = folder.case_folder(case.id), runs.keys[case.id]
     number = num_kept(current)
     for attempt in range(number + 1):
         place = current if attempt == number else kept_folder(current, attempt)
         verdict = read_verdict(place, case.id)
-        if verdict is not None:
-            if attempt < number:
-                # Of its own links: the runs of an earlier answer may since have been made again.
-                yield _answer(case, confirmed_alone(place, case, verdict), attempt)
-            elif why := runs.doubt(verdict, keys):
-                answer = _damaged(case, attempt, why)
-                yield dataclasses.replace(answer, retried=runs.retried(keys))
+        if verdict is None:
+            if (place / VERDICT_FILE).exists():
+                yield _damaged(case, attempt, f"its {VERDICT_FILE} does not decode")
+        elif attempt < number:
+            # By its own links: the runs of an earlier answer may have been repeated since.
+            yield _answer(case, confirmed_alone(place, case, verdict), attempt)
+        else:
+            if why := runs.doubt(verdict, keys):
+                last = _damaged(case, attempt, why)
             else:
-                answer = _answer(case, confirmed(folder, case, verdict, runs.last), attempt)
-                candidate = runs.last.get(keys.get("candidate", ""))
-                made_by = "" if candidate is None else _made_by(candidate, runs.commit)
-                yield dataclasses.replace(answer, retried=runs.retried(keys), commit=made_by)
-        elif (place / VERDICT_FILE).exists():
-            yield _damaged(case, attempt, f"its {VERDICT_FILE} does not decode")
+                last = _answer(case, confirmed(folder, case, verdict, runs.last), attempt)
+            made_by = runs.made_by(keys.get("candidate", ""))
+            yield dataclasses.replace(last, retried=runs.retried(keys), commit=made_by)
 
 
 def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
+    causes = [
+        _text(f"{answer.check}: {answer.outcome} {answer.what}".strip())
+        for answer in verdict.checks
+        if answer.outcome not in ("passed", "skipped")
+    ]
+    if verdict.confirmation is not None:
+        causes.append(f"confirmation: {verdict.confirmation.outcome}")
     return CaseEntry(
         case_id=case.id,
         attempt=attempt,
         outcome=verdict.outcome,
         what=verdict.what,
         message=_text(verdict.message),
-        labels=_labels(case),
-        causes=tuple(
-            _text(f"{answer.check}: {answer.outcome} {answer.what}".strip())
-            for answer in verdict.checks
-            if answer.outcome not in ("passed", "skipped")
-        )
-        + _confirmed(verdict),
+        labels=_plain(case.labels),
+        causes=tuple(causes),
         difference=verdict.difference,
+        wall_s=_seconds(verdict.wall_s),
+        inputs=inputs_of(case),
         reference=_text(verdict.runs.get("reference")),
         control=_text(verdict.runs.get("control")),
         candidate=_text(verdict.runs.get("candidate")),
-        wall_s=_seconds(verdict.wall_s),
-        inputs=inputs_of(case),
     )
-
-
-def _confirmed(verdict: Verdict) -> tuple[str, ...]:
-    found = verdict.confirmation
-    return () if found is None else (f"confirmation: {found.outcome}",)
 
 
 def _damaged(case: CaseSpec, attempt: int, why: str) -> CaseEntry:
     return CaseEntry(
         case_id=case.id, attempt=attempt, outcome="error", what="corrupt_record",
-        message=_text(why), labels=_labels(case),
+        message=_text(why), labels=_plain(case.labels),
     )  # fmt: skip
-
-
-def _labels(case: CaseSpec) -> dict[str, str]:
-    return {_text(name): _text(value) for name, value in case.labels.items()}
-
-
-def environment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What verdicts may depend on, of a manifest as it is read from its file."""
-    machine = _mapping(manifest.get("machine"))
-    if not machine:
-        return {}
-    found = facts(manifest)
-    environment: dict[str, Any] = _plain(
-        {
-            **found["hardware"],
-            "variables": found.get("variables", {}),
-            **{key: machine.get(key) for key in ("python", "versions", "gpu_driver")},
-        }
-    )
-    return environment
-
-
-def _compared(environment: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in fingerprint(environment).items() if k not in _NOT_COMPARED}
-
-
-def _made_by(result: RunResult, commit: str) -> str:
-    """The commit that a run's ranks were started from, "" if it is the folder's or unknown."""
-    starts = [rank.start for rank in result.ranks if rank.start is not None]
-    found = {_text(start.environment.get("commit")) for start in starts} - {"", commit}
-    return ", ".join(sorted(found))
-
-
-def _scenario(cases: Iterable[CaseSpec]) -> str:
-    return next((_text(case.scenario) for case in cases), "")
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -345,7 +365,7 @@ def _count(value: object) -> int:
 
 
 def _seconds(value: float) -> float:
-    return float(value) if math.isfinite(value) and value >= 0 else 0.0
+    return float(value) if math.isfinite(value) and value > 0 else 0.0
 
 
 def _plain(value: object) -> Any:
@@ -354,8 +374,6 @@ def _plain(value: object) -> Any:
         return {_text(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
+    if isinstance(value, bool | int | None):
         return value
     return value if isinstance(value, float) and math.isfinite(value) else _text(value)

@@ -1,40 +1,57 @@
-"""The history itself: entries in, entries out, and as JSON lines for other machines.
+"""The file of the history: SQLite, a row an entry, rows only ever added.
 
-record   an entry of a run folder, in one transaction; what is there already stays as it is
-entries  every entry, oldest first, each row checked against its digest
-export   a line for each entry, with its digest, after a line that names the format
-load     the same lines in; a line that is damaged is told and left out
+    open     the file is ours, of this schema and whole, else an error in one line
+    record   the entry of a run folder, in one transaction; what is there already is kept
+    rows     entries, each held against the digest of its row; damaged ones are noted and left out
+    merge    everything of another history, in one transaction
+
+The journal is SQLite's rollback journal, not a write-ahead log: a log needs memory that processes
+share, which a network file system does not give. Writers take turns of up to `BUSY_S` seconds. A
+new file is made whole under a lock file, and so is a damaged one renamed: nothing is overwritten.
 """
 
+import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
-from harness.disk import open_plain
-from harness.errors import UsageError, one_line
-from harness.history.database import open_database, refusals, transaction
-from harness.history.entries import CaseEntry, FolderEntry, RunEntry, digest_of
-from harness.history.tables import (
-    SCHEMA_VERSION,
-    TABLES,
-    DamagedRow,
-    Entry,
-    entry_of,
-    identity_of,
-    insert,
-    says_no_other,
-    values_of,
-)
-from harness.records import Json, RecordError
+from harness.codec import strict_loads
+from harness.disk import make_folder, open_plain, write_atomic
+from harness.errors import Infrastructure, UsageError
+from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of
+from harness.records import Json, dumps
 
-HEADER_KIND = "deltazero history"
+APPLICATION_ID = 0x44304A31
+"""In the header of the file: another program's database is not taken for a history."""
+SCHEMA_VERSION = 5
+BUSY_S = 60.0
 
-MAX_LINE_BYTES = 1 << 30
-"""Of an export: more than an entry has."""
+Entry = TypeVar("Entry", CaseEntry, RunEntry, FolderEntry)
+_KEYS: dict[type[Json], tuple[str, ...]] = {
+    FolderEntry: ("id",),
+    CaseEntry: ("folder", "case_id", "attempt"),
+    RunEntry: ("folder", "key", "attempt"),
+}
+_TABLES: dict[type[Json], str] = {FolderEntry: "folders", CaseEntry: "cases", RunEntry: "runs"}
+_FIELDS: dict[type[Json], tuple[str, ...]] = {
+    kind: tuple(f.name for f in dataclasses.fields(kind) if f.name not in ("cases", "runs"))  # type: ignore[arg-type]
+    for kind in _TABLES
+}
+_AS_JSON = ("labels", "causes", "retried", "difference", "environment", "fingerprints")
+
+
+class Damaged(Infrastructure):
+    """The database cannot be trusted. It is not written to."""
+
+
+class Gone(Infrastructure):
+    """The file is not where it was: another process may be renaming it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +64,7 @@ class Recorded(Json):
     differing: int = 0
 
     def __add__(self, other: "Recorded") -> "Recorded":
-        return Recorded(
-            folders=self.folders + other.folders, cases=self.cases + other.cases,
-            runs=self.runs + other.runs, differing=self.differing + other.differing,
-        )  # fmt: skip
+        return Recorded(**(Counter(self.to_json()) + Counter(other.to_json())))
 
 
 class History:
@@ -58,8 +72,8 @@ class History:
 
     Attributes:
         path: of the database.
-        connection: to it, for queries.
-        damaged: rows that were left out because their digest does not fit.
+        connection: to it; `query` has errors in one line.
+        damaged: rows that were left out because they are not what was written, a line each.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -72,190 +86,266 @@ class History:
         """Open a history, or make one with `create`.
 
         Raises:
-            HarnessError: see `open_database`.
+            UsageError: there is none, it is something else, or of another schema.
+            Damaged: it is not whole.
+            Infrastructure: the disk refused, or others kept it locked.
         """
-        return cls(path, open_database(path, create=create))
+        if not path.exists():
+            if not create:
+                raise UsageError(
+                    f"{path}: expected a history, got nothing; `harness run` makes one, "
+                    f"`harness history --add RUN` too"
+                )
+            with locked(path):
+                make(path)
+        with refusals("open", path):
+            # mode=rw: SQLite would make an empty database where there is none.
+            connection = sqlite3.connect(
+                f"file:{quote(str(path.absolute()))}?mode=rw", uri=True, timeout=BUSY_S,
+                isolation_level=None,
+            )  # fmt: skip
+            try:
+                _check(connection, path)
+            except BaseException:
+                connection.close()
+                raise
+        return cls(path, connection)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.connection.close()
 
     def record(self, entry: FolderEntry) -> Recorded:
-        """Add what is new of a run folder. The first that was recorded of anything stands.
+        """Add what is new of a run folder; what is there already stays as it is.
 
         Raises:
             Infrastructure: the disk refused, or others kept the history locked; nothing is added.
         """
-        with transaction(self.connection, self.path):
+        with self._transaction():
             return self._record(entry)
 
-    def _record(self, entry: FolderEntry) -> Recorded:
-        folders, differing = self._add(FolderEntry, [entry], owner=None)
-        cases, other_cases = self._add(CaseEntry, entry.cases, owner=entry.id)
-        runs, other_runs = self._add(RunEntry, entry.runs, owner=entry.id)
-        return Recorded(
-            folders=folders, cases=cases, runs=runs,
-            differing=differing + other_cases + other_runs,
-        )  # fmt: skip
-
-    def _add(
-        self, kind: type[Entry], entries: Iterable[Entry], *, owner: str | None
-    ) -> tuple[int, int]:
-        """How many rows were added, and how many are there already and say something else."""
-        statement = insert(kind, owned=owner is not None)
-        added, differing = 0, 0
-        for entry in entries:
-            values: list[object] = [] if owner is None else [owner]
-            values += values_of(entry)
-            if self.connection.execute(statement, values).rowcount:
-                added += 1
-            else:
-                differing += int(not self._holds(kind, entry, owner))
-        return added, differing
-
-    def _holds(self, kind: type[Entry], entry: Entry, owner: str | None) -> bool:
-        """Whether the row of this identity says the same, as far as it says anything.
-
-        A row of an older schema lacks what later ones record, and still says the same.
-        """
-        identity = identity_of(entry, owner)
-        where = " AND ".join(f'"{name}" = ?' for name in identity)
-        sql = f"SELECT * FROM {TABLES[kind]} WHERE {where}"
-        return any(says_no_other(row, entry) for row in self.rows(kind, sql, identity.values()))
-
-    def rows(self, kind: type[Entry], sql: str, values: Iterable[object] = ()) -> Iterator[Entry]:
-        """The entries that a SELECT of whole rows finds; damaged ones are noted and left out."""
-        for _, entry in self.owned_rows(kind, sql, values):
-            yield entry
-
-    def owned_rows(
-        self, kind: type[Entry], sql: str, values: Iterable[object] = ()
-    ) -> Iterator[tuple[str, Entry]]:
-        """As `rows`, each with the id of its run folder."""
-        owner = "id" if kind is FolderEntry else "folder"
-        with refusals("read", self.path):
-            for row in self.connection.execute(sql, tuple(values)):
-                try:
-                    yield str(row[owner]), entry_of(kind, row)
-                except DamagedRow as error:
-                    self.damaged.append(f"{TABLES[kind]}: {_identity(row)}: {error}")
-
-    def entries(self) -> Iterator[FolderEntry]:
-        """Every run folder, oldest first."""
-        # One at a time: a reader that holds the whole history open would keep writers waiting.
-        with refusals("read", self.path):
-            found = self.connection.execute("SELECT id FROM folders ORDER BY created, id")
-            ids = [row["id"] for row in found.fetchall()]
-        for folder in ids:
-            yield from self._entry(folder)
-
-    def starting_with(self, name: str) -> list[FolderEntry]:
-        """The run folders whose ids begin with `name`, at most two; none for an empty name."""
-        with refusals("read", self.path):
-            found = self.connection.execute(
-                "SELECT id FROM folders WHERE substr(id, 1, ?) = ? ORDER BY id LIMIT 2",
-                [len(name), name],
-            )
-            ids = [row["id"] for row in found.fetchall()] if name else []
-        return [entry for folder in ids for entry in self._entry(folder)]
-
-    def _entry(self, folder: str) -> Iterator[FolderEntry]:
-        for alone in self.rows(FolderEntry, "SELECT * FROM folders WHERE id = ?", [folder]):
-            cases = self.rows(
-                CaseEntry, "SELECT * FROM cases WHERE folder = ? ORDER BY rowid", [folder]
-            )
-            runs = self.rows(
-                RunEntry, "SELECT * FROM runs WHERE folder = ? ORDER BY rowid", [folder]
-            )
-            yield FolderEntry(
-                **{name: getattr(alone, name) for name in alone.__dataclass_fields__
-                   if name not in ("cases", "runs")},
-                cases=tuple(cases), runs=tuple(runs),
-            )  # fmt: skip
-
-    def export(self) -> Iterator[str]:
-        """The history as JSON lines, each with its line end."""
-        yield _line({"kind": HEADER_KIND, "schema": SCHEMA_VERSION})
-        for entry in self.entries():
-            yield _line({"digest": digest_of(entry), "entry": entry.to_json()})
-
-    def load(self, path: Path) -> tuple[Recorded, list[str]]:
-        """Record what a file of JSON lines holds, in one transaction: a thousand runs take 2 s.
-
-        Returns:
-            What was added, and the lines that were left out, as 'line N: why'.
+    def merge(self, other: "History") -> Recorded:
+        """Record everything of another history; what is damaged there is left out and noted there.
 
         Raises:
-            UsageError: the file cannot be read, or is not of this format; nothing is added.
-            Infrastructure: the history cannot be written; nothing is added.
+            Infrastructure: as `record`.
         """
-        added, problems = Recorded(), []
-        with transaction(self.connection, self.path):
-            for number, line in _numbered(path):
-                self.connection.execute("SAVEPOINT line")
-                try:
-                    added += self._record(_parsed(line))
-                except (ValueError, RecursionError) as error:
-                    # Text that is no text is found as it is stored.
-                    self.connection.execute("ROLLBACK TO line")
-                    problems.append(f"line {number}: {one_line(str(error))}")
-                self.connection.execute("RELEASE line")
-        return added, problems
+        with self._transaction():
+            return sum(map(self._record, other.entries()), Recorded())
+
+    def _record(self, entry: FolderEntry) -> Recorded:
+        counts: Counter[str] = Counter()
+        alone = dataclasses.replace(entry, cases=(), runs=())
+        for row in (alone, *entry.cases, *entry.runs):
+            kind = type(row)
+            own = {"folder": entry.id} if kind is not FolderEntry else {}
+            values = own | {name: _stored(name, getattr(row, name)) for name in _FIELDS[kind]}
+            values["digest"] = name_of(list(values.values()))
+            marks = ", ".join("?" * len(values))
+            done = self.connection.execute(
+                f"INSERT OR IGNORE INTO {_TABLES[kind]} VALUES ({marks})", tuple(values.values())
+            )
+            counts[_TABLES[kind]] += done.rowcount
+            counts["differing"] += not done.rowcount and not self._holds(kind, values)
+        return Recorded(**counts)
+
+    def _holds(self, kind: type[Json], values: dict[str, Any]) -> bool:
+        """Whether the row of this identity says the same."""
+        same = " AND ".join(f'"{name}" = ?' for name in (*_KEYS[kind], "digest"))
+        found = [values[name] for name in (*_KEYS[kind], "digest")]
+        sql = f"SELECT 1 FROM {_TABLES[kind]} WHERE {same}"
+        return self.connection.execute(sql, found).fetchone() is not None
+
+    def query(self, sql: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
+        """All rows of a SELECT, as they are (`Infrastructure`: it cannot be read)."""
+        with refusals("read", self.path):
+            return self.connection.execute(sql, tuple(values)).fetchall()
+
+    def rows(
+        self, kind: type[Entry], where: str, values: Sequence[object] = ()
+    ) -> Iterator[tuple[str, Entry]]:
+        """Entries of one kind with the id of their run folder.
+
+        Args:
+            kind: of which table.
+            where: what follows `SELECT ... FROM table`.
+            values: for its question marks.
+        """
+        table = _TABLES[kind]
+        for row in self.query(f"SELECT {table}.* FROM {table} {where}", values):
+            try:
+                yield str(row[0]), _entry(kind, row)
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                names = " ".join(str(row[name]) for name in _KEYS[kind])
+                self.damaged.append(f"{table}: {names}: {error}")
+
+    def entries(self, prefix: str = "", most: int = -1) -> Iterator[FolderEntry]:
+        """Every run folder, oldest first; or at most so many whose id begins with `prefix`."""
+        # One at a time: a reader that holds the whole history open would keep writers waiting.
+        ids = self.query(
+            "SELECT id FROM folders WHERE substr(id, 1, ?) = ? ORDER BY created, id LIMIT ?",
+            (len(prefix), prefix, most),
+        )
+        for (folder,) in ids:
+            for _, alone in self.rows(FolderEntry, "WHERE id = ?", [folder]):
+                owned = "WHERE folder = ? ORDER BY rowid"
+                yield dataclasses.replace(
+                    alone,
+                    cases=tuple(case for _, case in self.rows(CaseEntry, owned, [folder])),
+                    runs=tuple(run for _, run in self.rows(RunEntry, owned, [folder])),
+                )
+
+    def export(self) -> Iterator[str]:
+        """Every run folder as a line of JSON, for other programs."""
+        for entry in self.entries():
+            yield dumps(entry) + "\n"
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing; waits for other writers first."""
+        with refusals("write", self.path):
+            self.connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self.connection.execute("COMMIT")
+            except BaseException:
+                # SQLite has rolled back by itself after some errors, such as a full disk.
+                with suppress(sqlite3.Error):
+                    self.connection.execute("ROLLBACK")
+                raise
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of an export after its header, with their numbers."""
+def open_import(path: Path) -> History:
+    """Open a history from elsewhere, to `merge` it.
+
+    Raises:
+        UsageError: it is not a plain file, or not a history.
+        Damaged: it is not whole.
+    """
     try:
-        with open_plain(path) as file:
-            _check_header(path, file.readline(MAX_LINE_BYTES))
-            number = 1
-            while line := file.readline(MAX_LINE_BYTES):
-                number += 1
-                yield number, line
+        open_plain(path).close()  # a pipe would keep its reader for ever
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return History.open(path)
 
 
-def _identity(row: sqlite3.Row) -> str:
-    names = [name for name in ("folder", "id", "case_id", "key", "attempt") if name in row.keys()]  # noqa: SIM118 - a Row has values
-    return " ".join(str(row[name]) for name in names)
+@contextmanager
+def refusals(verb: str, path: Path) -> Iterator[None]:
+    """Turn what SQLite and the disk refuse into one line.
 
-
-def _line(plain: dict[str, object]) -> str:
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def _check_header(path: Path, line: bytes) -> None:
+    Raises:
+        Damaged: the file is not whole.
+        Gone: it is not there.
+        Infrastructure: anything else.
+    """
     try:
-        header = json.loads(line)
-    except ValueError:
-        header = None
-    if not isinstance(header, dict) or header.get("kind") != HEADER_KIND:
-        raise UsageError(f"{path}: expected JSON lines of `harness history --export`, got others")
-    schema = header.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0)
+        damaged = code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        if damaged or "decode" in str(error):
+            raise Damaged(f"the history {path} is damaged: {error}") from error
+        gone = code & 0xFF == sqlite3.SQLITE_CANTOPEN or code == sqlite3.SQLITE_READONLY_DBMOVED
+        busy = code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        hint = ", or lies where files cannot be locked (--history FILE)" if busy else ""
+        kind = Gone if gone else Infrastructure
+        raise kind(f"cannot {verb} the history {path}: {error}{hint}") from error
+    except UnicodeDecodeError as error:
+        raise Damaged(f"the history {path} is damaged: {error}") from error
+    except OSError as error:
+        kind = Gone if isinstance(error, FileNotFoundError) else Infrastructure
+        raise kind(f"cannot {verb} the history {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Alone among those who make or rename the file; the kernel frees what a dead holder had.
+
+    Raises:
+        Infrastructure: the disk refused, or another process held it for `BUSY_S`.
+    """
+    make_folder(path.parent)
+    place = path.with_name(f"{path.name}.lock")
+    with refusals("lock", path):
+        held = sqlite3.connect(place, timeout=BUSY_S)
+        held.execute("BEGIN EXCLUSIVE")
+    with closing(held):
+        yield
+
+
+def make(path: Path) -> None:
+    """Make an empty history, whole from the beginning, unless there is one. Needs the lock."""
+    if path.exists():
+        return
+    with closing(sqlite3.connect(":memory:")) as made:
+        made.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        made.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        for kind, table in _TABLES.items():
+            own = () if kind is FolderEntry else ("folder",)
+            # Columns without a type: values come back as they were written.
+            names = ", ".join(f'"{name}"' for name in (*own, *_FIELDS[kind], "digest"))
+            keys = ", ".join(f'"{name}"' for name in _KEYS[kind])
+            made.execute(f"CREATE TABLE {table} ({names}, PRIMARY KEY ({keys}))")
+        made.execute("CREATE INDEX folders_of_scenario ON folders (scenario, created)")
+        made.commit()
+        write_atomic(path, made.serialize())
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged history with its journal, to a name that is free; that name. Needs the lock.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    number, kept = 2, path.with_name(f"{path.name}.damaged")
+    while kept.exists():
+        number, kept = number + 1, path.with_name(f"{path.name}.damaged-{number}")
+    with refusals("set aside", path):
+        # The journal first: SQLite would play it back into a new database of that name.
+        journal = path.with_name(f"{path.name}-journal")
+        if journal.exists():
+            journal.rename(kept.with_name(f"{kept.name}-journal"))
+        path.rename(kept)
+    return kept
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    """See that the file is ours, of this schema, and whole."""
+    connection.row_factory = sqlite3.Row
+    for setting in ("journal_mode = DELETE", "synchronous = FULL", "trusted_schema = OFF"):
+        connection.execute(f"PRAGMA {setting}")
+    found = {
+        name: connection.execute(f"PRAGMA {name}").fetchone()[0]
+        # Not quick_check, which does not see rows that an index no longer finds.
+        for name in ("application_id", "user_version", "integrity_check(1)")
+    }
+    if path.stat().st_size == 0:
+        raise Damaged(f"the history {path} is damaged: it is empty")
+    if found["application_id"] != APPLICATION_ID:
+        raise UsageError(f"{path}: expected a history, got another program's database")
+    if found["integrity_check(1)"] != "ok":
+        raise Damaged(f"the history {path} is damaged: {found['integrity_check(1)']}")
+    if found["user_version"] != SCHEMA_VERSION:
         raise UsageError(
-            f"{path} was written by a newer harness (schema {schema}, this one reads up to "
-            f"{SCHEMA_VERSION})"
+            f"{path}: expected a history of schema {SCHEMA_VERSION}, got {found['user_version']} "
+            f"of another harness; --history FILE begins a new one"
         )
 
 
-def _parsed(line: bytes) -> FolderEntry:
-    plain = json.loads(line, parse_constant=_refuse)
-    if not isinstance(plain, dict) or set(plain) != {"digest", "entry"}:
-        raise RecordError("expected an entry and its digest")
-    entry = FolderEntry.from_json(plain["entry"])
-    if digest_of(entry) != plain["digest"]:
-        raise RecordError("its digest does not fit: the line was changed")
-    return entry
+def _stored(name: str, value: object) -> object:
+    if name not in _AS_JSON or value is None:
+        return value
+    plain = value.to_json() if isinstance(value, Json) else value
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
+def _entry(kind: type[Entry], row: sqlite3.Row) -> Entry:
+    """The entry of a row (`ValueError`, `TypeError`, `LookupError`: not what was written)."""
+    *values, digest = row
+    if name_of(values) != digest:
+        raise ValueError("its digest does not fit")
+    named = {name: row[name] for name in _FIELDS[kind]}
+    parsed = {name: strict_loads(named[name]) for name in _AS_JSON if named.get(name) is not None}
+    return kind.from_json(named | parsed)

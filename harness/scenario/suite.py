@@ -2,6 +2,7 @@
 
     files -> those of the tiers -> cases of all, ids led by their scenario's name -> `-k`
       -> what each scenario's `select` (or `--select`) leaves -> the shard
+         or the cases that pytest picked
 
 Of several scenarios, a case is `SCENARIO.CASE` and has the label `scenario`; a scenario that is for
 another device than this run is skipped, case by case, with the reason. What a selection leaves out
@@ -10,7 +11,7 @@ is told: in the plan, in the run folder's manifest and in its report.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from harness.scenario.selection import num_pairs, pairwise, select
 SUFFIXES = (".yaml", ".yml")
 MAX_ID_CHARS = 180
 NO_OVERRIDES = Overrides()
+Picked = Mapping[Path, Collection[str]]
+"""Ids of cases, by the path of their file."""
 Changed = Callable[[Sequence[CaseSpec]], tuple[CaseSpec, ...]]
 """Those of the cases that have not passed as they are now."""
 
@@ -107,14 +110,19 @@ class Suite:
                 )
         launches = [scenario.launch for scenario in self.scenarios]
         devices = {launch.device for launch in launches}
-        stated = {launch.slots for launch in launches}
         return dataclasses.replace(
             first,
             device=devices.pop() if len(devices) == 1 else "auto",
-            # Fewer slots than one of them wants would skip its cases: then the machine's.
-            slots=stated.pop() if len(stated) == 1 else None,
             retries=min(launch.retries for launch in launches),
         )
+
+    def slots(self, default: int) -> int | None:
+        """What all of them state, None for nothing; else the most, `default` among it.
+
+        Fewer slots than one of them wants would skip its cases.
+        """
+        stated = {scenario.launch.slots for scenario in self.scenarios}
+        return stated.pop() if len(stated) == 1 else max(default, *filter(None, stated))
 
     def cases(
         self,
@@ -124,6 +132,7 @@ class Suite:
         keyword: str | None,
         how: str | None,
         changed: Changed,
+        picked: Picked | None = None,
     ) -> tuple[tuple[CaseSpec, ...], tuple[Selected, ...]]:
         """The cases to run, and what is left out of each scenario.
 
@@ -133,9 +142,11 @@ class Suite:
             keyword: `-k`.
             how: `--select`, over what the scenarios say.
             changed: those of the cases that have not passed as they are now.
+            picked: these and no others.
 
         Raises:
             ScenarioError: see `harness.scenario.matrix.expand`.
+            UsageError: one that is picked is not there.
             NothingSelected: nothing is left.
         """
         chosen: list[CaseSpec] = []
@@ -143,13 +154,15 @@ class Suite:
         num_all = 0
         for scenario in self.scenarios:
             held, kept = expand_marked(scenario, device)
+            ids = None if picked is None else _there(scenario, held, picked)
             if not self.alone:
-                names = {case.id: _joined(scenario.name, case.id) for case in held}
+                names = {case.id: joined(scenario.name, case.id) for case in held}
+                ids = ids and {names[case] for case in ids}
                 held = tuple(_named(case, names[case.id]) for case in held)
                 kept = tuple(names[name] for name in kept)
             num_all += len(held)
             held = select(held, keyword)
-            part, said = _select(scenario, held, kept, how or scenario.select, changed)
+            part, said = _select(scenario, held, kept, how or scenario.select, changed, ids)
             wanted = scenario.launch.device
             if not forced and wanted not in ("auto", device):
                 reason = f"its scenario is for {wanted}, this run is on {device}"
@@ -208,18 +221,18 @@ def load_suite(
                 f"of {names[scenario.name].path}"
             )
         names[scenario.name] = scenario
-    joined = "+".join(dict.fromkeys(tiers))
+    title = "+".join(dict.fromkeys(tiers))
     if alone:
         return Suite(
             name=scenarios[0].name, why=scenarios[0].why, scenarios=scenarios, tiers="", alone=True
         )
     folder = paths[0].resolve().name if len(paths) == 1 and paths[0].is_dir() else "several"
-    what = f"The tier {joined}" if joined else "Together"
+    what = f"The tier {title}" if title else "Together"
     return Suite(
-        name=joined or folder or "several",
+        name=title or folder or "several",
         why=f"{what}: {', '.join(names)}.",
         scenarios=scenarios,
-        tiers=joined,
+        tiers=title,
         alone=False,
     )
 
@@ -239,12 +252,22 @@ def _of_tiers(
     return chosen
 
 
+def _there(scenario: Scenario, held: Sequence[CaseSpec], picked: Picked) -> set[str]:
+    ids = set(picked[Path(scenario.path)])
+    if missing := ids.difference(case.id for case in held):
+        raise UsageError(f"{scenario.path}: expected one of its cases, got {shown(min(missing))}")
+    return ids
+
+
 def _select(
-    scenario: Scenario, held: tuple[CaseSpec, ...], kept: Sequence[str], how: str, changed: Changed
-) -> tuple[tuple[CaseSpec, ...], Selected]:
+    scenario: Scenario, held: tuple[CaseSpec, ...], kept: Sequence[str], how: str,
+    changed: Changed, ids: set[str] | None,
+) -> tuple[tuple[CaseSpec, ...], Selected]:  # fmt: skip
     pairs = 0
     chosen = held
-    if how == "pairwise":
+    if ids is not None:
+        how, chosen = "pytest", tuple(case for case in held if case.id in ids)
+    elif how == "pairwise":
         chosen, pairs = pairwise(held, keep=kept), num_pairs(held)
     elif how == "changed":
         chosen = changed(held)
@@ -258,7 +281,8 @@ def _named(case: CaseSpec, name: str) -> CaseSpec:
     return dataclasses.replace(case, id=name, labels={"scenario": case.scenario} | case.labels)
 
 
-def _joined(scenario: str, case: str) -> str:
+def joined(scenario: str, case: str) -> str:
+    """A case's id among those of several scenarios."""
     name = f"{scenario}.{case}"
     if len(name) <= MAX_ID_CHARS:
         return name

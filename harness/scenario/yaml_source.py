@@ -32,7 +32,7 @@ MAX_NUMBER_CHARS = 40
 Scalar = str | int | float | bool | None
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_DECIMAL = re.compile(r"[-+]?(0|[1-9](_?[0-9])*)")
 _TAG = "tag:yaml.org,2002:"
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")

@@ -1,10 +1,6 @@
-"""Scenario files under pytest: each case an item, all of them on the slots of one engine.
+"""Scenario files under pytest: each case an item, all of them carried out by one `harness run`.
 
-plugin    options; loads the rest only where it is asked for
-session   pytest's hooks: files collected, cases announced, the service ended
-items     a scenario file and its cases as pytest sees them
-narrowing what -m and -k leave of them, known before pytest sees them
-sockets   how workers of pytest-xdist reach the service of their controller
-service   from a case to its answer: run folders, one execution a case
-pool      one engine for many executions: runs made once, slots never given twice
+plugin      options; loads the rest only where it is asked for
+session     pytest's hooks: the selected cases carried out, workers of xdist, the end
+collection  a scenario file and its cases as pytest sees them; what -m and -k leave of them
 """

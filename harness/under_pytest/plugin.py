@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--harness-incomparable", choices=["fail", "xfail"], default="fail",
-        help="What a case whose legs cannot be compared is to pytest.",
+        help="What a case whose runs cannot be compared is to pytest.",
     )  # fmt: skip
     group.addoption(
         "--harness-history",

@@ -26,7 +26,7 @@ PATTERNS = {
     "harness/scenario/selection.py": (1, NAMES),
     "harness/scenario/shards.py": (1, NAMES),
     "harness/store.py": (1, NAMES),
-    "harness/under_pytest/narrowing.py": (1, NAMES),
+    "harness/under_pytest/collection.py": (1, NAMES),
     "reports/causes.py": (1, NAMES),
     "harness/engine/gpu_evidence.py": (3, "dumps of NCCL's recorder and CUDA's driver"),
     "harness/engine/outcome.py": (1, "faulthandler's stacks of a process that answers no more"),
@@ -55,7 +55,7 @@ TAKES_APART = frozenset(
 )  # fmt: skip
 READS = {
     "harness/engine/outcome.py": (1, "faulthandler's stacks of a process that answers no more"),
-    "harness/history/database.py": (1, "SQLite gives text that does not decode no error code"),
+    "harness/history/ledger.py": (1, "SQLite gives text that does not decode no error code"),
     "harness/provenance.py": (1, "PyTorch says of a cuDNN that it refuses which one that is"),
 }
 """Files that take sentences apart: how often, and whose they are."""

@@ -13,6 +13,7 @@ PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package tha
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
 PLUGIN_ROOM = "harness.under_pytest"  # what pytest loads, so nobody else needs pytest
+PLUGIN_USES = {"pytest", "xdist"}  # of whoever runs it under them
 pytestmark = pytest.mark.xdist_group("imports")  # one worker reads all files, once
 DISTRIBUTION_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
 
@@ -133,7 +134,7 @@ def test_torch_free_modules_load_no_torch() -> None:
 def test_dependencies_are_what_is_imported() -> None:
     """Each third-party import is declared, and nothing is declared that nobody imports."""
     third_party = {e.top for e in all_imports()} - set(sys.stdlib_module_names) - set(PACKAGES)
-    used = {DISTRIBUTION_OF.get(name, name) for name in third_party - OPTIONAL - {"pytest"}}
+    used = {DISTRIBUTION_OF.get(name, name) for name in third_party - OPTIONAL - PLUGIN_USES}
     declared = {
         re.match(r"[\w-]+", text).group()  # type: ignore[union-attr]
         for text in settings()["project"]["dependencies"]

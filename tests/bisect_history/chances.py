@@ -10,8 +10,7 @@ import argparse
 import random
 import sys
 
-from harness.bisector.chance import NeverFails, bounds, learn
-from harness.bisector.questions import FAILS, PASSES, Answer
+from harness.bisector.chance import FAILS, PASSES, Answer, NeverFails, bounds, learn
 
 NUMBER = 64
 RATES = (1.0, 0.9, 0.6, 0.3, 0.1)

@@ -9,7 +9,7 @@ from fsdp_core.config import TrainConfig
 from harness.checks.complete import launches, owed
 from harness.records import EndRecord, RunSpec
 from harness.worker.record_file import RecordFile
-from tests.planted.stub_ranks import start_record, step_record
+from tests.planted.stub_ranks import initial_record, start_record, step_record
 
 STEP_S = 0.02
 STARTS_FILE = "starts.log"
@@ -30,6 +30,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     note_start(spec, folder, rank)
     file = RecordFile(folder / f"rank{rank}.jsonl")
     file.write(dataclasses.replace(start_record(spec, rank), run=spec.key))
+    file.write(initial_record(rank))
     steps = spec.config["steps"]
     for step in range(steps):
         time.sleep(STEP_S)

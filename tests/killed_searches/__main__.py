@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,7 @@ base: {steps: 6, microbatches: 1, parallel: {dp: 2}, graph: [attn]}
 axes:
   fsdp:
     - {pool: double}
-    - {pool: traced, reduce_dtype: bf16, reshard_after_forward: false, outer_strategy: optim}
+    - {pool: traced, reduce_dtype: bf16, reshard_after_forward: false}
 compare: {axis: fsdp, reference: {pool: double}, expect: bitwise}
 checks: {loss: {}, state: {}}
 launch: {device: cpu, timeout_s: 120}
@@ -47,6 +48,7 @@ STAGES = ("itself", "place", "causes", "least", "commits")
 VARYING = ("seconds", "command", "folder", "questions")
 """What a kill may change: repeats that were to be made side by side are then asked one by one."""
 WAIT_S = 300.0
+BEGINS = "A sitting begins.\n"
 
 
 class Searched:
@@ -68,23 +70,29 @@ class Searched:
         """A harness that begins the search, or goes on with it."""
         commits = f"{self.commits[0]}..{self.commits[-1]}"
         with self.log.open("ab") as log:
+            log.write(BEGINS.encode())
             return subprocess.Popen(
                 [sys.executable, "-m", "tests.killed_searches.stubbed", "bisect", "killed.yaml",
                  "-k", "traced", "--out", "search", "--repro", "repro", "--commits", commits],
                 cwd=self.repository, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 env=os.environ | {
                     "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "TMPDIR": str(self.temporary),
-                    "ASKED_OF_HISTORY": str(self.asked),
+                    "ASKED_OF_HISTORY": str(self.asked), "PYTHONUNBUFFERED": "1",
+                    "COLUMNS": "1000",
                 },
                 start_new_session=True,
             )  # fmt: skip
 
     def questions(self) -> list[str]:
-        """Words of all that were answered, in order."""
+        """All that the last sitting has told of, in order."""
         with suppress(FileNotFoundError):
-            lines = (self.search / "questions.jsonl").read_bytes().split(b"\n")[1:-1]
-            return [json.loads(line)["question"]["words"] for line in lines]
+            text = self.log.read_text()
+            return re.findall(r"^ *\d+\. (.*)$", text.rpartition(BEGINS)[2], re.MULTILINE)
         return []
+
+    def answers(self) -> int:
+        """How many runs and replies the folder holds."""
+        return len(self.finished()) + len(list(self.search.glob("replies/*.json")))
 
     def finished(self) -> dict[Path, tuple[int, int]]:
         """Outcomes of runs, by file and time: what is made again has others."""
@@ -135,9 +143,9 @@ def _plain(value: Any) -> Any:
 
 def stage_of(words: str, commits: list[str]) -> str:
     """In which stage a question is asked."""
-    if words == "does the case itself fail?":
+    if words.startswith("does the case itself fail?"):
         return "itself"
-    if words.startswith("which element") or "tapped" in words or "every call" in words:
+    if words.startswith(("which call", "which output", "which element", "does the case always")):
         return "place"
     if any(commit[:10] in words for commit in commits):
         return "commits"
@@ -146,15 +154,15 @@ def stage_of(words: str, commits: list[str]) -> str:
 
 
 def kill_at(searched: Searched, target: int, drawn: random.Random) -> tuple[str, list[str]]:
-    """Start, wait until so many questions are answered, kill soon after: its stage, and problems.
+    """Start, wait until so many answers are there, kill soon after: its stage, and problems.
 
     The stage is "" if the search came to its end before.
     """
     before, asked, made = searched.finished(), searched.of_commits(), searched.starts()
-    num_commits = sum(stage_of(w, searched.commits) == "commits" for w in searched.questions())
+    num_commits = len(list(searched.search.glob("replies/commit-*.json")))
     process = searched.start()
     began_s = time.monotonic()
-    while process.poll() is None and len(searched.questions()) < target:
+    while process.poll() is None and searched.answers() < target:
         if time.monotonic() - began_s > WAIT_S:
             process.kill()
             return "", [f"no {target} answers within {WAIT_S:g} s"]
@@ -181,7 +189,7 @@ def kill_at(searched: Searched, target: int, drawn: random.Random) -> tuple[str,
         answered = list(asked)[:-1]
         again = searched.of_commits()
         problems += [f"asked again: {name}" for name in answered if again[name] != asked[name]]
-    # The question under way is the one after the last answer.
+    # The question under way is the one after the last that was told of.
     return stage_of(words[-1], searched.commits) if words else "itself", problems
 
 
@@ -189,7 +197,7 @@ def torment(searched: Searched, every: int, drawn: random.Random) -> tuple[Count
     """Kill it after every few questions until it is done: kills by stage, and problems."""
     kills, problems = Counter[str](), list[str]()
     while True:
-        stage, told = kill_at(searched, len(searched.questions()) + every, drawn)
+        stage, told = kill_at(searched, searched.answers() + every, drawn)
         problems += told
         if not stage:
             return kills, problems
@@ -202,7 +210,7 @@ def main() -> int:
         prog="python -m tests.killed_searches", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--every", type=int, default=2, help="questions between two kills")
+    parser.add_argument("--every", type=int, default=2, help="answers between two kills")
     parser.add_argument("--commits", type=int, default=16, help="of the history")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -9,7 +9,7 @@ from harness.contents import KeptTensor, checksum_of, write_contents
 from harness.records import EndRecord, RunSpec
 from harness.worker.record_file import RecordFile
 from tests.kill_and_resume.ranks import note_start
-from tests.planted.stub_ranks import start_record, step_record
+from tests.planted.stub_ranks import initial_record, start_record, step_record
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
@@ -17,6 +17,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
     note_start(spec, folder, rank)
     file = RecordFile(folder / f"rank{rank}.jsonl")
     file.write(dataclasses.replace(start_record(spec, rank), run=spec.key))
+    file.write(initial_record(rank))
     steps = spec.config["steps"]
     is_wrong = spec.config["fsdp"]["pool"] != "double" and rank == spec.world_size - 1
     for step in range(steps):

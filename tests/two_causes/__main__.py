@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from harness import launch
-from harness.bisector.asking import Asker
 from harness.bisector.causes import FoundCauses, find_causes
+from harness.bisector.experiments import Asker
 from harness.engine.base import Engine
 from harness.errors import HarnessError
 from harness.store import RunFolder

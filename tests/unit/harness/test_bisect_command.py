@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import commit, provenance
-from harness.bisector.asking import Asker
+from harness.bisector.experiments import Asker
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, failed_run, run_json, unequal

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import commit
-from harness.bisector import stages
+from harness.bisector import session
 from harness.cli import main
 from tests.bisect_history.history import git, harnesses, make_history
 from tests.unit.harness.fake_engine import FakeEngine, failed_run, run_json
@@ -102,7 +102,7 @@ def test_sigterm_ends_it_as_ctrl_c_does(
     def terminated(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(stages, "find_first_bad", terminated)
+    monkeypatch.setattr(session, "find_first_bad", terminated)
     assert main(searched(history)) == 2
     assert "go on with: harness bisect dp2-attn r" in capsys.readouterr().err
 

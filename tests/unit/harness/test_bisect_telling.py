@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from harness.bisector.questions import Question, Reply
-from harness.bisector.summary import asked
-from harness.bisector.telling import LiveSearch
+from harness.bisector.experiments import AskedQuestion
+from harness.bisector.render import LiveSearch, asked
 from harness.cli import main
 from harness.records import RunOutcome, RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
@@ -127,8 +126,9 @@ def test_on_a_terminal_runs_are_counted_against_no_total() -> None:
             started_unix_s=0.0, wall_s=1.0,
         ))  # fmt: skip
         now[0] = 12.0
-        reply = Reply(words="failed crashed", runs=1, seconds=2.0)
-        view.answered(3, (Question(key="k", words="does it fail"), reply))
+        view.answered(
+            3, AskedQuestion(words="does it fail", answer="failed crashed", runs=1, seconds=2.0)
+        )
         live = Console(file=io.StringIO(), width=80, record=True)
         live.print(view.render())
     assert "1 run made, 12 s" in live.export_text()

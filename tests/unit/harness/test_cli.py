@@ -6,7 +6,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from harness.cli import main
 from harness.errors import Infrastructure
 from harness.machine import Gpu
 from harness.records import RunSpec, Verdict, What
-from harness.run import execute
+from harness.run import execution
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
@@ -81,8 +83,11 @@ def test_a_missing_verdict_is_not_a_pass(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If some cases have no verdict the exit code is 6, even if all others passed."""
-    real = execute
-    monkeypatch.setattr(launch, "execute", lambda *a, **k: real(*a, **k)[1:])
+
+    def short(*args: Any, **options: Any) -> Generator[None, None, tuple[Verdict, ...]]:
+        return (yield from execution(*args, **options))[1:]
+
+    monkeypatch.setattr(launch, "execution", short)
     assert main(["run", "small.yaml"]) == 6
 
 

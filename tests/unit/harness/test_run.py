@@ -19,7 +19,7 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.run import execute
+from harness.run import advance, execute, execution
 from harness.schedule import unique_runs
 from harness.store import RunFolder, begin_run, save_outcome
 
@@ -356,3 +356,29 @@ def test_unique_runs_skips_what_is_skipped() -> None:
     assert list(unique_runs([case("a"), case("b")])) == [
         spec("ref").key, spec("ref", replica=1).key, spec("a").key, spec("b").key,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["closed", "signal"])
+def test_rounds_go_on_until_there_is_enough(tmp_path: Path, how: str) -> None:
+    """Whoever has enough leaves the rest for later; runs under way end with the rounds.
+
+    A signal that comes between two rounds interrupts as one that comes while a run is waited for.
+    """
+    folder, engine = make_folder(tmp_path, case("a"), case("b"), case("c")), PretendEngine(slots=2)
+    rounds = execution(folder, folder.cases, engine, Notes(), judge=pretend_judge)
+
+    def stop_here() -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    assert advance(rounds, lambda: bool(folder.verdicts())) is None
+    assert [verdict.case_id for verdict in folder.verdicts()] == ["a"]
+    assert engine.started == ["ref", "ref*", "a", "b"]
+    if how == "closed":
+        rounds.close()
+    else:
+        with pytest.raises(Interrupted, match="1 of 3 cases are done"):
+            advance(rounds, stop_here)
+    assert engine.num_cancels == 1
+    assert advance(rounds) is None
+    assert len(folder.verdicts()) == 1

@@ -83,7 +83,7 @@ class Writer:
         """Plan a case; `reference`, `control`, `candidate` say how that run is not whole."""
         legs = {}
         for leg, replica, scopes in (
-            ("reference", 0, []), ("control", 1, []), ("candidate", 0, [graph]),
+            ("reference", 0, []), ("control", 1, []), ("candidate", 0, graph.split("+")),
         ):  # fmt: skip
             config = {
                 "steps": self.steps, "microbatches": 2, "graph": scopes, "seed": len(self.cases),

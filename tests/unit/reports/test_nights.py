@@ -49,7 +49,7 @@ def test_since_when_it_fails_and_what_changed_is_in_words(nights: Nights) -> Non
     assert first.startswith("first bad 2031-01-10 at ")
     assert ", last good 2031-01-09 at " in first
     assert any(text.startswith("step time +50.0% since 2031-01-08") for text in rest)
-    assert "tried again in 1 night: candidate: port_in_use" in nights.cases["dp2-attn"].words
+    assert "tried again in 1 run: candidate: port_in_use" in nights.cases["dp2-attn"].words
     assert [(f.case_id, f.retried) for f in nights.flaky] == [("dp2-attn", {"port_in_use": 1})]
 
 

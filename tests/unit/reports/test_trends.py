@@ -8,27 +8,26 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from harness.history import CaseTrend, Night
-from harness.history.changes import Change
-from harness.history.trend import Shift
+from harness.history import Answer, CaseTrend
+from harness.history.trend import Change, Shift
 from reports.trends import day_of, trend_figure
 
 FIRST = datetime.datetime(2031, 1, 1, 3, tzinfo=datetime.UTC)
 
 
-def one(number: int, **changes: Any) -> Night:
+def one(number: int, **changes: Any) -> Answer:
     facts: dict[str, Any] = {
         "folder": str(number), "commit": "c", "attempt": 0, "outcome": "passed", "what": "",
         "created": (FIRST + datetime.timedelta(days=number)).isoformat(), "message": "",
         "environment": "e", "series": "A", "step_s": 0.02, "peak_bytes": float(40 << 20),
         "startup_s": 1.0,
     }  # fmt: skip
-    return Night(**(facts | changes))
+    return Answer(**(facts | changes))
 
 
-def trend(*nights: Night, shifts: tuple[Shift, ...] = ()) -> CaseTrend:
+def trend(*nights: Answer, shifts: tuple[Shift, ...] = ()) -> CaseTrend:
     return CaseTrend(
-        scenario="s", case_id="c", nights=nights, first_bad=None, last_good=None, shifts=shifts,
+        scenario="s", case_id="c", answers=nights, first_bad=None, last_good=None, shifts=shifts,
         noise={}, series={},
     )  # fmt: skip
 
@@ -67,7 +66,7 @@ def test_the_same_trend_is_the_same_picture() -> None:
      (one(0, step_s=0.0, peak_bytes=0.0), one(0, step_s=1e9))],
     ids=["none", "one", "not measured", "no dates", "extremes"],
 )  # fmt: skip
-def test_any_trend_is_drawn(nights: tuple[Night, ...]) -> None:
+def test_any_trend_is_drawn(nights: tuple[Answer, ...]) -> None:
     """Of nothing, of one night, without values or dates, of extremes: a picture all the same."""
     told = words(trend_figure(trend(*nights)))
     measured = any(day_of(night) and night.step_s is not None for night in nights)

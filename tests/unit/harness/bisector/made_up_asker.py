@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_core.config import ParallelConfig, TrainConfig
-from harness.bisector.asking import Asked, Asker
 from harness.bisector.differences import LegChanges
-from harness.bisector.questions import Budget
+from harness.bisector.experiments import Asked, Asker, Budget, Questions
 from harness.plant_spec import PlantSpec, joined
 from harness.records import CaseSpec, Outcome, RunSpec, Verdict
 
@@ -38,14 +37,14 @@ class MadeUpAsker(Asker):
         self.asked: list[CaseSpec] = []
         self.ahead: set[str] = set()
         self.side_by_side = 1
-        self.budget = Budget(runs=max_runs)
+        self.questions = Questions(Budget(runs=max_runs))
         self._of_case = of_case or (lambda case: _rule_of(rule, case))
         self._chance, self._random = chance, random.Random(seed)
 
     def ask(self, case: CaseSpec, words: str, **_: Any) -> Asked:
         """The rule's answer."""
-        self.budget.check(1)
-        self.budget.spend(1)
+        self.questions.budget.check(1)
+        self.questions.budget.spend(1)
         self.num_runs += 1
         self.asked.append(case)
         return Asked(runs=None, verdict=self.verdict(case))  # type: ignore[arg-type] # nobody reads them
@@ -54,14 +53,11 @@ class MadeUpAsker(Asker):
         """As many as the test says."""
         return self.side_by_side
 
-    def cost(self, case: CaseSpec) -> int:
-        """One run, unless it was made ahead."""
-        return int(case.id not in self.ahead)
-
     def make_ahead(self, cases: Sequence[CaseSpec], words: Sequence[str]) -> None:
-        """Nothing is made; who asked is noted."""
+        """Nothing is made; who asked is noted, unless the first is known."""
         assert len(words) == len(cases)
-        self.ahead |= {case.id for case in cases}
+        if cases[0].id not in self.ahead:
+            self.ahead |= {case.id for case in cases}
 
     def verdict(self, case: CaseSpec) -> Verdict:
         """What the rule says of a case, if its failure fires."""

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisector.alone import leave_alone
 from harness.bisector.causes import find_causes
-from harness.bisector.questions import OutOfBudget
-from harness.bisector.repro import read_back
+from harness.bisector.experiments import OutOfBudget
+from harness.bisector.repro import leave_alone, read_back
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec
 from tests.unit.harness.bisector.made_up_asker import MadeUpAsker, case_of, run, verdict_of

@@ -1,4 +1,4 @@
-"""Contracts of harness.bisector.case_at_commit: never another case than the one in question."""
+"""Contracts of harness.bisector.commit_runs: never another case than the one in question."""
 
 import io
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.bisector.case_at_commit import PROBE, Known, read_probe, translated
+from harness.bisector.commit_runs import PROBE, Known, read_probe, translated
 from harness.bisector.differences import config_of, leaves_of
 from harness.plant_spec import PlantSpec, joined
 from harness.records import CaseSpec
@@ -44,9 +44,6 @@ def test_our_own_commit_reads_the_case_as_it_is(here: Known) -> None:
     found = translated(PLAIN, here)
     assert (found.why_not, found.detail) == ("", {})
     assert CaseSpec.from_json(found.plain) == CASE
-    assert here.options is not None
-    assert here.checksums
-    assert "--ranks-per-gpu" in here.options
 
 
 def test_a_setting_at_its_default_is_left_out(here: Known) -> None:
@@ -104,14 +101,6 @@ def test_faults_beside_a_fault_are_put_into_its_words_too(here: Known) -> None:
     assert translated(plain, here).plain["candidate"]["plant"] == two.to_json()
     found = translated(plain, without(here, PlantSpec="chance"))
     assert found.why_not == "chance of a PlantSpec"
-
-
-def test_a_commit_that_says_nothing_gets_what_says_something() -> None:
-    """Its own strictness refuses the rest."""
-    found = translated(PLAIN, Known(files=("x",)))
-    assert (found.why_not, found.detail) == ("", {})
-    assert set(found.plain["reference"]) == {"config", "device", "world_size", "timeout_s"}
-    assert CaseSpec.from_json(found.plain) == CASE
 
 
 @pytest.mark.parametrize("text", ["", "nothing", "[]", "{}", '{"files": 3}'])

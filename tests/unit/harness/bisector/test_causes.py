@@ -9,7 +9,7 @@ import pytest
 from fsdp_core.config import FsdpConfig, OptimConfig
 from harness.bisector.causes import FoundCauses, find_causes
 from harness.bisector.differences import LegChanges
-from harness.bisector.questions import OutOfBudget
+from harness.bisector.experiments import OutOfBudget
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec, RunSpec
 from tests.unit.harness.bisector.made_up_asker import MadeUpAsker, Rule, case_of, run, verdict_of

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisector.commit_range import Checkout, Run
 from harness.bisector.commit_runs import (
     SHUT_OUT,
     case_run,
-    command_run,
     python_environment,
 )
+from harness.bisector.commits import Checkout, Run
 from harness.checksum import with_checksum
 from harness.codec import dumps
 from harness.errors import Infrastructure, Interrupted
@@ -36,12 +35,6 @@ CONFIG = """\
 class TrainConfig:
     def to_dict(self):
         return {"steps": 20}
-"""
-OPTIONS = """\
-class rerun:
-    class each:
-        opts = ["--no-history", "--ranks-per-gpu"]
-    params = [each]
 """
 
 
@@ -62,62 +55,6 @@ def verdict(outcome: Outcome, what: What = "") -> Verdict:
     return Verdict(
         case_id="x", outcome=outcome, what=what, message="why", checks=(), runs={}, wall_s=1.0
     )
-
-
-def python(code: str) -> tuple[str, ...]:
-    return (sys.executable, "-S", "-c", code)
-
-
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [(0, "passes"), (1, "fails"), (124, "fails"), (125, "unresolved"), (127, "unresolved")],
-)
-def test_exit_codes_are_those_of_git_bisect_run(tmp_path: Path, code: int, answer: str) -> None:
-    """Good, bad, no verdict; no such command is none either."""
-    run = command_run(python(f"print('said'); raise SystemExit({code})"), tmp_path / "logs")
-    reply = run(checkout(tmp_path))
-    assert reply.answer == answer
-    assert reply.words == f"exit code {code}" + (" said" if code else "")
-    assert (tmp_path / "logs" / "cccccccccc-2.log").read_text() == "said\n"
-
-
-@pytest.mark.parametrize("end", ["raise SystemExit(200)", "import os; os.kill(os.getpid(), 9)"])
-def test_other_ends_end_the_search(tmp_path: Path, end: str) -> None:
-    """Above 127, or by a signal, nothing is said of the commit."""
-    with pytest.raises(Infrastructure, match="which ends the search"):
-        command_run(python(end), tmp_path)(checkout(tmp_path))
-
-
-def test_a_build_that_fails_says_nothing(tmp_path: Path) -> None:
-    """Whatever its exit code; the command is not run after it."""
-    run = command_run(python("open('ran', 'w')"), tmp_path, build=python("raise SystemExit(1)"))
-    assert run(checkout(tmp_path)).answer == "unresolved"
-    assert not (tmp_path / "worktree" / "ran").exists()
-    missing = command_run(("no-such-command",), tmp_path)(checkout(tmp_path))
-    assert missing.answer == "unresolved"
-    assert missing.words == "exit code 127 no such command: no-such-command"
-
-
-def test_what_takes_too_long_says_nothing(tmp_path: Path) -> None:
-    """A limit is no verdict."""
-    run = command_run(python("import signal; signal.pause()"), tmp_path, timeout_s=0.05)
-    reply = run(checkout(tmp_path))
-    assert (reply.answer, reply.words.partition(" Traceback")[0][:11]) == (
-        "unresolved", "did not end",
-    )  # fmt: skip
-
-
-@pytest.mark.timeout(60)
-def test_whatever_a_run_has_started_ends_with_it(tmp_path: Path) -> None:
-    """Its child holds a lock that it would keep for ever."""
-    held = tmp_path / "held"
-    code = (
-        f"import fcntl, os, signal; file = open({str(held)!r}, 'w'); "
-        "fcntl.flock(file, fcntl.LOCK_EX); os.fork() or signal.pause()"
-    )
-    assert command_run(python(code), tmp_path)(checkout(tmp_path)).answer == "passes"
-    with held.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_modules_are_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,33 +232,30 @@ def test_what_the_commit_does_not_know_is_told(tmp_path: Path) -> None:
         assert (reply.answer, reply.words, reply.detail) == (answer, words, detail)
 
 
-def test_a_commit_older_than_checksums_gets_none(tmp_path: Path) -> None:
-    """It would refuse the key; one that knows them gets one."""
+def test_room_is_passed_on(tmp_path: Path) -> None:
+    """As the user gave it."""
     made = install(tmp_path, verdict("passed"), 0)
-    assert run_of(tmp_path)(made).answer == "passes"
-    (asked,) = (tmp_path / "runs").glob("*.case/case.json")
-    assert "sha256" not in json.loads(asked.read_text())
-    (made.folder / "harness" / "checksum.py").write_text("with_checksum = dict\n")
-    asked.unlink()
-    assert run_of(tmp_path)(made).answer == "passes"
-    (asked,) = (tmp_path / "runs").glob("*.case/case.json")
-    assert "sha256" in json.loads(asked.read_text())
-
-
-def test_options_are_those_that_the_commit_has(tmp_path: Path) -> None:
-    """Room is passed on; what only orders work is left out where it is not known."""
-    made = install(tmp_path, verdict("passed"), 0)
-    room = ("--slots", "4", "--ranks-per-gpu", "2", "--jobs", "1")
     cli = made.folder / "harness" / "cli.py"
-    text = f"{cli.read_text()}\n".replace("def main():\n", "def main():\n    open('argv', 'w')"
-                                          ".write(' '.join(sys.argv))\n")  # fmt: skip
-    for known, passed in (
-        ("", "--no-history --slots 4 --ranks-per-gpu 2 --jobs 1"),
-        (OPTIONS, "--no-history --ranks-per-gpu 2"),
-    ):
-        cli.write_text(text + known)
-        assert run_of(tmp_path, room=room)(made).answer == "passes"
-        assert Path("argv").read_text().endswith(f"--json {passed}")
+    said = "def main():\n    open('argv', 'w').write(' '.join(sys.argv))\n"
+    cli.write_text(cli.read_text().replace("def main():\n", said))
+    room = ("--slots", "4", "--ranks-per-gpu", "2")
+    assert run_of(tmp_path, room=room)(made).answer == "passes"
+    assert Path("argv").read_text().endswith("--json --no-history --slots 4 --ranks-per-gpu 2")
+
+
+@pytest.mark.timeout(60)
+def test_whatever_a_run_has_started_ends_with_it(tmp_path: Path) -> None:
+    """Its child holds a lock that it would keep for ever."""
+    held, made = tmp_path / "held", install(tmp_path, verdict("passed"), 0)
+    cli = made.folder / "harness" / "cli.py"
+    locks = (
+        f"def main():\n    import fcntl, os, signal; file = open({str(held)!r}, 'w')\n"
+        "    fcntl.flock(file, fcntl.LOCK_EX); os.fork() or signal.pause()\n"
+    )
+    cli.write_text(cli.read_text().replace("def main():\n", locks))
+    assert run_of(tmp_path)(made).answer == "passes"
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_modules_of_where_we_are_do_not_count(tmp_path: Path) -> None:

@@ -3,34 +3,27 @@
 import math
 import os
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.bisector.commit_range import Checkout, CommitRange, Run, parse_range
-from harness.bisector.commit_runs import command_run
-from harness.bisector.commits import CommitSearch, find_first_bad
-from harness.bisector.questions import (
-    FAILS,
-    PASSES,
-    UNRESOLVED,
-    Answer,
-    Budget,
-    Identity,
-    Journal,
-    OutOfBudget,
-    Reply,
+from harness.bisector.chance import FAILS, PASSES, UNRESOLVED, Answer
+from harness.bisector.commits import (
+    PREFIX,
+    Checkout,
+    CommitRange,
+    CommitSearch,
+    Run,
+    find_first_bad,
+    parse_range,
+    temporary_worktree,
 )
-from harness.bisector.worktree import PREFIX, temporary_worktree
+from harness.bisector.experiments import Budget, OutOfBudget, Questions, Reply
 from harness.errors import UsageError
 from tests.bisect_history.history import BROKEN, WRONG, git, make_history, programs
 
 NUMBER = 64
-IDENTITY = Identity(code="", environment={}, case="")
-BUILD = (sys.executable, "-m", "compileall", "-q", "program")
-COMMAND = (sys.executable, "-m", "program")
 
 
 def read(checkout: Checkout) -> Answer:
@@ -40,7 +33,7 @@ def read(checkout: Checkout) -> Answer:
 
 
 def by_reading(checkout: Checkout) -> Reply:
-    return Reply(answer=read(checkout), seconds=1.0)
+    return Reply(answer=read(checkout))
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +54,11 @@ def history(tmp_path: Path) -> Callable[..., list[str]]:
 def search(
     tmp_path: Path, run: Run, *, budget: Budget | None = None, **how: object
 ) -> CommitSearch:
-    """From the first commit to the last, with a journal beside the repository."""
+    """From the first commit to the last, with answers kept beside the repository."""
     root = tmp_path / "repository"
     commits = f"{git(root, 'rev-list', '--max-parents=0', 'main')}..main"
-    with Journal(tmp_path / "questions.jsonl", IDENTITY, budget) as journal:
-        return find_first_bad(CommitRange(root, commits), run, journal, **how)  # type: ignore[arg-type]
+    questions = Questions(budget, replies=tmp_path / "replies")
+    return find_first_bad(CommitRange(root, commits), run, questions, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first_bad", [1, 23, 64])
@@ -85,10 +78,9 @@ def test_one_of_64_by_six_halvings(
 def test_64_commits_of_which_three_do_not_build(
     tmp_path: Path, history: Callable[..., list[str]], temporary: Path
 ) -> None:
-    """With real runs, at 99 %: the broken ones in the middle of the search are stepped over."""
+    """At 99 %: the broken ones in the middle of the search are stepped over."""
     commits = history(NUMBER, 45, broken=(32, 33, 48))
-    run = command_run(COMMAND, tmp_path / "logs", build=BUILD)
-    found = search(tmp_path, run)
+    found = search(tmp_path, by_reading)
     assert found.first_bad is not None
     assert found.first_bad.hash == commits[45]
     assert 1 <= len(found.skipped) <= 3
@@ -199,7 +191,7 @@ def test_a_flaky_fault_is_found(tmp_path: Path, history: Callable[..., list[str]
 
     def run(checkout: Checkout) -> Reply:
         fires = drawn.random() < 0.5
-        return Reply(answer=FAILS if fires and read(checkout) == FAILS else PASSES, seconds=1.0)
+        return Reply(answer=FAILS if fires and read(checkout) == FAILS else PASSES)
 
     found = search(tmp_path, run)
     assert found.first_bad is not None
@@ -215,7 +207,7 @@ def test_a_lucky_pass_is_taken_back(tmp_path: Path, history: Callable[..., list[
     def run(checkout: Checkout) -> Reply:
         if checkout.commit in lucky:
             lucky.remove(checkout.commit)
-            return Reply(answer=PASSES, seconds=1.0)
+            return Reply(answer=PASSES)
         return by_reading(checkout)
 
     found = search(tmp_path, run)
@@ -245,7 +237,7 @@ def test_a_merged_branch(tmp_path: Path, history: Callable[..., list[str]]) -> N
 
     def run(checkout: Checkout) -> Reply:
         bad = (checkout.folder / "program" / "extra.py").is_file()
-        return Reply(answer=FAILS if bad else PASSES, seconds=1.0)
+        return Reply(answer=FAILS if bad else PASSES)
 
     found = search(tmp_path, run, once=True)
     assert found.first_bad is not None
@@ -270,8 +262,7 @@ def test_the_same_files_are_asked_once(tmp_path: Path) -> None:
         return by_reading(checkout)
 
     where = CommitRange(root, f"{commits[0]}..main", ("program",))
-    with Journal(tmp_path / "q", IDENTITY) as journal:
-        found = find_first_bad(where, run, journal, once=True)
+    found = find_first_bad(where, run, Questions(), once=True)
     assert found.first_bad is not None
     assert found.first_bad.hash == commits[8]
     assert len(asked) == 2
@@ -317,19 +308,19 @@ def test_ranges_that_cannot_be(tmp_path: Path, history: Callable[..., list[str]]
     commits = history(4, 2)
     root = tmp_path / "repository"
     assert parse_range("v1..") == ("v1", "HEAD")
-    with Journal(tmp_path / "q", IDENTITY) as journal:
-        for wrong, said in (
-            ("main", "expected GOOD..BAD"),
-            ("..main", "expected GOOD..BAD"),
-            ("a...b", "expected GOOD..BAD"),
-            ("--all..main", "expected GOOD..BAD"),
-            (f"nowhere..{commits[1]}", "expected a commit of .*, got 'nowhere'"),
-            (f"{commits[2]}..{commits[1]}", "that the bad one descends from"),
-            ("main..main", "that the bad one descends from"),
-        ):
-            with pytest.raises(UsageError, match=said) as caught:
-                find_first_bad(CommitRange(root, wrong), by_reading, journal)
-            assert "\n" not in str(caught.value)
-        with pytest.raises(UsageError, match=r"git rev-parse in .*: fatal: not a git repository"):
-            find_first_bad(CommitRange(tmp_path, "a..b"), by_reading, journal)
-    assert journal.entries == ()
+    questions = Questions()
+    for wrong, said in (
+        ("main", "expected GOOD..BAD"),
+        ("..main", "expected GOOD..BAD"),
+        ("a...b", "expected GOOD..BAD"),
+        ("--all..main", "expected GOOD..BAD"),
+        (f"nowhere..{commits[1]}", "expected a commit of .*, got 'nowhere'"),
+        (f"{commits[2]}..{commits[1]}", "that the bad one descends from"),
+        ("main..main", "that the bad one descends from"),
+    ):
+        with pytest.raises(UsageError, match=said) as caught:
+            find_first_bad(CommitRange(root, wrong), by_reading, questions)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"git rev-parse in .*: fatal: not a git repository"):
+        find_first_bad(CommitRange(tmp_path, "a..b"), by_reading, questions)
+    assert questions.asked == ()

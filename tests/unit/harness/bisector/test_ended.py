@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.bisector.ended import how_it_ended
-from harness.bisector.locate import between
+from harness.bisector.locate import between, how_it_ended
 from harness.checks.evidence import failed
 from harness.records import (
     CollectiveFault,

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from harness.bisector.commit_range import Checkout
+from harness.bisector.aligned import Legs
+from harness.bisector.chance import FAILS, PASSES, UNRESOLVED, Answer
+from harness.bisector.commit_runs import at_commit
+from harness.bisector.commits import Checkout, search_releases
 from harness.bisector.differences import LegChanges, config_of, leaves_of, with_steps
 from harness.bisector.divergence import where_they_part
-from harness.bisector.foreign import at_commit, scenario_texts, script_text
-from harness.bisector.legs import Legs
-from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer
-from harness.bisector.releases import search
-from harness.bisector.repro import read_back
-from harness.bisector.words import where
+from harness.bisector.repro import read_back, scenario_texts, script_text
 from harness.program.spec import codes_of
 from harness.records import (
     CaseSpec,
@@ -176,13 +174,13 @@ def answers(text: str) -> Callable[[str], Answer]:
 )
 def test_the_release_that_changes_the_answer(text: str, expected: tuple[object, ...]) -> None:
     """Neighbours that answer otherwise, with what lies between them and gave no verdict."""
-    found = search(VERSIONS, answers(text))
+    found = search_releases(VERSIONS, answers(text))
     assert (found.older, found.newer, found.skipped) == expected
 
 
 def test_one_release_is_asked_once() -> None:
     """A range of one release has an answer, and no neighbours."""
-    found = search(VERSIONS[:1], answers("b"))
+    found = search_releases(VERSIONS[:1], answers("b"))
     assert (found.older, found.older_answer, found.newer_answer) == ("", FAILS, FAILS)
 
 
@@ -258,7 +256,7 @@ def test_the_first_difference_has_a_phase_and_a_name(
     assert found is not None
     assert (found.phase, found.step, found.quantity, found.tensor, found.ranks) == expected
     assert found.collective == ""
-    assert where(found).startswith("before step 0" if found.step == -1 else "step 1")
+    assert str(found).startswith("before step 0" if found.step == -1 else "step 1")
 
 
 def test_a_tensor_of_one_run_alone_is_named(tmp_path: Path) -> None:

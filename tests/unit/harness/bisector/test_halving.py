@@ -1,10 +1,10 @@
-"""Contracts of harness.bisector.halving."""
+"""Contracts of harness.bisector.least."""
 
 import math
 
 import pytest
 
-from harness.bisector.halving import first_failing
+from harness.bisector.least import first_failing
 
 
 @pytest.mark.parametrize("values", [range(5), range(5, 0, -1), range(4), range(1), range(0)])

@@ -6,8 +6,8 @@ import pytest
 
 from fsdp_core.config import ParallelConfig, model_from_preset
 from harness.bisector.causes import find_causes
-from harness.bisector.layer_range import LayerRange, find_layer_range
-from harness.bisector.questions import OutOfBudget
+from harness.bisector.experiments import Budget, OutOfBudget
+from harness.bisector.least import LayerRange, find_layer_range
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec
 from tests.unit.harness.bisector.made_up_asker import MadeUpAsker, case_of, run, verdict_of
@@ -105,6 +105,6 @@ def test_a_budget_that_ends_says_so() -> None:
     verdict = verdict_of(case, "diverged")
     asker = MadeUpAsker(of_case=lambda case: "diverged" if case.candidate.config["graph"] else "")
     causes = find_causes(case, verdict, asker)
-    asker.budget = type(asker.budget)(runs=0)
+    asker.questions.budget = Budget(runs=0)
     with pytest.raises(OutOfBudget):
         find_layer_range(case, verdict, causes, asker)

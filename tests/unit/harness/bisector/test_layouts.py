@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from fsdp_core.config import ModelConfig, ParallelConfig, TrainConfig
-from harness.bisector.layout_runs import BRANCHES, NUM_SAMPLES, runs_to_compare
-from harness.bisector.layouts import LayoutAnswer, Leg, compare_layouts
-from harness.bisector.whole import Floats, whole_tensors
+from harness.bisector.elements import Floats, whole_tensors
+from harness.bisector.layouts import (
+    BRANCHES,
+    NUM_SAMPLES,
+    LayoutAnswer,
+    Leg,
+    compare_layouts,
+    runs_to_compare,
+)
 from harness.contents import Contents, KeptTensor, Loaded, Place, checksum_of
 from harness.errors import UsageError
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord

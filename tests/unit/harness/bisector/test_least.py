@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, model_from_preset
-from harness.bisector.failure import Judged, failure_of
+from harness.bisector.experiments import Judged, failure_of
 from harness.bisector.least import LeastCase, find_least
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec, RunSpec

@@ -1,4 +1,4 @@
-"""Contracts of harness.bisector.minimise: what it names fails, and no part of it is idle."""
+"""Contracts of harness.bisector.causes: what it names fails, and no part of it is idle."""
 
 import math
 import random
@@ -7,9 +7,9 @@ from itertools import chain, combinations
 
 import pytest
 
-from harness.bisector.chance import NeverFails
-from harness.bisector.minimise import Cause, Minimiser
-from harness.bisector.questions import FAILS, PASSES, UNRESOLVED, Answer, OutOfBudget
+from harness.bisector.causes import Cause, Minimiser
+from harness.bisector.chance import FAILS, PASSES, UNRESOLVED, Answer, NeverFails
+from harness.bisector.experiments import OutOfBudget
 
 Changes = frozenset[str]
 NONE: Changes = frozenset()

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, model_from_preset
-from harness.bisector.failure import Failure, Judged
+from harness.bisector.experiments import Failure, Judged
 from harness.bisector.repro import Repro, find_repro, read_back, scenarios, write_repro
 from harness.plant_spec import PlantSpec
 from harness.records import CaseSpec, RunSpec

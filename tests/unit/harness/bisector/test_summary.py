@@ -7,17 +7,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.bisector.alone import Alone
 from harness.bisector.causes import FoundCause, FoundCauses
 from harness.bisector.chance import patience
-from harness.bisector.commit_range import Commit
-from harness.bisector.commits import CommitSearch
-from harness.bisector.failure import Failure
-from harness.bisector.findings import AskedQuestion, Findings
+from harness.bisector.commits import Commit, CommitSearch
+from harness.bisector.experiments import AskedQuestion, Failure
 from harness.bisector.found import Element, Location
-from harness.bisector.page import page
-from harness.bisector.screen import print_findings
-from harness.bisector.summary import causes, element, facts
+from harness.bisector.render import Findings, causes, element, facts, page, print_findings
+from harness.bisector.repro import Alone
 
 ELEMENT = Element(
     index=(3, 17), local=49, dtype="float32", reference_bits="3f8a21c4", candidate_bits="3f8a21c5",

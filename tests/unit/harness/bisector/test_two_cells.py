@@ -5,12 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from harness.bisector import two_cells
-from harness.bisector.apart import Apart, Units
+from harness.bisector import layouts
+from harness.bisector.experiments import OutOfBudget
 from harness.bisector.found import Location
-from harness.bisector.layouts import LayoutAnswer
-from harness.bisector.questions import OutOfBudget
-from harness.bisector.two_cells import Compared, first_apart
+from harness.bisector.layouts import Apart, Compared, LayoutAnswer, Units, first_apart
 from harness.records import Verdict
 
 Search = Callable[..., Compared]
@@ -31,7 +29,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> tuple[Search, list[int], list[int
             some = (Apart(name="loss", units=Units(0.5, 0.5, 0.5)),)
             return compared("failed" if place else "passed", some, place, f"looked at {step}")
 
-        monkeypatch.setattr(two_cells, "_compare", compare)
+        monkeypatch.setattr(layouts, "_compare", compare)
         none = cast("Any", None)
         return first_apart(none, steps, none, seen=lambda c: seen.append(step_of(c)))
 

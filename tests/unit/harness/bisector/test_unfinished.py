@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Any, cast
 
-from harness.bisector.asking import Asker
+from harness.bisector.experiments import Asker, OutOfBudget
 from harness.bisector.found import Location
 from harness.bisector.locate import between
 from harness.bisector.probes import locate_case
-from harness.bisector.questions import OutOfBudget
 from harness.records import (
     DIGEST_HEX_CHARS,
     NEVER_RAN,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.bisector.legs import Legs
+from harness.bisector.aligned import Legs
 from harness.checks.judge import judge
 from harness.checks.taps import Both, in_program_order, shared_rows, taps
 from harness.records import NEVER_RAN, TAP_HEX_CHARS, EventRecord, RunResult

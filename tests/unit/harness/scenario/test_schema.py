@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp_core.config import MODEL_PRESETS, ParallelConfig, TrainConfig
@@ -231,6 +231,8 @@ def test_a_path_with_a_null_byte_is_a_usage_error() -> None:
 
 
 @given(data=st.binary(max_size=300))
+@example(data=b"1_")
+@example(data=b"1__0")
 def test_any_bytes_parse_or_are_refused(data: bytes) -> None:
     """No input ends in anything but a value or a one-line refusal."""
     try:

@@ -9,7 +9,7 @@ from harness.engine.base import Slots
 from harness.launch import Prepared
 from harness.records import EndRecord, RankExit, RunOutcome, RunSpec, What
 from harness.store import begin_run, save_outcome
-from tests.planted.stub_ranks import Stream, start_record, step_record
+from tests.planted.stub_ranks import Stream, initial_record, start_record, step_record
 
 
 class PretendEngine:
@@ -74,6 +74,7 @@ MADE: list[str] = []
 def _write(folder: Path, spec: RunSpec, rank: int, fault: str) -> None:
     stream = Stream(folder, rank)
     stream.write(start_record(spec, rank))
+    stream.write(initial_record(rank))
     steps = spec.config["steps"]
     for step in range(steps):
         record = step_record(step, rank)

@@ -11,7 +11,7 @@ from harness.launch import Request, prepare
 from harness.scenario import matrix
 from harness.scenario.matrix import expand, named
 from harness.scenario.schema import load_scenario
-from harness.under_pytest import items
+from harness.under_pytest import collection
 from tests.unit.harness.under_pytest.test_plugin import Run, run, scenario
 
 __all__ = ["run"]
@@ -48,7 +48,7 @@ def expanded(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(str(Path(held.path).relative_to("scenarios")))  # type: ignore[attr-defined]
         return real(held, device)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(items, "expand_marked", expand_marked)
+    monkeypatch.setattr(collection, "expand_marked", expand_marked)
     return made
 
 

@@ -1,7 +1,8 @@
 """Scenario files under pytest: what is collected, what cases are to pytest, what is said."""
 
-import functools
 import json
+import os
+import signal
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from harness import launch
+from harness.history import History
+from harness.machine import default_slots, describe
+from harness.records import RunOutcome
 from harness.repeats import in_turn
+from harness.run import Silent
 from harness.store import RunFolder
-from harness.under_pytest import session
-from harness.under_pytest.service import CaseService
 from tests.unit.harness.under_pytest import pretend_engine
 
 pytest_plugins = ["pytester"]
@@ -37,6 +41,8 @@ CASES = [
     for stressor in ("jitter", "poison")
 ]
 
+KEPT = Path("kept")
+
 Run = Callable[..., pytest.RunResult]
 
 
@@ -53,8 +59,7 @@ def planted(fault: dict[str, Any]) -> str:
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """pytest in this process, on `scenarios/a.yaml`, with an engine that only pretends."""
-    service = functools.partial(CaseService, make_engine=pretend_engine.PretendEngine)
-    monkeypatch.setattr(session, "CaseService", service)
+    monkeypatch.setattr(launch, "make_engine", pretend_engine.PretendEngine)
     monkeypatch.setattr(pretend_engine, "MADE", [])
     for name in ("CI", "BUILD_NUMBER"):  # pytest cuts its summary to the terminal but not in CI
         monkeypatch.delenv(name, raising=False)
@@ -91,14 +96,14 @@ def test_a_divergence_fails_with_the_words_of_the_verdict(
     got = run("--harness", "--junitxml", "junit.xml")
     got.assert_outcomes(passed=2, failed=2)
     assert len(pretend_engine.MADE) == len(set(pretend_engine.MADE)) == 6
-    folder = RunFolder.open(pytester.path / "kept/scenarios/a")
+    folder = RunFolder.open(pytester.path / "kept")
     assert [case.id for case in folder.cases] == CASES
     verdicts = {verdict.case_id: verdict for verdict in folder.verdicts()}
     message = verdicts[f"{FAULT}-stress_jitter"].message
     text = got.stdout.str()
     assert text.count(f"failed: diverged: {message}") == 2
     assert text.count(" - failed: diverged: a (we") == 2  # of the summary, cut to the terminal
-    case = f"kept/scenarios/a/cases/{FAULT}-stress_jitter"
+    case = f"kept/cases/{FAULT}-stress_jitter"
     summary = f"*::{FAULT}-stress_poison *"
     got.stdout.fnmatch_lines([f"*harness rerun {case}", "run folder: *", summary])
     assert "Traceback" not in text
@@ -136,7 +141,7 @@ def test_selection_is_as_in_pytest(run: Run, args: tuple[str, ...], outcomes: An
         assert got.ret == pytest.ExitCode.NO_TESTS_COLLECTED
         assert not Path("kept").exists()
     else:
-        folder = RunFolder.open(Path("kept/scenarios/a"))
+        folder = RunFolder.open(Path("kept"))
         number = 2 if "--lf" in args else 4 - outcomes.get("deselected", 0)
         assert len(folder.cases) == number
         told = [f"pretend: {number} of 4 cases were selected by pytest"] if number < 4 else []
@@ -184,11 +189,11 @@ def test_what_cannot_be_used_is_an_error_in_one_line(run: Run) -> None:
     got.stdout.fnmatch_lines(["scenarios/b.yaml:*: *what*"])
     Path("scenarios/b.yaml").unlink()
     assert run("--harness", "-k", "unplanted").ret == pytest.ExitCode.OK
-    before = Path("kept/scenarios/a/cases.json").read_bytes()
+    before = Path("kept/cases.json").read_bytes()
     again = run("--harness")
     again.assert_outcomes(failed=4)
     again.stdout.fnmatch_lines(["*no verdict: *is a run folder already*"])
-    assert Path("kept/scenarios/a/cases.json").read_bytes() == before
+    assert Path("kept/cases.json").read_bytes() == before
 
 
 def test_cases_timed_against_one_reference_take_turns(run: Run) -> None:
@@ -198,7 +203,7 @@ def test_cases_timed_against_one_reference_take_turns(run: Run) -> None:
     base = {"steps": 30, "microbatches": 1, "parallel": {"dp": 1}}
     Path("scenarios/a.yaml").write_text(scenario(base=base, axes=axes, checks=checks))
     run("--harness")
-    cases = RunFolder.open(Path("kept/scenarios/a")).cases
+    cases = RunFolder.open(Path("kept")).cases
     timed = [key for key in pretend_engine.MADE if key.split("-")[-2] not in ("r0", "r1")]
     assert timed == [spec.key for spec in in_turn(cases)]
     assert len(timed) == 6 * 3
@@ -211,3 +216,71 @@ def test_a_case_has_one_answer_a_session(run: Run, pytester: pytest.Pytester) ->
     )
     run("--harness").assert_outcomes(failed=4)
     assert len(pretend_engine.MADE) == 4
+
+
+@pytest.mark.parametrize("stopped_by", [signal.SIGINT, signal.SIGTERM, "-x"])
+def test_what_is_cut_short_ends_its_runs_and_can_be_resumed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, stopped_by: signal.Signals | str
+) -> None:
+    """Exit code 2 for a signal; the engine is closed, the folder free, --resume does the rest."""
+    closed: list[bool] = []
+
+    class Stopped(pretend_engine.PretendEngine):
+        def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
+            if isinstance(stopped_by, signal.Signals) and len(RunFolder.open(KEPT).verdicts()) == 1:
+                os.kill(os.getpid(), stopped_by)
+            return super().wait(timeout_s)
+
+        def close(self) -> None:
+            closed.append(True)
+            super().close()
+
+    monkeypatch.setattr(launch, "make_engine", Stopped)
+    if stopped_by == "-x":
+        got = run("--harness", "-x", "--harness-slots", "1")
+        assert got.ret == pytest.ExitCode.TESTS_FAILED
+        got.assert_outcomes(passed=2, failed=1)
+    else:
+        got = run("--harness", "--harness-slots", "1")
+        assert got.ret == pytest.ExitCode.INTERRUPTED
+        got.stdout.fnmatch_lines(
+            ["*interrupted: 1 of 4 cases are done; go on with --resume *kept*"]
+        )
+    assert closed == [True]
+    monkeypatch.setattr(launch, "make_engine", pretend_engine.PretendEngine)
+    prepared = launch.prepare(launch.Request(resume=KEPT))
+    done = launch.carry_out(prepared, Silent(), out=None, exit_first=False, argv=[])
+    assert [verdict.outcome for verdict in done.verdicts] == ["passed"] * 2 + ["failed"] * 2
+    assert len(set(pretend_engine.MADE)) == 6
+    assert len(pretend_engine.MADE) == 7  # the one that was under way is made again
+
+
+def test_files_are_carried_out_together(run: Run) -> None:
+    """One run folder, work that two scenarios share made once; each item has its own verdict."""
+    Path("scenarios/b.yaml").write_text(
+        scenario(name="b", launch=SCENARIO["launch"] | {"slots": 9})
+    )
+    got = run("--harness", "-v")
+    got.assert_outcomes(passed=4, failed=4)
+    assert len(pretend_engine.MADE) == 6
+    folder = RunFolder.open(KEPT)
+    assert [case.id for case in folder.cases] == [
+        f"{s}.{c}" for s in ("pretend", "b") for c in CASES
+    ]
+    assert folder.manifest["slots"] == max(9, default_slots(describe()))
+    got.stdout.fnmatch_lines([f"scenarios/b.yaml::{CASES[0]} PASSED*", "*rerun kept/cases/b.ulp*"])
+
+
+@pytest.mark.parametrize(
+    "other", [{"name": "pretend"}, {"name": "b", "launch": {"engine": "slurm", "timeout_s": 30}}]
+)
+def test_scenarios_that_cannot_run_together_have_folders_of_their_own(
+    run: Run, other: dict[str, Any]
+) -> None:
+    """Two of one name, or with different engines, in one session: all cases have their verdicts."""
+    Path("scenarios/b.yaml").write_text(scenario(**other))
+    run("--harness", "--harness-history", "history.db").assert_outcomes(passed=4, failed=4)
+    folders = [RunFolder.open(path) for path in sorted(KEPT.iterdir())]
+    assert [[case.id for case in folder.cases] for folder in folders] == [CASES, CASES]
+    with History.open(Path("history.db")) as history:
+        assert len(list(history.entries())) == 2

@@ -1,89 +1,95 @@
-"""Workers of pytest-xdist share one engine: slots, runs, and what becomes of a killed worker."""
+"""With pytest-xdist one worker has all cases; what becomes of them when it is killed."""
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from harness.records import CaseSpec, RunSpec
 from harness.store import RunFolder
-from tests.unit.harness.under_pytest import crowded_ranks
-from tests.unit.harness.under_pytest.test_plugin import FAULT, SCENARIO
+from tests.unit.harness.under_pytest.test_plugin import CASES, FAULT, SCENARIO
 
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[4]
-SLOTS = 3
-CONFTEST = """
-import functools, os
+CONFTEST = f"""
+import os, signal
 from pathlib import Path
 import pytest
-from harness.engine.local import LocalEngine
-from harness.under_pytest import session
-from harness.under_pytest.service import CaseService
+from harness import launch
+from tests.unit.harness.under_pytest.pretend_engine import PretendEngine
 
-def engine(prepared):
-    entry = "tests.unit.harness.under_pytest.crowded_ranks:rank_main"
-    return LocalEngine(prepared.plan.slots, entry=entry)
-
-session.CaseService = functools.partial(CaseService, make_engine=engine)
+launch.make_engine = PretendEngine
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item):
-    Path(f"{item.name}.pid").write_text(str(os.getpid()))
+    with open(f"of{{os.getpid()}}", "a") as file:
+        file.write(f"{{item.name}}\\n")
+    if item.name == "{CASES[2]}" and not Path("ended").exists():
+        ended = Path("kept/runs").glob("*/outcome.json")
+        Path("ended").write_text(" ".join(path.parent.name for path in ended))
+        os.kill(os.getpid(), signal.SIGKILL)
 """
-AXES = {
-    "parallel": [{"dp": 1}, {"dp": SLOTS}],
-    "plant": ["none", {"fault": "ulp", "step": 1, "rank": "last"}],
-    "stress": ["none", ["jitter"], ["poison"]],
-}
+PLUGIN = ("-p", "harness.under_pytest.plugin", "-p", "no:cov", "-p", "no:hypothesispytest")
 
 
 @pytest.fixture
-def done(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.RunResult:
-    """Four workers on eight cases that share three slots; one of the workers is killed."""
+def session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """Four cases in two files and three tests, whose third case kills its worker, once."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(CONFTEST)
-    (pytester.path / "a.yaml").write_text(json.dumps(SCENARIO | {"axes": AXES}))
-    return pytester.runpytest_subprocess(
-        "-p", "harness.under_pytest.plugin", "-p", "no:cov", "-p", "no:hypothesispytest",
-        "--harness", "--harness-slots", str(SLOTS), "--harness-out", "kept", "-n", "4", "a.yaml",
-    )  # fmt: skip
+    for name, plant in (("a", SCENARIO["axes"]["plant"][0]), ("b", SCENARIO["axes"]["plant"][1])):
+        axes = SCENARIO["axes"] | {"plant": [plant]}
+        changed = SCENARIO | {"name": name, "axes": axes}
+        (pytester.path / f"{name}.yaml").write_text(json.dumps(changed))
+    pytester.makepyfile("def test_0(): pass\ndef test_1(): pass\ndef test_2(): pass\n")
+    return pytester
 
 
-def interval(folder: RunFolder, spec: RunSpec) -> tuple[float, float, int]:
-    """When the first rank came and the last one left, in seconds, and how many ranks there were."""
-    path = folder.run_folder(spec.key)
-    ranks = folder.load_run(spec).ranks
-    came = [records.start.environment["unix_s"] for records in ranks if records.start]
-    left = [float(file.read_text()) for file in path.glob(f"{crowded_ranks.LEFT_FILE}*")]
-    assert len(came) == len(left) == spec.world_size
-    return min(came), max(left), spec.world_size
-
-
-def test_workers_share_slots_and_runs_and_a_killed_one_takes_nothing_with_it(
-    done: pytest.RunResult, pytester: pytest.Pytester
+@pytest.mark.parametrize("dist", ["load", "loadfile"])
+def test_one_worker_has_all_cases_and_another_goes_on_if_it_dies(
+    session: pytest.Pytester, dist: str
 ) -> None:
-    """By the runs' own clocks no more ranks ran than there are slots, wide runs had their turn,
-    each run was made once, and the cases of the other workers have their verdicts."""
-    done.assert_outcomes(passed=4, failed=4)
-    done.stdout.fnmatch_lines([f"*crashed while running 'a.yaml::{crowded_ranks.KILLED}'*"])
-    folder = RunFolder.open(pytester.path / "kept/a")
-    cases: tuple[CaseSpec, ...] = folder.cases
-    assert len(cases) == 8
-    outcomes = {verdict.case_id: verdict.outcome for verdict in folder.verdicts()}
-    told = {case.id: "failed" if FAULT in case.id else "passed" for case in cases}
-    assert {**told, **outcomes} == told
-    assert set(told) - set(outcomes) <= {crowded_ranks.KILLED}
-    runs = {s.key: s for case in cases for s in (case.reference, case.control, case.candidate)}
-    assert {path.name for path in folder.path.glob("runs/*")} == set(runs)
-    # Nobody waits for the run whose worker was killed: it may still be under way.
-    forsaken = {case.candidate.key for case in cases if case.id == crowded_ranks.KILLED}
-    taken = [interval(folder, spec) for key, spec in runs.items() if key not in forsaken]
-    at_a_time = [
-        (sum(ranks for came, left, ranks in taken if came <= moment < left),
-         sum(came <= moment < left for came, left, _ in taken))
-        for moment, _, _ in taken
-    ]  # fmt: skip
-    assert max(ranks for ranks, _ in at_a_time) == SLOTS
-    assert max(number for _, number in at_a_time) > 1
+    """Every case gets its verdict, in one run folder, and no run that had ended is made again."""
+    got = session.runpytest_subprocess(
+        *PLUGIN, "--harness", "--harness-out", "kept", "-n", "2", "--dist", dist, "a.yaml",
+        "b.yaml", ".",
+    )  # fmt: skip
+    got.assert_outcomes(passed=5, failed=3)
+    got.stdout.fnmatch_lines([f"*crashed while running 'b.yaml::{CASES[2]}'*"])
+    got.stdout.fnmatch_lines([f"*repeat it:  harness rerun kept/cases/b.{CASES[2]}"])
+    workers = [file.read_text().split() for file in session.path.glob("of*")]
+    of_cases = [tuple(name for name in names if name in CASES) for names in workers]
+    assert set(filter(None, of_cases)) == {tuple(CASES[:3]), tuple(CASES[2:])}
+    assert Counter(itertools.chain(*workers))["test_1"] == 1
+    folder = RunFolder.open(session.path / "kept")
+    outcomes = [verdict.outcome for verdict in folder.verdicts()]
+    assert outcomes == ["failed" if FAULT in case else "passed" for case in CASES]
+    ended = (session.path / "ended").read_text().split()
+    assert ended
+    assert not any(folder.num_attempts(key) for key in ended)
+
+
+def test_a_distribution_that_gives_every_worker_all_cases_is_refused(
+    session: pytest.Pytester,
+) -> None:
+    """One sentence, and nothing runs."""
+    got = session.runpytest_subprocess(*PLUGIN, "--harness", "-n", "2", "--dist", "each", ".")
+    assert got.ret == pytest.ExitCode.USAGE_ERROR
+    got.stderr.fnmatch_lines(["ERROR: --dist each: expected another with --harness: *"])
+
+
+def test_files_outside_of_the_root_are_cases_of_the_same_worker(
+    session: pytest.Pytester, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Their tests have names of their own, and no second worker takes the run folder."""
+    away = tmp_path_factory.mktemp("away") / "b.yaml"
+    (session.path / "b.yaml").rename(away)
+    (session.path / "ended").touch()  # nobody is killed
+    got = session.runpytest_subprocess(
+        *PLUGIN, "--harness", "--harness-out", "kept", "-n", "2", "-v", "--rootdir", ".", "a.yaml",
+        str(away),
+    )  # fmt: skip
+    got.stdout.fnmatch_lines([f"*FAILED {away}::{CASES[2]}*", f"*repeat it: *b.{CASES[2]}"])
+    got.assert_outcomes(passed=2, failed=2)
