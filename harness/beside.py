@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from harness.checks.memory import peak_bytes
-from harness.checks.throughput import step_times
+from harness.checks.speed import step_times
 from harness.infrastructure import shares_gpus
 from harness.records import RunResult
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from harness.beside import Timeline, beside
 from harness.checks import confirmation
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.errors import one_line
 from harness.records import (
     OUTCOMES,

@@ -2,7 +2,7 @@
 
     records of both legs -> shared (step, rank) pairs -> rows, floats, tensors -> what differs
 
-Program order is that of `harness.checks.calls`, and so is what a row that stands for several calls
+Program order is that of `harness.checks.taps`, and so is what a row that stands for several calls
 of a module means. Who made what is read off the digests of what went through modules: what one
 returns and another is given has one digest, so the reference's rows tell who consumed whose output;
 a gradient was computed by whoever consumed the output that it belongs to.
@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from harness.checks.calls import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
-from harness.checks.loss import quantities
-from harness.checks.steps import (
+from harness.checks.evidence import (
     BEFORE,
     StepTable,
     rank_table,
@@ -24,6 +22,8 @@ from harness.checks.steps import (
     with_groups,
     with_same_copies,
 )
+from harness.checks.exact import quantities
+from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
 from harness.program.spec import capabilities_of
 from harness.records import (
     DIGEST_HEX_CHARS,

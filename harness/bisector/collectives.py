@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from harness.bisector.aligned import Legs, Row, Tensor, differ, listed, module_of, ranks_of, unit_of
 from harness.bisector.found import Location
-from harness.checks.steps import rank_table, show_ranks
+from harness.checks.evidence import rank_table, show_ranks
 from harness.faults.fault import Phase
 from harness.given import GivenCall, given_in
 

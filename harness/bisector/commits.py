@@ -43,7 +43,7 @@ from harness.bisector.chance import (
 )
 from harness.bisector.differences import config_of, leaves_of
 from harness.bisector.experiments import Asker, Judged, OutOfBudget, Questions, Reply, failure_of
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import Infrastructure, UsageError, shown
 from harness.program.launch import make_environments

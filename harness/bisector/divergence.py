@@ -49,9 +49,9 @@ from harness.bisector.aligned import (
 )
 from harness.bisector.collectives import gradients_part, with_givers
 from harness.bisector.found import Location
-from harness.checks.calls import INPUT, OUTPUT
-from harness.checks.loss import quantities
-from harness.checks.steps import BEFORE, groups_of, show_float, show_ranks
+from harness.checks.evidence import BEFORE, groups_of, show_float, show_ranks
+from harness.checks.exact import quantities
+from harness.checks.taps import INPUT, OUTPUT
 from harness.faults.fault import Phase
 from harness.records import ABSENT, COPIES, DIGEST_GROUPS, SAMPLES, StepRecord
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.checks.steps import show_ranks
+from harness.checks.evidence import show_ranks
 from harness.codec import Json
 from harness.faults.fault import Phase
 

@@ -22,7 +22,7 @@ from harness.bisector.experiments import AskedQuestion
 from harness.bisector.found import Element, Location
 from harness.bisector.least import LayerRange
 from harness.bisector.repro import Alone
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.codec import Json, RecordError, dumps
 from harness.display import cell
 from harness.errors import one_line

@@ -35,7 +35,7 @@ from harness.bisector.differences import (
 )
 from harness.bisector.experiments import Asker, Failure, Judged, OutOfBudget, Reply
 from harness.bisector.least import find_least, judged_of_cause
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from harness.checks import exit_code, judge
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.errors import one_line
 from harness.records import CaseSpec, ExitCode, Verdict
 from harness.repeats import past_legs, runs_of

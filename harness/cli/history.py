@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.display import cell, make_console, plain_table
 from harness.errors import Infrastructure, NothingSelected, UsageError, did_you_mean, shown
 from harness.history import (

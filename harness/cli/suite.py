@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from harness.checks.steps import count as counted
+from harness.checks.evidence import count as counted
+from harness.checks.registry import table
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
 from harness.scenario.matrix import count as number_of_cases
@@ -50,6 +51,12 @@ def suite_options(function: Command) -> Command:
     return function
 
 
+def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> None:
+    if wanted:
+        click.echo("\n".join(table()))
+        context.exit(ExitCode.PASSED)
+
+
 @click.command("list")
 @click.argument("paths", type=_PATH, nargs=-1)
 @click.option(
@@ -76,6 +83,10 @@ def suite_options(function: Command) -> Command:
 @click.option(
     "--shards", type=click.IntRange(1, MAX_SHARDS), metavar="N",
     help="Print what each of N shards would run; with --json, a job matrix for CI.",
+)  # fmt: skip
+@click.option(
+    "--checks", is_flag=True, is_eager=True, expose_value=False, callback=_print_checks,
+    help="Print the checks that a scenario may ask for, and their options.",
 )  # fmt: skip
 @click.option(
     "--check", is_flag=True, help="Validate every case of every file and print every error."

@@ -24,7 +24,7 @@ import click
 from fsdp_core.config import ConfigError, tap_pattern
 from harness import recorded
 from harness.checks.complete import find_flaw
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.engine.process import code_of_zombie, has_mark, signal_quietly
 from harness.errors import UsageError, shown
 from harness.masking import Masker

@@ -32,7 +32,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from harness.bisector.found import Location
-from harness.checks.steps import shared_pairs, show_value, step_table
+from harness.checks.evidence import shared_pairs, show_value, step_table
 from harness.codec import Json
 from harness.faults.fault import Pointer
 from harness.records import FloatBits, RunResult, StepRecord, What

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.errors import HarnessError
 from harness.records import Json, RecordError, RunOutcome, RunSpec, Verdict
 from harness.runner.plan import Plan

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.checks.environment import different_keys
-from harness.checks.steps import groups_of, rank_table, state_table
+from harness.checks.evidence import groups_of, rank_table, state_table
 from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.provenance import fingerprint
 from harness.records import (

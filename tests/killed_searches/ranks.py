@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from fsdp_core.config import TrainConfig
-from harness.checks.graph_proof import launches, owed
+from harness.checks.complete import launches, owed
 from harness.records import EndRecord, RunSpec
 from harness.store.contents import KeptTensor, write_contents
 from harness.worker.record_file import RecordFile

@@ -10,8 +10,7 @@ from typing import Any
 
 from fsdp_core.config import TrainConfig
 from harness.checks import judge
-from harness.checks.complete import OF_INITIAL
-from harness.checks.graph_proof import launches, owed
+from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,

@@ -12,8 +12,8 @@ from typing import Any
 from fsdp_core.config import TrainConfig
 from harness.bisector.found import Location
 from harness.bisector.locate import between
-from harness.checks.graph_proof import launches, owed
-from harness.checks.steps import BEFORE
+from harness.checks.complete import launches, owed
+from harness.checks.evidence import BEFORE
 from harness.records import (
     COPIES,
     DIGEST_HEX_CHARS,

@@ -6,7 +6,7 @@ import pytest
 
 from harness.bisector.found import Location
 from harness.bisector.locate import between
-from harness.checks.steps import BEFORE
+from harness.checks.evidence import BEFORE
 from harness.records import COPIES, SAMPLES, RunResult
 from tests.unit.harness.bisector.small_model import (
     OTHER,

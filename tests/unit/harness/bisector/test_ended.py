@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.bisector.locate import between, how_it_ended
-from harness.checks.answer import failed
+from harness.checks.evidence import failed
 from harness.records import (
     CollectiveFault,
     Ending,

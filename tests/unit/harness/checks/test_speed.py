@@ -1,6 +1,7 @@
-"""Contracts of harness.checks.throughput, on runs whose speed is known."""
+"""Step times of pairs of runs: verdicts, intervals, repeats' bits, model FLOPs."""
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -8,12 +9,24 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.config import TrainConfig
-from harness.checks import throughput
-from harness.checks.limits import TIMED_STEPS
-from harness.checks.speed import judge
-from harness.flops import step_flops
-from harness.records import CheckResult, ErrorRecord, EventRecord, RunResult
+from fsdp_core.config import TrainConfig, model_from_preset
+from fsdp_core.config.parallel import ParallelConfig
+from harness.checks import speed
+from harness.checks.evidence import Runs
+from harness.checks.speed import (
+    CONFIDENCE,
+    LEAST_PAIRS,
+    TIMED_STEPS,
+    interval_of,
+    judge,
+    same_bits,
+    sequence_flops,
+    step_flops,
+    throughput,
+)
+from harness.records import CheckResult, ErrorRecord, EventRecord, FloatBits, RunResult
+from harness.repeats import timed_pairs
+from tests.unit.harness.checks.conftest import Lab, place_of
 
 STEPS, SKIPPED, PAIRS, TRIALS = 9, 3, 6, 1000
 MANY = (TRIALS / 40 + 3 * math.sqrt(TRIALS / 40)) / TRIALS
@@ -28,7 +41,9 @@ def runs(make_lab: Any) -> list[RunResult]:
     lab = make_lab(steps=STEPS, world_size=1)
     shape = TrainConfig(steps=STEPS, microbatches=2).to_dict()
     specs = (lab.spec(), lab.spec(graph=("attn",)))
-    plain = [dataclasses.replace(spec, config=shape | spec.config) for spec in specs]
+    plain = [
+        dataclasses.replace(spec, config=shape | {"graph": spec.config["graph"]}) for spec in specs
+    ]
     return [lab.run(spec) for spec in plain]
 
 
@@ -47,10 +62,21 @@ def steady(run: RunResult, seconds: float) -> RunResult:
     return timed(run, [100 * seconds] * SKIPPED + [seconds] * (STEPS - SKIPPED))
 
 
+def check(
+    references: list[RunResult], candidates: list[RunResult], limits: dict[str, Any]
+) -> CheckResult:
+    """The answer for timed runs, which are made in turn."""
+    both = itertools.zip_longest(references, candidates)
+    repeats = [run for pair in both for run in pair if run is not None]
+    lab = Lab()
+    legs: dict[str, Any] = dict(zip(("reference", "control", "candidate"), lab.legs(), strict=True))
+    return throughput(Runs(case=lab.case(), repeats=repeats, **legs), limits)
+
+
 def judged(runs: list[RunResult], ours: list[float], theirs: list[float]) -> CheckResult:
     """The answer for pairs of runs of these speeds."""
     references = [steady(runs[0], seconds) for seconds in ours]
-    return throughput.check(references, [steady(runs[1], seconds) for seconds in theirs], LIMITS)
+    return check(references, [steady(runs[1], seconds) for seconds in theirs], LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +118,7 @@ def test_the_slowest_rank_of_each_step_counts(make_lab: Any, edit: Any) -> None:
     run = make_lab(steps=STEPS).run(make_lab(steps=STEPS).spec())
     for step in range(STEPS):
         run = edit.step(run, step % 2, step, step_s=0.05)
-    assert throughput.step_times(run, SKIPPED) == [0.05] * (STEPS - SKIPPED)
+    assert speed.step_times(run, SKIPPED) == [0.05] * (STEPS - SKIPPED)
 
 
 def test_flops_and_peaks_are_in_the_table(runs: list[RunResult]) -> None:
@@ -108,7 +134,7 @@ def test_flops_and_peaks_are_in_the_table(runs: list[RunResult]) -> None:
     candidate = dataclasses.replace(
         candidate, ranks=(dataclasses.replace(candidate.ranks[0], steps=more),)
     )
-    answer = throughput.check([reference] * PAIRS, [candidate] * PAIRS, LIMITS)
+    answer = check([reference] * PAIRS, [candidate] * PAIRS, LIMITS)
     flops = step_flops(runs[0].spec.config)
     assert flops is not None
     assert answer.figures["candidate_tflops_a_rank"] == pytest.approx(flops / 0.02 / 1e12)
@@ -143,13 +169,13 @@ def test_what_digests_take_hides_no_slow_down(
         [with_digests(steady(run, each), seconds)] * PAIRS
         for run, each in zip(runs, (0.02, 0.0208), strict=True)
     ]
-    answer = throughput.check(legs[0], legs[1], LIMITS)
+    answer = check(legs[0], legs[1], LIMITS)
     assert answer.outcome == outcome
     assert answer.figures["slowdown"] == pytest.approx(slower, abs=1e-6)
     assert ("ms of digests" in answer.message) == (slower != 0.04)
     # One run that does not say: nothing is taken off.
     legs[0][3] = steady(runs[0], 0.02)
-    assert throughput.check(legs[0], legs[1], LIMITS).outcome == "passed"
+    assert check(legs[0], legs[1], LIMITS).outcome == "passed"
 
 
 # ---- steps of one run that are not alike
@@ -217,11 +243,11 @@ def test_a_wide_interval_decides_only_from_afar() -> None:
 def test_a_time_that_one_rank_lacks_is_no_time(make_lab: Any, edit: Any) -> None:
     """The other ranks' times do not stand for one that was not measured."""
     run = make_lab(steps=STEPS).run(make_lab(steps=STEPS).spec())
-    assert throughput.step_times(run, SKIPPED)
+    assert speed.step_times(run, SKIPPED)
     for wrong in (math.nan, 0.0, -1.0):
-        assert throughput.step_times(edit.step(run, 1, STEPS - 1, step_s=wrong), SKIPPED) == []
+        assert speed.step_times(edit.step(run, 1, STEPS - 1, step_s=wrong), SKIPPED) == []
         # What is skipped is not looked at.
-        assert throughput.step_times(edit.step(run, 1, 0, step_s=wrong), SKIPPED)
+        assert speed.step_times(edit.step(run, 1, 0, step_s=wrong), SKIPPED)
 
 
 # ---- what noise does: rates over simulated cases
@@ -320,7 +346,7 @@ def test_steps_of_one_run_are_not_taken_for_independent(runs: list[RunResult]) -
         return timed(runs[leg], [mood * (1 + draw.gauss(0, 1e-3)) for _ in range(STEPS)])
 
     legs = [[run(leg, mood) for mood in moods[leg]] for leg in range(2)]
-    answer = throughput.check(legs[0], legs[1], LIMITS)
+    answer = check(legs[0], legs[1], LIMITS)
     found = judge(alone(moods[0]), alone(moods[1]), 0.05).typical
     assert answer.outcome == "incomparable"
     assert answer.figures["slowdown_low"] == pytest.approx(math.expm1(found.low), abs=3e-3)
@@ -335,13 +361,13 @@ def test_a_repeat_that_is_not_whole_decides(runs: list[RunResult], edit: Any) ->
     good = [steady(run, 0.02) for run in runs]
     dead = [edit.outcome(run, what="hang", message="rank 0 hangs") for run in good]
     ours, theirs = [good[0]] * PAIRS, [good[1]] * PAIRS
-    answer = throughput.check(ours, [*theirs[1:], dead[1]], LIMITS)
+    answer = check(ours, [*theirs[1:], dead[1]], LIMITS)
     assert (answer.outcome, answer.what) == ("failed", "hang")
     assert "repeat 5 of the candidate" in answer.message
-    answer = throughput.check([dead[0], *ours[1:]], theirs, LIMITS)
+    answer = check([dead[0], *ours[1:]], theirs, LIMITS)
     assert (answer.outcome, answer.what) == ("error", "hang")
     lost = edit.outcome(good[1], what="interrupted", message="the server died")
-    assert throughput.check(ours, [lost, *theirs[1:]], LIMITS).outcome == "error"
+    assert check(ours, [lost, *theirs[1:]], LIMITS).outcome == "error"
 
 
 def test_a_repeat_that_the_machine_crashed_accuses_nobody(runs: list[RunResult]) -> None:
@@ -351,7 +377,7 @@ def test_a_repeat_that_the_machine_crashed_accuses_nobody(runs: list[RunResult])
                        message="NCCL error: unhandled system error", traceback="")  # fmt: skip
     outcome = dataclasses.replace(theirs.outcome, what="crashed", culprit_rank=0)
     crashed = dataclasses.replace(timed(theirs, [0.02] * STEPS, error=told), outcome=outcome)
-    answer = throughput.check([ours] * PAIRS, [crashed] + [theirs] * (PAIRS - 1), LIMITS)
+    answer = check([ours] * PAIRS, [crashed] + [theirs] * (PAIRS - 1), LIMITS)
     assert (answer.outcome, "nccl_system_error" in answer.message) == ("error", True)
 
 
@@ -366,7 +392,7 @@ def shared(run: RunResult) -> RunResult:
 def test_ranks_that_share_gpus_are_not_judged(runs: list[RunResult], slower: float) -> None:
     """Whatever their times are, they are those of taking turns."""
     ours, theirs = (steady(shared(run), 0.02 * f) for run, f in zip(runs, (1, slower), strict=True))
-    answer = throughput.check([ours] * PAIRS, [theirs] * PAIRS, LIMITS)
+    answer = check([ours] * PAIRS, [theirs] * PAIRS, LIMITS)
     assert (answer.outcome, answer.what) == ("incomparable", "noisy")
     assert "shared GPUs" in answer.message
 
@@ -380,20 +406,176 @@ def test_times_that_are_none_give_no_verdict(runs: list[RunResult], seconds: flo
 def test_too_little_gives_no_verdict(runs: list[RunResult]) -> None:
     """Five pairs, unequal numbers, or a run that is all warm-up."""
     good = [steady(run, 0.02) for run in runs]
-    for ours, theirs in ((5, 5), (6, 7), (0, 0)):
-        assert throughput.check([good[0]] * ours, [good[1]] * theirs, LIMITS).outcome == "error"
-    limits = {"skip_steps": STEPS - TIMED_STEPS + 1}
-    assert throughput.check([good[0]] * PAIRS, [good[1]] * PAIRS, limits).outcome == "error"
+    for ours, theirs in ((5, 5), (7, 6), (0, 0)):
+        assert check([good[0]] * ours, [good[1]] * theirs, LIMITS).outcome == "error"
+    limits: dict[str, Any] = {"skip_steps": STEPS - TIMED_STEPS + 1}
+    assert check([good[0]] * PAIRS, [good[1]] * PAIRS, limits).outcome == "error"
+
+
+def bits_of_repeats(lab: Any, case: Any, repeats: list[Any]) -> Any:
+    run = lab.run(case.reference)
+    return same_bits(Runs(case=case, reference=run, control=run, candidate=run, repeats=repeats))
+
+
+@pytest.fixture
+def case(lab: Any) -> Any:
+    return lab.case(repeats=2)
+
+
+@pytest.fixture
+def repeats(lab: Any, case: Any) -> list[Any]:
+    return [lab.run(spec) for pair in timed_pairs(case) for spec in pair]
+
+
+def test_equal_repeats_pass(lab: Any, case: Any, repeats: list[Any]) -> None:
+    """Two pairs with the bits of the reference."""
+    assert bits_of_repeats(lab, case, repeats).outcome == "passed"
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("what", ["loss", "state"])
+def test_any_repeat_may_differ(
+    lab: Any, edit: Any, case: Any, repeats: list[Any], place: int, what: str
+) -> None:
+    """A candidate's has failed; one of the reference makes the reference nondeterministic."""
+    run = repeats[place]
+    repeats[place] = (
+        edit.step(run, 1, 3, grad_norm=FloatBits.from_bits(0x3F123456))
+        if what == "loss" else edit.digest(run, 1, 3, "optim", 5)
+    )  # fmt: skip
+    answer = bits_of_repeats(lab, case, repeats)
+    expected = ("failed", "diverged") if place % 2 else (
+        "incomparable", "nondeterministic_reference"
+    )  # fmt: skip
+    assert (answer.outcome, answer.what) == expected
+    where = place_of(answer)
+    assert (where.step, where.rank) == (3, 1)
+
+
+def test_a_repeat_in_another_environment(
+    lab: Any, edit: Any, case: Any, repeats: list[Any]
+) -> None:
+    """Equal bits of another environment are no repeat."""
+    start = dataclasses.replace(repeats[3].ranks[0].start, environment={"torch": "2.13"})
+    repeats[3] = edit.rank(repeats[3], 0, start=start)
+    answer = bits_of_repeats(lab, case, repeats)
+    assert (answer.outcome, answer.what) == ("incomparable", "different_environment")
+
+
+def test_repeats_of_another_case_or_too_few(lab: Any, case: Any, repeats: list[Any]) -> None:
+    """They are known by their keys, in the order of the plan."""
+    for wrong in (repeats[:2], repeats[::-1], [lab.run(case.reference)] * 4, []):
+        answer = bits_of_repeats(lab, case, wrong)
+        assert (answer.outcome, answer.what) == ("error", "corrupt_record")
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [
-        {"slow": 1}, {"max_slowdown": 0}, {"max_slowdown": True}, {"max_slowdown": math.nan},
-        {"max_slowdown": "5%"}, {"skip_steps": -1}, {"skip_steps": 1.5}, {"skip_steps": True},
-    ],
+    ("number", "left_out"), [(6, 0), (7, 2), (8, 3), (9, 5), (10, 8), (12, 13), (15, 25), (20, 52)]
+)
+def test_interval_leaves_out_what_the_published_table_says(number: int, left_out: int) -> None:
+    """The critical values of the signed-rank test at two-sided 5 %, as books have them."""
+    values = [2.0**index for index in range(number)]
+    means = sorted((values[i] + values[j]) / 2 for i in range(number) for j in range(i, number))
+    found = interval_of(values)
+    assert (found.low, found.high) == (means[left_out], means[-1 - left_out])
+
+
+def test_confidence_is_counted_exactly() -> None:
+    """Over all signs of six magnitudes, all equally likely, 0 is missed as often as is said."""
+    magnitudes = [1.0, 2.5, 3.0, 7.0, 11.0, 20.0]
+    missed, found = 0, interval_of(magnitudes)
+    for signs in itertools.product((-1, 1), repeat=6):
+        found = interval_of([s * m for s, m in zip(signs, magnitudes, strict=True)])
+        missed += not found.low <= 0 <= found.high
+    assert missed == 2
+    assert found.confidence == 1 - missed / 64 >= CONFIDENCE
+
+
+def test_estimate_is_the_middle_of_all_means() -> None:
+    """One wild pair moves the mean, not the estimate."""
+    calm = [0.9, 1.0, 1.1, 1.0, 0.95, 1.05, 1.0]
+    assert interval_of([*calm, 50.0]).estimate == pytest.approx(1.0, abs=0.06)
+
+
+def test_order_and_sign_do_not_matter() -> None:
+    """Shuffled pairs give the same answer, exchanged legs the mirrored one, bit for bit."""
+    draw = random.Random(1)
+    values = [draw.gauss(0, 1) for _ in range(9)]
+    found = interval_of(values)
+    assert interval_of(sorted(values)) == found
+    mirrored = interval_of([-value for value in values])
+    assert (mirrored.low, mirrored.estimate, mirrored.high) == (
+        -found.high, -found.estimate, -found.low,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0] * (LEAST_PAIRS - 1), [0.0] * 6 + [math.nan], [math.inf] * 6]
+)
+def test_refuses_what_has_no_interval(values: list[float]) -> None:
+    """Too few pairs, or one that is no number."""
+    with pytest.raises(ValueError, match="Expected"):
+        interval_of(values)
+
+
+DENSE = {
+    "vocab_size": 11, "hidden": 4, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 5, "seq": 3,
+}  # fmt: skip
+MOE = DENSE | {
+    "experts": 6, "top_k": 2, "expert_ffn": 7, "shared_expert_ffn": 3, "first_dense_layers": 1,
+}  # fmt: skip
+MLA = DENSE | {
+    "kv_heads": 2, "attention": "mla", "q_lora_rank": 3, "kv_lora_rank": 5,
+    "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 8,
+}  # fmt: skip
+
+
+def plain(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A run of a model as records hold it."""
+    return TrainConfig(model=model_from_preset("dense_tiny", shape), **changes).to_dict()
+
+
+def by_hand(attention: int, widths: int, pairs: int) -> int:
+    """Two layers and a head of 4 x 11, 3 tokens, 6 pairs of query and key a head."""
+    tokens = 2 * 3 * (2 * attention + widths + 4 * 11)
+    return tokens + 2 * 2 * pairs * 6  # two layers, two FLOPs
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward"),
+    {
+        # wq 4x4, wk and wv 4x2, wo 4x4; gate, up and down 4x5 twice; 2 heads of 2 + 2 a pair
+        "dense": (DENSE, by_hand(16 + 8 + 8 + 16, 2 * 3 * 20, 2 * (2 + 2))),
+        # the second layer: router 4x6, two experts of 4x7 and one shared of 4x3, thrice each
+        "experts": (MOE, by_hand(48, 3 * 20 + 24 + 3 * (2 * 28 + 12), 8)),
+        # down 4x3, up 3x(2x6), latents 4x5 and 4x2, keys 5x(2x4), values 5x(2x8), out 16x4
+        "latent attention": (MLA, by_hand(12 + 36 + 20 + 8 + 40 + 80 + 64, 120, 2 * (6 + 8))),
+        # queries from the hidden state: 4x(2x6) in place of both
+        "no query latent": (MLA | {"q_lora_rank": None},
+                            by_hand(48 + 20 + 8 + 40 + 80 + 64, 120, 28)),
+    }.values(),
 )  # fmt: skip
-def test_malformed_limits(runs: list[RunResult], limits: dict[str, Any]) -> None:
-    """A limit that says nothing gives no verdict."""
-    good = [steady(run, 0.02) for run in runs]
-    assert throughput.check([good[0]] * PAIRS, [good[1]] * PAIRS, limits).outcome == "error"
+def test_forward_is_what_hand_counting_gives(shape: dict[str, Any], forward: int) -> None:
+    """Every matrix that a token meets twice its weights, and the causal pairs of every head."""
+    assert sequence_flops(plain(shape)["model"]) == forward
+
+
+def test_a_step_is_three_forwards_of_every_sequence_of_all_replicas() -> None:
+    """tp, cp and pp share the work of a sequence; dp, dp_outer and microbatches multiply it."""
+    parallel = ParallelConfig(dp=2, dp_outer=2, tp=2)
+    shape = DENSE | {"kv_heads": 2, "ffn": 6, "vocab_size": 12}
+    config = plain(shape, parallel=parallel, microbatches=5, micro_batch_size=3)
+    assert step_flops(config) == 3 * (5 * 3 * 4) * sequence_flops(config["model"])
+
+
+def test_packed_documents_have_no_count() -> None:
+    """Their pairs depend on the data: no number is better than a wrong one."""
+    config = plain(DENSE)
+    config["parallel"]["dynamic_cp"] = [1, 2]
+    assert step_flops(config) is None
+
+
+def test_six_times_the_parameters_where_attention_is_small() -> None:
+    """An 8B model at 1 token a sequence: 6 a token for every weight but the embedding's."""
+    model = plain({}, steps=1)["model"] | model_from_preset("llama3_8b", {"seq": 1}).__dict__
+    assert sequence_flops(model) * 3 / 6 == pytest.approx(8.03e9 - 128_256 * 4096, rel=0.01)
