@@ -5,8 +5,8 @@ differ; the peak memory of the worst rank; the step time, with how far the refer
 second run. Rows are text, for Markdown and the page alike.
 """
 
-from harness.beside import Beside
 from harness.records import CheckResult
+from harness.runner.beside import Beside
 from reports.summary import CaseReport, Report
 
 HEAD = (

@@ -12,12 +12,12 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from harness.beside import Beside, Timeline, beside
 from harness.checks import confirmation, exit_code
 from harness.checks.environment import different_keys
 from harness.history import NOT_WRITTEN_FILE
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, Outcome, RunResult, Verdict
+from harness.runner.beside import Beside, Timeline, beside
 from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS
 from harness.store.files import read_tail

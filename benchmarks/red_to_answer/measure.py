@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
-from harness.bisector.render import UNKNOWN, Findings, first_wrong, read_findings
+from harness.bisect.render import UNKNOWN, Findings, first_wrong, read_findings
+from harness.campaign.scoring import Localised, localised
 from harness.faults.catalogue import CATALOGUE
-from harness.faults.scoring import Localised, localised
 from harness.records import CaseSpec, ExitCode
 from harness.store import SEARCH_FILE
 from harness.store.find import find_answer

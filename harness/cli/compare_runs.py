@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from harness import display, machine, recorded
+from harness import machine
 from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
 from harness.cli.report import build_reports, command_line
@@ -17,6 +17,7 @@ from harness.errors import UsageError
 from harness.program.spec import POSITIONAL, program_of
 from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
+from harness.runner import display, recorded
 from harness.scenario.sections import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome

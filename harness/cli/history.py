@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checks.evidence import count
-from harness.display import cell, make_console, plain_table
 from harness.errors import Infrastructure, NothingSelected, UsageError, did_you_mean, shown
 from harness.history import (
     DATABASE_FILE,
@@ -34,6 +33,7 @@ from harness.history.entries import FolderEntry
 from harness.history.ledger import open_import
 from harness.history.trend import METRIC_NAMES, Shift
 from harness.records import OUTCOMES, ExitCode
+from harness.runner.display import cell, make_console, plain_table
 from harness.runner.progress import COLOURS
 from harness.store import RunFolder
 from harness.store.files import write_atomic

@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from harness import display
 from harness.cli.check import code_of, judged_again, tell_damage
 from harness.masking import Masker
 from harness.records import ExitCode
+from harness.runner import display
 from harness.store import RunFolder, load_case
 from harness.store.find import DEFAULT_OUT, find_answer, unused
 from harness.store.merge import merge

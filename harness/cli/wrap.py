@@ -22,7 +22,6 @@ from typing import Self
 import click
 
 from fsdp_core.config import ConfigError, tap_pattern
-from harness import recorded
 from harness.checks.complete import find_flaw
 from harness.checks.evidence import count
 from harness.engine.process import code_of_zombie, has_mark, signal_quietly
@@ -30,9 +29,10 @@ from harness.errors import UsageError, shown
 from harness.masking import Masker
 from harness.program.launch import recording
 from harness.program.spec import POSITIONAL, ProgramSpec
-from harness.recorded import Part
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 from harness.records import ExitCode, RunResult, RunSpec
+from harness.runner import recorded
+from harness.runner.recorded import Part
 from harness.scenario.program_section import DETERMINISM
 from harness.store.find import DEFAULT_OUT, unused
 from harness.store.streams import read_start

@@ -32,8 +32,7 @@ from typing import Any, Literal
 from harness.codec import Json, dumps
 from harness.errors import UsageError
 from harness.records import CaseSpec, RecordError, RunSpec
-from harness.repeats import confirming_runs, runs_of
-from harness.schedule import unique_runs
+from harness.repeats import confirming_runs, runs_of, unique_runs
 from harness.store.files import MAX_FILE_BYTES, read_plain, write_atomic
 
 OURS = {

@@ -14,8 +14,7 @@ is kept and shown beside the new one, and a new one whose bits differ from it do
 from pathlib import Path
 
 from harness.records import RunOutcome, What
-from harness.repeats import confirming_runs
-from harness.schedule import unique_runs
+from harness.repeats import confirming_runs, unique_runs
 from harness.store import RunFolder
 
 TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")

@@ -1,7 +1,7 @@
 """Carrying out a plan: unique runs once, on the engine's slots, each case judged when it can be.
 
     finished runs are read, those under way adopted, unfinished ones set aside      (resume)
-    -> runs start as slots allow, in the order of `harness.schedule`
+    -> runs start as slots allow, in the order of `harness.runner.schedule`
     -> a run ends -> cases whose three runs are finished: seal, judge, store the verdict
     -> bits differ and the case says `confirm` -> both sides once more -> the verdict says so, too
 
@@ -29,10 +29,10 @@ from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, Confirmation, RunOutcome, RunSpec, Verdict
-from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of
+from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of, unique_runs
 from harness.runner.again import says_nothing
 from harness.runner.retries import Retries, beside_attempts
-from harness.schedule import Queue, Seconds, arrange, unique_runs
+from harness.runner.schedule import Queue, Seconds, arrange
 from harness.store import CASE_FILE, CASES_FILE, RunFolder
 from harness.store.files import write_atomic
 from harness.store.verify import verified

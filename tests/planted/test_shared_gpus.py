@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisector.experiments import judged_by
+from harness.bisect.experiments import judged_by
 from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
 from harness.engine import gpus

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.bisector.aligned import Legs
+from harness.bisect.aligned import Legs
 from harness.checks.judge import judge
 from harness.checks.taps import Both, in_program_order, shared_rows, taps
 from harness.records import NEVER_RAN, TAP_HEX_CHARS, EventRecord, RunResult
-from tests.unit.harness.bisector.small_model import run_of, tapped
+from tests.unit.harness.bisect.small_model import run_of, tapped
 from tests.unit.harness.checks.conftest import place_of
 
 if TYPE_CHECKING:

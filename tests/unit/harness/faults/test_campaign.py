@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from harness.bisector.found import Location
-from harness.faults.campaign import Alarm, Judged, Matrix, Row, located, merged, row_of, to_locate
-from harness.faults.cases import BARE, BROKEN, WHOLE, fault_case, variants
+from harness.bisect.found import Location
+from harness.campaign.campaign import Alarm, Judged, Matrix, Row, located, merged, row_of, to_locate
+from harness.campaign.cases import BARE, BROKEN, WHOLE, fault_case, variants
+from harness.campaign.pages import due_place
 from harness.faults.catalogue import CATALOGUE
-from harness.faults.pages import due_place
 from harness.records import (
     Difference,
     EventRecord,

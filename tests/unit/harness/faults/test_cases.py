@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.faults.cases import (
+from harness.campaign.cases import (
     BARE,
     CLEAN_LABEL,
     ELSEWHERE_LABEL,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.campaign.pages import MEASURED, document, measured_in
 from harness.cli import main
 from harness.faults.catalogue import CATALOGUE
-from harness.faults.pages import MEASURED, document, measured_in
 from harness.records import FloatBits, RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.bisector.found import Location
+from harness.bisect.found import Location
+from harness.campaign.scoring import PLAIN, Sight, localised, seen_plain, seen_stressed
 from harness.faults.fault import Pointer
-from harness.faults.scoring import PLAIN, Sight, localised, seen_plain, seen_stressed
 from harness.records import (
     ErrorRecord,
     FloatBits,

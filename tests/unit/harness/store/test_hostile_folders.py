@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness import cli, display
+from harness import cli
 from harness.checks.complete import find_flaw
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
@@ -18,7 +18,7 @@ from harness.engine.slurm_job import load_submission
 from harness.errors import Infrastructure
 from harness.masking import MASK
 from harness.records import RunResult, Verdict
-from harness.runner import launch, occupancy
+from harness.runner import display, launch, occupancy
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
 from harness.store.files import FolderLock, write_atomic
