@@ -16,27 +16,30 @@ from tests.unit.harness.checks.conftest import Edits, Lab, flaw_of, place_of
 
 LATE = "line 7: step record after end"
 LAB, EDIT = Lab(), Edits()
-Break = Callable[[RunResult], Any]
+Break = Callable[[Any], Any]
 
 
 def start(**changes: Any) -> Break:
     """Change the start record of rank 0."""
 
-    def change(run: RunResult) -> Any:
-        assert run.ranks[0].start is not None
+    def broken(run: Any) -> Any:
         return EDIT.rank(run, 0, start=dataclasses.replace(run.ranks[0].start, **changes))
 
-    return change
+    return broken
 
 
 def end(**changes: Any) -> Break:
     """The same of its end record."""
 
-    def change(run: RunResult) -> Any:
-        assert run.ranks[0].end is not None
+    def broken(run: Any) -> Any:
         return EDIT.rank(run, 0, end=dataclasses.replace(run.ranks[0].end, **changes))
 
-    return change
+    return broken
+
+
+def ended(what: str) -> Break:
+    """What the engine says of the run, with a culprit."""
+    return lambda run: EDIT.outcome(run, what=what, culprit_rank=1)
 
 
 def digest(group: str, change: Callable[[str], str], step: int = 1) -> Break:
@@ -73,10 +76,6 @@ def config(**changes: Any) -> Break:
     return broken
 
 
-def ended_as(what: str) -> Break:
-    return lambda run: EDIT.outcome(run, what=what, culprit_rank=1)
-
-
 def ranks(change: Callable[[RunResult], tuple[Any, ...]]) -> Break:
     return lambda run: dataclasses.replace(run, ranks=change(run))
 
@@ -84,7 +83,7 @@ def ranks(change: Callable[[RunResult], tuple[Any, ...]]) -> Break:
 FLAWS: dict[str, tuple[Break, tuple[Any, ...]]] = {
     # name: (what is broken in a whole run, the flaw's (what, rank, step) as far as they are told)
     **{
-        what: (ended_as(what), (what, 1))
+        what: (ended(what), (what, 1))
         for what in ("hang", "oom", "illegal_access", "crashed", "stale_address")
     },
     "outcome of another run": (lambda run: EDIT.outcome(run, key="w2-r0-0"), ("corrupt_record",)),

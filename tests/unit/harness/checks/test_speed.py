@@ -69,8 +69,11 @@ def check(
     both = itertools.zip_longest(references, candidates)
     repeats = [run for pair in both for run in pair if run is not None]
     lab = Lab()
-    legs: dict[str, Any] = dict(zip(("reference", "control", "candidate"), lab.legs(), strict=True))
-    return throughput(Runs(case=lab.case(), repeats=repeats, **legs), limits)
+    ours, again, theirs = lab.legs()
+    runs = Runs(
+        case=lab.case(), reference=ours, control=again, candidate=theirs, repeats=repeats
+    )  # fmt: skip
+    return throughput(runs, limits)
 
 
 def judged(runs: list[RunResult], ours: list[float], theirs: list[float]) -> CheckResult:
