@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
 
@@ -16,7 +16,8 @@ class RecordError(ValueError):
 class Json:
     """Mixin: strict JSON round trip of a frozen dataclass, by its field types."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready values, in containers of their own."""
@@ -51,11 +52,11 @@ def strict_loads(data: bytes | str) -> Any:
     Not by msgspec, which refuses half of a surrogate pair: what programs print may hold some.
 
     Raises:
-        ValueError: not UTF-8, not JSON, no number of 64 bits, or nested too deeply.
+        ValueError: not UTF-8, not JSON, no number of 64 bits, a key twice, or nested too deeply.
     """
     try:
         text = data if isinstance(data, str) else data.decode()
-        return json.loads(text, parse_constant=_refuse, parse_int=_bounded)
+        return json.loads(text, parse_constant=_refuse, parse_int=_bounded, object_pairs_hook=_once)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -72,6 +73,12 @@ def _bounded(text: str) -> int:
     if not -MAX_INT <= (value := int(text)) < MAX_INT:
         raise ValueError(f"{text:.40} has more than 64 bits")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a key twice in one object")
+    return found
 
 
 def _refuse(text: str) -> float:

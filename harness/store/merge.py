@@ -28,17 +28,9 @@ from harness.store.files import link_tree, read_object, told, write_object
 from harness.store.folder import SHARDS_FILE, RunFolder
 
 _OF_ALL = (
-    "scenario",
-    "why",
-    "commit",
-    "device",
-    "slots",
-    "machine",
-    "environment",
-    "tier",
-    "notes",
+    "scenario", "why", "commit", "device", "slots", "machine", "environment", "tier", "notes",
     "retries",
-)
+)  # fmt: skip
 """Keys of the manifest that hold for the whole if all folders say the same."""
 
 
