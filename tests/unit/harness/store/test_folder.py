@@ -1,5 +1,6 @@
 """The run folder: atomic writes, the lock, resume, sealed cases, and reading whatever is there."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from harness.records import (
     SCHEMA_VERSION,
     CaseSpec,
     CheckResult,
+    EndRecord,
     RankExit,
     RunOutcome,
     RunSpec,
@@ -377,3 +379,33 @@ def test_manifest_is_the_last_file_of_a_new_folder(
     RunFolder.create(tmp_path / "out", {}, "", [])
     assert written[-1] == "manifest.json"
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["schema"] == SCHEMA_VERSION
+
+
+@pytest.mark.parametrize("damage", ["", "changed", "added"])
+def test_files_that_are_not_as_when_the_run_ended_are_a_problem(
+    folder: RunFolder, damage: str
+) -> None:
+    """A digit that changed in a line that still decodes, and a file that came later."""
+    run = spec()
+    place = folder.run_folder(run.key)
+    begin_run(place, run)
+    end = EndRecord(rank=0, steps=2, peak_bytes=1, startup_s=0.5, wall_s=1.0)
+    (place / "rank0.jsonl").write_text(f"{dumps(end)}\n")
+    save_outcome(place, outcome(run.key))
+    if damage == "changed":
+        (place / "rank0.jsonl").write_text(f"{dumps(dataclasses.replace(end, steps=3))}\n")
+    elif damage == "added":
+        (place / "rank1.jsonl").write_text(f"{dumps(dataclasses.replace(end, rank=1))}\n")
+    flawed = [records.rank for records in folder.load_run(run).ranks if records.problems]
+    assert flawed == {"": [], "changed": [0], "added": [1]}[damage]
+
+
+def test_a_case_without_its_checksum_is_refused(folder: RunFolder) -> None:
+    """What is gone cannot be tried."""
+    path = folder.seal_case(case()) / "case.json"
+    assert load_case(path.parent).case == case()
+    plain = json.loads(path.read_text())
+    del plain["sha256"]
+    path.write_text(dumps(plain))
+    with pytest.raises(UsageError, match="checksum"):
+        load_case(path.parent)
