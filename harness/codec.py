@@ -1,5 +1,6 @@
 """Strict JSON round trip of frozen dataclasses: what does not fit its type is an error."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -18,6 +19,12 @@ class Json:
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        """Hold the defaults of keys that were left out: msgspec leaves them to the class."""
+        if len(self.__dict__) < len(fields := dataclasses.fields(self)):
+            for field in fields:
+                self.__dict__.setdefault(field.name, getattr(self, field.name))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-ready values, in containers of their own."""

@@ -34,6 +34,7 @@ class PlantSpec(Json):
     beside: "tuple[PlantSpec, ...]" = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # As it is read back from JSON, or another key would come of it.
         object.__setattr__(self, "chance", float(self.chance))
 

@@ -121,6 +121,7 @@ class KeepSpec(Json):
     max_bytes: int = MAX_KEPT_BYTES
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.step < 0:
             raise RecordError(f"keep.step: expected a number >= 0, got {self.step}")
         if not self.names:
@@ -158,6 +159,7 @@ class RunSpec(Json):
     recorded: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # An int here would give another key than the same specification read back from JSON.
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         if self.world_size > MAX_WORLD_SIZE:
@@ -215,6 +217,7 @@ class CaseSpec(Json):
     confirm: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         tolerance_of(self.expect)
 
     @property

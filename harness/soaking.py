@@ -41,6 +41,7 @@ class SoakSpec(Json):
     stall_s: float = DEFAULT_STALL_S
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # As in `RunSpec`: an int would give another key than the same value read from JSON.
         for name in ("amount", "stall_s"):
             value = float(getattr(self, name))

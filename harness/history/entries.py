@@ -30,6 +30,7 @@ class _Attempt(Json):
     commit: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.attempt < 0:
             raise RecordError(f"attempt: expected an integer >= 0, got {self.attempt}")
 

@@ -52,6 +52,7 @@ class ProgramSpec(Json):
     smaller: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.every < 1:
             raise RecordError(f"program.every: expected an integer >= 1, got {self.every}")
         if self.kind == "entry" and not all(self.target.partition(":")):

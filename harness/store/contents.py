@@ -67,6 +67,7 @@ class KeptTensor(Json):
     places: tuple[Place, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.dtype not in ITEM_BYTES:
             raise RecordError(f"dtype: expected one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
         if any(size < 0 for size in self.shape):

@@ -43,7 +43,7 @@ def test_the_exit_code_is_that_of_the_command(
     path = tmp_path / "file"
     (tmp_path / "prints.py").write_text(PRINTS.format(path=str(path)))
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {sys.executable} -S prints.py {shell}"],
+        ["bash", "-c", f"set -o pipefail; {sys.executable} prints.py {shell}"],
         cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
         capture_output=True, check=False,
     )  # fmt: skip

@@ -37,8 +37,3 @@ def test_keys_tell_faults_and_chances_apart() -> None:
     sure = PlantSpec(fault="hang", step=4)
     plants = [None, ULP, sure, HANG, joined([ULP, HANG]), joined([ULP, sure]), joined([HANG, ULP])]
     assert len({spec_with(plant).key for plant in plants}) == len(plants)
-
-
-def test_the_key_of_one_sure_fault_is_what_it_always_was() -> None:
-    """Run folders of one fault, made before there could be several, are still found."""
-    assert spec_with(ULP).key == "w2-eager-r0-2b30180d4af1"
