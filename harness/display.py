@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from harness.beside import Timeline, beside
+from harness.cost import Timeline, beside
 from harness.checks import confirmation
 from harness.checks.steps import count
 from harness.disk import read_tail

@@ -11,10 +11,10 @@ from pathlib import Path
 from harness.disk import write_atomic
 from harness.errors import Infrastructure
 from reports import html, json_report, junit, markdown, step_summary
-from reports.nights import look_back
+from reports.history import look_back
 from reports.normalise import normalise
 from reports.sameness import differences, keep, normalised
-from reports.summary import summarise
+from reports.report import summarise
 from reports.text import well_formed
 
 __all__ = ["REPORT_FOLDER", "build", "differences", "keep", "normalise", "normalised"]

@@ -5,9 +5,9 @@ differ; the peak memory of the worst rank; the step time, with how far the refer
 second run. Rows are text, for Markdown and the page alike.
 """
 
-from harness.beside import Beside
+from harness.cost import Beside
 from harness.records import CheckResult
-from reports.summary import CaseReport, Report
+from reports.report import CaseReport, Report
 
 HEAD = (
     "case", "losses", "digests", "peak, MiB", "peak ratio", "step, ms", "speed", "A/A speed",

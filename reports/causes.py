@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from harness.records import Ending, Outcome
-from reports.summary import OUTCOME_ORDER, CaseReport, Report
+from reports.report import OUTCOME_ORDER, CaseReport, Report
 from reports.text import one_line
 
 _NUMBER = re.compile(r"\d+")

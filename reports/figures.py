@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from harness.records import Outcome
 from reports.loss_curve import LossCurve
-from reports.summary import LegMemory
+from reports.report import LegMemory
 
 MIB = 1 << 20
 MAX_MARKED_POINTS = 80

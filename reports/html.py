@@ -24,9 +24,9 @@ from harness.records import CheckResult
 from reports import beside_table
 from reports.causes import Cause, causes
 from reports.figures import OUTCOME_COLOURS, loss_figure, memory_figure
-from reports.nights import LETTERS, NOTHING, CaseNights, Nights
+from reports.history import LETTERS, NOTHING, CaseNights, Nights
 from reports.normalise import steady
-from reports.summary import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
+from reports.report import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
 from reports.text import clean, one_line
 from reports.trends import trend_figure
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from harness.records import Verdict
-from reports.summary import CaseReport, Report
+from reports.report import CaseReport, Report
 from reports.text import well_formed
 
 REPORT_SCHEMA_VERSION = 1

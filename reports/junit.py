@@ -10,7 +10,7 @@ attempt of a run but the one that was judged is an element of each case that it 
 
 from xml.etree import ElementTree as ET
 
-from reports.summary import CaseReport, Report
+from reports.report import CaseReport, Report
 from reports.text import clean, one_line
 
 MAX_MESSAGE_CHARS = 1000

@@ -12,7 +12,7 @@ from harness.records import Difference
 from reports import beside_table
 from reports.causes import Cause, causes
 from reports.normalise import attempts_mark, times_mark
-from reports.summary import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
+from reports.report import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
 from reports.text import clean, one_line
 
 MAX_BYTES = 60_000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.errors import Infrastructure
 from reports import markdown
-from reports.summary import Report
+from reports.report import Report
 from reports.text import well_formed
 
 MAX_FILE_BYTES = (1 << 20) - 4096

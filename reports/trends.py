@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from harness.history import Answer, CaseTrend
 from harness.history.trend import Shift
 from reports.figures import FAINT, INK, LEFT, MIB, OUTCOME_COLOURS, RIGHT, data_uri, style
-from reports.summary import SYMBOLS
+from reports.report import SYMBOLS
 
 ROWS: dict[str, tuple[str, float]] = {
     "step_s": ("step, ms", 1e-3),

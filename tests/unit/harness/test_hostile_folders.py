@@ -23,7 +23,7 @@ from harness.records import RecordError, RunResult, Verdict, parse_record
 from harness.runner import launch, occupancy
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
-from reports.summary import _history_note
+from reports.report import _history_note
 from reports.text import tail
 from tests.damaged_folders import good, hands
 from tests.damaged_folders.corpus import copy

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.records import Verdict
-from reports.summary import Report, summarise
+from reports.report import Report, summarise
 from tests.unit.reports.folders import HOSTILE, Writer, add_everything
 
 

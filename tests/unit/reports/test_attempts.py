@@ -15,7 +15,7 @@ from junitparser.xunit2 import TestCase as ParsedCase
 from harness.records import ErrorRecord, RunOutcome, dumps
 from harness.store import RunFolder, begin_run, save_outcome
 from reports import build, junit, normalise, step_summary
-from reports.summary import Report, summarise
+from reports.report import Report, summarise
 
 TAKEN = "rank 0 before its first step: EADDRINUSE, address already in use <b>"
 NO_PORT = ErrorRecord(

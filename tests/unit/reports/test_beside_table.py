@@ -6,7 +6,7 @@ from typing import Any
 from reports import build
 from reports.beside_table import HEAD, rows
 from reports.normalise import normalise
-from reports.summary import Report, summarise
+from reports.report import Report, summarise
 
 JOINED = """\
 name: several

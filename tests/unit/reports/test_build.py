@@ -21,7 +21,7 @@ from harness.store import RunFolder
 from reports import build, markdown, normalise
 from reports.json_report import verdicts
 from reports.markdown import MAX_BYTES, escape, fenced
-from reports.summary import summarise
+from reports.report import summarise
 from tests.pace import in_paces
 
 FORMATS = {

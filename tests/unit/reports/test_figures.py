@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 from reports.figures import loss_figure, memory_figure
 from reports.loss_curve import LossCurve
-from reports.summary import LegMemory
+from reports.report import LegMemory
 
 NAN = float("nan")
 

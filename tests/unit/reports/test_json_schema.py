@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from harness.records import RecordError, Verdict, parse_record
 from reports import json_report
 from reports.json_schema import FOLDER, schemas, text_of
-from reports.summary import Report
+from reports.report import Report
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 
 NAMES = ("record", "outcome", "verdict", "case", "report", "run")

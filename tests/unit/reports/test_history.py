@@ -11,8 +11,8 @@ import pytest
 from harness.history import History
 from harness.store import RunFolder
 from reports import html, normalise
-from reports.nights import MAX_NIGHTS, Nights, look_back
-from reports.summary import CaseReport, Report, summarise
+from reports.history import MAX_NIGHTS, Nights, look_back
+from reports.report import CaseReport, Report, summarise
 from tests.unit.harness.history.nights import FAILED, night
 
 CREATED = "2031-01-15T00:00:00+00:00"
@@ -103,7 +103,7 @@ def test_changes_are_looked_for_in_two_months(
             slower = {"step_s": 0.02 if n < 12 else 0.022}
             history.record(night(n, values=lambda run, leg: slower))  # noqa: B023
     assert any("step time +10.0% since 2031-01-13" in each for each in words())
-    monkeypatch.setattr("reports.nights.MOST_ANSWERS", 1)
+    monkeypatch.setattr("reports.history.MOST_ANSWERS", 1)
     assert words() == ()
 
 

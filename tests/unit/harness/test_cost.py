@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.beside import Timeline, beside
+from harness.cost import Timeline, beside
 from harness.records import (
     EndRecord,
     FloatBits,

@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import UsageError
 from reports.frames import load
-from reports.summary import Report, summarise
+from reports.report import Report, summarise
 
 
 def test_every_outcome_is_counted_and_failures_lead(summary: Report) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from harness.beside import Beside, Timeline, beside
+from harness.cost import Beside, Timeline, beside
 from harness.checks import confirmation, exit_code
 from harness.checks.environment import different_keys
 from harness.disk import read_tail
