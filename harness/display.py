@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from harness.cost import Timeline, beside
+from harness.cost import Timeline, cost
 from harness.checks import confirmation
 from harness.checks.steps import count
 from harness.disk import read_tail
@@ -211,7 +211,7 @@ def print_case(
             )
         console.print(checks)
     results = {leg: run for leg, (_, run) in runs.items()}
-    if words := beside(results, Timeline(results.values())).words:
+    if words := cost(results, Timeline(results.values())).words:
         console.print(cell(words), soft_wrap=True)
     for leg, (folder, run) in runs.items():
         _print_run(console, leg, folder, run)

@@ -4,13 +4,14 @@
     verdict  a case's verdict.json                      case      a case's case.json
     report   report/report.json                         run       what `harness run --json` prints
 
-`python -m reports.json_schema` writes them to `schemas/`; a test holds that nothing there differs
-from the code, and that real files fit. As in `harness.codec`, an unknown key is an error, a key may
-be absent only if it has a default, and a float may be written as an integer.
+`python -m reports.json_schema FOLDER` writes them; a test holds that real files fit. As in
+`harness.codec`, an unknown key is an error, a key may be absent only if it has a default, and a
+float may be written as an integer.
 """
 
 import dataclasses
 import json
+import sys
 import types
 import typing
 from pathlib import Path
@@ -26,13 +27,8 @@ from harness.records import (
     Verdict,
 )
 from harness.runner.occupancy import Occupancy
-from harness.runner.retries import Attempt
-from harness.store import LEGS
-from harness.tolerance import Expect
-from reports.addresses import LegAddresses
-from reports.json_report import REPORT_SCHEMA_VERSION
+from reports.json_report import REPORT_SCHEMA_VERSION, ReportJson
 
-FOLDER = Path(__file__).parent / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -55,9 +51,9 @@ def text_of(schema: dict[str, Any]) -> str:
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
-def write(folder: Path = FOLDER) -> None:
+def write(folder: Path) -> None:
     """Write every schema."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, schema in schemas().items():
         (folder / f"{name}.schema.json").write_text(text_of(schema))
 
@@ -149,50 +145,11 @@ def _file(kind: type[Any]) -> Any:
 
 
 def _report(parts: _Parts) -> dict[str, Any]:
-    by_leg = {"type": "object", "propertyNames": {"enum": list(LEGS)}}
-    case = exact({
-        "id": _TEXT,
-        "labels": parts.of(dict[str, str]),
-        "expect": parts.of(Expect),
-        "verdict": parts.of(Verdict),
-        "command": _TEXT,
-        "delta_loss": {"type": ["string", "null"]},
-        "peak_bytes": by_leg | {"additionalProperties": parts.of(dict[str, int])},
-        "times": exact({
-            "step_s": by_leg | {"additionalProperties": parts.of(float | None)},
-            "speed": parts.of(float | None), "control_speed": parts.of(float | None),
-            "caution": _TEXT,
-        }),
-        "addresses": by_leg | {"additionalProperties": _addresses(parts)},
-        "environments": by_leg | {"additionalProperties": _TEXT},
-        "environment_note": _TEXT,
-        "attempts": by_leg | {"additionalProperties": parts.of(tuple[Attempt, ...])},
-    })  # fmt: skip
-    parts.defined["Case"] = case
-    return exact({
-        "schema_version": {"const": REPORT_SCHEMA_VERSION},
-        "scenario": _TEXT,
-        "why": _TEXT,
-        "exit_code": _COUNT,
-        "counts": exact(dict.fromkeys(OUTCOMES, _COUNT)),
-        "history_note": _TEXT,
-        "notes": parts.of(tuple[str, ...]),
-        "cases": {"type": "array", "items": {"$ref": "#/$defs/Case"}},
-        "environments": {"type": "object", "additionalProperties": {"type": "object"}},
-        "times": exact({
-            "created": _TEXT, "folder": _TEXT, "command_line": _TEXT,
-            "attempts": parts.of(dict[str, int]),
-        }),
-    })  # fmt: skip
-
-
-def _addresses(parts: _Parts) -> dict[str, Any]:
-    reference = parts.of(dict[str, int])
-    plain = dict.fromkeys(("captured", "by_owner", "by_place", "unnamed"), _COUNT)
-    made = exact({"leg": _TEXT, "moved": reference, "names": parts.of(tuple[str, ...]), **plain})
-    # JSON has no integer keys: steps are text there.
-    assert set(made["properties"]) == {field.name for field in dataclasses.fields(LegAddresses)}
-    return made
+    parts.of(ReportJson)
+    own = parts.defined.pop(ReportJson.__name__)
+    own["properties"]["schema_version"] = {"const": REPORT_SCHEMA_VERSION}
+    own["properties"]["counts"] = exact(dict.fromkeys(OUTCOMES, _COUNT))
+    return own
 
 
 def _occupancy(parts: _Parts) -> dict[str, Any]:
@@ -226,4 +183,4 @@ _MAKERS: dict[str, tuple[str, Any]] = {
 
 
 if __name__ == "__main__":
-    write()
+    write(Path(sys.argv[1] if len(sys.argv) > 1 else "schemas"))

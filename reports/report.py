@@ -1,71 +1,96 @@
 """What every format of the report says: one `Report`, made once, already cleaned for showing.
 
-The order of cases is failures first; within an outcome, the plan's.
+The order of cases is failures first; within an outcome, the plan's. A case that was planned and has
+no verdict gets one that says so: a report must not be green because something is missing from it.
 """
 
-import shlex
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-import yaml
-
-from harness.cost import Beside, Timeline, beside
-from harness.checks import confirmation, exit_code
-from harness.checks.environment import different_keys
-from harness.disk import read_tail
-from harness.history import NOT_WRITTEN_FILE
-from harness.lookup import bisect_line
-from harness.provenance import fingerprint
-from harness.records import CaseSpec, Outcome, RunResult, Verdict
-from harness.runner.retries import Attempt, earlier_attempts
-from harness.store import LEGS
-from reports.addresses import LegAddresses, leg_addresses
-from reports.frames import Frames, load
-from reports.loss_curve import LossCurve, loss_curve
-from reports.text import TAIL_BYTES, clean, one_line, tail
+from harness.checks import confirmation
+from harness.cost import MIB, Cost
+from harness.records import CaseSpec, CheckResult, Ending, Json, Outcome, Verdict
+from harness.runner.retries import Attempt
+from reports.compared import LossCurve, StateMap
+from reports.history import NOTHING, Past
+from reports.text import one_line
 
 OUTCOME_ORDER: tuple[Outcome, ...] = ("failed", "error", "incomparable", "passed", "skipped")
 SYMBOLS: dict[Outcome, str] = {
     "passed": "✓", "failed": "✗", "error": "!", "incomparable": "≠", "skipped": "–",
 }  # fmt: skip
-NOT_RECORDED = "not recorded"
-MAX_SCENARIO_CHARS = 1_000_000
+GREEN: tuple[Outcome, ...] = ("passed", "skipped")
+MAX_CAUSE_CHARS = 160
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LegMemory:
-    """Peak memory of one leg, in bytes by rank."""
+class Output(Json):
+    """The end of what one rank of a run printed."""
 
-    leg: str
-    peaks: dict[int, int]
-
-    @property
-    def worst(self) -> int:
-        """Highest peak of any rank; 0 if nothing was recorded."""
-        return max(self.peaks.values(), default=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """The end of what one rank printed."""
-
-    leg: str
+    role: str
     rank: int
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseReport:
-    """One case, ready to be shown.
+class Addresses(Json):
+    """What a run's graphs hold on to, and which tensors moved under it.
+
+    Counts are of the rank that has most: ranks run the same program.
 
     Attributes:
-        bisect: the command that finds the cause of a failure, "" where there is none to find.
-        environments: the letters of the environments of each leg's ranks.
-        beside: memory and step time of the legs.
-        attempts: of each leg that was made more than once: every attempt but the one judged.
+        captured: graphs.
+        by_owner, by_place, unnamed: storages that graphs use and do not own, by who names them.
+        moved: long-lived tensors that moved, by step; empty if it was not counted.
+        names: of some that moved.
+    """
+
+    captured: int
+    by_owner: int
+    by_place: int
+    unnamed: int
+    moved: dict[str, int]
+    names: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """One sentence."""
+        parts = []
+        if self.captured:
+            parts.append(
+                f"{self.captured} graphs rely on {self.by_owner} named tensors, "
+                f"{self.by_place} storages known by place and {self.unnamed} unnamed"
+            )
+        counts = self.moved.values()
+        if not counts:
+            parts.append("moved pointers were not counted")
+        elif not any(counts):
+            parts.append("no pointer moved")
+        else:
+            last = max(int(step) for step, count in self.moved.items() if count)
+            parts.append(
+                f"{sum(counts)} pointers moved, at most {max(counts)} in a step, last in step {last}"
+            )
+            parts += [f"the first of them {', '.join(self.names)}"] if self.names else []
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseReport:
+    """One case, ready to be shown. Mappings are by role: reference, control, candidate.
+
+    Attributes:
+        command: runs the case again.
+        bisect: finds the cause of a failure, "" where there is none to find.
+        state: what differs by step and rank, of a case that did not pass.
+        peaks: peak memory in bytes, by rank.
+        environments: letters of the environments of the ranks.
+        attempts: of each run that was started more than once: every attempt but the one judged.
     """
 
     spec: CaseSpec
@@ -74,12 +99,13 @@ class CaseReport:
     command: str
     bisect: str
     curve: LossCurve | None
-    memory: tuple[LegMemory, ...]
-    addresses: tuple[LegAddresses, ...]
+    state: StateMap | None
+    peaks: dict[str, dict[int, int]]
+    addresses: dict[str, Addresses]
     environments: dict[str, str]
     environment_note: str
     output: Output | None
-    beside: Beside
+    cost: Cost
     attempts: dict[str, tuple[Attempt, ...]] = field(default_factory=dict)
 
     @property
@@ -88,13 +114,18 @@ class CaseReport:
         return self.verdict.outcome
 
     @property
+    def checks(self) -> tuple[CheckResult, ...]:
+        """Results of the checks, worst first."""
+        return tuple(sorted(self.verdict.checks, key=lambda c: OUTCOME_ORDER.index(c.outcome)))
+
+    @property
     def attempt_words(self) -> str:
         """'passed on attempt 2 (candidate: port_in_use)'; "" if none was failed or killed."""
-        failed = {leg: [a.cause for a in own if a.cause] for leg, own in self.attempts.items()}
+        failed = {role: [a.cause for a in own if a.cause] for role, own in self.attempts.items()}
         told = [
-            f"{leg}: {cause}" if number == 1 else f"{leg}: {number} x {cause}"
-            for leg, causes in failed.items()
-            for cause, number in Counter(causes).items()
+            f"{role}: {cause}" if number == 1 else f"{role}: {number} x {cause}"
+            for role, found in failed.items()
+            for cause, number in Counter(found).items()
         ]
         most = max(map(len, failed.values()), default=0)
         return f"{self.outcome} on attempt {most + 1} ({', '.join(told)})" if most else ""
@@ -111,32 +142,89 @@ class CaseReport:
         place = self.verdict.difference
         if place is None:
             return ""
+        when = f"step {place.step}" if place.step >= 0 else "before step 0"
         of = f" of {place.tensor}" if place.tensor else ""
-        return one_line(f"step {place.step}, rank {place.rank}, {place.quantity}{of}", 300)
+        return one_line(f"{when}, rank {place.rank}, {place.quantity}{of}", 300)
+
+    @property
+    def cause(self) -> str:
+        """What cases that fail for one reason share: fields of the verdict, or its message.
+
+        Numbers inside names are taken for one another: `layers.3.attn` and `layers.7.attn` that
+        both differ are one cause until somebody has looked.
+        """
+        place, ended = self.verdict.difference, self.verdict.ending
+        if place is not None and ended is None:
+            text = f"{place.quantity} of {place.tensor}" if place.tensor else place.quantity
+        elif ended is not None and (ended.exception or ended.signal or ended.collective):
+            text = _ending_words(ended)
+        else:
+            return one_line(self.message, MAX_CAUSE_CHARS)
+        return one_line(_NUMBER.sub("N", text), MAX_CAUSE_CHARS)
+
+
+def _ending_words(ended: Ending) -> str:
+    who = ended.exception or ended.signal
+    if ended.collective is not None:
+        who = f"{who} in {ended.collective.expected}".removeprefix(" in ")
+    where = [
+        f"in {ended.phase}" if ended.phase else "", ended.module,
+        f"at {ended.raised_at}" if ended.raised_at else "",
+    ]  # fmt: skip
+    return " ".join(part for part in (who, *where) if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Cases that seem to have failed for one reason; `words` is what they share."""
+
+    outcome: Outcome
+    what: str
+    words: str
+    cases: tuple[CaseReport, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """Cases by axes: a row for each setting of the other axes, a column for each compared value."""
+    """Cases by axes: a column for each compared value, a row for the values of the other axes.
+
+    Attributes:
+        axis: the compared one.
+        row_axes: names of the others, as far as they vary; () if cases have other axes each.
+        columns: values of `axis`.
+        rows: in the plan's order.
+        cases: by row and column.
+    """
 
     axis: str
+    row_axes: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    cells: dict[tuple[str, str], tuple[CaseReport, ...]]
+    cases: dict[tuple[str, str], tuple[CaseReport, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The whole run folder.
 
-    `environments` holds every distinct fingerprint by its letter; `history_note` says why the run
-    is not in the history, "" if nothing says that it is not; `notes` say what selections left out.
+    Attributes:
+        created: ISO 8601 time at which the folder was made.
+        commit: of the code under test, "" if unknown.
+        machine: '8 cores, 4 x NVIDIA H200', "" if unknown.
+        wall_s: seconds with runs under way, however many at a time.
+        environments: every distinct fingerprint by its letter.
+        history_note: why the run is not in the history, "" if nothing says that it is not.
+        notes: what selections left out.
+        past: what the history says of the cases.
     """
 
     folder: Path
     scenario: str
     why: str
     created: str
+    commit: str
+    machine: str
+    wall_s: float
     command_line: str
     exit_code: int
     counts: dict[Outcome, int]
@@ -146,6 +234,7 @@ class Report:
     attempts: dict[str, int] = field(default_factory=dict)
     history_note: str = ""
     notes: tuple[str, ...] = ()
+    past: Past = NOTHING
 
     @property
     def headline(self) -> str:
@@ -153,211 +242,83 @@ class Report:
         counted = [f"{n} {outcome}" for outcome, n in self.counts.items() if n]
         return ", ".join(counted) if counted else "nothing ran"
 
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """What did not pass, by cause: those of failures first, then by how many cases have it."""
+        found: dict[tuple[Outcome, str, str], list[CaseReport]] = {}
+        for case in self.cases:
+            if case.outcome not in GREEN:
+                key = (case.outcome, case.verdict.what, case.cause)
+                found.setdefault(key, []).append(case)
+        ordered = sorted(
+            found.items(), key=lambda item: (OUTCOME_ORDER.index(item[0][0]), -len(item[1]))
+        )
+        return tuple(
+            Cause(outcome=outcome, what=what, words=words, cases=tuple(cases))
+            for (outcome, what, words), cases in ordered
+        )
 
-def summarise(path: Path) -> Report:
-    """Read a run folder into a `Report`.
+    @property
+    def caution(self) -> str:
+        """Why times are not those of the programs alone; "" if nothing is known."""
+        if any(case.cost.shares_gpus for case in self.cases):
+            return "Ranks shared GPUs: step times mean nothing."
+        if any(case.cost.concurrent for case in self.cases):
+            return "Several runs were under way at a time: step times are those of a busy machine."
+        return ""
 
-    Raises:
-        UsageError: it is not a run folder, or damaged beyond reading.
-    """
-    frames = load(path)
-    letters = _Environments()
-    attempts = {
-        key: found
-        for key, run in frames.runs.items()
-        if (found := earlier_attempts(frames.folder, run.spec))
-    }
-    timeline = Timeline(frames.runs.values())
-    planned = [
-        _case(frames, letters, attempts, timeline, spec, verdict)
-        for spec, verdict in zip(frames.folder.cases, frames.verdicts, strict=True)
-    ]
-    manifest, scenario = frames.folder.manifest, _scenario(frames.folder.scenario_text)
-    name = scenario.get("name") or (planned[0].spec.scenario if planned else "scenario")
-    counts = frames.verdict_frame["outcome"].value_counts()
-    return Report(
-        folder=frames.folder.path,
-        scenario=one_line(str(name), 200),
-        why=one_line(str(scenario.get("why", ""))),
-        created=one_line(str(manifest.get("created", "")), 60),
-        command_line=_command_line(manifest),
-        exit_code=int(exit_code(frames.verdicts)),
-        counts={outcome: int(counts.get(outcome, 0)) for outcome in OUTCOME_ORDER},
-        cases=tuple(sorted(planned, key=lambda case: OUTCOME_ORDER.index(case.outcome))),
-        matrix=_matrix(planned, _compare_axis(scenario, planned)),
-        environments=letters.known(),
-        attempts={
-            one_line(key, 100): run.outcome.attempt
-            for key, run in frames.runs.items()
-            if run.outcome.attempt
-        },
-        history_note=_history_note(frames.folder.path),
-        notes=_notes(manifest.get("notes")),
+
+# --- the table of costs -----------------------------------------------------------------------
+
+COST_HEAD = (
+    "case", "losses", "digests", "peak, MiB", "peak ratio", "step, ms", "speed", "A/A speed",
+)  # fmt: skip
+COST_WORDS = (
+    "Reference → candidate, of the runs that were compared: the peak of the worst rank, and the "
+    "median over the later half of the steps of the slowest rank's time, digests included. Speed "
+    "is the reference's time over the candidate's; A/A speed the reference's over the control's, 1 "
+    "but for noise."
+)
+
+
+def cost_rows(report: Report) -> list[tuple[str, ...]]:
+    """A row for each case whose candidate was measured, as text, in the report's order."""
+    return [_cost_row(case) for case in report.cases if case.cost.peak_bytes.get("candidate")]
+
+
+def _cost_row(case: CaseReport) -> tuple[str, ...]:
+    both, found = ("reference", "candidate"), case.cost
+    peaks = [found.peak_bytes.get(role, 0) / MIB for role in both]
+    steps = [found.step_s.get(role) for role in both]
+    return (
+        case.spec.id,
+        _compared(case, "loss", "pairs"),
+        _compared(case, "state", "digests"),
+        _pair(*(f"{peak:.1f}" if peak else "" for peak in peaks)),
+        _ratio(found.memory),
+        _pair(*("" if step is None else f"{step * 1e3:.4g}" for step in steps)),
+        _ratio(found.speed),
+        _ratio(found.control_speed),
     )
 
 
-def _notes(stored: object) -> tuple[str, ...]:
-    return tuple(one_line(str(n), 400) for n in stored) if isinstance(stored, list) else ()
+def _compared(case: CaseReport, check: str, what: str) -> str:
+    """'25,600 equal', '3 of 48 pairs differ', or what the check said; "" if it was not asked."""
+    result = next((r for r in case.verdict.checks if r.check == check), None)
+    if result is None:
+        return ""
+    number, differing = result.figures.get(what), result.figures.get("differing_pairs")
+    if result.outcome == "passed" and number is not None and differing == 0:
+        return f"{number:,.0f} equal"
+    if not differing:
+        return result.what or result.outcome
+    pairs = result.figures.get("pairs")
+    return f"{differing:,.0f}{f' of {pairs:,.0f}' if pairs else ''} pairs differ"
 
 
-def _history_note(folder: Path) -> str:
-    return one_line(read_tail(folder / NOT_WRITTEN_FILE, TAIL_BYTES).decode(errors="replace"), 400)
+def _pair(reference: str, candidate: str) -> str:
+    return f"{reference or '?'} → {candidate or '?'}" if reference or candidate else ""
 
 
-def _scenario(text: str) -> dict[str, Any]:
-    if len(text) > MAX_SCENARIO_CHARS:
-        return {}
-    try:
-        plain = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return plain if isinstance(plain, dict) else {}
-
-
-def _command_line(manifest: Mapping[str, Any]) -> str:
-    for key in ("command_line", "command", "argv"):
-        if value := manifest.get(key):
-            words = value if isinstance(value, list) else [value]
-            text = shlex.join(map(str, words)) if isinstance(value, list) else str(words[0])
-            return one_line(text)
-    return ""
-
-
-class _Environments:
-    """Letters for distinct fingerprints, in the order in which they are met."""
-
-    def __init__(self) -> None:
-        self._found: list[Mapping[str, Any]] = []
-
-    def letter(self, environment: Mapping[str, Any]) -> str:
-        values = fingerprint(environment)
-        for place, known in enumerate(self._found):
-            if not different_keys(known, values):
-                return _letter(place)
-        self._found.append(values)
-        return _letter(len(self._found) - 1)
-
-    def known(self) -> dict[str, Mapping[str, Any]]:
-        return {_letter(place): values for place, values in enumerate(self._found)}
-
-
-def _letter(place: int) -> str:
-    return chr(ord("A") + place) if place < 26 else f"E{place + 1}"
-
-
-def _repeat(frames: Frames, spec: CaseSpec) -> str:
-    """The command that answers the case again; runs that were recorded by hand are not made."""
-    if spec.reference.recorded:
-        return _command_line(frames.folder.manifest)
-    return f"harness rerun {shlex.quote(str(frames.folder.case_folder(spec.id)))}"
-
-
-def _case(
-    frames: Frames,
-    letters: _Environments,
-    attempts: Mapping[str, tuple[Attempt, ...]],
-    timeline: Timeline,
-    spec: CaseSpec,
-    verdict: Verdict,
-) -> CaseReport:
-    runs = {leg: frames.runs[getattr(spec, leg).key] for leg in LEGS}
-    place = verdict.difference
-    rank = place.rank if place is not None else 0
-    environments = {leg: _letters(letters, run) for leg, run in runs.items()}
-    return CaseReport(
-        spec=spec,
-        verdict=verdict,
-        message=one_line(verdict.message),
-        command=_repeat(frames, spec),
-        bisect=bisect_line(spec, frames.folder.case_folder(spec.id))
-        if verdict.outcome == "failed"
-        else "",
-        curve=loss_curve(
-            frames.steps_of(spec.reference.key), frames.steps_of(spec.candidate.key), rank
-        ),
-        memory=tuple(_leg_memory(frames, leg, run) for leg, run in runs.items()),
-        addresses=tuple(leg_addresses(leg, run) for leg, run in runs.items()),
-        environments=environments,
-        environment_note=_environment_note(runs, environments),
-        output=_output(frames, spec, verdict, runs),
-        beside=beside(runs, timeline),
-        attempts={
-            leg: attempts[run.spec.key] for leg, run in runs.items() if run.spec.key in attempts
-        },
-    )
-
-
-def _letters(letters: _Environments, run: RunResult) -> str:
-    seen = [letters.letter(r.start.environment) for r in run.ranks if r.start is not None]
-    return ", ".join(dict.fromkeys(seen)) or NOT_RECORDED
-
-
-def _environment_note(runs: Mapping[str, RunResult], letters: Mapping[str, str]) -> str:
-    known = set(letters.values()) - {NOT_RECORDED}
-    if len(known) < 2:
-        whole = len(known) == 1 and NOT_RECORDED not in letters.values()
-        return "the same on every leg and rank" if whole else "not recorded on every leg"
-    starts = [r.start for run in runs.values() for r in run.ranks if r.start is not None]
-    prints = [fingerprint(start.environment) for start in starts]
-    keys = sorted({key for other in prints[1:] for key in different_keys(prints[0], other)})
-    return f"differs in {one_line(', '.join(keys), 400)}" if keys else "not recorded on every leg"
-
-
-def _leg_memory(frames: Frames, leg: str, run: RunResult) -> LegMemory:
-    return LegMemory(leg=leg, peaks={r: n for r, n in frames.peaks_of(run.spec.key) if n > 0})
-
-
-def _output(
-    frames: Frames, spec: CaseSpec, verdict: Verdict, runs: Mapping[str, RunResult]
-) -> Output | None:
-    """What the rank at fault printed last, of the first leg that did not end well."""
-    if verdict.outcome in ("passed", "skipped"):
-        return None
-    for leg, run in runs.items():
-        if not run.outcome.what or run.outcome.what == "not_run":
-            continue
-        crashed = [state.rank for state in run.outcome.ranks if state.code != 0]
-        culprit = run.outcome.culprit_rank
-        rank = culprit if culprit is not None else next(iter(crashed), 0)
-        for folder in (
-            frames.folder.run_folder(run.spec.key), frames.folder.case_folder(spec.id) / leg
-        ):  # fmt: skip
-            if text := tail(folder / f"rank{rank}.stderr"):
-                return Output(leg=leg, rank=rank, text=text)
-    return None
-
-
-def _compare_axis(scenario: Mapping[str, Any], cases: list[CaseReport]) -> str:
-    """The compared axis, of several scenarios the one that all compare; else the last axis."""
-    joined = scenario.get("scenarios")
-    members = [scenario]
-    if isinstance(joined, list):
-        members = [_scenario(str(part.get("text", ""))) for part in joined if _is_map(part)]
-    labels = [name for case in cases for name in case.spec.labels]
-    found = {_axis_of(member) for member in members}
-    axis = found.pop() if len(found) == 1 else ""
-    return axis if axis in labels else (labels[-1] if labels else "")
-
-
-def _axis_of(scenario: Mapping[str, Any]) -> str:
-    compare = scenario.get("compare")
-    return str(compare.get("axis", "")) if _is_map(compare) else ""
-
-
-def _is_map(value: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
-
-
-def _matrix(cases: list[CaseReport], axis: str) -> Matrix:
-    cells: dict[tuple[str, str], list[CaseReport]] = {}
-    for case in cases:
-        labels = dict(case.spec.labels)
-        column = one_line(labels.pop(axis, "(none)"), 60)
-        row = one_line(" ".join(f"{name}={value}" for name, value in labels.items()), 240)
-        cells.setdefault((row or clean(case.spec.scenario, 60), column), []).append(case)
-    return Matrix(
-        axis=one_line(axis, 60),
-        columns=tuple(dict.fromkeys(column for _, column in cells)),
-        rows=tuple(dict.fromkeys(row for row, _ in cells)),
-        cells={place: tuple(held) for place, held in cells.items()},
-    )
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
