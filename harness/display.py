@@ -13,9 +13,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from harness.cost import Timeline, cost
 from harness.checks import confirmation
 from harness.checks.steps import count
+from harness.cost import Timeline, cost
 from harness.disk import read_tail
 from harness.errors import one_line
 from harness.records import (

@@ -112,7 +112,7 @@ def render(report: Report) -> str:
 
 def short_digests(text: object) -> Markup:
     """Text for the page, each digest by 8 digits with the whole one in its title."""
-    return Markup(DIGEST.sub(r'<abbr title="\g<0>">\1</abbr>', str(escape(one_line(str(text))))))
+    return Markup(DIGEST.sub(r'<abbr title="\g<0>">\1…\2</abbr>', str(escape(one_line(str(text))))))
 
 
 def show_figures(result: CheckResult) -> str:

@@ -74,7 +74,8 @@ class Addresses(Json):
         else:
             last = max(int(step) for step, count in self.moved.items() if count)
             parts.append(
-                f"{sum(counts)} pointers moved, at most {max(counts)} in a step, last in step {last}"
+                f"{sum(counts)} pointers moved, at most {max(counts)} in a step, "
+                f"last in step {last}"
             )
             parts += [f"the first of them {', '.join(self.names)}"] if self.names else []
         return "; ".join(parts)

@@ -15,7 +15,7 @@ from harness.records import RunSpec, What
 from harness.runner import launch
 from harness.runner.retries import earlier_attempts, stored_limit
 from harness.store import RunFolder, begin_run, kept_folder, save_outcome
-from reports.report import summarise
+from reports.reading import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 from tests.unit.harness.test_retries import NCCL, FailingEngine
 

@@ -23,7 +23,7 @@ from harness.records import RecordError, RunResult, Verdict, parse_record
 from harness.runner import launch, occupancy
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
-from reports.report import _history_note
+from reports.reading import history_note
 from reports.text import tail
 from tests.damaged_folders import good, hands
 from tests.damaged_folders.corpus import copy
@@ -36,7 +36,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "report": ("rank0.stderr", tail),
     "leader": ("rank0.stderr", tail_of),
     "show": ("rank0.stderr", display.stderr_tail),
-    "note": ("history_not_written.txt", lambda path: _history_note(path.parent)),
+    "note": ("history_not_written.txt", lambda path: history_note(path.parent)),
     "occupancy": ("occupancy.json", lambda path: occupancy.load(path.parent)),
     "slurm": ("slurm.json", lambda path: load_submission(path.parent)),
     "place": ("rank0.place", read_place),
