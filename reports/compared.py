@@ -93,7 +93,7 @@ def loss_curve(reference: pd.DataFrame, candidate: pd.DataFrame, rank: int) -> L
         _ulps(a, b) for a, b in zip(bad["bits_r"], bad["bits_c"], strict=True)
     ]
     own = both[both["rank"] == drawn]
-    by_step = both.groupby("step")["ulps"].max()
+    by_step = both.groupby("step")["ulps"].agg(lambda ulps: ulps.max(skipna=False))
     return LossCurve(
         rank=drawn,
         words=_words(both, both.loc[bad.index], lost),
