@@ -132,7 +132,7 @@ def _words(both: pd.DataFrame, bad: pd.DataFrame, lost: int) -> str:
     text += f", in {len(bad)} of {len(both)} losses ({where})"
     numbers = bad[bad["ulps"].notna()]
     if len(numbers):
-        worst = numbers.loc[numbers["ulps"].idxmax()]
+        worst = numbers.sort_values("ulps", ascending=False, kind="stable").iloc[0]
         text += (
             f"; at most {worst['ulps']:.0f} ulp (step {worst['step']}, rank {worst['rank']})"
             if worst["ulps"]

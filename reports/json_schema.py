@@ -27,7 +27,7 @@ from harness.records import (
     Verdict,
 )
 from harness.runner.occupancy import Occupancy
-from reports.json_report import REPORT_SCHEMA_VERSION, ReportJson
+from reports.json_report import REPORT, REPORT_SCHEMA_VERSION
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -72,6 +72,10 @@ class _Parts:
         """
         if kind is Any:
             return {}
+        if isinstance(kind, dict):
+            return exact({name: self.of(entry) for name, entry in kind.items()})
+        if isinstance(kind, list):
+            return {"type": "array", "items": self.of(kind[0])}
         if kind in _SCALARS:
             return {"type": _SCALARS[kind]}
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -145,11 +149,10 @@ def _file(kind: type[Any]) -> Any:
 
 
 def _report(parts: _Parts) -> dict[str, Any]:
-    parts.of(ReportJson)
-    own = parts.defined.pop(ReportJson.__name__)
-    own["properties"]["schema_version"] = {"const": REPORT_SCHEMA_VERSION}
-    own["properties"]["counts"] = exact(dict.fromkeys(OUTCOMES, _COUNT))
-    return own
+    made = parts.of(REPORT)
+    version = {"schema_version": {"const": REPORT_SCHEMA_VERSION}}
+    made["properties"] |= version | {"counts": exact(dict.fromkeys(OUTCOMES, _COUNT))}
+    return made
 
 
 def _occupancy(parts: _Parts) -> dict[str, Any]:

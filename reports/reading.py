@@ -165,8 +165,8 @@ class _Reading:
 
     def _curve(self, spec: CaseSpec, verdict: Verdict) -> LossCurve | None:
         rank = verdict.difference.rank if verdict.difference is not None else 0
-        both = [self._loss_table(run.key) for run in (spec.reference, spec.candidate)]
-        return loss_curve(*both, rank)
+        left, right = (self._loss_table(run.key) for run in (spec.reference, spec.candidate))
+        return loss_curve(left, right, rank)
 
     def _loss_table(self, key: str) -> pd.DataFrame:
         if key not in self._losses:

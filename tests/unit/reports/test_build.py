@@ -19,7 +19,6 @@ from harness.errors import Infrastructure
 from harness.records import Verdict
 from harness.store import RunFolder
 from reports import build, markdown, normalised
-from reports.json_report import verdicts
 from reports.markdown import MAX_BYTES, escape, fenced
 from reports.reading import summarise
 from tests.pace import in_paces
@@ -250,13 +249,20 @@ def test_only_skips_says_that_nothing_passed(writer: Any) -> None:
 def test_json_holds_every_verdict(everything: Path, built: dict[str, str]) -> None:
     """The verdicts decode from the report as they were stored."""
     assert json.loads(built["json"])["schema_version"] == 2
-    found = {verdict.case_id: verdict for verdict in verdicts(built["json"])}
+    plain = json.loads(built["json"])
+    found = {case["id"]: Verdict.from_json(case["verdict"]) for case in plain["cases"]}
     stored = RunFolder.open(everything).verdicts()
     assert len(found) == len(stored) + 1
-    plain = [verdict for verdict in stored if verdict.case_id != "dp3-attn"]
-    assert all(found[verdict.case_id] == verdict for verdict in plain)
-    with pytest.raises(ValueError, match="schema_version"):
-        verdicts('{"schema_version": 99}')
+    kept = [verdict for verdict in stored if verdict.case_id != "dp3-attn"]
+    assert all(found[verdict.case_id] == verdict for verdict in kept)
+    (weights,) = (
+        group for case in plain["cases"] if case["id"] == "dp2-attn"
+        for group in case["state"] if group["group"] == "weights"
+    )  # fmt: skip
+    assert weights == {
+        "group": "weights", "num_tensors": 4, "num_pairs": 42, "differing_pairs": 13,
+        "missing_pairs": 0, "most_tensors": 1, "first": [7, 1],
+    }  # fmt: skip
 
 
 def test_markdown_cannot_be_broken_out_of(built: dict[str, str]) -> None:

@@ -106,6 +106,11 @@ def runs(writer: Any) -> Any:
     return make
 
 
+def compared(runs: tuple[RunResult, RunResult]) -> StateMap | None:
+    """The map of a candidate."""
+    return state_map(runs[0], runs[1], "candidate")
+
+
 def groups(found: StateMap | None) -> dict[str, dict[tuple[int, int], int]]:
     """Places that are not equal, by group."""
     assert found is not None
@@ -114,7 +119,7 @@ def groups(found: StateMap | None) -> dict[str, dict[tuple[int, int], int]]:
 
 def test_the_map_counts_tensors_that_differ_by_step_and_rank(runs: Any) -> None:
     """Each group on its own, the state before step 0 first; equal groups are only named."""
-    found = state_map(*runs(drift), "candidate")
+    found = compared(runs(drift))
     assert found is not None
     assert (found.steps[0], found.ranks, found.equal) == (BEFORE, (0, 1), ("samples", "rng"))
     places = groups(found)
@@ -128,7 +133,7 @@ def test_the_map_counts_tensors_that_differ_by_step_and_rank(runs: Any) -> None:
 
 def test_what_one_run_lacks_is_missing_and_never_equal(runs: Any) -> None:
     """A run that ended early leaves every later step of every group missing."""
-    found = state_map(*runs(stop=18, what="hang", message="m", culprit=1), "candidate")
+    found = compared(runs(stop=18, what="hang", message="m", culprit=1))
     missing = {(step, rank): MISSING for step in (18, 19) for rank in (0, 1)}
     assert set(groups(found)) == {"samples", LOSS, "grads", "weights", "optim", "rng"}
     assert all(places == missing for places in groups(found).values())
@@ -145,7 +150,7 @@ def test_runs_of_other_ranks_have_no_map(runs: Any) -> None:
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (8, 100), (64, 40), (3, 900)])
 def test_a_map_is_drawn_with_a_title_for_every_place(runs: Any, ranks: int, steps: int) -> None:
     """However many steps and ranks, the first difference is in a title and the picture is small."""
-    found = state_map(*runs(), "candidate")
+    found = compared(runs())
     assert found is not None
     shown = dataclasses.replace(found, steps=tuple(range(steps)), ranks=tuple(range(ranks)))
     counts = {(step, rank): int(step >= 7 and rank == 1) for step in shown.steps
