@@ -1,7 +1,7 @@
 """The report for programs: everything that the other formats show, and a version to go by."""
 
 import json
-from typing import Any
+from typing import Any, TypedDict
 
 from harness.records import Verdict
 from harness.runner.retries import Attempt
@@ -12,39 +12,86 @@ from reports.text import well_formed
 
 REPORT_SCHEMA_VERSION = 2
 _TIME = float | None
-# Types by key, of which `reports.json_schema` makes the schema. "Of each run" is by role.
-RUN: dict[str, Any] = {
-    "created": str, "commit": str, "machine": str, "wall_s": float, "folder": str,
-    "command_line": str, "attempts": dict[str, int],
-}  # fmt: skip
-STATE: dict[str, Any] = {
-    "group": str, "num_tensors": int, "num_pairs": int, "differing_pairs": int,
-    "missing_pairs": int, "most_tensors": int, "first": tuple[int, ...],
-}  # fmt: skip
-"""Of one tensor group; a pair is a step (-1 before step 0) and a rank."""
-CASE: dict[str, Any] = {
-    "id": str, "labels": dict[str, str], "expect": Expect, "verdict": Verdict, "command": str,
-    "bisect": str, "delta_loss": str | None, "state": [STATE],
-    "peak_bytes": dict[str, dict[str, int]],
-    "times": {"step_s": dict[str, _TIME], "speed": _TIME, "control_speed": _TIME, "caution": str},
-    "addresses": dict[str, Addresses], "environments": dict[str, str], "environment_note": str,
-    "output": Output | None, "attempts": dict[str, tuple[Attempt, ...]],
-}  # fmt: skip
-REPORT: dict[str, Any] = {
-    "schema_version": int, "scenario": str, "why": str, "exit_code": int,
-    "counts": dict[str, int], "history_note": str, "notes": tuple[str, ...], "cases": [CASE],
-    "environments": dict[str, dict[str, Any]], "run": RUN,
-}  # fmt: skip
+
+
+# What each key holds; `reports.json_schema` makes the schema of it.
+class RunFacts(TypedDict):
+    """What is known of the run as a whole; it differs from run to run."""
+
+    created: str
+    commit: str
+    machine: str
+    wall_s: float
+    folder: str
+    command_line: str
+    attempts: dict[str, int]
+
+
+class StateJson(TypedDict):
+    """One tensor group; a pair is a step (-1 before step 0) and a rank."""
+
+    group: str
+    num_tensors: int
+    num_pairs: int
+    differing_pairs: int
+    missing_pairs: int
+    most_tensors: int
+    first: tuple[int, ...]
+
+
+class TimesJson(TypedDict):
+    """Step times by role, and speeds against the reference."""
+
+    step_s: dict[str, _TIME]
+    speed: _TIME
+    control_speed: _TIME
+    caution: str
+
+
+class CaseJson(TypedDict):
+    """One case; mappings are by role, `peak_bytes` by role and rank."""
+
+    id: str
+    labels: dict[str, str]
+    expect: Expect
+    verdict: Verdict
+    command: str
+    bisect: str
+    delta_loss: str | None
+    state: list[StateJson]
+    peak_bytes: dict[str, dict[str, int]]
+    times: TimesJson
+    addresses: dict[str, Addresses]
+    environments: dict[str, str]
+    environment_note: str
+    output: Output | None
+    attempts: dict[str, tuple[Attempt, ...]]
+
+
+class ReportJson(TypedDict):
+    """report.json."""
+
+    schema_version: int
+    scenario: str
+    why: str
+    exit_code: int
+    counts: dict[str, int]
+    history_note: str
+    notes: tuple[str, ...]
+    cases: list[CaseJson]
+    environments: dict[str, dict[str, Any]]
+    run: RunFacts
 
 
 def render(report: Report) -> str:
     """Indented JSON with sorted keys; what varies between equal results is in `reports.same`."""
+    run = {key: report.__dict__[key] for key in RunFacts.__annotations__}
     facts = report.__dict__ | {
         "schema_version": REPORT_SCHEMA_VERSION,
         "cases": [_case(case) for case in report.cases],
-        "run": {key: report.__dict__[key] for key in RUN} | {"folder": str(report.folder)},
+        "run": run | {"folder": str(report.folder)},
     }
-    plain = _storable({key: facts[key] for key in REPORT})
+    plain = _storable({key: facts[key] for key in ReportJson.__annotations__})
     return json.dumps(plain, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
@@ -57,12 +104,12 @@ def _case(case: CaseReport) -> dict[str, Any]:
         "delta_loss": case.curve.words if case.curve is not None else None,
         "state": [_group(group) for group in case.state.groups] if case.state is not None else [],
         "peak_bytes": case.peaks,
-        "times": {name: getattr(case.cost, name) for name in CASE["times"]},
+        "times": {name: getattr(case.cost, name) for name in TimesJson.__annotations__},
         "addresses": {role: found.to_json() for role, found in case.addresses.items()},
         "output": case.output.to_json() if case.output is not None else None,
         "attempts": {role: [a.to_json() for a in own] for role, own in case.attempts.items()},
     }
-    return {key: facts[key] for key in CASE}
+    return {key: facts[key] for key in CaseJson.__annotations__}
 
 
 def _group(group: GroupMap) -> dict[str, Any]:
