@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from statistics import NormalDist, fmean, variance
 
-from harness.checks.spread import quantile
+from harness.checks.within import quantile
 from harness.history.comparison import FALSE_ALARMS, noise_of
 from harness.history.trend import MIN_HISTORY, MIN_VALUES, Z_LIMIT, find_changes
 

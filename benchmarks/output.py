@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.engine.output import CappedOutput
+from harness.engine.ranks import CappedOutput
 from harness.masking import Masker
 
 LINES = {

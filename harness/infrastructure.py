@@ -17,18 +17,27 @@ What ended a run decides, never what a check said of it. A run whose records hol
 some rank saw an illegal access, ran out of memory or refused its graph is the program's, whatever
 else was printed: trying it again would hide what was seen.
 
+Ranks that share a GPU may bring each other down (`harness.engine.gpus`): then nobody is to blame
+(`SHARED_GPU`), and their times mean nothing.
+
 What a rank printed counts for nothing. An exception counts if the rank at fault recorded it, blames
 no other, and is in the table of `harness.recorder.library_errors`. A program that says the same by
 chance is not forgiven.
 """
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from harness.recorder.library_errors import failures_of
 from harness.records import ErrorRecord, RankRecords, RunOutcome, RunResult, What
+
+SHARED_GPU: What = "shared_gpu"
+"""What is said of a run where nobody knows whose doing its end was."""
+HOST_KEY = "NCCL_HOSTID"
+SHARED_HOST = "shared-gpus"
+"""How its value begins where ranks share GPUs (`harness/engine/gpus.py` has the reason)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +147,18 @@ def _tells_of_the_program(records: RankRecords) -> bool:
         or any(step.nonfinite.values())
         for step in records.steps
     )
+
+
+def shares_gpus(run: RunResult) -> bool:
+    """Whether any rank of the run shared its GPU with another one: its times mean nothing."""
+    return any(
+        _host(rank.start.environment).startswith(SHARED_HOST)
+        for rank in run.ranks
+        if rank.start is not None
+    )
+
+
+def _host(environment: Mapping[str, object]) -> str:
+    fingerprint = environment.get("fingerprint", environment)
+    variables = fingerprint.get("environment") if isinstance(fingerprint, Mapping) else None
+    return str(variables.get(HOST_KEY, "")) if isinstance(variables, Mapping) else ""

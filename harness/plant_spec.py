@@ -8,7 +8,6 @@ apart and put them together.
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from harness.codec import Json
 
@@ -42,16 +41,6 @@ class PlantSpec(Json):
     def each(self) -> "tuple[PlantSpec, ...]":
         """Every fault by itself."""
         return (dataclasses.replace(self, beside=()), *self.beside)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; what is as it was before there was a choice is left out: keys are older."""
-        plain = super().to_json()
-        if self.chance == 1.0:
-            del plain["chance"]
-        plain["beside"] = [fault.to_json() for fault in self.beside]
-        if not self.beside:
-            del plain["beside"]
-        return plain
 
 
 def joined(plants: Iterable[PlantSpec]) -> PlantSpec | None:

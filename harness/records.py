@@ -17,7 +17,6 @@ Record lines of one rank, in order:
 """
 
 import hashlib
-import json
 import re
 import typing
 from dataclasses import dataclass, field, fields
@@ -25,9 +24,8 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal
 
-from harness.codec import Json, RecordError, check_depth, dumps
+from harness.codec import Json, RecordError, dumps, strict_loads
 from harness.float_bits import FloatBits, ulp_distance
-from harness.keeping import KeepSpec
 from harness.plant_spec import PlantSpec
 from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
@@ -38,7 +36,7 @@ __all__ = [
     "CaseSpec",
     "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord", "Ending",
     "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord",
-    "Json", "NamesRecord",
+    "Json", "KeepSpec", "NamesRecord",
     "Outcome", "Passed", "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record",
     "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse",
     "Verdict", "What", "dumps", "parse_record", "ulp_distance",
@@ -80,7 +78,6 @@ ABSENT = "f" * DIGEST_HEX_CHARS
 NEVER_RAN = "f" * 8
 UNFINISHED = "unfinished step"
 """Name of the event of a rank that fails in a run with taps: their rows so far."""
-_SORTED = json.JSONEncoder(sort_keys=True, allow_nan=False)
 
 
 Passed = Literal["", "forward", "backward", "reduce", "optimizer", "capture", "replay"]
@@ -102,7 +99,34 @@ class ExitCode(IntEnum):
     NO_VERDICT = 6
 
 
+MAX_KEPT_BYTES = 256 << 20
+
+
 # --- specifications ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepSpec(Json):
+    """Contents of tensors that every rank writes down, as they were digested in one step.
+
+    Attributes:
+        step: of which.
+        names: `grads:layers.0.attn.attention.wq.weight`, a digest group and a name in its records;
+            `layers.1.attn:output[1]`, a row of taps that the run has; a star is any text.
+        max_bytes: of all of them on one rank; more is an error of the rank.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    max_bytes: int = MAX_KEPT_BYTES
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise RecordError(f"keep.step: expected a number >= 0, got {self.step}")
+        if not self.names:
+            raise RecordError("keep.names: expected names of tensors, got none")
+        if self.max_bytes <= 0:
+            raise RecordError(f"keep.max_bytes: expected a number > 0, got {self.max_bytes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +137,7 @@ class RunSpec(Json):
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
     writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
-    (`fsdp_core.rounding`), for `harness.bisector.layouts`; 0 for all others. `stall_s`: seconds
+    (`fsdp_core.rounding`), for `harness.bisect.layouts`; 0 for all others. `stall_s`: seconds
     without a record after which it counts as hung. Of a program that is not the built-in one,
     `config` says what to start (`harness.program.spec`). `recorded`, "" for all others, names in
     its start records a run that was recorded by hand or under another key.
@@ -147,26 +171,12 @@ class RunSpec(Json):
     @cached_property
     def key(self) -> str:
         """File-name-safe identity: equal keys mean equal work."""
-        graph = self._short_name
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {k: v.to_json() if isinstance(v, Json) else v for k, v in held.items()}
-        if self.soak is None:
-            del plain["soak"]  # the keys of plain runs are older than soaks
-        if not self.explain:
-            del plain["explain"]  # and than this
-        if not self.kernels:
-            del plain["kernels"]
-        if not self.rounding:
-            del plain["rounding"]
-        if self.keep is None:
-            del plain["keep"]  # and this
-        if self.stall_s is None:
-            del plain["stall_s"]
-        if not self.recorded:
-            del plain["recorded"]
-        text = _SORTED.encode(plain)
+        # Without defaults: a field that is added leaves the keys of runs without it as they are.
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        silent = {f.name for f in fields(self) if plain[f.name] == f.default}
+        text = dumps({name: value for name, value in self.to_json().items() if name not in silent})
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return f"w{self.world_size}-{graph}-r{self.replica}-{digest}"
+        return f"w{self.world_size}-{self._short_name}-r{self.replica}-{digest}"
 
     @property
     def is_builtin(self) -> bool:
@@ -224,7 +234,7 @@ class StartRecord(Json):
         tensors: per digest group, names of the tensors in digest order.
         taps: names of the rows of taps: `layers.3.attn:output[1]`, of the second call of a step.
         tap_stages: for each row, the stage of the pipeline that its module is in.
-        run: key of the run; "" in files older than the field.
+        run: key of the run.
     """
 
     schema: int
@@ -258,7 +268,7 @@ class StepRecord(Json):
         taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
         pointer_changes: long-lived tensors that moved since the step before; None if not counted.
         device_bytes: used on the whole GPU, by the driver; at the last step of a flush, else None.
-        host_bytes: memory of the rank's process that no file holds; None in files older than this.
+        host_bytes: memory of the rank's process that no file holds; None if not counted.
         skipped: why the optimizer did not take the step; "" where it did.
     """
 
@@ -347,7 +357,7 @@ class RaceEvidence(Json):
 class ErrorRecord(Json):
     """The exception that ended the rank, already classified by the rank itself.
 
-    All fields from `blames` on are empty where they do not apply, and in files older than they.
+    All fields from `blames` on are empty where they do not apply.
 
     Attributes:
         blames: the rank that had failed before, as far as this one heard of it.
@@ -407,8 +417,7 @@ class EndRecord(Json):
 
     `startup_s` is from process start to first step; `replays` counts launches of captured graphs,
     `graphs` those of the built-in trainer by scope, layer and direction; `compiled` names parts of
-    `config.compile` that the compiler made code of; `sha256` is the file's checksum
-    (`harness.checksum`); without it the file is damaged.
+    `config.compile` that the compiler made code of.
     """
 
     rank: int
@@ -419,16 +428,7 @@ class EndRecord(Json):
     replays: int = 0
     graphs: tuple[GraphUse, ...] = ()
     compiled: tuple[str, ...] = ()
-    sha256: str = ""
     kind: Literal["end"] = "end"
-
-    def to_json(self) -> dict[str, Any]:
-        """See `Json`; what is empty is left out, or files older than it would not fit their sum."""
-        plain = super().to_json()
-        for name in ("graphs", "compiled"):
-            if not plain[name]:
-                del plain[name]
-        return plain
 
 
 Record = (
@@ -440,32 +440,21 @@ RECORD_KINDS: dict[str, type[Record]] = {
 }  # fmt: skip
 
 
-def parse_record(line: str) -> Record:
+def parse_record(line: bytes | str) -> Record:
     """Decode one line of a rank's file.
 
     Raises:
         RecordError: not JSON, unknown kind, or a field missing, unknown or of the wrong type.
     """
     try:
-        plain = json.loads(line, parse_constant=_refuse_constant)
+        plain = strict_loads(line)
     except ValueError as error:
         raise RecordError(f"not JSON: {error}") from error
     if not isinstance(plain, dict):
         raise RecordError(f"expected an object, got {type(plain).__name__}")
-    kind = RECORD_KINDS.get(str(plain.get("kind")))
-    if kind is None:
-        raise RecordError(f"unknown kind {plain.get('kind')!r}")
-    if kind in (StartRecord, EventRecord):
-        # Only these hold values of any shape; the others come by the hundred thousand.
-        try:
-            check_depth(plain)
-        except ValueError as error:
-            raise RecordError(str(error)) from error
+    if (kind := RECORD_KINDS.get(str(plain.get("kind")))) is None:
+        raise RecordError(f"unknown kind {plain.get('kind')!r:.80}")
     return kind.from_json(plain)
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 # --- what happened ----------------------------------------------------------------------------
@@ -488,7 +477,7 @@ class RankExit(Json):
 class Entered(Json):
     """A collective as ranks entered it; `label` is whose it is, "" if that is not known.
 
-    `sizes` and `called_at` are those of `harness.engine.whereabouts.Place`.
+    `sizes` and `called_at` are those of `harness.engine.collective_log.Place`.
     """
 
     operator: str
@@ -558,7 +547,7 @@ class RunOutcome(Json):
     first (the others often only report a lost connection). `from_outside`: a SIGKILL ended it that
     neither the harness sent nor, by the kernel's own count, the kernel for want of memory.
     `undecided`: nobody knows yet whether its end was its own or that of one of the runs `tied`
-    (`harness.engine.company`). `ending` is None in files older than the field.
+    (`harness.engine.gpus`).
     """
 
     key: str
@@ -657,8 +646,8 @@ class Verdict(Json):
     """The answer for one case.
 
     `what`, `message`, `difference` and `ending` come from the first result that decided, which is
-    that of `check`: "" if none did, and in files older than the field. `confirmation` is evidence
-    and changes no outcome; None where none was due.
+    that of `check`: "" if none did. `confirmation` is evidence and changes no outcome; None where
+    none was due.
     """
 
     case_id: str

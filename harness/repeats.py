@@ -103,3 +103,13 @@ class Turns:
     def next(self, num_under_way: int) -> RunSpec | None:
         """Take the run to start now; None while others are under way, or none is left."""
         return self._left.popleft() if self._left and not num_under_way else None
+
+
+def unique_runs(cases: Iterable[CaseSpec]) -> dict[str, RunSpec]:
+    """The runs that `cases` need, by key, in the order in which they are first needed."""
+    runs: dict[str, RunSpec] = {}
+    for case in cases:
+        if not case.skip_reason:
+            for spec in runs_of(case):
+                runs.setdefault(spec.key, spec)
+    return runs

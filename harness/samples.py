@@ -4,7 +4,7 @@ A case that expects `rounding` has `NUM_SAMPLES` such runs, with the seeds 1 to 
 are the reference in all but its taps and stressors, which decide no loss. Cases of one reference
 share them, as they share its control.
 
-Six, as the bounds of `harness.checks.spread` need: a spread from n runs has n - 1 degrees of
+Six, as the bounds of `harness.checks.within` need: a spread from n runs has n - 1 degrees of
 freedom, and what a right program may take of it once in 10^7 times is 280 spreads of four runs, 45
 of six and 22 of eight. A run more costs as much as any of them.
 """

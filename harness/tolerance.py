@@ -5,7 +5,7 @@
     {loss_gap: G, over: N}    the mean loss of the last N steps: |candidate - reference| <= G
     rounding                  as far as rounding alone takes the reference, which is measured: runs
                               of it that round at random (`harness.samples`) give the bounds
-                              (`harness.checks.spread`)
+                              (`harness.checks.within`)
 
 In all, values are float32 as recorded and compared in float64; the bounds themselves are within.
 NaN and infinity are within no tolerance, not even of themselves, and a missing value differs. The

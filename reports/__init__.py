@@ -7,8 +7,8 @@ Everything is read once into a `report.Report`; the four formats only show it.
 
 from pathlib import Path
 
-from harness.disk import write_atomic
 from harness.errors import Infrastructure
+from harness.store.files import write_atomic
 from reports import html, json_report, junit, markdown
 from reports.reading import summarise
 from reports.same import differences, keep, normalised

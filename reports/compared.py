@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.naming import aligned
 from harness.records import (
     COPIES,
     DIGEST_HEX_CHARS,
@@ -21,6 +20,7 @@ from harness.records import (
     StepRecord,
     ulp_distance,
 )
+from harness.store.streams import aligned
 
 LOSS = "loss"
 """The group of a step's losses and gradient norm."""

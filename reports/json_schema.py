@@ -16,9 +16,10 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from harness.checksum import KEY as CHECKSUM_KEY
 from harness.records import OUTCOMES, RECORD_KINDS, CaseSpec, RunOutcome, Verdict
 from harness.runner.occupancy import Occupancy
+from harness.store.files import FILES_KEY
+from harness.store.files import KEY as CHECKSUM_KEY
 from reports.json_report import REPORT_SCHEMA_VERSION, ReportJson
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -48,8 +49,13 @@ _FILES: dict[str, tuple[str, Any]] = {
 def schemas() -> dict[str, dict[str, Any]]:
     """Every schema, by the name of its file without `.schema.json`."""
     made = {name: _schema(title, [kind]) for name, (title, kind) in _FILES.items()}
-    for name in ("outcome", "verdict", "case"):
-        made[name]["$defs"]["File"]["properties"][CHECKSUM_KEY] = {"type": "string"}
+    for name in ("outcome", "verdict", "case"):  # its checksum, and those of files it speaks for
+        whole = made[name]["$defs"]["File"]
+        sums: dict[str, Any] = {CHECKSUM_KEY: {"type": "string"}}
+        if name != "case":
+            sums[FILES_KEY] = {"type": "object", "additionalProperties": {"type": "string"}}
+        whole["properties"] |= sums
+        whole["required"] += sums
     report = made["report"]["$defs"]["File"]["properties"]
     report["schema_version"] = {"const": REPORT_SCHEMA_VERSION}
     report["counts"] = {

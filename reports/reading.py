@@ -13,17 +13,17 @@ import yaml
 from harness.checks import exit_code
 from harness.checks.environment import different_keys
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed
-from harness.cost import Timeline, cost
-from harness.disk import read_tail
 from harness.history import NOT_WRITTEN_FILE, machine_kind
-from harness.lookup import bisect_line
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, EventRecord, RunResult, RunSpec, Verdict
 from harness.runner import occupancy
+from harness.runner.cost import Timeline, cost
 from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
+from harness.store.files import read_tail
+from harness.store.find import bisect_line
+from harness.store.verify import verified
 from reports.compared import LossCurve, StateMap, loss_curve, losses, state_map
 from reports.history import look_back
 from reports.report import (
@@ -112,7 +112,7 @@ class _Reading:
     def _verdict(self, case: CaseSpec) -> Verdict:
         found = self.folder.load_verdict(case.id)
         if found is not None:
-            return confirmed(self.folder, case, found, self.runs)
+            return verified(self.folder, case, found)
         damaged = (self.folder.case_folder(case.id) / VERDICT_FILE).exists()
         message = (
             f"no verdict: its {VERDICT_FILE} does not decode"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.checks import confirmation
-from harness.cost import MIB, Cost
 from harness.records import CaseSpec, CheckResult, Ending, Json, Outcome, Verdict
+from harness.runner.cost import MIB, Cost
 from harness.runner.retries import Attempt
 from reports.compared import LossCurve, StateMap
 from reports.history import NOTHING, Past

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from harness.disk import make_folder, write_atomic
+from harness.store.files import make_folder, write_atomic
 
 PLACE = "RUN-FOLDER"
 VARYING = ("run", "times", "attempts", "wall_s")

@@ -10,7 +10,7 @@ short        digests by their first and last 4 digits
 import re
 from pathlib import Path
 
-from harness.disk import read_tail
+from harness.store.files import read_tail
 
 MAX_CHARS = 2000
 MAX_LINE_CHARS = 300

@@ -37,8 +37,8 @@ from benchmarks.fsdp.trace import described, summarise
 from benchmarks.fsdp.workloads import FULL, TINY
 from benchmarks.ranks import interrupt_when_terminated
 from benchmarks.room import NoGpus, Room, add_options, find_room
-from harness.disk import write_atomic
 from harness.errors import UsageError
+from harness.store.files import write_atomic
 
 TRACED = ("ours", "fsdp2")
 MIN_TIMEOUT_S = 20.0

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from benchmarks.red_to_answer.cells import SMOKE, Planted
 from benchmarks.red_to_answer.rows import Reached, Row
-from harness.answers import find_answer
-from harness.bisector.render import UNKNOWN, Findings, first_wrong, read_findings
-from harness.detection.localised import Localised, localised
+from harness.bisect.render import UNKNOWN, Findings, first_wrong, read_findings
+from harness.campaign.scoring import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode
 from harness.store import SEARCH_FILE
+from harness.store.find import find_answer
 
 ROOT = Path(__file__).parents[2]
 LOOK_EVERY_S = 0.05
@@ -107,7 +107,7 @@ def _judged(row: Row, planted: Planted, spec: CaseSpec, findings: Findings) -> R
     """Hold the answer against what was planted."""
     fault, place = CATALOGUE[planted.fault], findings.place
     how: Localised = ""
-    if place is not None and fault.points_at is not None:
+    if place is not None:
         rank = planted.rank % spec.candidate.world_size
         how = localised(
             place,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.detection.localised import Localised
+from harness.campaign.scoring import Localised
 
 CELL_CHARS = 46
 STAGES = ("place", "causes", "answer")

@@ -37,8 +37,8 @@ from benchmarks.room import MEANINGLESS, NoGpus, Room, add_options, find_room
 from benchmarks.scopes.layouts import Layout, read_layouts, usual_layout
 from benchmarks.scopes.measure import Job, Result, measure
 from fsdp_core.config import ConfigError, TrainConfig
-from harness.disk import write_atomic
 from harness.errors import UsageError
+from harness.store.files import write_atomic
 
 EAGER = "eager"
 SCOPES = (

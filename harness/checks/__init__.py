@@ -1,21 +1,19 @@
-"""Records in, verdicts out: pure functions, no files, no torch.
+"""Records in, evidence and verdicts out: pure functions, no files, no torch.
 
-    complete     is a run whole?                 (a flaw is a failure of its own)
-    environment  did two legs run alike?
-    loss         loss and gradient norm, bits
-    state        digests, tensor by tensor
-    taps         digests of what went through modules
-    finite       no NaN, no infinity
-    memory       peak memory
-    samples      do data-parallel ranks read different ones?
-    throughput   is the candidate slower?        (of pairs of timed runs)
-    repeated     have these runs the same bits?
-    soak         nothing failed in N replays, and memory did not grow
-    judge        which answer decides the case
-
-A check's module has `NAME` and `check(reference, candidate, parameters) -> CheckResult`.
+registry      the checks that a scenario may ask for: name, options, function, doc
+evidence      what they share: runs, tables of records, answers, words
+complete      is a run whole?               (a flaw is a failure of its own)
+environment   did two runs have the same?   why does a program not repeat itself?
+exact, taps   bits, step by step: losses, state, modules; NaN and infinity
+within        losses within a stated tolerance, or that of rounding
+memory        peak memory
+speed         is the candidate slower?      (of pairs of timed runs)
+soak          nothing failed in N replays, and memory did not grow
+judge         which answer decides the case
+confirmation  does a difference come again?
 """
 
-from harness.checks.judge import CHECKS, exit_code, judge
+from harness.checks.judge import exit_code, judge
+from harness.checks.registry import CHECKS
 
 __all__ = ["CHECKS", "exit_code", "judge"]

@@ -12,14 +12,13 @@ at every bit of a run. A repeat is compared only in the environment of the first
 
 import dataclasses
 
-from harness.checks import loss, state, taps
+from harness.checks.evidence import when
 from harness.checks.judge import first_failure, judge, unequal
-from harness.checks.steps import when
-from harness.naming import aligned
 from harness.records import CaseSpec, CheckResult, Confirmation, RunResult, Verdict
 from harness.repeats import confirming_runs
+from harness.store.streams import aligned
 
-BITS = (loss.NAME, state.NAME, taps.NAME)
+BITS = ("loss", "state", "taps")
 _GATES = (
     "records:reference", "records:candidate", "environment:control", "environment:candidate",
 )  # fmt: skip
@@ -61,7 +60,7 @@ def confirmation(
     checks = {name: options for name, options in case.checks.items() if name in BITS}
     question = dataclasses.replace(
         case, reference=again[0].spec, control=first[0].spec, candidate=again[1].spec,
-        checks=checks or {state.NAME: {}}, repeats=0, confirm=False,
+        checks=checks or {"state": {}}, repeats=0, confirm=False,
     )  # fmt: skip
     found = judge(question, again[0], first[0], again[1])
     by_name = {result.check: result for result in found.checks}

@@ -1,47 +1,218 @@
-"""When would a weaker check have seen it? First differing steps by three kinds of evidence.
+"""What all checks share: the runs they look at, records by step and rank, answers, and words.
 
-    state            any digest, on any rank
-    loss bits        the bits of any rank's loss
-    loss, 5 decimals any rank's loss as text with five decimals, as golden files hold it
+    Runs -> tables of records by (step, rank) -> CheckResult: outcome, kind, Difference, figures
 
-A difference that only the first sees is the reason for digests; the answer is stated beside every
-failed state check, so that a reader sees what cheaper evidence would have missed.
+A `Difference` and figures are data; what they read like is said here, once for every check.
 """
 
-from collections.abc import Callable
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from harness.checks.steps import StepTable
-from harness.records import StepRecord
+from harness.records import (
+    COPIES,
+    GROUP_ORDER,
+    CaseSpec,
+    CheckResult,
+    Difference,
+    FloatBits,
+    InitialRecord,
+    RankRecords,
+    RunResult,
+    StepRecord,
+    What,
+)
 
-NEVER = -1
+Value = TypeVar("Value")
+Options = Mapping[str, object]
+"""Of a check, by name; legal ones (`harness.checks.registry`)."""
+BEFORE = -1
+"""In place of a step's number: the state before the first one."""
+StateTable = dict[tuple[int, int], StepRecord | InitialRecord]
+StepTable = dict[tuple[int, int], StepRecord]
+"""Step records by (step, rank), in the order of steps, then ranks."""
 
 
-def first_steps(ours: StepTable, theirs: StepTable) -> dict[str, int]:
-    """First step that differs by each kind of evidence, `NEVER` if none does in shared steps."""
-    views: dict[str, Callable[[StepRecord], object]] = {
-        "first_step_state": lambda record: record.digests,
-        "first_step_loss_bits": lambda record: None if record.loss is None else record.loss.bits,
-        "first_step_loss_5_decimals": five_decimals,
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """The runs of a case: `samples` round at random, `repeats` are timed, both legs in turn."""
+
+    case: CaseSpec
+    reference: RunResult
+    control: RunResult
+    candidate: RunResult
+    samples: Sequence[RunResult] = ()
+    repeats: Sequence[RunResult] = ()
+
+    @property
+    def legs(self) -> dict[str, RunResult]:
+        """Reference, control and candidate by name."""
+        names = ("reference", "control", "candidate")
+        return {name: getattr(self, name) for name in names}
+
+
+# --- tables of records ------------------------------------------------------------------------
+
+
+def step_table(run: RunResult) -> StepTable:
+    """The first record of every (step, rank) of a run."""
+    table: StepTable = {}
+    for rank in run.ranks:
+        for record in rank.steps:
+            table.setdefault((record.step, rank.rank), record)
+    return dict(sorted(table.items()))
+
+
+def state_table(run: RunResult) -> StateTable:
+    """Digests by (step, rank), with the state before the first step as step -1."""
+    table: StateTable = {
+        (BEFORE, rank): records.initial
+        for rank, records in rank_table(run).items()
+        if records.initial is not None
     }
-    shared = sorted(set(ours) & set(theirs))
-    return {
-        name: min((key[0] for key in shared if view(ours[key]) != view(theirs[key])), default=NEVER)
-        for name, view in views.items()
-    }
+    return dict(sorted((table | step_table(run)).items()))
 
 
-def five_decimals(record: StepRecord) -> str:
-    """The loss rounded to five decimals, as text; not finite is one word for all its kinds."""
-    if record.loss is None:
-        return "none"
-    return "nan" if record.loss.value is None else f"{record.loss.value:.5f}"
+def rank_table(run: RunResult) -> dict[int, RankRecords]:
+    """The first records of every rank, in rank order."""
+    table: dict[int, RankRecords] = {}
+    for records in run.ranks:
+        table.setdefault(records.rank, records)
+    return dict(sorted(table.items()))
 
 
-def sentence(steps: dict[str, int]) -> str:
-    """What the loss alone would have shown, for people."""
-    bits, decimals = steps["first_step_loss_bits"], steps["first_step_loss_5_decimals"]
-    return f"the bits of the loss {_when(bits)}, its 5 decimals {_when(decimals)}"
+def shared_pairs(
+    a: Mapping[tuple[int, int], object], b: Mapping[tuple[int, int], object]
+) -> list[tuple[int, int]]:
+    """The (step, rank) keys that both tables hold, in order."""
+    return [key for key in a if key in b]
 
 
-def _when(step: int) -> str:
-    return "never differ" if step == NEVER else f"differ first at step {step}"
+def groups_of(*holders: Iterable[str]) -> list[str]:
+    """Digest groups in the order in which a difference is looked for."""
+    found = dict.fromkeys(group for names in holders for group in names)
+    first = [group for group in GROUP_ORDER if group in found]
+    return [*first, *(group for group in found if group not in first)]
+
+
+def with_groups(run: RunResult, is_wanted: Callable[[str], bool]) -> RunResult:
+    """A run whose records hold no other groups of digests."""
+
+    def kept(groups: Mapping[str, Value]) -> dict[str, Value]:
+        return {group: value for group, value in groups.items() if is_wanted(group)}
+
+    def of_rank(records: RankRecords) -> RankRecords:
+        start, initial = records.start, records.initial
+        return replace(
+            records,
+            start=start and replace(start, tensors=kept(start.tensors)),
+            initial=initial and replace(initial, digests=kept(initial.digests)),
+            steps=tuple(replace(step, digests=kept(step.digests)) for step in records.steps),
+        )
+
+    return replace(run, ranks=tuple(map(of_rank, run.ranks)))
+
+
+def with_same_copies(*runs: RunResult) -> tuple[RunResult, ...]:
+    """The runs without `COPIES` where their strategies keep other ones; else as they are."""
+    sharded = [run.spec.config.get("fsdp", {}) for run in runs]
+    held = {(fsdp.get("strategy"), fsdp.get("outer_strategy")) for fsdp in sharded}
+    if len(held) == 1:
+        return runs
+    return tuple(with_groups(run, lambda group: group != COPIES) for run in runs)
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def passed(check: str, message: str, **figures: float) -> CheckResult:
+    """The check ran and said yes."""
+    return CheckResult(check=check, outcome="passed", what="", message=message, figures=figures)
+
+
+def failed(
+    check: str, what: What, message: str, difference: Difference | None = None, /, **figures: float
+) -> CheckResult:
+    """The check ran and said no."""
+    return CheckResult(
+        check=check, outcome="failed", what=what, message=message,
+        difference=difference, figures=figures,
+    )  # fmt: skip
+
+
+def judged(check: str, what: What, message: str, *, ok: bool, **figures: float) -> CheckResult:
+    """The answer of a limit: the same words and figures whether it is kept or not."""
+    return passed(check, message, **figures) if ok else failed(check, what, message, **figures)
+
+
+def error(check: str, what: What, message: str) -> CheckResult:
+    """The check has no answer, through no fault of the candidate."""
+    return CheckResult(check=check, outcome="error", what=what, message=message)
+
+
+def incomparable(check: str, what: What, message: str, **figures: float) -> CheckResult:
+    """The runs were made in ways that leave the question open."""
+    return CheckResult(
+        check=check, outcome="incomparable", what=what, message=message, figures=figures
+    )
+
+
+def not_run(check: str, why: str) -> CheckResult:
+    """The check could not run over the whole of both runs; it never counts as a pass."""
+    return CheckResult(check=check, outcome="skipped", what="not_run", message=f"not run: {why}")
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def where(found: Difference) -> str:
+    """`at step 3 on rank 1: 2.5 (0x40200000) became missing`."""
+    return f"{when(found.step)} on rank {found.rank}: {found.reference} became {found.candidate}"
+
+
+def when(step: int) -> str:
+    """`at step 3`, `before step 0`."""
+    return "before step 0" if step == BEFORE else f"at step {step}"
+
+
+def differ(number: int, noun: str, ranks: set[int]) -> str:
+    """`1 tensor on rank 3 differs`, `2 tensors on ranks 0 and 1 differ`."""
+    verb = "differs" if number == 1 else "differ"
+    return f"{count(number, noun)} on {show_ranks(ranks)} {verb}"
+
+
+def of_pairs(number: int, pairs: int) -> str:
+    """`3 of 8 (step, rank) pairs`."""
+    return f"{number} of {count(pairs, '(step, rank) pair')}"
+
+
+def show_float(value: FloatBits | None) -> str:
+    """The digits that tell any two floats of that width apart, and the bit pattern."""
+    return "missing" if value is None else f"{show_value(value)} (0x{value.bits})"
+
+
+def show_value(value: FloatBits) -> str:
+    """The number alone: `2.5`, `-0`, `nan`, `-inf`."""
+    if value.value is not None:
+        return f"{value.value:.{17 if value.is_double else 9}g}"
+    number = struct.unpack(">d" if value.is_double else ">f", bytes.fromhex(value.bits))[0]
+    return "nan" if math.isnan(number) else "-inf" if number < 0 else "inf"
+
+
+def show_ranks(ranks: set[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 3`, or a count past eight."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 8:
+        return f"{len(ordered)} ranks ({ordered[0]} to {ordered[-1]})"
+    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`, `2 microbatches`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"

@@ -10,28 +10,24 @@ and digests are informative; recorded runs without a control differ with no verd
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from harness.checks import (
-    environment,
-    finite,
-    graphs,
-    loss,
-    memory,
-    repeated,
-    soak,
-    soaked,
-    state,
-    taps,
-    throughput,
-    within,
+from harness.checks import exact, speed
+from harness.checks.complete import (
+    NO_BLAME,
+    Flaw,
+    failure_of_machine,
+    find_flaw,
+    missed_turns,
+    steps_due,
 )
-from harness.checks.answer import error, failed, not_run, passed
-from harness.checks.complete import NO_BLAME, Flaw, failure_of_machine, find_flaw
-from harness.checks.nondeterminism import cause_of
-from harness.checks.samples import same_data
-from harness.checks.soaked import missed_turns
-from harness.naming import aligned
+from harness.checks.environment import alike, cause_of
+from harness.checks.evidence import Options, Runs, error, failed, not_run, passed
+from harness.checks.registry import CHECKS, refusal
+from harness.checks.soak import withdrawn
+from harness.checks.taps import taps
+from harness.checks.within import informative
+from harness.infrastructure import SHARED_GPU
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -42,27 +38,15 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.samples import samples_of
-from harness.shared_gpus import SHARED_GPU
+from harness.store.streams import aligned
 from harness.tolerance import LossGap, tolerance_of
 
-Check = Callable[[RunResult, RunResult, Mapping[str, object]], CheckResult]
-
-CHECKS: dict[str, Check] = {
-    loss.NAME: loss.check,
-    state.NAME: state.check,
-    taps.NAME: taps.check,
-    finite.NAME: finite.check,
-    memory.NAME: memory.check,
-    soak.NAME: soak.check,
-    graphs.NAME: graphs.check,
-}
-"""Checks that a scenario may ask for, by name."""
-
-EXACT = (state.NAME, taps.NAME)
-"""Checks of digests, which a tolerance makes informative."""
 NO_CONTROL: What = "no_control"
-
+GATES = (
+    "plan", "records:reference", "records:control", "environment:control", "control",
+    "records:candidate", "environment:candidate",
+)  # fmt: skip
+"""Answers that come before those of the requested checks, in the order in which they decide."""
 TROUBLES: dict[What, str] = {
     "missing_step": "left incomplete records",
     "missing_rank": "left incomplete records",
@@ -74,6 +58,8 @@ TROUBLES: dict[What, str] = {
     "not_compiled": "was not compiled as asked",
 }
 """What a run did, by the flaw of its records; of any other flaw, it did not finish."""
+Flaws = Mapping[str, Flaw | None]
+"""By leg."""
 
 
 def judge(
@@ -102,15 +88,31 @@ def judge(
         there is one, and every requested check, at least one, ran and said yes; `state` and
         `finite` are requested of every case.
     """
-    named = aligned(reference, control, candidate)
-    runs = dict(zip(("reference", "control", "candidate"), named, strict=True))
     if case.skip_reason:
-        reason = CheckResult(
+        decided = CheckResult(
             check="case", outcome="skipped", what="unsupported", message=case.skip_reason
         )
-        return _verdict(case, reason, (reason,), wall_s)
-    results = _answers(case, runs, samples, repeats)
-    return _verdict(case, _decide(case, results), tuple(results), wall_s)
+        results = [decided]
+    else:
+        ours, again, theirs = aligned(reference, control, candidate)
+        runs = Runs(
+            case=case, reference=ours, control=again, candidate=theirs, samples=samples,
+            repeats=repeats,
+        )  # fmt: skip
+        results = _answers(runs)
+        decided = _decide(case, results)
+    others = [
+        result.check
+        for result in results
+        if result.outcome == "failed" and result is not decided and decided.outcome == "failed"
+    ]
+    also = f" (also failed: {', '.join(others)})" if others else ""
+    return Verdict(
+        case_id=case.id, outcome=decided.outcome, what=decided.what,
+        message=decided.message + also, checks=tuple(results), wall_s=wall_s,
+        runs={leg: getattr(case, leg).key for leg in ("reference", "control", "candidate")},
+        difference=decided.difference, check=decided.check, ending=decided.ending,
+    )  # fmt: skip
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> ExitCode:
@@ -123,95 +125,76 @@ def exit_code(verdicts: Iterable[Verdict]) -> ExitCode:
     return ExitCode.PASSED if "passed" in outcomes else ExitCode.NOTHING_RAN
 
 
-def _answers(
-    case: CaseSpec,
-    runs: dict[str, RunResult],
-    samples: Sequence[RunResult],
-    repeats: Sequence[RunResult],
-) -> list[CheckResult]:
-    reference, control, candidate = runs["reference"], runs["control"], runs["candidate"]
-    plan = _plan_flaw(case, runs)
-    flaws = {leg: find_flaw(run) for leg, run in runs.items()}
+def _answers(runs: Runs) -> list[CheckResult]:
+    case, reference, control, candidate = runs.case, runs.reference, runs.control, runs.candidate
+    plan = _plan_flaw(runs)
+    flaws = {leg: find_flaw(run) for leg, run in runs.legs.items()}
     results = [] if plan is None else [plan]
     results += [
         dataclasses.replace(_records_answer(leg, run, flaws[leg]), ending=run.outcome.ending)
-        for leg, run in runs.items()
+        for leg, run in runs.legs.items()
     ]
-    results.append(environment.check(reference, control, "control"))
-    results.append(environment.check(reference, candidate, "candidate"))
-    results.append(
-        _control_answer(reference, control, flaws) if case.has_control else _no_control(flaws)
-    )
+    results.append(alike(reference, control, "control"))
+    results.append(alike(reference, candidate, "candidate"))
+    results.append(_control_answer(runs, flaws))
     if flaws["candidate"] is None and (missed := missed_turns(candidate)) is not None:
         results.append(missed)
-    whole = (same_data(run, leg) for leg, run in runs.items() if not flaws[leg])
+    whole = (exact.same_data(run, leg) for leg, run in runs.legs.items() if not flaws[leg])
     results += [same for same in whole if same is not None][:1]
     if case.repeats:
-        results.append(repeated.check(case, reference, repeats))
+        results.append(speed.same_bits(runs))
+    checks: dict[str, Options] = dict(case.checks)
+    always = ("case",) if candidate.spec.is_builtin else ("case", "program")
+    for name, check in CHECKS.items() if checks else ():
+        if check.always in always:
+            checks.setdefault(name, {})
     # Not in the order given: a case read back from its file must be answered in the same words.
-    checks = dict(case.checks)
-    for name in _always(candidate) if checks else ():
-        checks.setdefault(name, {})
     for name in sorted(checks, key=lambda name: (*CHECKS, name).index(name)):
-        if name == state.NAME and (parts := state.other_parts(reference, candidate)) is not None:
-            answer = parts
-        elif name == throughput.NAME:
-            answer = throughput.check(repeats[0::2], repeats[1::2], checks[name])
-        else:
-            answer = _requested(case, name, checks[name], (reference, candidate, samples), flaws)
+        answer = _requested(runs, name, checks[name], flaws)
         # The last of the checks: what it states stands on all the others.
-        results.append(soak.withdrawn(answer, results) if name == soak.NAME else answer)
+        results.append(withdrawn(answer, results) if name == "soak" else answer)
     return results
 
 
-def _always(candidate: RunResult) -> tuple[str, ...]:
-    """Checks that a scenario may set limits of, and not leave out."""
-    names = (state.NAME, finite.NAME)
-    # Of other programs what the recorder found of graphs counts, too.
-    return names if candidate.spec.is_builtin else (*names, graphs.NAME)
+def _requested(runs: Runs, name: str, options: Options, flaws: Flaws) -> CheckResult:
+    if (refused := refusal(name, options)) is not None:
+        return refused
+    check = CHECKS[name]
+    result = check.run(runs, options)
+    if check.is_exact and tolerance_of(runs.case.expect) is not None:
+        result = informative(result)
+    incomplete = [leg for leg in ("reference", "candidate") if flaws[leg] is not None]
+    # Over part of a run a difference is worth knowing, but its absence proves nothing.
+    if incomplete and result.outcome != "failed" and result.what != exact.OTHER_PARTS:
+        return not_run(name, f"the records of the {incomplete[0]} are incomplete")
+    return result
 
 
-def _plan_flaw(case: CaseSpec, runs: dict[str, RunResult]) -> CheckResult | None:
+def _plan_flaw(runs: Runs) -> CheckResult | None:
     """An error if the legs cannot prove anything, whatever their records say."""
+    case = runs.case
     specs = {"reference": case.reference, "control": case.control, "candidate": case.candidate}
     for leg, spec in specs.items():
-        if runs[leg].spec.key != spec.key:
-            return error(
-                "plan",
-                "corrupt_record",
-                f"the records of the {leg} belong to run {runs[leg].spec.key}, expected {spec.key}",
-            )
-    pairs = [("reference", "control"), ("reference", "candidate")]
-    if case.reference.recorded:
-        pairs = pairs[1:]
-    for first, second in pairs:
-        if specs[first].key == specs[second].key:
-            return error(
-                "plan", "not_run", f"the {second} is the {first} itself: nothing was compared"
-            )
-    ref, control = case.reference, case.control
+        if runs.legs[leg].spec.key != spec.key:
+            got = f"{runs.legs[leg].spec.key}, expected {spec.key}"
+            return error("plan", "corrupt_record", f"the records of the {leg} belong to run {got}")
+    for second in ("candidate",) if case.reference.recorded else ("control", "candidate"):
+        if specs["reference"].key == specs[second].key:
+            message = f"the {second} is the reference itself: nothing was compared"
+            return error("plan", "not_run", message)
+    ref, control, candidate = specs.values()
     # Who recorded a run by hand says what is its control: commands differ in folders of logs.
     same = ref.config == control.config or bool(ref.recorded and control.recorded)
     if not same or (ref.device, ref.world_size) != (control.device, control.world_size):
         return error("plan", "not_run", "the control is not a second run of the reference")
-    return _unlike(case)
-
-
-def _unlike(case: CaseSpec) -> CheckResult | None:
-    """An error if reference and candidate have not the same steps to compare, or too few."""
-    ref, candidate = case.reference, case.candidate
     for name, left, right in (
         ("ranks", ref.world_size, candidate.world_size),
         ("steps", ref.config.get("steps"), candidate.config.get("steps")),
         ("microbatches", ref.config.get("microbatches"), candidate.config.get("microbatches")),
     ):
         if left != right:
-            return error(
-                "plan",
-                "unsupported",
-                f"the reference has {left} {name}, the candidate {right}: "
-                f"they cannot be compared one by one",
-            )
+            message = f"the reference has {left} {name}, the candidate {right}: "
+            return error("plan", "unsupported", message + "they cannot be compared one by one")
     tolerance, steps = tolerance_of(case.expect), ref.config.get("steps")
     if isinstance(tolerance, LossGap) and isinstance(steps, int) and steps < tolerance.over:
         message = f"the runs have {steps} steps, the tolerance is over {tolerance.over}"
@@ -220,36 +203,34 @@ def _unlike(case: CaseSpec) -> CheckResult | None:
 
 
 def _records_answer(leg: str, run: RunResult, flaw: Flaw | None) -> CheckResult:
-    name, spec = f"records:{leg}", run.spec
+    name = f"records:{leg}"
     if flaw is None:
-        return passed(
-            name,
-            f"the {leg} recorded all {soaked.steps_due(run)} steps on all {spec.world_size} ranks",
-        )
+        all_of_it = f"all {steps_due(run)} steps on all {run.spec.world_size} ranks"
+        return passed(name, f"the {leg} recorded {all_of_it}")
     trouble = TROUBLES.get(flaw.what, "did not finish")
-    message = f"the {leg} {trouble}: {flaw.message}"
-    if leg == "candidate":
-        # Who reads one line reads the cause.
-        message = f"{flaw.message}; the candidate {trouble}"
-        if failure := failure_of_machine(run, flaw):
-            return error(name, flaw.what, f"the machine failed ({failure}): {message}")
-    if leg != "candidate" or flaw.what in NO_BLAME:
+    if leg != "candidate":
+        return error(name, flaw.what, f"the {leg} {trouble}: {flaw.message}")
+    # Who reads one line reads the cause.
+    message = f"{flaw.message}; the candidate {trouble}"
+    if failure := failure_of_machine(run, flaw):
+        return error(name, flaw.what, f"the machine failed ({failure}): {message}")
+    if flaw.what in NO_BLAME:
         return error(name, flaw.what, message)
-    if flaw.difference is not None:
-        return failed(name, flaw.what, message, flaw.difference)
-    if flaw.rank is None or flaw.step is None:
-        return failed(name, flaw.what, message)
-    return failed(
-        name, flaw.what, message, Difference(step=flaw.step, rank=flaw.rank, quantity="records")
-    )
+    place = flaw.difference
+    if place is None and flaw.rank is not None and flaw.step is not None:
+        place = Difference(step=flaw.step, rank=flaw.rank, quantity="records")
+    return failed(name, flaw.what, message, place)
 
 
-def _control_answer(
-    reference: RunResult, control: RunResult, flaws: dict[str, Flaw | None]
-) -> CheckResult:
-    for leg in ("reference", "control"):
+def _control_answer(runs: Runs, flaws: Flaws) -> CheckResult:
+    reference, control = runs.reference, runs.control
+    for leg in ("reference", "control") if runs.case.has_control else ("reference",):
         if flaws[leg] is not None:
             return not_run("control", f"the records of the {leg} are incomplete")
+    if not runs.case.has_control:
+        # Of recorded runs: the reference itself may be what does not repeat.
+        message = "there is no control: whether the reference repeats itself is not known"
+        return CheckResult(check="control", outcome="skipped", what=NO_CONTROL, message=message)
     bad = unequal(reference, control)
     if not bad:
         return passed("control", "the reference equals its second run bit for bit")
@@ -257,83 +238,32 @@ def _control_answer(
     why = ""
     if not reference.spec.is_builtin and first.difference is not None:
         why = f"; {cause_of(reference, control, first.difference)}"
-    return CheckResult(
-        check="control",
-        outcome="incomparable",
-        what="nondeterministic_reference",
-        message=f"the reference differs from its own second run, so the candidate is not judged: "
-        f"{first.message}{why}",
-        difference=first.difference,
-        figures=first.figures,
-    )
+    message = "the reference differs from its own second run, so the candidate is not judged: "
+    return dataclasses.replace(
+        first, check="control", outcome="incomparable", what="nondeterministic_reference",
+        message=message + first.message + why,
+    )  # fmt: skip
 
 
 def unequal(run: RunResult, repeat: RunResult) -> list[CheckResult]:
     """Every check of bits that does not find two runs equal: losses, state, and taps if any."""
-    answers = [loss.check(run, repeat, {}), state.check(run, repeat, {})]
+    answers = [exact.loss(run, repeat), exact.state(run, repeat)]
     if any(records.start and records.start.taps for records in run.ranks):
-        answers.append(taps.check(run, repeat, {}))
+        answers.append(taps(run, repeat))
     return [answer for answer in answers if answer.outcome != "passed"]
 
 
-def first_failure(results: Iterable[CheckResult]) -> CheckResult | None:
-    """Of the failures the one that explains most; None if there is none."""
-    failures = [result for result in results if result.outcome == "failed"]
-    return min(failures, key=_explains, default=None)
-
-
-def _no_control(flaws: dict[str, Flaw | None]) -> CheckResult:
-    """Of recorded runs: what differs is the reference's own doing, as far as anybody knows."""
-    if flaws["reference"] is not None:
-        return not_run("control", "the records of the reference are incomplete")
-    message = "there is no control: whether the reference repeats itself is not known"
-    return CheckResult(check="control", outcome="skipped", what=NO_CONTROL, message=message)
-
-
-def _requested(
-    case: CaseSpec,
-    name: str,
-    parameters: Mapping[str, object],
-    runs: tuple[RunResult, RunResult, Sequence[RunResult]],
-    flaws: dict[str, Flaw | None],
-) -> CheckResult:
-    reference, candidate, samples = runs
-    check = CHECKS.get(name)
-    if check is None:
-        legal = ", ".join(CHECKS)
-        return error(name, "unsupported", f"no check is named {name}; legal names: {legal}")
-    tolerance = tolerance_of(case.expect)
-    if tolerance is not None and name == loss.NAME:
-        due = [spec.key for spec in samples_of(case)]
-        if [run.spec.key for run in samples] != due:
-            return error(name, "not_run", f"expected the {len(due)} samples of the reference")
-        result = within.check(reference, candidate, tolerance, samples)
-    else:
-        result = check(reference, candidate, parameters)
-    if tolerance is not None and name in EXACT:
-        result = within.informative(result)
-    incomplete = [leg for leg in ("reference", "candidate") if flaws[leg] is not None]
-    # Over part of a run a difference is worth knowing, but its absence proves nothing.
-    if incomplete and result.outcome != "failed":
-        return not_run(name, f"the records of the {incomplete[0]} are incomplete")
-    return result
-
-
-def _decide(case: CaseSpec, results: list[CheckResult]) -> CheckResult:
+def _decide(case: CaseSpec, results: Sequence[CheckResult]) -> CheckResult:
     by_name = {result.check: result for result in results}
-    gates = (
-        "plan", "records:reference", "records:control", "environment:control", "control",
-        "records:candidate", "environment:candidate",
-    )  # fmt: skip
-    for name in gates:
+    for name in GATES:
         if name not in by_name or by_name[name].what == NO_CONTROL:
             continue
         if by_name[name].outcome != "passed":
             return by_name[name]
-    requested = [result for result in results if result.check not in gates]
+    requested = [result for result in results if result.check not in GATES]
     if (bad := first_failure(requested)) is not None:
         return _without_control(bad) if by_name["control"].what == NO_CONTROL else bad
-    requested = [result for result in requested if result.what != state.OTHER_PARTS]
+    requested = [result for result in requested if result.what != exact.OTHER_PARTS]
     for result in requested:
         if result.outcome == "incomparable":
             return result
@@ -342,9 +272,9 @@ def _decide(case: CaseSpec, results: list[CheckResult]) -> CheckResult:
     if not requested:
         return error("case", "not_run", "no check was requested: nothing was compared")
     names = ", ".join(result.check for result in requested)
-    proven = f"; {by_name[soak.NAME].message}" if soak.NAME in by_name else ""
-    if case.expect != "bitwise" and loss.NAME in by_name:
-        proven += f"; {by_name[loss.NAME].message}"
+    proven = f"; {by_name['soak'].message}" if "soak" in by_name else ""
+    if case.expect != "bitwise" and "loss" in by_name:
+        proven += f"; {by_name['loss'].message}"
     return passed("case", f"every check said yes ({names}); {by_name['control'].message}{proven}")
 
 
@@ -359,6 +289,12 @@ def _without_control(result: CheckResult) -> CheckResult:
     return dataclasses.replace(result, outcome="incomparable", what=NO_CONTROL, message=message)
 
 
+def first_failure(results: Iterable[CheckResult]) -> CheckResult | None:
+    """Of the failures the one that explains most; None if there is none."""
+    failures = [result for result in results if result.outcome == "failed"]
+    return min(failures, key=_explains, default=None)
+
+
 def _explains(result: CheckResult) -> tuple[int, int, int]:
     """Sort key: the failure that explains most first; a named tensor before a bare loss.
 
@@ -366,41 +302,11 @@ def _explains(result: CheckResult) -> tuple[int, int, int]:
     """
     if result.what in ("static_buffer", "nonfinite"):
         return (0, _step(result), 0)
-    if result.check == taps.NAME:
-        return (1, _step(result), 0)
-    if result.check == state.NAME:
-        return (1, _step(result), 1)
-    if result.check == loss.NAME:
-        return (1, _step(result), 2)
+    bits = ("taps", "state", "loss")
+    if result.check in bits:
+        return (1, _step(result), bits.index(result.check))
     return (2, 0, 0)
 
 
 def _step(result: CheckResult) -> int:
     return result.difference.step if result.difference is not None else 0
-
-
-def _verdict(
-    case: CaseSpec, decided: CheckResult, results: tuple[CheckResult, ...], wall_s: float
-) -> Verdict:
-    others = [
-        result.check
-        for result in results
-        if result.outcome == "failed" and result is not decided and decided.outcome == "failed"
-    ]
-    also = f" (also failed: {', '.join(others)})" if others else ""
-    return Verdict(
-        case_id=case.id,
-        outcome=decided.outcome,
-        what=decided.what,
-        message=decided.message + also,
-        checks=results,
-        runs={
-            "reference": case.reference.key,
-            "control": case.control.key,
-            "candidate": case.candidate.key,
-        },
-        wall_s=wall_s,
-        difference=decided.difference,
-        check=decided.check,
-        ending=decided.ending,
-    )

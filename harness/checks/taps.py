@@ -1,23 +1,46 @@
 """Digests of what went through modules: inputs, outputs, gradients, call by call, on every rank.
 
-The first difference is the first in program order (`calls`), which is where a fault entered. A
-gradient is that of a module's output, so what differs first was computed by what comes after it.
+    record -> rows of one rank, named by the start record -> which microbatch each is of
+      -> both legs, all ranks -> program order -> the first row that differs
+
+The first difference in program order is where a fault entered. A gradient is that of a module's
+output, so what differs first was computed by what comes after it.
+
+Program order is the place in the step, which every rank counts alike. In a pipeline ranks work at
+other microbatches at a time: forward passes come before backward passes; then microbatches in
+order; then stages as data flows through them; then places. A module that is called more often than
+once a microbatch fills its rows with its first calls and folds what is left into the last: a row
+past the microbatches. Such a row says that something differs, not when, so it comes last; unless
+what it returned differs and all that it was given does not, which is its own work. Gradients of
+such a module come last, too: backward makes its calls in another order.
 
 A module that a graph scope takes apart, as the router's does experts, is called in one leg only:
-that is counted and said, not failed. Any other that ran in one leg only, or less often, differs. If
-all that a pattern means was taken apart, never runs or is no module at all, the pattern looked at
-nothing, which is an error. The last step decides: the first ones are eager in every leg. Patterns
-are those of the specification and those that a script gave its recorder.
+that is counted, not failed. Any other that ran in one leg only, or less often, differs. A pattern
+of which all was taken apart, never ran or is no module looked at nothing, which is an error: the
+last step decides, as the first ones are eager in every leg.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from fsdp_core.config import ConfigError, TapPattern, tap_pattern
-from harness.checks.answer import error, failed, passed, refuse_parameters
-from harness.checks.calls import GRADIENT, Both, calls, in_program_order, shared_rows
-from harness.checks.steps import count, rank_table, shared_pairs, show_ranks, step_table
+from fsdp_core.config import ConfigError, tap_pattern
+from harness.checks.evidence import (
+    count,
+    differ,
+    error,
+    failed,
+    of_pairs,
+    passed,
+    rank_table,
+    shared_pairs,
+    step_table,
+    where,
+)
 from harness.records import (
+    DIGEST_HEX_CHARS,
+    NEVER_RAN,
+    TAP_HEX_CHARS,
     CheckResult,
     Difference,
     RunResult,
@@ -27,63 +50,118 @@ from harness.records import (
 )
 
 NAME = "taps"
+INPUT, OUTPUT, GRADIENT = "input", "output", "gradient"
 MISSING = "never ran"
-_WITHOUT_CALLS = (
-    "the tap {} compares nothing: it matches no module that either run called in training"
-)
+_BLIND = "the tap {} compares nothing: "
+_WITHOUT_CALLS = _BLIND + "it matches no module that either run called in training"
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """What one step of one rank showed; `rows` only if any of them differs."""
+class Call:
+    """One row of one rank.
 
-    rows: list[Both]
-    equal: int
-    unseen: frozenset[str]
+    Attributes:
+        tap: `layers.0.attn:output`.
+        number: of the row among those of its tap.
+        stage: of the pipeline.
+        digest: of what went through.
+        place: in the step; "" if it never ran.
+        microbatch: that it is of; None of a row that stands for several calls.
+    """
+
+    tap: str
+    number: int
+    stage: int
+    digest: str
+    place: str
+    microbatch: int | None
+
+    @property
+    def name(self) -> str:
+        """`layers.0.attn:output[1]`."""
+        return f"{self.tap}[{self.number}]"
+
+    @property
+    def module(self) -> str:
+        """`layers.0.attn`."""
+        return self.tap.partition(":")[0]
+
+    @property
+    def kind(self) -> str:
+        """`output`."""
+        return self.tap.partition(":")[2]
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether it stands for several calls, the place being that of the first of them."""
+        return self.microbatch is None
+
+    @property
+    def seen(self) -> tuple[str, bool]:
+        """What two legs must have in common: its digest, and whether it ran."""
+        return (self.digest, bool(self.place))
 
 
-def check(
-    reference: RunResult, candidate: RunResult, parameters: Mapping[str, object]
-) -> CheckResult:
+@dataclass(frozen=True)
+class Both:
+    """One row of one rank, as both legs have it."""
+
+    rank: int
+    reference: Call
+    candidate: Call
+
+    @property
+    def call(self) -> Call:
+        """Where it stands in the program: as the reference ran it, if it did."""
+        return self.reference if self.reference.place else self.candidate
+
+    @property
+    def differs(self) -> bool:
+        """Whether the legs saw something else."""
+        return self.reference.seen != self.candidate.seen
+
+
+def taps(reference: RunResult, candidate: RunResult) -> CheckResult:
     """Compare every call of the (step, rank) pairs that both runs hold."""
-    if (refusal := refuse_parameters(NAME, parameters)) is not None:
-        return refusal
-    starts = {r: records.start for r, records in rank_table(reference).items() if records.start}
-    others = {r: records.start for r, records in rank_table(candidate).items() if records.start}
+    starts, others = (
+        {rank: records.start for rank, records in rank_table(run).items() if records.start}
+        for run in (reference, candidate)
+    )
     for rank, start in starts.items():
         if rank in others and others[rank].taps != start.taps:
             return error(NAME, "unsupported", f"the legs tap different modules on rank {rank}")
+    patterns = _patterns(reference, candidate)
     if not any(start.taps for start in starts.values()):
-        return _no_taps(_patterns(reference, candidate))
+        if patterns:
+            return error(NAME, "not_run", _WITHOUT_CALLS.format(patterns[0]))
+        return error(NAME, "unsupported", "the run taps no module: say which with taps: [...]")
     ours, theirs = step_table(reference), step_table(candidate)
     pairs = [key for key in shared_pairs(ours, theirs) if key[1] in starts]
     specs = (reference.spec, candidate.spec)
-    seen = {key: _compare(ours[key], theirs[key], starts[key[1]], specs) for key in pairs}
-    unseen = sorted({tap for each in seen.values() for tap in each.unseen})
-    apart = ""
-    if unseen:
-        apart = f"; {count(len(unseen), 'tap')} ran in one leg only, {unseen[0]} first by name"
-    bad = {key: each for key, each in seen.items() if each.rows}
-    equal = sum(each.equal for each in seen.values())
+    equal, taken_apart = 0, set[str]()
+    bad: dict[tuple[int, int], list[Both]] = {}
+    for key in pairs:
+        rows, unseen = shared_rows(ours[key], theirs[key], starts[key[1]], specs)
+        taken_apart |= unseen
+        equal += sum(bool(row.reference.place) and not row.differs for row in rows)
+        if any(row.differs for row in rows):
+            bad[key] = rows
+    note = ""
+    if taken_apart:
+        number = count(len(taken_apart), "tap")
+        note = f"; {number} ran in one leg only, {min(taken_apart)} first by name"
     if bad:
-        return _failure(bad, apart, len(pairs))
-    blind: str | None = f"no tapped module ran in both legs: nothing to compare{apart}"
+        return _failure(bad, note, len(pairs))
+    blind: str | None = f"no tapped module ran in both legs: nothing to compare{note}"
     if equal:
         last = max(step for step, _ in pairs)
-        blind = _blind(specs, _patterns(reference, candidate), {
-            rank: (ours[last, rank], theirs[last, rank], starts[rank])
-            for step, rank in pairs if step == last
-        })  # fmt: skip
+        blind = _blind(specs, patterns, [
+            (ours[key], theirs[key], starts[key[1]]) for key in pairs if key[0] == last
+        ])  # fmt: skip
     if blind is not None:
         return error(NAME, "not_run", blind)
-    message = f"{count(equal, 'call')} equal in {count(len(pairs), '(step, rank) pair')}{apart}"
-    return passed(NAME, message, calls=equal, unseen=len(unseen))
-
-
-def _no_taps(patterns: Sequence[str]) -> CheckResult:
-    if patterns:
-        return error(NAME, "not_run", _WITHOUT_CALLS.format(patterns[0]))
-    return error(NAME, "unsupported", "the run taps no module: say which with taps: [...]")
+    message = f"{count(equal, 'call')} equal in {count(len(pairs), '(step, rank) pair')}{note}"
+    return passed(NAME, message, calls=equal, unseen=len(taken_apart))
 
 
 def _patterns(*runs: RunResult) -> list[str]:
@@ -98,73 +176,167 @@ def _patterns(*runs: RunResult) -> list[str]:
 def _blind(
     specs: tuple[RunSpec, RunSpec],
     patterns: Sequence[str],
-    at_last: Mapping[int, tuple[StepRecord, StepRecord, StartRecord]],
+    at_last: Sequence[tuple[StepRecord, StepRecord, StartRecord]],
 ) -> str | None:
     """What to say of the first pattern that compares nothing in the last step; None if all do."""
-    ran: dict[str, list[bool]] = {}
-    for *records, start in at_last.values():
-        both = (calls(record, start, spec) for record, spec in zip(records, specs, strict=True))
-        for a, b in zip(*both, strict=True):
-            sides = ran.setdefault(a.tap, [False, False])
-            ran[a.tap] = [sides[0] or bool(a.place), sides[1] or bool(b.place)]
+    ran: dict[str, tuple[bool, bool]] = {}
+    for ours, theirs, start in at_last:
+        both = zip(calls(ours, start, specs[0]), calls(theirs, start, specs[1]), strict=True)
+        for a, b in both:
+            before = ran.get(a.tap, (False, False))
+            ran[a.tap] = (before[0] or bool(a.place), before[1] or bool(b.place))
     for text in patterns:
         try:
             pattern = tap_pattern(text)
         except ConfigError:
             continue  # of a damaged record, which is a problem of its own
-        meant = {tap: sides for tap, sides in ran.items() if _means(pattern, tap)}
+        meant = {}
+        for tap, sides in ran.items():
+            module, _, kind = tap.partition(":")
+            if kind == pattern.kind and pattern.matches(module):
+                meant[tap] = sides
         if not meant:
             return _WITHOUT_CALLS.format(text)
         if not any(all(sides) for sides in meant.values()):
             first, (in_ours, in_theirs) = min(meant.items())
-            where = "in neither leg"
+            where_it_ran = "in neither leg"
             if in_ours != in_theirs:
-                where = (
+                where_it_ran = (
                     f"in the {'reference' if in_ours else 'candidate'} alone, as graphs of the "
                     "other replay parts of it: tap what is inside, or the whole layer"
                 )
-            step = next(iter(at_last.values()))[0].step
-            return f"the tap {text} compares nothing: at step {step} {first} ran {where}"
+            step = at_last[0][0].step
+            return f"{_BLIND.format(text)}at step {step} {first} ran {where_it_ran}"
     return None
 
 
-def _means(pattern: TapPattern, tap: str) -> bool:
-    module, _, kind = tap.partition(":")
-    return kind == pattern.kind and pattern.matches(module)
-
-
-def _failure(bad: dict[tuple[int, int], _Compared], apart: str, num_pairs: int) -> CheckResult:
+def _failure(bad: Mapping[tuple[int, int], list[Both]], note: str, num_pairs: int) -> CheckResult:
     step = min(bad)[0]
-    here = in_program_order(
-        [row for (at, _), each in bad.items() if at == step for row in each.rows]
-    )
+    here = in_program_order([row for (at, _), rows in bad.items() if at == step for row in rows])
     different = [row for row in here if row.differs]
-    first = different[0]
-    call, rank = first.call, first.rank
-    ranks = {row.rank for row in different}
+    first, call = different[0], different[0].call
     what = f"the gradient of the output of {call.module}" if call.kind == GRADIENT else call.tap
     shown = [c.digest if c.place else MISSING for c in (first.reference, first.candidate)]
+    found = Difference(
+        step=step, rank=first.rank, quantity=f"taps.{call.kind}", tensor=call.name,
+        reference=shown[0], candidate=shown[1],
+    )  # fmt: skip
+    ranks = {row.rank for row in different}
+    message = (
+        f"{what}, call {call.number}, differs first in program order, {where(found)}; in that step "
+        f"{differ(len(different), 'call', ranks)}, in all {of_pairs(len(bad), num_pairs)}"
+    )
     return failed(
-        NAME,
-        "diverged",
-        f"{what}, call {call.number}, differs first in program order, at step {step} on rank "
-        f"{rank}: digest {shown[0]} became {shown[1]}; in that step "
-        f"{count(len(different), 'call')} on {show_ranks(ranks)} "
-        f"{'differs' if len(different) == 1 else 'differ'}, in all {len(bad)} of "
-        f"{count(num_pairs, '(step, rank) pair')}{apart}",
-        Difference(
-            step=step, rank=rank, quantity=f"taps.{call.kind}", tensor=call.name,
-            reference=shown[0], candidate=shown[1],
-        ),
-        differing_calls=len(different),
-        differing_pairs=len(bad),
+        NAME, "diverged", message + note, found,
+        differing_calls=len(different), differing_pairs=len(bad),
     )  # fmt: skip
 
 
-def _compare(
-    ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: tuple[RunSpec, RunSpec]
-) -> _Compared:
-    rows, unseen = shared_rows(ours, theirs, start, specs)
-    ran = [row for row in rows if row.reference.place]
-    equal = sum(not row.differs for row in ran)
-    return _Compared(rows if any(row.differs for row in rows) else [], equal, unseen)
+# --- rows of a step ---------------------------------------------------------------------------
+
+
+def calls(record: StepRecord, start: StartRecord, spec: RunSpec) -> list[Call]:
+    """The rows of a step of a run, in the order in which the start record names them."""
+    rows = list(_rows(record, start, spec.config.get("microbatches")))
+    begins = {
+        kind: _begins(row for row in rows if row.kind == kind) for kind in (INPUT, OUTPUT, GRADIENT)
+    }
+    return [_placed(row, begins.get(row.kind, {})) for row in rows]
+
+
+def _rows(record: StepRecord, start: StartRecord, microbatches: object) -> Iterator[Call]:
+    most = microbatches if isinstance(microbatches, int) else len(start.taps)
+    for index, (name, stage) in enumerate(zip(start.taps, start.tap_stages, strict=False)):
+        row = record.taps[index * TAP_HEX_CHARS : (index + 1) * TAP_HEX_CHARS]
+        tap, _, text = name.rstrip("]").rpartition("[")
+        number = int(text) if text.isdigit() else 0
+        place = row[DIGEST_HEX_CHARS:]
+        yield Call(
+            tap, number, stage, row[:DIGEST_HEX_CHARS], "" if place == NEVER_RAN else place,
+            number if number < most else None,
+        )  # fmt: skip
+
+
+def _begins(of_kind: Iterable[Call]) -> dict[int, str]:
+    """Where each microbatch begins: at the call of the tap that is the first in the step."""
+    ran = [call for call in of_kind if call.place]
+    first = min(ran, key=lambda call: call.place).tap if ran else ""
+    return {
+        call.microbatch: call.place
+        for call in ran
+        if call.tap == first and call.microbatch is not None
+    }
+
+
+def _placed(call: Call, begins: Mapping[int, str]) -> Call:
+    """A call that comes before the microbatch of its number is of an earlier one."""
+    if call.microbatch is None or not call.place or call.place >= begins.get(call.microbatch, ""):
+        return call
+    begun = [number for number, place in begins.items() if place <= call.place]
+    return replace(call, microbatch=max(begun, default=call.microbatch))
+
+
+def shared_rows(
+    ours: StepRecord, theirs: StepRecord, start: StartRecord, specs: Sequence[RunSpec]
+) -> tuple[list[Both], frozenset[str]]:
+    """The rows of a step of one rank, side by side, and taps that a graph scope took apart.
+
+    Those ran in one leg only; their rows are left out. Others that did are rows that differ.
+
+    Args:
+        ours, theirs: the record of the reference and of the candidate.
+        start: of both.
+        specs: of both runs.
+    """
+    legs = [calls(record, start, spec) for record, spec in zip((ours, theirs), specs, strict=True)]
+    rows = [Both(ours.rank, a, b) for a, b in zip(*legs, strict=True)]
+    ran = [{call.tap for call in leg if call.place} for leg in legs]
+    unseen = frozenset(
+        tap
+        for taps, other in ((ran[0] - ran[1], specs[1]), (ran[1] - ran[0], specs[0]))
+        for tap in taps
+        if _takes_apart(other, tap.partition(":")[0])
+    )
+    return [row for row in rows if row.call.tap not in unseen], unseen
+
+
+def _takes_apart(spec: RunSpec, module: str) -> bool:
+    """Whether a run calls what is inside of a module, and not the module.
+
+    The router's graph holds a part of `mlp.moe`. Of another program nothing is known: modules
+    inside of what its graphs hold are not called by a replay.
+    """
+    if not spec.is_builtin:
+        return True
+    layer, _, part = module.removeprefix("layers.").partition(".")
+    first, last = spec.config.get("graph_layers") or (0, math.inf)
+    is_captured = layer.isdecimal() and first <= int(layer) <= last
+    return part == "mlp.moe" and "moe_router" in spec.config.get("graph", ()) and is_captured
+
+
+def in_program_order(rows: Sequence[Both]) -> list[Both]:
+    """Rows of one step, of all ranks, as the program makes them."""
+    is_staged = any(row.call.stage for row in rows)
+    all_calls = [row.call for row in rows]
+    shared = {call.module for call in all_calls if call.microbatch != call.number and call.place}
+    equal = {
+        (row.rank, row.call.module, row.call.number)
+        for row in rows
+        if row.call.kind == INPUT and not row.differs
+    }
+
+    def order(row: Both) -> tuple[object, ...]:
+        call = row.call
+        own = call.kind == OUTPUT and (row.rank, call.module, call.number) in equal
+        is_last = call.is_folded and not (own and row.differs)
+        is_last |= call.kind == GRADIENT and call.module in shared
+        # "~" is after every place.
+        return (is_last, *(_staged(call) if is_staged else ()), call.place or "~", row.rank)
+
+    return sorted(rows, key=order)
+
+
+def _staged(call: Call) -> tuple[bool, int, int]:
+    is_backward = call.kind == GRADIENT
+    number = call.number if call.microbatch is None else call.microbatch
+    return (is_backward, number, -call.stage if is_backward else call.stage)

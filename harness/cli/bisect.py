@@ -10,19 +10,20 @@ from typing import Any
 
 import click
 
-from harness import display, machine
-from harness.answers import find_answer
-from harness.bisector.layouts import case_of_two, is_one_layout
-from harness.bisector.render import PAGE_FILE, Findings, make_search_view, print_findings
-from harness.bisector.repro import FOLDER
-from harness.bisector.session import Search, Until, bisect
+from harness import machine
+from harness.bisect.layouts import case_of_two, is_one_layout
+from harness.bisect.render import PAGE_FILE, Findings, make_search_view, print_findings
+from harness.bisect.repro import FOLDER
+from harness.bisect.session import Search, Until, bisect
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode, Verdict
+from harness.runner import display
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.selection import select
 from harness.store import RunFolder
+from harness.store.find import find_answer
 
 _PATH = click.Path(path_type=Path)
 SCENARIO_SUFFIXES = (".yaml", ".yml")

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import click
 
-from harness.checks import exit_code
-from harness.checks.steps import count
-from harness.inspection import Inspection, inspect
-from harness.records import ExitCode
+from harness.checks import exit_code, judge
+from harness.checks.evidence import count
+from harness.errors import one_line
+from harness.records import CaseSpec, ExitCode, Verdict
+from harness.repeats import past_legs, runs_of
+from harness.runner.retries import beside_attempts
+from harness.store import LEGS, VERDICT_FILE, RunFolder, load_run_folder
+from harness.store.verify import Inspection, inspect
 
 MAX_LINES = 20
 """Lines of damage, and cases without a verdict, that are printed; the rest is counted."""
@@ -25,7 +29,7 @@ def check_command(*, folder: Path, as_json: bool) -> int:
 
     Exit codes as those of the run itself; 6 if it passed and files are damaged.
     """
-    found = inspect(folder)
+    found = judged_again(folder)
     code = code_of(found)
     if as_json:
         plain = dataclasses.asdict(found) | {"exit_code": int(code)}
@@ -38,6 +42,48 @@ def check_command(*, folder: Path, as_json: bool) -> int:
         state = f"{whole}, {count(len(found.unjudged), 'case')} without a verdict"
     click.echo(f"{count(found.num_cases, 'case')}, {count(found.num_runs, 'run')}: {state}")
     return code
+
+
+def judged_again(path: Path) -> Inspection:
+    """A run folder, every checksum tried and every pass judged again from its records.
+
+    For folders from elsewhere: files may say something else than they did and carry checksums that
+    fit. What records say otherwise than the verdict is damage of the verdict.
+
+    Raises:
+        UsageError: it is not a run folder, or damaged beyond reading.
+    """
+    found = inspect(path)
+    folder = RunFolder.open(path)
+    cases = {case.id: case for case in folder.cases}
+    verdicts, damage = [], list(found.damage)
+    for stored in found.verdicts:
+        case, verdict = cases[stored.case_id], stored
+        if stored.outcome in ("passed", "skipped") and not case.skip_reason:
+            verdict = _judged(folder, case)
+        if verdict.outcome != stored.outcome:
+            file = folder.case_folder(case.id).relative_to(folder.path) / VERDICT_FILE
+            damage.append(f"{file}: says {stored.outcome}, but: {verdict.message}")
+            stored = verdict
+        verdicts.append(stored)
+    return dataclasses.replace(found, verdicts=tuple(verdicts), damage=tuple(damage))
+
+
+def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
+    places = {getattr(case, leg).key: folder.leg_folder(case, leg) for leg in LEGS}
+    runs = [load_run_folder(places.get(spec.key) or folder.run_folder(spec.key), spec)
+            for spec in runs_of(case)]  # fmt: skip
+    samples, repeats = past_legs(case, runs)
+    try:
+        found = judge(case, *runs[:3], samples=samples, repeats=repeats)
+    except Exception as error:  # noqa: BLE001 - what a forged plan can lead to has no end
+        why = one_line(f"{type(error).__name__}: {error}")
+        return Verdict(
+            case_id=case.id, outcome="error", what="corrupt_record", checks=(), wall_s=0.0,
+            message=f"its plan cannot be judged: {why}",
+            runs={leg: getattr(case, leg).key for leg in LEGS},
+        )  # fmt: skip
+    return beside_attempts(folder, case, found)
 
 
 def tell_damage(found: Inspection) -> None:

@@ -9,20 +9,20 @@ from typing import Any
 import click
 from rich.text import Text
 
-from harness import display, machine, recorded
+from harness import machine
 from harness.checks import exit_code, judge
 from harness.checks.taps import NAME as TAPS
-from harness.checksum import with_checksum
 from harness.cli.report import build_reports, command_line
-from harness.disk import link_or_copy, make_folder, write_atomic
 from harness.errors import UsageError
-from harness.lookup import DEFAULT_OUT, unused
 from harness.program.spec import POSITIONAL, program_of
 from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
+from harness.runner import display, recorded
 from harness.scenario.sections import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
-from harness.store import LEGS, OUTCOME_FILE, SPEC_FILE, RunFolder
+from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome
+from harness.store.files import link_or_copy, make_folder, write_atomic
+from harness.store.find import DEFAULT_OUT, unused
 from harness.tolerance import ROUNDING
 
 _PATH = click.Path(path_type=Path)
@@ -85,7 +85,7 @@ def compare_runs_command(
     with folder:
         folder.seal_case(case)
         verdict = judge(case, *(folder.load_run(runs[leg].spec) for leg in LEGS))
-        folder.save_verdict(verdict)
+        folder.save_verdict(verdict, case)
     reports = build_reports(folder.path)
     code = exit_code([verdict])
     console = display.make_console(stderr=as_json)
@@ -173,4 +173,4 @@ def _copy(source: Path, target: Path, run: RunResult) -> None:
         if path.name.startswith("rank") and path.is_file():
             link_or_copy(str(path), str(target / path.name))
     write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")
-    write_atomic(target / OUTCOME_FILE, dumps(with_checksum(run.outcome)) + "\n")
+    save_outcome(target, run.outcome)

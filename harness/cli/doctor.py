@@ -15,11 +15,11 @@ import click
 import psutil
 from rich.console import Console
 
-from harness.display import cell, make_console, plain_table
-from harness.lookup import DEFAULT_OUT
 from harness.machine import Machine, default_slots, describe
 from harness.provenance import package_version
 from harness.records import ExitCode, Json
+from harness.runner.display import cell, make_console, plain_table
+from harness.store.find import DEFAULT_OUT
 
 State = Literal["ok", "warn", "missing"]
 Purpose = Literal["cpu", "cuda", "te"]

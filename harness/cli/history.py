@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.checks.steps import count
-from harness.disk import write_atomic
-from harness.display import cell, make_console, plain_table
+from harness.checks.evidence import count
 from harness.errors import Infrastructure, NothingSelected, UsageError, did_you_mean, shown
 from harness.history import (
     DATABASE_FILE,
@@ -34,10 +32,12 @@ from harness.history.comparison import CaseChange, Delta, State, open_cases
 from harness.history.entries import FolderEntry
 from harness.history.ledger import open_import
 from harness.history.trend import METRIC_NAMES, Shift
-from harness.lookup import DEFAULT_OUT
 from harness.records import OUTCOMES, ExitCode
+from harness.runner.display import cell, make_console, plain_table
 from harness.runner.progress import COLOURS
 from harness.store import RunFolder
+from harness.store.files import write_atomic
+from harness.store.find import DEFAULT_OUT
 
 _PATH = click.Path(path_type=Path)
 _json = click.option(

@@ -43,7 +43,7 @@ SECTIONS: dict[str, dict[str, _Place]] = {
         "list": _Place("harness.cli.suite", "list_command", "List scenarios and their cases."),
         "doctor": _Place("harness.cli.doctor", "doctor", "Say what this machine can run."),
         "predict": _Place(
-            "harness.predict_command", "predict_command", "Predict the memory of each rank."
+            "harness.cli.predict", "predict_command", "Predict the memory of each rank."
         ),
     },
     "Look at a failure": {
@@ -66,7 +66,7 @@ SECTIONS: dict[str, dict[str, _Place]] = {
         ),
     },
     "Tests of the harness": {
-        "faults": _Place("harness.faults_command", "faults_command", "Plant known faults."),
+        "faults": _Place("harness.cli.faults", "faults_command", "Plant known faults."),
     },
 }
 

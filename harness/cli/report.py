@@ -7,15 +7,14 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from harness import display
-from harness.answers import find_answer
-from harness.cli.check import code_of, tell_damage
-from harness.inspection import inspect
-from harness.lookup import DEFAULT_OUT, unused
+from harness.cli.check import code_of, judged_again, tell_damage
 from harness.masking import Masker
-from harness.merging import merge
 from harness.records import ExitCode
+from harness.runner import display
 from harness.store import RunFolder, load_case
+from harness.store.find import DEFAULT_OUT, find_answer, unused
+from harness.store.merge import merge
+from harness.store.verify import inspect
 
 _PATH = click.Path(path_type=Path)
 open_report = click.option(
@@ -123,7 +122,7 @@ def merge_command(*, folders: tuple[Path, ...], out: Path | None, as_json: bool)
     place = out or unused(DEFAULT_OUT / "merged")
     with merge(folders, place, command_line()) as merged:
         reports = build_reports(merged.path)
-    found = inspect(place)
+    found = judged_again(place)
     code = code_of(found)
     console = display.make_console(stderr=as_json)
     for note in merged.manifest["notes"]:

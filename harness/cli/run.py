@@ -10,7 +10,6 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from harness import display
 from harness.cli import report as report_commands
 from harness.cli.bisect_exit import bisect_exit
 from harness.cli.report import (
@@ -19,14 +18,14 @@ from harness.cli.report import (
 from harness.cli.suite import suite_options
 from harness.errors import UsageError, one_line
 from harness.history import DATABASE_FILE, remember
-from harness.lookup import DEFAULT_OUT, bisect_line, find_case
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode
-from harness.runner import launch
+from harness.runner import display, launch
 from harness.runner.again import set_killed_aside
 from harness.runner.progress import duration, make_view
 from harness.scenario.schema import Overrides
 from harness.scenario.sections import ENGINES
+from harness.store.find import DEFAULT_OUT, bisect_line, find_case
 
 _PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]

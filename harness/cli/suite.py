@@ -7,15 +7,16 @@ from typing import Any
 
 import click
 
-from harness.checks.steps import count as counted
+from harness.checks.evidence import count as counted
+from harness.checks.registry import table
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
+from harness.runner.shards import MAX_SHARDS, cut, parts, refuse_changed, take_shard
 from harness.scenario.matrix import count as number_of_cases
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.sections import SELECTIONS, TIERS
 from harness.scenario.selection import select
-from harness.scenario.shards import MAX_SHARDS, cut, parts, refuse_changed, take_shard
 from harness.scenario.suite import check_files, find_scenarios, load_suite
 
 _PATH = click.Path(path_type=Path)
@@ -50,6 +51,12 @@ def suite_options(function: Command) -> Command:
     return function
 
 
+def _print_checks(context: click.Context, _: click.Parameter, wanted: Any) -> None:
+    if wanted:
+        click.echo("\n".join(table()))
+        context.exit(ExitCode.PASSED)
+
+
 @click.command("list")
 @click.argument("paths", type=_PATH, nargs=-1)
 @click.option(
@@ -76,6 +83,10 @@ def suite_options(function: Command) -> Command:
 @click.option(
     "--shards", type=click.IntRange(1, MAX_SHARDS), metavar="N",
     help="Print what each of N shards would run; with --json, a job matrix for CI.",
+)  # fmt: skip
+@click.option(
+    "--checks", is_flag=True, is_eager=True, expose_value=False, callback=_print_checks,
+    help="Print the checks that a scenario may ask for, and their options.",
 )  # fmt: skip
 @click.option(
     "--check", is_flag=True, help="Validate every case of every file and print every error."
@@ -142,7 +153,7 @@ def _list_all(
         plain = {name: [case.to_json() for case in cases] for name, cases in found.items()}
         click.echo(json.dumps(numbers if count else plain, allow_nan=False))
         return ExitCode.PASSED
-    from harness.display import make_console, print_cases  # a count alone does without
+    from harness.runner.display import make_console, print_cases  # a count alone does without
 
     console = make_console()
     for name, cases in found.items():
@@ -169,7 +180,7 @@ class _Asked:
             changed=refuse_changed if cut or shard else tuple,
         )  # fmt: skip
         if shard is not None:
-            from harness.expectations import expected_anywhere
+            from harness.runner.expectations import expected_anywhere
 
             self.cases, _ = take_shard(self.cases, shard, expected_anywhere(costs))
 
@@ -180,7 +191,7 @@ class _Asked:
                 json.dumps({self.name: len(plain) if count else plain}, allow_nan=False)
             )  # fmt: skip
             return ExitCode.PASSED
-        from harness.display import make_console, print_cases
+        from harness.runner.display import make_console, print_cases
 
         shown = () if count else self.cases
         print_cases(make_console(), self.name, shown, number=len(self.cases))
@@ -190,7 +201,7 @@ class _Asked:
 
     def show_shards(self, number: int, *, as_json: bool) -> int:
         """A line a shard that holds cases; as JSON, `{"include": [...]}` as GitHub takes it."""
-        from harness.expectations import expected_anywhere
+        from harness.runner.expectations import expected_anywhere
 
         seconds = expected_anywhere(self.costs)
         found = parts(cut(self.cases, number, seconds), seconds)

@@ -22,20 +22,20 @@ from typing import Self
 import click
 
 from fsdp_core.config import ConfigError, tap_pattern
-from harness import recorded
 from harness.checks.complete import find_flaw
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.engine.process import code_of_zombie, has_mark, signal_quietly
 from harness.errors import UsageError, shown
-from harness.lookup import DEFAULT_OUT, unused
 from harness.masking import Masker
 from harness.program.launch import recording
 from harness.program.spec import POSITIONAL, ProgramSpec
-from harness.recorded import Part
 from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 from harness.records import ExitCode, RunResult, RunSpec
+from harness.runner import recorded
+from harness.runner.recorded import Part
 from harness.scenario.program_section import DETERMINISM
-from harness.streams import read_start
+from harness.store.find import DEFAULT_OUT, unused
+from harness.store.streams import read_start
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
              signal.SIGUSR2, signal.SIGCONT)  # fmt: skip

@@ -6,7 +6,7 @@ the same time share one only if it is named more than once (`gpus.shared`).
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from harness.errors import UsageError
 from harness.records import RunOutcome, RunSpec
@@ -65,6 +65,20 @@ class Engine(Protocol):
         ...
 
 
+class Closing:
+    """An engine that a `with` statement closes."""
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Slots:
     """Which slots are free. Hands out the lowest free ones."""
 
@@ -83,8 +97,7 @@ class Slots:
         if devices and len(devices) != num_slots:
             raise UsageError(f"expected {num_slots} devices, one a slot, got {len(devices)}")
         self.num_slots = num_slots
-        self._devices = tuple(devices)
-        self._jobs = jobs
+        self._devices, self._jobs = tuple(devices), jobs
         self._free = set(range(num_slots))
         self._taken: dict[str, tuple[int, ...]] = {}
 

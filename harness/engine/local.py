@@ -3,36 +3,163 @@
 The server is started with the first run and lives as long as the engine. If it dies, the runs that
 were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
 only a leader dies, its run is `crashed`, or `killed` by a SIGKILL. Where runs share GPUs under MPS,
-an end that may be another's doing is told once it is known whose (`harness.engine.company`).
+an end that may be another's doing is told once it is known whose (`gpus.SharedGpus`).
+
+The server is a subprocess that speaks JSON lines over a socket pair; the protocol is in
+`harness.worker.serve`, which this side never imports: torch lives there.
 """
 
+import json
+import os
+import secrets
+import select
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from harness.engine.base import Slots
-from harness.engine.company import RECOVERY_S, Company
-from harness.engine.gpu_evidence import DUMP_S
-from harness.engine.gpus import mps_runs
-from harness.engine.leader import NO_PROCESS, NOT_RUN, tail_of
-from harness.engine.memory_kills import num_memory_kills, with_sender
-from harness.engine.outcome import signal_name
-from harness.engine.process import kill_group
-from harness.engine.server import STOP_TIMEOUT_S, ServerGoneError, ServerProcess
-from harness.engine.watch import Limits
+from harness.engine.base import Closing, Slots
+from harness.engine.evidence import DUMP_S, tail_of
+from harness.engine.gpus import RECOVERY_S, SharedGpus, mps_runs
+from harness.engine.leader import NO_PROCESS, NOT_RUN
+from harness.engine.outcome import num_memory_kills, signal_name, with_sender
+from harness.engine.process import kill_group, kill_marked, server_environment
+from harness.engine.ranks import Limits, limit_options
 from harness.errors import Infrastructure
 from harness.infrastructure import no_process
+from harness.provenance import code_variables
 from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
 from harness.store import begin_run, read_outcome, save_outcome
 
 ENTRY = "harness.worker.main:rank_main"
 LEADER_SLACK_S = 60.0
 """What a leader may take beyond a run's own timeout before the engine ends it."""
+START_TIMEOUT_S = 300.0
+"""How long the server may take to import torch; a cold network file system is slow."""
+STOP_TIMEOUT_S = 10.0
+MARK_VARIABLE = "HARNESS_ENGINE"
+"""In the environment of a server and of all that comes from it; a value for each server."""
+
+
+class ServerGoneError(Exception):
+    """The forkserver closed its end of the socket."""
+
+
+class ServerProcess:
+    """The forkserver as a subprocess: messages in, messages out."""
+
+    def __init__(self, entry: str, limits: Limits) -> None:
+        """Start it; `wait_ready` must follow."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+        self._control, theirs = socket.socketpair()
+        self._received = b""
+        self._mark = secrets.token_hex(16)
+        command = [
+            sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
+            "--entry", entry, *limit_options(limits),
+        ]  # fmt: skip
+        environment = server_environment(os.environ) | code_variables()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    env=environment | {MARK_VARIABLE: self._mark},
+                    # Its own session: Ctrl-C at the terminal is for the harness to act on.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._control.close()
+                self._log.close()
+                raise Infrastructure(f"cannot start the forkserver: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until its imports are done.
+
+        Raises:
+            Infrastructure: they failed, or took too long.
+        """
+        why = f"not ready after {timeout_s:g} s"
+        try:
+            for message in self.receive(timeout_s):
+                if "ready" in message:
+                    return
+                why = str(message.get("failed", message))
+        except ServerGoneError:
+            why = self._last_words() or "it died without a word"
+        self.stop()
+        raise Infrastructure(f"the forkserver could not start: {why}")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message.
+
+        Raises:
+            ServerGoneError: nobody listens.
+        """
+        try:
+            self._control.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ServerGoneError from error
+
+    def receive(self, timeout_s: float | None) -> list[dict[str, Any]]:
+        """Messages that have arrived, after waiting for one; empty if none came in time.
+
+        Raises:
+            ServerGoneError: it is gone, and everything it said has been handed out.
+        """
+        if not select.select([self._control], [], [], timeout_s)[0]:
+            return []
+        try:
+            data = self._control.recv(1 << 16)
+        except ConnectionResetError as error:
+            raise ServerGoneError from error
+        if not data:
+            raise ServerGoneError
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def stop(self) -> str:
+        """End it and everything it started; how it ended, in words."""
+        if self._log.closed:
+            return "was stopped"
+        self._control.close()
+        try:
+            code = self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._log.close()
+        if code >= 0:
+            return f"exited with code {code}"
+        # It could not clean up: processes of ranks may be in sessions of their own.
+        kill_marked(f"{MARK_VARIABLE}={self._mark}")
+        return f"died by {signal_name(-code)}"
+
+    def kill(self) -> None:
+        """SIGKILL; its leaders and their ranks die with it."""
+        self._process.kill()
+
+    def _last_words(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 @dataclass
@@ -51,12 +178,16 @@ class _Active:
     @property
     def overdue_s(self) -> float:
         """When the engine takes the next step against a leader that does not answer."""
-        return (
-            self.started_s + self.spec.timeout_s + LEADER_SLACK_S + self.num_kills * STOP_TIMEOUT_S
-        )
+        patience_s = self.spec.timeout_s + LEADER_SLACK_S + self.num_kills * STOP_TIMEOUT_S
+        return self.started_s + patience_s
+
+    def kill(self) -> None:
+        """Kill its leader, and its ranks with it, as far as it is known."""
+        if self.leader_pid is not None:
+            kill_group(self.leader_pid)
 
 
-class LocalEngine:
+class LocalEngine(Closing):
     """Runs in fresh processes on this machine, one slot a rank."""
 
     def __init__(
@@ -87,7 +218,7 @@ class LocalEngine:
         self._entry = entry
         self._limits = limits or Limits()
         patience_s = self._limits.grace_s + 2 * max(self._limits.stacks_s, DUMP_S)
-        self._company = Company(devices, mps, patience_s, recovery_s)
+        self._sharing = SharedGpus(devices, mps, patience_s, recovery_s)
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
         self._failure: Infrastructure | None = None
@@ -109,13 +240,13 @@ class LocalEngine:
 
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now."""
-        return self._slots.fits(spec) and not self._company.closed()
+        return self._slots.fits(spec) and not self._sharing.closed()
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
         folder = folder.absolute()
-        if not (attempt and self._company.asks(spec, folder)):
+        if not (attempt and self._sharing.asks(spec, folder)):
             self._begin(spec, folder, attempt)
 
     def _begin(self, spec: RunSpec, folder: Path, attempt: int) -> None:
@@ -129,7 +260,7 @@ class LocalEngine:
                 "folder": str(folder),
                 "devices": devices,
                 "attempt": attempt,
-                "undecided": self._company.started(spec.key, devices),
+                "undecided": self._sharing.started(spec.key, devices),
             }
             self._send_start(command)
         except BaseException:
@@ -143,7 +274,6 @@ class LocalEngine:
 
     def _send_start(self, command: Mapping[str, Any]) -> None:
         """Send to the server; to a new one if it turns out to be dead."""
-        key = command["start"]
         for _ in range(2):
             if self._server is None:
                 self._server = ServerProcess(self._entry, self._limits)
@@ -156,7 +286,7 @@ class LocalEngine:
             try:
                 self._server.send(command)
             except ServerGoneError:
-                self._server_died(spare=key)
+                self._server_died(spare=command["start"])
             else:
                 return
         raise Infrastructure("the forkserver died twice before it could start a run")
@@ -174,7 +304,7 @@ class LocalEngine:
                 break
             self._end_overdue(now_s)
             until_s = [run.overdue_s for run in self._active.values()]
-            until_s += [at_s for at_s in (deadline_s, self._company.due_s()) if at_s is not None]
+            until_s += [at_s for at_s in (deadline_s, self._sharing.due_s()) if at_s is not None]
             self._take_messages(max(min(until_s) - now_s, 0.001))
         if not self._ended and self._failure is not None:
             failure, self._failure = self._failure, None
@@ -184,12 +314,12 @@ class LocalEngine:
 
     def _go_on(self) -> bool:
         """Tell what is known by now of runs that shared GPUs; whether there is more to wait for."""
-        self._ended += self._company.settled()
+        self._ended += self._sharing.settled()
         if self._ended:
             return False
-        if not self._active and (alone := self._company.next_alone()) is not None:
+        if not self._active and (alone := self._sharing.next_alone()) is not None:
             self._begin(*alone)
-        return bool(self._active) or self._company.due_s() is not None
+        return bool(self._active) or self._sharing.due_s() is not None
 
     def _take_messages(self, patience_s: float) -> None:
         if self._server is None:
@@ -210,6 +340,7 @@ class LocalEngine:
         run = self._release(key)
         stderr = run.folder / "leader.stderr"
         words = tail_of(stderr).strip()
+        last = words.split("\n")[-1]
         if not words:
             with suppress(OSError):
                 stderr.unlink(missing_ok=True)
@@ -220,27 +351,27 @@ class LocalEngine:
             told = f"the run could not be started: {message.get('why', '')}"
             self._conclude(run, "not_run", told, machine=no_process(message.get("errno", 0)))
         elif status in (NOT_RUN, NO_PROCESS):
-            told = words.split("\n")[-1] or "its leader does not say why"
+            told = f"the run could not be led: {last or 'its leader does not say why'}"
             machine = "no_process" if status == NO_PROCESS else ""
-            self._conclude(run, "not_run", f"the run could not be led: {told}", machine=machine)
+            self._conclude(run, "not_run", told, machine=machine)
         elif status == ExitCode.NO_VERDICT:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
-        else:
+        elif status < 0:
             # What a rank does can kill its leader, but cannot make the leader's own code fail.
-            what: What = "crashed" if status < 0 else "interrupted"
-            what = "killed" if status == -signal.SIGKILL else what
-            how = f"died by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
-            last = words.split("\n")[-1] or missing
-            signal_ = signal_name(-status) if status < 0 else ""
-            self._conclude(run, what, f"the leader of the run {how}: {last}", signal_=signal_)
+            what: What = "killed" if status == -signal.SIGKILL else "crashed"
+            name = signal_name(-status)
+            told = f"the leader of the run died by {name}: {last or missing}"
+            self._conclude(run, what, told, signal_=name)
+        else:
+            told = f"the leader of the run exited with code {status}: {last or missing}"
+            self._conclude(run, "interrupted", told)
 
     def _server_died(self, spare: str = "") -> None:
         """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
         if self._server is None:
             return
         for run in self._active.values():
-            if run.leader_pid is not None:
-                kill_group(run.leader_pid)
+            run.kill()
         how = self._server.stop()
         self._server = None
         for key in [key for key in self._active if key != spare]:
@@ -253,26 +384,25 @@ class LocalEngine:
                 self._conclude(run, "interrupted", told, machine="forkserver_died")
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
-        told = self._company.ended(run.spec, run.folder, outcome)
+        told = self._sharing.ended(run.spec, run.folder, outcome)
         if told is not None:
             self._ended.append(told)
 
     def _release(self, key: str) -> _Active:
         self._slots.release(key)
-        self._company.left(key)
+        self._sharing.left(key)
         return self._active.pop(key)
 
     def _conclude(
         self, run: _Active, what: What, message: str, *, machine: str = "", signal_: str = ""
     ) -> None:
         """Write the outcome of a run whose leader could not."""
-        ranks = range(run.spec.world_size)
         outcome = RunOutcome(
             key=run.spec.key,
             what=what,
             message=message,
             culprit_rank=None,
-            ranks=tuple(RankExit(rank=rank, code=None) for rank in ranks),
+            ranks=tuple(RankExit(rank=rank, code=None) for rank in range(run.spec.world_size)),
             started_unix_s=run.started_unix_s,
             wall_s=time.monotonic() - run.started_s,
             attempt=run.attempt,
@@ -296,7 +426,7 @@ class LocalEngine:
                 continue
             run.num_kills += 1
             if run.num_kills == 1 and run.leader_pid is not None:
-                kill_group(run.leader_pid)
+                run.kill()
             else:
                 self._server.kill()
 
@@ -316,11 +446,10 @@ class LocalEngine:
                         self._release(message["exited"])
         except ServerGoneError:
             for run in self._active.values():
-                if run.leader_pid is not None:
-                    kill_group(run.leader_pid)
+                run.kill()
         for key in list(self._active):
             self._release(key)
-        self._company.clear()
+        self._sharing.clear()
         self._ended.clear()
 
     def close(self) -> None:
@@ -329,14 +458,3 @@ class LocalEngine:
         if self._server is not None:
             self._server.stop()
             self._server = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

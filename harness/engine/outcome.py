@@ -2,7 +2,7 @@
 
     how a rank ended                              what
     its own error record                          as the rank classified it
-    exit code `UNRECORDED`, no record of its end    interrupted (its records found no space)
+    exit code `UNRECORDED`, no record of its end  interrupted (its records found no space)
     illegal-access or out-of-memory text, no record   illegal_access, oom
     SIGKILL, SIGTERM, ... not from the harness    killed
     any other signal, or a non-zero exit          crashed
@@ -14,21 +14,31 @@ One failing rank takes the others with it, so most of the evidence is collateral
 *victim* if its record blames another, or only says that a peer went away or that it waited too long
 for one; the culprit is the first rank to fail that is not a victim, else one that was still
 running: the one with the fewest steps, else the only one whose stack does not wait in a collective.
+
+A rank that failed by itself says so in the run's store before it exits; for one that was killed its
+leader does. What the others see is a lost connection: they look there for the cause.
+
+A SIGKILL does not say who sent it. The kernel counts its own before it sends them, those of every
+cgroup, in `oom_kill` of /proc/vmstat (proc(5), since Linux 4.13): if that number is what it was
+when the run began, somebody else sent the signal. In some sandboxes nothing is known.
 """
 
+import json
 import re
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import PurePath
-from typing import NamedTuple, get_args
+from datetime import timedelta
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, get_args
 
-from harness.engine.whereabouts import Mismatch, Missing, Place, find_mismatch, find_missing
+from harness.engine.collective_log import Fault, Place, find_mismatch, find_missing
 from harness.errors import cut
 from harness.infrastructure import library_failures, no_process
 from harness.recorder import UNRECORDED
 from harness.recorder.library_errors import failures_of
-from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, What
+from harness.records import Ending, ErrorRecord, Passed, RankExit, RankRecords, RunOutcome, What
 
 OUTSIDE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
@@ -46,6 +56,7 @@ WAITING_PLACES = (
 """Files in which a rank waits for the others."""
 _STACK_HEAD = "Current thread 0x"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_PASSED: dict[str, Passed] = {each: each for each in get_args(Passed)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +90,23 @@ class RankEvidence:
     @property
     def silent(self) -> bool:
         """Whether it failed by itself and left no error record."""
-        failed = self.exit.code is None or self.exit.code != 0
-        return failed and not self.still_running and self.records.error is None
+        return self.exit.code != 0 and not self.still_running and self.records.error is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its program is over, though its process may not have exited."""
+        return self.records.end is not None and self.records.error is None
+
+    @property
+    def left_early(self) -> bool:
+        """Whether it exited with 0 without an end record."""
+        return self.exit.code == 0 and self.records.end is None and self.records.error is None
+
+    @property
+    def failures(self) -> frozenset[str]:
+        """What its exception means, or what it printed as it died."""
+        error = self.records.error
+        return failures_of("", self.stderr_tail) if error is None else library_failures(error)
 
     @property
     def stack(self) -> tuple[str, ...]:
@@ -94,17 +120,31 @@ class RankEvidence:
         return tuple(f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(own))
 
     @property
-    def has_ended(self) -> bool:
-        """Whether its program is over, though its process may not have exited."""
-        return self.records.end is not None and self.records.error is None
+    def inside(self) -> str:
+        """The innermost frame of its stack in words, without the folder."""
+        if not self.stack:
+            return ""
+        name, _, place = self.stack[0].partition(" (")
+        return f" in {name} ({PurePath(place).name}"
 
     @property
-    def left_early(self) -> bool:
-        """Whether it exited with 0 without an end record."""
-        return self.exit.code == 0 and self.records.end is None and self.records.error is None
+    def where(self) -> str:
+        """How far it came, by its records."""
+        if self.last_step is not None:
+            return f"after step {self.last_step}"
+        begun = self.records.start is not None
+        return "before its first step" if begun else "before its first record"
 
-
-_AT_WORK: dict[str, Passed] = {each: each for each in get_args(Passed)}
+    @property
+    def where_now(self) -> str:
+        """The same of a rank that was still running: by its answer, where it gave one."""
+        place = self.place
+        if place is None or not (place.phase or place.at):
+            return self.where
+        step = f"in step {place.step}" if place.step >= 0 else "before its first step"
+        module = f" of {place.module}" if place.module else ""
+        phase = f", {place.phase}{module}" if place.phase else ""
+        return f"{step}{phase}" + (f" at {place.at}" if place.at else "")
 
 
 class Answer(NamedTuple):
@@ -113,7 +153,7 @@ class Answer(NamedTuple):
     what: What
     message: str
     culprit: int | None
-    fault: Missing | Mismatch | None = None
+    fault: Fault | None = None
 
 
 def ending_of(answer: Answer, ranks: Sequence[RankEvidence], *, machine: str = "") -> Ending | None:
@@ -124,19 +164,18 @@ def ending_of(answer: Answer, ranks: Sequence[RankEvidence], *, machine: str = "
     """
     if not answer.what:
         return None
-    fault = None if answer.fault is None else answer.fault.fault
+    fault = None if answer.fault is None else answer.fault.record
     rank = next((r for r in ranks if r.rank == answer.culprit), None)
     if rank is None:
         return Ending(collective=fault, machine=machine)
     error, code = rank.records.error, rank.exit.code
     if error is None:
         killed = code is not None and code < 0 and not rank.still_running
-        name = signal_name(-code) if code is not None and killed else ""
-        machine = machine or no_process(rank.exit.errno)
         phase = rank.place.phase if rank.place is not None else ""
         return Ending(
-            signal=name, phase=_AT_WORK.get(phase, ""), module=rank.module, collective=fault,
-            machine=machine,
+            signal=signal_name(-code) if code is not None and killed else "",
+            phase=_PASSED.get(phase, ""), module=rank.module, collective=fault,
+            machine=machine or no_process(rank.exit.errno),
         )  # fmt: skip
     return Ending(
         exception=error.type, raised_at=error.raised_at, phase=error.phase, module=error.module,
@@ -226,62 +265,49 @@ def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool
 
 def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
     what, how = _how(culprit)
-    mismatch = _mismatch(ranks) if "mismatched" in _failures(culprit) else None
+    mismatch = find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
     if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
         # Whose process gloo ends says nothing of who was wrong.
         at_fault = culprit.rank if mismatch.odd_one is None else mismatch.odd_one
         return Answer(what, f"{mismatch}; {how}", at_fault, mismatch)
     others = [r for r in ranks if r.rank != culprit.rank]
-    lost = [r for r in others if r.records.error is not None or r.silent]
-    ended = [r for r in others if r.still_running]
-    message = how
-    if lost:
-        message += f"; then {_names(lost)} failed too"
-    if ended:
-        message += f"; {_names(ended)} ended by the harness"
-    return Answer(what, message, culprit.rank)
-
-
-def _failures(rank: RankEvidence) -> frozenset[str]:
-    """What its exception means, or what it printed as it died."""
-    error = rank.records.error
-    return failures_of("", rank.stderr_tail) if error is None else library_failures(error)
-
-
-def _mismatch(ranks: Sequence[RankEvidence]) -> Mismatch | None:
-    return find_mismatch(_places(ranks))
+    if lost := [r for r in others if r.records.error is not None or r.silent]:
+        how += f"; then {_names(lost)} failed too"
+    if ended := [r for r in others if r.still_running]:
+        how += f"; {_names(ended)} ended by the harness"
+    return Answer(what, how, culprit.rank)
 
 
 def _how(rank: RankEvidence) -> tuple[What, str]:
     """What ended this rank, and one clause that says so."""
-    error, name = rank.records.error, f"rank {rank.rank}"
+    error, code, name = rank.records.error, rank.exit.code, f"rank {rank.rank}"
     if error is not None:
         told = _first_line(error.message)
         if error.type and error.what not in _SPEAKING:
             told = f"{error.type}: {told}"
         when = f"at step {error.step}" if error.step >= 0 else "before its first step"
         return error.what or "crashed", f"{name} {when}: {told}"
-    if rank.exit.code is None:
+    if code is None:
         return "not_run", f"{name} could not be started: {_first_line(rank.stderr_tail)}"
-    if rank.exit.code == UNRECORDED and rank.records.end is None:
+    if code == UNRECORDED and rank.records.end is None:
         return "interrupted", f"{name} could not write its records: no space left on the disk"
-    return _how_silent(rank, rank.exit.code)
+    return _how_silent(rank, code)
 
 
 def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
     """The same of a rank that left no error record: its exit code and what it printed."""
     verb = f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    how = f"rank {rank.rank} {verb} {_where(rank)}"
+    how = f"rank {rank.rank} {verb} {rank.where}"
     if rank.module:
         how += f" in module {rank.module}"
-    if "illegal_access" in _failures(rank):
+    if "illegal_access" in rank.failures:
         return "illegal_access", f"{how}: CUDA illegal memory access"
-    if "out_of_memory" in _failures(rank):
+    if "out_of_memory" in rank.failures:
         return "oom", f"{how}: CUDA out of memory"
     if -code in OUTSIDE_SIGNALS:
         return "killed", f"{how}, not sent by the harness"
     if code < 0:
-        return "crashed", f"{how}{_inside(rank)}"
+        return "crashed", f"{how}{rank.inside}"
     last = _last_line(rank.stderr_tail)
     return "crashed", f"{how}: {last}" if last else how
 
@@ -289,25 +315,24 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
 def _hang(
     running: Sequence[RankEvidence], victims: Sequence[RankEvidence], *, waited: str
 ) -> Answer:
-    ordered = sorted(running, key=lambda r: r.rank)
-    steps = ", ".join(f"rank {r.rank} {_where_now(r)}{_inside(r)}" for r in ordered)
+    by_rank = sorted(running, key=lambda r: r.rank)
+    where = ", ".join(f"rank {r.rank} {r.where_now}{r.inside}" for r in by_rank)
+    message = f"still running: {where}"
     if waited:
-        message = f"{waited}; still running: {steps}"
+        message = f"{waited}; {message}"
     else:
         error = victims[0].records.error
         told = _first_line(error.message) if error is not None else ""
-        message = f"still running: {steps}; rank {victims[0].rank} waited and gave up: {told}"
+        message += f"; rank {victims[0].rank} waited and gave up: {told}"
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
-    if (missing := find_missing(places)) is not None:
-        return Answer("hang", f"{missing}; {message}", missing.ranks[0], missing)
-    if (mismatch := find_mismatch(places)) is not None:
-        return Answer("hang", f"{mismatch}; {message}", mismatch.odd_one, mismatch)
+    if (fault := find_missing(places) or find_mismatch(places)) is not None:
+        return Answer("hang", f"{fault}; {message}", fault.odd_one, fault)
     hung = _hung(running)
-    if hung is not None and len(running) + len(victims) > 1:
-        (rank,) = (r for r in running if r.rank == hung)
-        message = f"the others waited for rank {hung}, {_where_now(rank)}{_inside(rank)}; {message}"
-    return Answer("hang", message, hung)
+    if hung is None or len(running) + len(victims) == 1:
+        return Answer("hang", message, None if hung is None else hung.rank)
+    told = f"the others waited for rank {hung.rank}, {hung.where_now}{hung.inside}"
+    return Answer("hang", f"{told}; {message}", hung.rank)
 
 
 def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
@@ -337,22 +362,19 @@ def _places(ranks: Sequence[RankEvidence]) -> dict[int, Place]:
     """Where ranks are; those that gave up waiting are still in what they waited for."""
     found = {r.rank: r.place for r in ranks if r.place is not None}
     for r in ranks:
-        error = r.records.error
-        if r.rank in found and error is not None and "peer_lost" in library_failures(error):
+        if r.rank in found and r.records.error is not None and "peer_lost" in r.failures:
             found[r.rank] = replace(found[r.rank], is_inside=bool(found[r.rank].operator))
     return found
 
 
-def _hung(running: Sequence[RankEvidence]) -> int | None:
+def _hung(running: Sequence[RankEvidence]) -> RankEvidence | None:
     """The one rank that the others waited for, if the evidence singles it out."""
-    steps = {r.rank: -1 if r.last_step is None else r.last_step for r in running}
-    behind = [rank for rank, step in steps.items() if step == min(steps.values())]
+    steps = [-1 if r.last_step is None else r.last_step for r in running]
+    behind = [r for r, step in zip(running, steps, strict=True) if step == min(steps)]
     if len(behind) == 1:
         return behind[0]
-    waiting = {
-        r.rank for r in running if any(p in frame for p in WAITING_PLACES for frame in r.stack)
-    }
-    elsewhere = [r.rank for r in running if r.stack and r.rank not in waiting]
+    waiting = [r for r in running if any(p in frame for p in WAITING_PLACES for frame in r.stack)]
+    elsewhere = [r for r in running if r.stack and r not in waiting]
     all_known = len(waiting) + len(elsewhere) == len(running)
     return elsewhere[0] if waiting and all_known and len(elsewhere) == 1 else None
 
@@ -361,25 +383,20 @@ def _blame_victims(
     victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence], steps: int | None
 ) -> Answer:
     """All that failed say that a peer went away: look for one that left, else take the first."""
-    if (left := _first_that_left(ranks, steps)) is not None:
+    left = next((r for r in ranks if r.left_early), None)
+    if left is None and steps is not None:
+        ends = ((r, r.records.end) for r in ranks if r.exit.code == 0)
+        left = next((r for r, end in ends if end is not None and end.steps < steps), None)
+    if left is not None:
         return Answer("crashed", f"{_left(left)}; then {_names(victims)} failed", left.rank)
     return _blame(victims[0], ranks)
-
-
-def _first_that_left(ranks: Sequence[RankEvidence], steps: int | None) -> RankEvidence | None:
-    """A rank that ended with 0 before its end record, or before it had taken all steps."""
-    early = next((r for r in ranks if r.left_early), None)
-    if early is not None or steps is None:
-        return early
-    ends = ((r, r.records.end) for r in ranks if r.exit.code == 0)
-    return next((r for r, end in ends if end is not None and end.steps < steps), None)
 
 
 def _left(rank: RankEvidence) -> str:
     if rank.left_early and rank.records.start is None:
         return f"rank {rank.rank} exited with code 0 before its end record: it recorded nothing"
     end = " before its end record" if rank.left_early else ""
-    return f"rank {rank.rank} exited with code 0{end} {_where(rank)}"
+    return f"rank {rank.rank} exited with code 0{end} {rank.where}"
 
 
 def signal_name(number: int) -> str:
@@ -390,43 +407,83 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _where(rank: RankEvidence) -> str:
-    if rank.last_step is not None:
-        return f"after step {rank.last_step}"
-    return "before its first step" if rank.records.start is not None else "before its first record"
-
-
-def _where_now(rank: RankEvidence) -> str:
-    """The same of a rank that was still running: by its answer, where it gave one."""
-    place = rank.place
-    if place is None or not (place.phase or place.at):
-        return _where(rank)
-    step = f"in step {place.step}" if place.step >= 0 else "before its first step"
-    module = f" of {place.module}" if place.module else ""
-    phase = f", {place.phase}{module}" if place.phase else ""
-    return f"{step}{phase}" + (f" at {place.at}" if place.at else "")
-
-
-def _inside(rank: RankEvidence) -> str:
-    """The innermost frame of its stack, without the folder."""
-    if not rank.stack:
-        return ""
-    name, _, place = rank.stack[0].partition(" (")
-    return f" in {name} ({PurePath(place).name}"
-
-
 def _names(ranks: Sequence[RankEvidence]) -> str:
     numbers = sorted(r.rank for r in ranks)
-    listed = ", ".join(str(number) for number in numbers)
-    return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
+
+
+def _lines(text: str) -> list[str]:
+    return [cut(line.strip(), MESSAGE_CHARS) for line in text.splitlines() if line.strip()]
 
 
 def _first_line(text: str) -> str:
-    return cut(
-        next((line.strip() for line in text.splitlines() if line.strip()), ""), MESSAGE_CHARS
-    )
+    return next(iter(_lines(text)), "")
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return cut(lines[-1], MESSAGE_CHARS) if lines else ""
+    return next(iter(_lines(text)[-1:]), "")
+
+
+# --- who sent a SIGKILL -----------------------------------------------------------------------
+
+_COUNTERS = Path("/proc/vmstat")
+NOT_THE_KERNEL = (
+    "the kernel killed nothing for want of memory, so somebody did: --resume makes the run again"
+)
+
+
+def num_memory_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory since it started; None: not told."""
+    try:
+        lines = _COUNTERS.read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def with_sender(outcome: RunOutcome, before: int | None) -> RunOutcome:
+    """The outcome, and of one that a SIGKILL brought about who sent that, as far as it is known.
+
+    Args:
+        outcome: of a run that has ended on this machine.
+        before: `num_memory_kills` when it began.
+    """
+    # Without a culprit it was the leader of the ranks that died.
+    codes = [state.code for state in outcome.ranks if state.rank == outcome.culprit_rank]
+    by_sigkill = codes in ([], [-signal.SIGKILL])
+    now = num_memory_kills()
+    if outcome.what != "killed" or not by_sigkill or before is None or now is None:
+        return outcome
+    words = NOT_THE_KERNEL
+    if now != before:
+        words = f"the kernel killed {now - before} for want of memory meanwhile"
+    return replace(outcome, message=f"{outcome.message}; {words}", from_outside=now == before)
+
+
+# --- who failed first, in the run's store -----------------------------------------------------
+
+_KEY = "first failure"
+_TOLD_CHARS = 500
+
+
+class FirstFailure(NamedTuple):
+    """The rank, and what became of it in words."""
+
+    rank: int
+    told: str
+
+
+def claim(store: Any, failure: FirstFailure) -> None:
+    """Write it, if nothing was written before; a store that is gone, or is none, is left alone."""
+    if hasattr(store, "compare_set"):
+        with suppress(RuntimeError):
+            store.compare_set(_KEY, "", json.dumps([failure.rank, failure.told[:_TOLD_CHARS]]))
+
+
+def find(store: Any, patience: timedelta) -> FirstFailure | None:
+    """What was written, or is within `patience`; None if nothing is, or there is no store."""
+    if store is not None:
+        with suppress(RuntimeError, ValueError):
+            store.wait([_KEY], patience)
+            return FirstFailure(*json.loads(store.get(_KEY)))
+    return None

@@ -9,9 +9,12 @@ killed subreaper had adopted is found by a mark in its environment, which childr
 import ctypes
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+import harness
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -48,31 +51,40 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> Iterator[int]:
+def children() -> list[int]:
     """Process ids of this process' children, zombies included."""
     try:
-        for task in Path("/proc/self/task").iterdir():
-            yield from map(int, (task / "children").read_text(encoding="utf-8").split())
-    except FileNotFoundError:
-        yield from _children_by_scan()
+        lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
+        return [int(pid) for each in lists for pid in each.read_text(encoding="utf-8").split()]
+    except FileNotFoundError:  # a kernel that does not list them
+        return [pid for pid in processes() if parent_of(pid) == os.getpid()]
 
 
-def _children_by_scan() -> Iterator[int]:
-    """For kernels that do not list the children of a process."""
-    mine = os.getpid()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and parent_of(int(entry.name)) == mine:
-            yield int(entry.name)
+def processes() -> list[int]:
+    """Process ids of all processes."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of proc(5)'s stat after the command's name; empty if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    # The command name, in parentheses, may itself hold spaces and parentheses.
+    return stat.rpartition(")")[2].split()
 
 
 def parent_of(pid: int) -> int | None:
     """Parent of `pid`, None if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The command name, in parentheses, may itself hold spaces and parentheses.
-    return int(stat.rpartition(")")[2].split()[1])
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def code_of_zombie(pid: int) -> int | None:
+    """Exit code (negative: signal) of a process that has ended and was not yet waited for."""
+    fields = _stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
 
 
 def kill_children(spare: Collection[int] = ()) -> None:
@@ -89,38 +101,19 @@ def kill_children(spare: Collection[int] = ()) -> None:
 
 def kill_marked(mark: str) -> None:
     """SIGKILL every process of ours that has `mark`, NAME=VALUE, in its first environment."""
-    wanted = mark.encode()
     for _ in range(_MAX_ROUNDS):  # what is killed may have forked meanwhile
-        found = [
-            int(entry.name)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdigit() and wanted in _environment(entry)
-        ]
-        killed = [signal_quietly(pid, signal.SIGKILL) for pid in found if pid != os.getpid()]
+        found = [pid for pid in processes() if pid != os.getpid() and has_mark(pid, mark)]
+        killed = [signal_quietly(pid, signal.SIGKILL) for pid in found]
         if not any(killed):
             return
 
 
 def has_mark(pid: int, mark: str) -> bool:
     """Whether a process of ours has `mark`, NAME=VALUE, in its first environment."""
-    return mark.encode() in _environment(Path("/proc") / str(pid))
-
-
-def code_of_zombie(pid: int) -> int | None:
-    """Exit code (negative: signal) of a process that has ended and was not yet waited for."""
     try:
-        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
-
-
-def _environment(process: Path) -> list[bytes]:
-    """As it was started; empty for zombies and for what is not ours."""
-    try:
-        return (process / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
+        return False
 
 
 class ChildWakeup:
@@ -137,11 +130,9 @@ class ChildWakeup:
 
     def drain(self) -> None:
         """Make the descriptor wait for the next child."""
-        try:
+        with suppress(BlockingIOError):
             while os.read(self.fd, 4096):
                 pass
-        except BlockingIOError:
-            return
 
     @staticmethod
     def disarm() -> None:
@@ -170,10 +161,8 @@ def signal_quietly(pid: int, number: int) -> bool:
 
 def kill_group(leader_pid: int) -> None:
     """SIGKILL a whole process group, if any of it is left."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(leader_pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def wait_quietly(pid: int) -> int | None:
@@ -183,3 +172,21 @@ def wait_quietly(pid: int) -> int | None:
     except ChildProcessError:
         return None
     return os.waitstatus_to_exitcode(status)
+
+
+def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the forkserver: the harness' own, with what forking and repeating needs.
+
+    One OpenMP thread, since a process with threads cannot fork safely; one hash seed, so that sets
+    of strings are in the same order in every run.
+    """
+    root = Path(harness.__file__).resolve().parent.parent
+    paths = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if root.name not in ("site-packages", "dist-packages") and str(root) not in paths:
+        paths.append(str(root))
+    return {
+        "PYTHONHASHSEED": "0",
+        **environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }

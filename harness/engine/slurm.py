@@ -11,6 +11,7 @@ jobs go on. The run folder must lie on a file system that the nodes share.
 """
 
 import math
+import shlex
 import sys
 import time
 import uuid
@@ -18,25 +19,28 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from harness.engine.base import Slots
-from harness.engine.job_files import (
+from harness.engine.base import Closing, Slots
+from harness.engine.node_reports import (
+    LOG_FILE,
+    OUTSIDE,
     NodeReport,
+    Word,
+    needs_word,
+    not_yet_visible,
+    put_together,
+    read_reports,
+)
+from harness.engine.ranks import Limits, limit_options
+from harness.engine.slurm_calls import JobState, NoAnswer, QueueFull, SlurmCalls
+from harness.engine.slurm_job import (
+    SlurmOptions,
     Submission,
     load_submission,
-    not_yet_visible,
-    read_reports,
+    request,
     save_submission,
+    share_out,
 )
-from harness.engine.patience import Leftovers, Patience, Queued
-from harness.engine.put_together import Word, needs_word, put_together
-from harness.engine.shares import share_out
-from harness.engine.slurm_calls import OUTSIDE, JobState, NoAnswer, QueueFull, SlurmCalls
-from harness.engine.slurm_options import SlurmOptions
-from harness.engine.slurm_request import batch_command, identity, request, script
-from harness.engine.watch import Limits
 from harness.errors import Infrastructure, UsageError
 from harness.records import RunOutcome, RunSpec
 from harness.store import begin_run, save_outcome
@@ -47,20 +51,63 @@ DEFAULT_SLOTS = 1 << 16
 DEFAULT_JOBS = 500
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long to wait, in seconds.
+
+    Attributes:
+        poll_s: between two looks at the jobs.
+        late_s: for files of a job that is over, or a job that squeue does not know (yet).
+        answer_s: for one command.
+        away_s: for a controller that does not answer.
+        cancel_s: for cancelled jobs to be gone.
+        full_s: between two tries to submit while Slurm takes no more jobs of ours.
+        leave_s: for a job to leave when every node has reported.
+    """
+
+    poll_s: float = 1.0
+    late_s: float = 75.0
+    answer_s: float = 60.0
+    away_s: float = 900.0
+    cancel_s: float = 30.0
+    full_s: float = 10.0
+    leave_s: float = 60.0
+
+
 @dataclass
 class _Active:
-    """A job that was submitted, or is about to be."""
+    """A job that was submitted, or is about to be.
+
+    Attributes:
+        open_since_s: since when it is over with something missing.
+        queued_since_s: since when it waits in the queue, as far as this harness has seen.
+        put_off: Slurm takes no more jobs of ours now.
+        is_held: not submitted yet: it waits for its reference to end, to run on the same nodes.
+    """
 
     spec: RunSpec
     folder: Path
     submission: Submission
     open_since_s: float | None = None
+    queued_since_s: float | None = None
     put_off: bool = False
     is_held: bool = False
-    """Not submitted yet: it waits for its reference to end, to run on the same nodes."""
+
+    def reports(self) -> dict[int, NodeReport]:
+        """Of its nodes, as far as they show."""
+        return read_reports(self.folder, self.submission.name, self.submission.num_nodes)
+
+    def conclude(self, reports: Mapping[int, NodeReport], word: Word) -> RunOutcome:
+        """What happened to it."""
+        submission = self.submission
+        nodes, attempt = submission.num_nodes, submission.attempt
+        found = put_together(
+            self.spec, self.folder, reports, word, num_nodes=nodes, attempt=attempt
+        )
+        return found if reports else replace(found, started_unix_s=submission.submitted_unix_s)
 
 
-class SlurmEngine:
+class SlurmEngine(Closing):
     """Runs on the nodes of a cluster, each as a job of its own."""
 
     def __init__(
@@ -97,8 +144,8 @@ class SlurmEngine:
         self._would_take: set[tuple[str, ...]] = set()
         self._answered_s = time.monotonic()
         self._full_s = -math.inf
-        self._leftovers = Leftovers(self._patience.leave_s)
-        self._queued = Queued(options.pending_s)
+        # Jobs whose runs are concluded, and since when: their nodes are free once they have left.
+        self._leaving_s: dict[str, float] = {}
 
     @property
     def slots(self) -> int:
@@ -169,7 +216,10 @@ class SlurmEngine:
         name = run.submission.name
         options = [*identity(name, run.folder), *request(run.spec, self._options)]
         options += self._same_nodes(run)
-        command = batch_command(name, run.folder, self._entry, self._limits)
+        command = [
+            sys.executable, "-P", "-m", "harness.worker", "job", "--folder", str(run.folder),
+            "--name", name, "--entry", self._entry, *limit_options(self._limits),
+        ]  # fmt: skip
         try:
             job_id = self._calls.submit(options, script(command), name, run.put_off)
         except QueueFull:
@@ -195,18 +245,14 @@ class SlurmEngine:
         reports = read_reports(folder, theirs.name, theirs.num_nodes).values()
         return [f"--nodelist={nodes}" for nodes in {report.nodes for report in reports} - {""}]
 
-    def _begin_held(self) -> None:
-        for run in [run for run in self._active.values() if run.is_held]:
-            if self._references[run.spec.key] not in self._active:
+    def _begin_more(self) -> None:
+        """Submit what waited for its reference, and try again, oldest first, what was put off."""
+        for run in list(self._active.values()):
+            if run.is_held and self._references[run.spec.key] not in self._active:
                 run.is_held = False
                 self._begin(run)
-
-    def _submit_put_off(self) -> None:
-        """Try again what Slurm had no room for, oldest first, until it has none again."""
-        for run in [run for run in self._active.values() if run.put_off]:
-            if time.monotonic() - self._full_s < self._patience.full_s:
-                return
-            self._submit(run)
+            elif run.put_off and time.monotonic() - self._full_s >= self._patience.full_s:
+                self._submit(run)
 
     def adopt(self, spec: RunSpec, folder: Path) -> bool:
         """Go on with the job of a run that an earlier harness submitted; see `Engine.adopt`."""
@@ -214,30 +260,28 @@ class SlurmEngine:
         submission = load_submission(folder)
         if submission is None or submission.cancelled:
             return False
+        run = _Active(spec, folder, submission)
         state = self._calls.patiently(self._calls.states).get(submission.name)
-        if not self._is_worth_waiting(spec, folder, submission, state):
+        if not self._is_worth_waiting(run, state):
             return False
         if state is not None and submission.job_id is None:
-            submission = replace(submission, job_id=state.job_id)
-            save_submission(folder, submission)
+            run.submission = replace(submission, job_id=state.job_id)
+            save_submission(folder, run.submission)
         self._room.take(spec)
-        self._active[spec.key] = _Active(spec, folder, submission)
+        self._active[spec.key] = run
         return True
 
-    def _is_worth_waiting(
-        self, spec: RunSpec, folder: Path, submission: Submission, state: JobState | None
-    ) -> bool:
+    def _is_worth_waiting(self, run: _Active, state: JobState | None) -> bool:
         """Whether there will be an outcome that says something of the program."""
         if state is not None and state.state not in OUTSIDE:
             return True
-        reports = read_reports(folder, submission.name, submission.num_nodes)
-        if len(reports) == submission.num_nodes and not needs_word(reports):
+        reports = run.reports()
+        if len(reports) == run.submission.num_nodes and not needs_word(reports):
             return True
         if state is not None:
             return False
         # Out of squeue's memory: sacct may know better, and a failure must not be forgotten.
-        word = self._account(submission, None)
-        outcome = put_together(spec, folder, submission, reports, word)
+        outcome = run.conclude(reports, self._word(run, None))
         return outcome.what not in ("", "interrupted", "not_run")
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
@@ -248,7 +292,7 @@ class SlurmEngine:
         """
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            self._begin_held()
+            self._begin_more()
             # The files first: they may say it all, and squeue may take long to say nothing.
             ended = self._look_at_all(None)
             if not ended and self._active:
@@ -256,11 +300,13 @@ class SlurmEngine:
             left_s = until_s - time.monotonic()
             if ended or not self._active or left_s <= 0:
                 return ended
-            self._submit_put_off()
             time.sleep(min(self._patience.poll_s, left_s))
 
-    def _look_at_all(self, states: dict[str, JobState] | None) -> list[RunOutcome]:
-        return [out for key in list(self._active) if (out := self._look(key, states))]
+    def _look_at_all(self, states: Mapping[str, JobState] | None) -> list[RunOutcome]:
+        """Outcomes of runs that are over; `states` None: by their files alone."""
+        submitted = [run for run in self._active.values() if not (run.put_off or run.is_held)]
+        looks = (self._look(run, states) for run in submitted)
+        return [outcome for outcome in looks if outcome is not None]
 
     def _ask_states(self) -> dict[str, JobState] | None:
         """State of every job; None while the controller is away."""
@@ -275,82 +321,101 @@ class SlurmEngine:
                 ) from None
             return None
         self._answered_s = time.monotonic()
-        if overdue := self._leftovers.update(states):
-            self._cancel_quietly(overdue, [])
+        self._end_leftovers(states)
         return states
 
-    def _look(self, key: str, states: dict[str, JobState] | None) -> RunOutcome | None:
+    def _end_leftovers(self, states: Mapping[str, JobState]) -> None:
+        """Cancel jobs that stay when their runs are concluded, until their time is up otherwise.
+
+        So does one whose step has lost the process that Slurm had watch it.
+        """
+        overdue = []
+        for name, since_s in list(self._leaving_s.items()):
+            state = states.get(name)
+            late = time.monotonic() - since_s > self._patience.leave_s
+            if state is None or state.leaving or late:
+                del self._leaving_s[name]
+            if state is not None and not state.leaving and late:
+                overdue.append(state.job_id)
+        if overdue:
+            self._cancel_quietly(overdue, [])
+
+    def _look(self, run: _Active, states: Mapping[str, JobState] | None) -> RunOutcome | None:
         """The outcome of a run if it is over."""
-        run = self._active[key]
-        submission = run.submission
-        if run.put_off or run.is_held:
-            return None
-        reports = read_reports(run.folder, submission.name, submission.num_nodes)
-        if len(reports) == submission.num_nodes and not needs_word(reports):
+        reports = run.reports()
+        whole = len(reports) == run.submission.num_nodes
+        if whole and not needs_word(reports):
             return self._conclude_when_visible(run, reports, Word)
         if states is None:
             return None
-        return self._ask_why(run, reports, states.get(submission.name))
-
-    def _ask_why(
-        self, run: _Active, reports: dict[int, NodeReport], state: JobState | None
-    ) -> RunOutcome | None:
-        """The outcome of a run whose reports are not all there, or leave something open."""
-        if state is not None and (told := self._queued.why_never(run.submission.name, state)):
-            return self._give_up(run, state, told)
+        state = states.get(run.submission.name)
         if state is not None and not state.ended:
             run.open_since_s = None
-            return None
-        if state is not None and len(reports) == run.submission.num_nodes:
+            return self._give_up(run, state)
+        if state is not None and whole:
             return self._conclude_when_visible(run, reports, lambda: self._word(run, state))
         # Over, or unknown, with something missing: the files, or the answer, may come late.
         if not self._waited_enough(run):
             return None
-        return self._conclude(run, reports, self._word(run, state))
+        return self._finish(run, run.conclude(reports, self._word(run, state)))
+
+    def _give_up(self, run: _Active, state: JobState) -> RunOutcome | None:
+        """Cancel a job that is in the queue in vain."""
+        told = self._why_never(run, state)
+        if not told:
+            return None
+        self._cancel_quietly([state.job_id], [])
+        outcome = run.conclude({}, Word(state.state))
+        return self._finish(run, replace(outcome, what="not_run", message=told))
+
+    def _why_never(self, run: _Active, state: JobState) -> str:
+        """Why a job in the queue is not waited for any longer; "" if it started, or may still."""
+        if state.state != "PENDING":
+            run.queued_since_s = None
+            return ""
+        if state.stuck:
+            return f"Slurm will not start job {state.job_id} by itself: {state.reason}"
+        now_s, most_s = time.monotonic(), self._options.pending_s
+        run.queued_since_s = now_s if run.queued_since_s is None else run.queued_since_s
+        if now_s - run.queued_since_s <= most_s:
+            return ""
+        return (
+            f"Slurm did not start job {state.job_id} in {most_s:g} s "
+            f"(launch.slurm.pending_s): {state.reason}"
+        )
 
     def _conclude_when_visible(
-        self, run: _Active, reports: dict[int, NodeReport], word: Callable[[], Word]
+        self, run: _Active, reports: Mapping[int, NodeReport], word: Callable[[], Word]
     ) -> RunOutcome | None:
         """Conclude once every record is here as its node left it, or has had the time to be."""
         missing = not_yet_visible(run.folder, reports)
         if not missing:
-            return self._conclude(run, reports, word())
+            return self._finish(run, run.conclude(reports, word()))
         if not self._waited_enough(run):
             return None
-        outcome = put_together(run.spec, run.folder, run.submission, reports, word())
         told = f"after {self._patience.late_s:g} s {missing}: the shared folder does not show them"
+        outcome = run.conclude(reports, word())
         return self._finish(run, replace(outcome, what="interrupted", message=told))
 
     def _waited_enough(self, run: _Active) -> bool:
         now_s = time.monotonic()
-        if run.open_since_s is None:
-            run.open_since_s = now_s
+        run.open_since_s = now_s if run.open_since_s is None else run.open_since_s
         return now_s - run.open_since_s > self._patience.late_s
 
     def _word(self, run: _Active, state: JobState | None) -> Word:
-        return self._account(run.submission, state)
-
-    def _account(self, submission: Submission, state: JobState | None) -> Word:
-        job_id = state.job_id if state is not None else submission.job_id
+        """What Slurm says of a job that is over."""
+        name = run.submission.name
+        job_id = state.job_id if state is not None else run.submission.job_id
         if job_id is None:
-            return Word()
-        known, text, exit_code = self._calls.account(job_id, submission.name)
-        return Word(state.state if state is not None else known, text, exit_code)
-
-    def _give_up(self, run: _Active, state: JobState, told: str) -> RunOutcome:
-        """End a job that would wait for ever."""
-        self._cancel_quietly([state.job_id], [])
-        word = Word(state.state, f"reason: {state.reason}")
-        outcome = put_together(run.spec, run.folder, run.submission, {}, word)
-        return self._finish(run, replace(outcome, what="not_run", message=told))
-
-    def _conclude(self, run: _Active, reports: dict[int, NodeReport], word: Word) -> RunOutcome:
-        return self._finish(run, put_together(run.spec, run.folder, run.submission, reports, word))
+            return Word(job=f"Slurm job {name} of unknown id")
+        known = self._calls.account(job_id, name)
+        ended_as = state.state if state is not None else known.state
+        return Word(ended_as, known.text, known.exit_code, f"Slurm job {job_id}")
 
     def _finish(self, run: _Active, outcome: RunOutcome) -> RunOutcome:
         save_outcome(run.folder, outcome)
         self._release(run.spec.key)
-        self._leftovers.add(run.submission.name)
+        self._leaving_s[run.submission.name] = time.monotonic()
         return outcome
 
     def _release(self, key: str) -> None:
@@ -359,10 +424,9 @@ class SlurmEngine:
 
     def cancel(self) -> None:
         """Cancel every job. What they recorded stays; they get no outcome."""
-        all_runs = list(self._active.values())
-        for run in all_runs:
-            self._release(run.spec.key)
-        runs = [run for run in all_runs if not run.is_held]
+        runs = [run for run in self._active.values() if not run.is_held]
+        for key in list(self._active):
+            self._release(key)
         if not runs:
             return
         nameless = [run for run in runs if run.submission.job_id is None]
@@ -382,34 +446,34 @@ class SlurmEngine:
 
     def _await_gone(self, names: set[str]) -> None:
         until_s = time.monotonic() + self._patience.cancel_s
-        while time.monotonic() < until_s:
-            try:
+        with suppress(NoAnswer, UsageError, Infrastructure):
+            while time.monotonic() < until_s:
                 states = self._calls.states()
-            except (NoAnswer, UsageError, Infrastructure):
-                return
-            if all(name not in states or states[name].ended for name in names):
-                return
-            time.sleep(self._patience.poll_s)
+                if all(name not in states or states[name].ended for name in names):
+                    return
+                time.sleep(self._patience.poll_s)
 
     def close(self) -> None:
         """Cancel every job; those whose runs are concluded have their time to leave."""
         self.cancel()
-        while self._leftovers and self._ask_states_once() is not None:
-            time.sleep(self._patience.poll_s if self._leftovers else 0.0)
+        with suppress(Infrastructure):
+            while self._leaving_s and self._ask_states() is not None:
+                time.sleep(self._patience.poll_s if self._leaving_s else 0.0)
 
-    def _ask_states_once(self) -> dict[str, JobState] | None:
-        try:
-            return self._ask_states()
-        except Infrastructure:
-            return None
 
-    def __enter__(self) -> Self:
-        return self
+def identity(name: str, folder: Path) -> list[str]:
+    """Options of sbatch that are only this job's.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    Raises:
+        UsageError: Slurm would not write to such a folder.
+    """
+    if "\\" in str(folder):
+        # Slurm takes the backslashes out of the name of the file, and there is no way to quote one.
+        raise UsageError(f"engine slurm: expected a path without a backslash, got {folder}")
+    log = str(folder / LOG_FILE).replace("%", "%%")
+    return [f"--job-name={name}", f"--output={log}", "--open-mode=append", "--export=ALL"]
+
+
+def script(command: list[str]) -> str:
+    """A batch script that becomes `command`."""
+    return f"#!/bin/sh\nexec {shlex.join(command)}\n"

@@ -15,10 +15,11 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from harness.engine.server import server_environment
+from harness.engine.process import server_environment
 from harness.errors import Infrastructure, UsageError, one_line
 
 ENDED = frozenset(
@@ -28,11 +29,6 @@ ENDED = frozenset(
     }
 )  # fmt: skip
 """States that a job does not leave again, but by being started anew."""
-OUTSIDE = frozenset(
-    {"CANCELLED", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED",
-     "RECONFIG_FAIL"}
-)  # fmt: skip
-"""Those of them that say nothing of the program."""
 STUCK = (
     "launch failed requeued held", "badconstraints", "invalidaccount", "invalidqos",
     "dependencyneversatisfied", "partitiontimelimit", "partitionnodelimit",
@@ -63,6 +59,8 @@ LONGEST_RETRY_S = 15.0
 
 
 Answer = TypeVar("Answer")
+pause = time.sleep
+"""Between two attempts."""
 
 
 class Account(NamedTuple):
@@ -71,10 +69,6 @@ class Account(NamedTuple):
     state: str = ""
     text: str = ""
     exit_code: int | None = None
-
-
-pause = time.sleep
-"""Between two attempts."""
 
 
 class QueueFull(UsageError):
@@ -125,7 +119,7 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class SlurmCalls:
-    """The commands, for this user."""
+    """The commands, for this user. Each raises `NoAnswer`, or `Infrastructure` without a Slurm."""
 
     def __init__(self, *, answer_s: float, away_s: float) -> None:
         """Prepare.
@@ -166,12 +160,7 @@ class SlurmCalls:
         return self.patiently(attempt)
 
     def would_take(self, options: Sequence[str], script: str) -> None:
-        """Ask whether Slurm would ever run such a job.
-
-        Raises:
-            UsageError: it would not, and says why.
-            Infrastructure: no Slurm here, or no answer for `away_s`.
-        """
+        """Ask whether Slurm would ever run such a job; raises as `submit`."""
         self.patiently(lambda: self._call("sbatch", "--test-only", *options, script=script))
 
     def patiently(self, ask: Callable[[], Answer]) -> Answer:
@@ -194,12 +183,7 @@ class SlurmCalls:
             delay_s = min(2 * delay_s, LONGEST_RETRY_S)
 
     def states(self) -> dict[str, JobState]:
-        """This user's jobs by name, those that ended lately included.
-
-        Raises:
-            NoAnswer: there was none.
-            Infrastructure: no Slurm here.
-        """
+        """This user's jobs by name, those that ended lately included."""
         text = self._call(
             "squeue", "--noheader", "--states=all", f"--user={os.getuid()}", "--format=%A|%T|%r|%j"
         )
@@ -213,12 +197,7 @@ class SlurmCalls:
         return found
 
     def cancel(self, *, job_ids: Sequence[int] = (), names: Sequence[str] = ()) -> None:
-        """Cancel jobs, by id or by name; those that are gone already are no error.
-
-        Raises:
-            NoAnswer: the controller did not say yes.
-            Infrastructure: no Slurm here.
-        """
+        """Cancel jobs, by id or by name; those that are gone already are no error."""
         if job_ids:
             self._call("scancel", "--quiet", *map(str, job_ids))
         for name in names:
@@ -226,39 +205,33 @@ class SlurmCalls:
 
     def account(self, job_id: int, name: str) -> Account:
         """How a job ended, as sacct or scontrol say it."""
-        return self._from_sacct(job_id, name) or self._from_scontrol(job_id, name) or Account()
+        for ask in (self._from_sacct, self._from_scontrol):
+            with suppress(NoAnswer, UsageError, Infrastructure):
+                if (found := ask(job_id, name)) is not None:
+                    return found
+        return Account()
 
     def _from_sacct(self, job_id: int, name: str) -> Account | None:
-        fields = "State,ExitCode,NodeList,JobName"
-        try:
-            text = self._call(
-                "sacct", "-n", "-P", "-X", "-D", f"--jobs={job_id}", f"--format={fields}"
-            )
-        except (NoAnswer, UsageError, Infrastructure):
-            return None
+        fields = "--format=State,ExitCode,NodeList,JobName"
+        text = self._call("sacct", "-n", "-P", "-X", "-D", f"--jobs={job_id}", fields)
         rows = [line.split("|", 3) for line in text.splitlines()]
         ours = [row for row in rows if len(row) == 4 and row[3] == name]
         if not ours:
             return None
         told, code, nodes, _ = ours[-1]  # of a job that was started again, the last start
-        state = told.partition(" ")[0]
-        text = f"sacct: {told}, exit code {code}, nodes {nodes}"
-        return Account(state, text, _exit_code(code))
+        words = f"sacct: {told}, exit code {code}, nodes {nodes}"
+        return Account(told.partition(" ")[0], words, _exit_code(code))
 
     def _from_scontrol(self, job_id: int, name: str) -> Account | None:
-        try:
-            text = self._call("scontrol", "-o", "show", "job", str(job_id))
-        except (NoAnswer, UsageError, Infrastructure):
-            return None
-        for line in text.splitlines():
+        for line in self._call("scontrol", "-o", "show", "job", str(job_id)).splitlines():
             found = dict(re.findall(r"(\w+)=(\S+)", line))
             if found.get("JobName") == name:
-                told = [found.get("Reason", "None"), found.get("ExitCode", "?")]
-                text = (
-                    f"scontrol: {found.get('JobState')}, reason {told[0]}, exit code {told[1]}, "
+                state, code = found.get("JobState", ""), found.get("ExitCode", "?")
+                words = (
+                    f"scontrol: {state}, reason {found.get('Reason', 'None')}, exit code {code}, "
                     f"nodes {found.get('NodeList', '?')}"
                 )
-                return Account(found.get("JobState", ""), text, _exit_code(told[1]))
+                return Account(state, words, _exit_code(code))
         return None
 
     def _call(self, program: str, *arguments: str, script: str | None = None) -> str:
@@ -290,18 +263,21 @@ class SlurmCalls:
             ) from None
         except subprocess.TimeoutExpired as late:
             said = one_line((late.stderr or b"").decode(errors="replace").strip())[-500:]
-            if any(phrase in said.lower() for phrase in FULL):
-                raise QueueFull(f"{program} refused: {said}") from None
+            _refuse_if_full(program, said)
             raise NoAnswer(f"{program} took more than {self._answer_s:g} s") from None
         if done.returncode == 0:
             return done.stdout
         said = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
         said = one_line(said or done.stdout.strip() or f"exit code {done.returncode}")[:500]
-        if any(phrase in said.lower() for phrase in FULL):
-            raise QueueFull(f"{program} refused: {said}")
+        _refuse_if_full(program, said)
         if any(phrase in said.lower() for phrase in PASSING):
             raise NoAnswer(f"{program}: {said}")
         raise UsageError(f"{program} refused: {said}")
+
+
+def _refuse_if_full(program: str, said: str) -> None:
+    if any(phrase in said.lower() for phrase in FULL):
+        raise QueueFull(f"{program} refused: {said}")
 
 
 def _exit_code(told: str) -> int | None:

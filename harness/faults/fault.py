@@ -1,12 +1,17 @@
-"""What is known of a planted fault: where it bites, what catches it, where a search must end.
+"""What is known of a planted fault: where it acts, what catches it, where a search must end.
 
 Data only, no torch. A fault is planted through public seams of the trainer, of torch or of the
-operating system, never by code in `fsdp_core`; the worker implements it under the same name.
+operating system, never by code in `fsdp_core`; `harness.worker.plants` implements it by name.
+
+In rows of catalogue.txt `-` is nothing; a module without a tensor is a pattern for both. Words of
+the setup are those of scenario files: `tp=2` and other keys of `parallel`, `graph=attn+mlp`,
+`stress=races`, `model.layers=3`; the rest are the attributes of `Setup`, `Pointer` and `Fault`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from harness.records import What
 
@@ -24,15 +29,10 @@ random numbers that go in; `reduce`: gradients over ranks, and their norm; `stat
 between steps and changed by none of these; `capture`: making graphs; `outside`: the process, its
 records, its machine."""
 
-AT_STEP: tuple[Argument, ...] = ("step", "rank")
-AT_TENSOR: tuple[Argument, ...] = ("step", "rank", "tensor")
-HOLD_ATTENTION = ("attn", "layer", "full_iteration")
-"""Scopes in which attention is captured."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """The smallest run in which a fault bites.
+class Setup:
+    """The smallest run in which a fault shows.
 
     Attributes:
         settings: over those of `harness.faults.catalogue.BASE`, as `base` of a scenario has them.
@@ -42,7 +42,7 @@ class Cell:
         rank: `plant.rank`, of a fault that takes one; -1 is the last.
         tensor: `plant.tensor`, of a fault that takes one; "" for the fault's own choice.
         legs: `plant.legs`.
-        checks: with their limits, beside loss, state and finite: `{"peak_memory": {...}}`.
+        checks: with their limits, besides loss, state and finite: `{"peak_memory": {...}}`.
         timeout_s: of a run; little where it ends in one.
     """
 
@@ -81,40 +81,109 @@ class Fault:
 
     Attributes:
         name: what a scenario's `plant.fault` says.
+        kind: class of the fault.
+        source: numbers of known failure modes that it stands for ("F31"), or "" for our own.
         description: one sentence for people.
+        symptom: what somebody would see who only looks at the training.
         takes: which of step, rank and tensor mean something to it; giving another is an error.
         expects: the `what` values that a verdict may name when the fault is in the candidate.
+        points_at: where a search must end.
+        setup: the run in which it shows.
         devices: where it can be planted.
         counterpart: fault planted in the legs that do not get this one, or "".
         scopes: graph scopes of which the run needs one; empty if it needs none.
-        layout: what the run's `parallel` must have, each at least; empty if any will do.
-        kind: class of the fault.
-        source: numbers of known failure modes that it stands for ("F31"), or "" for our own.
-        symptom: what somebody would see who only looks at the training.
-        everywhere: acts on every rank, and `plant.rank` means nothing to it.
-        cell: where it bites.
-        points_at: where a search must end; None until the entry is used for that.
+        needs: what the run's `parallel` must have, each at least; empty if any will do.
     """
 
     name: str
+    kind: Kind
+    source: str
     description: str
+    symptom: str
     takes: tuple[Argument, ...]
     expects: tuple[What, ...]
+    points_at: Pointer
+    setup: Setup
     devices: tuple[str, ...] = ("cpu", "cuda")
     counterpart: str = ""
     scopes: tuple[str, ...] = ()
-    layout: Mapping[str, int] = field(default_factory=dict)
-    kind: Kind = "infrastructure"
-    source: str = ""
-    symptom: str = ""
-    everywhere: bool = False
-    cell: Cell = field(default_factory=Cell)
-    points_at: Pointer | None = None
+    needs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it acts on every rank, so that `plant.rank` means nothing to it."""
+        return "rank" not in self.takes
 
     def lacks(self, parallel: Mapping[str, Any]) -> str:
-        """What of `layout` a whole `parallel` section has not: 'tp 2 or more'; "" if it has all."""
+        """What of `needs` a whole `parallel` section has not: 'tp 2 or more'; "" if it has all."""
         return " and ".join(
             name if least is True else f"{name} {least} or more"
-            for name, least in self.layout.items()
+            for name, least in self.needs.items()
             if parallel[name] < least
         )
+
+
+_PARALLEL = ("dp", "dp_outer", "tp", "cp", "pp", "ep", "sequence_parallel", "dynamic_cp")
+_LISTS = ("graph", "stress", "legs", "devices", "scopes")
+_OF_FAULT = ("devices", "scopes", "needs", "counterpart")
+_OF_SETUP = ("graph", "stress", "step", "rank", "legs", "checks", "timeout_s")
+
+
+def read_table(text: str) -> dict[str, Fault]:
+    """The faults of a table by name; `== hooks: ...` begins those of a kind, `#` is a comment.
+
+    Raises:
+        ValueError: a row is not of eight columns, or has the name of another.
+    """
+    kind = ""
+    rows: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        if line.startswith("== "):
+            kind = line[3:].partition(":")[0]
+        elif line.startswith(" "):
+            rows[-1] = (kind, f"{rows[-1][1]} {line.strip()}")
+        elif line and not line.startswith("#"):
+            rows.append((kind, line))
+    found: dict[str, Fault] = {}
+    for kind, row in rows:
+        columns = [_word(column.strip()) for column in row.split(" |")]
+        if len(columns) != 8 or kind not in get_args(Kind) or columns[0] in found:
+            raise ValueError(f"expected 8 columns and a new name, under a kind, got {kind}: {row}")
+        found[columns[0]] = _fault(cast("Kind", kind), columns)
+    return found
+
+
+def _fault(kind: Kind, columns: list[str]) -> Fault:
+    name, source, takes, setup, expects, place, description, symptom = columns
+    given: dict[str, Any] = {}
+    for word in setup.split():
+        path, _, value = word.partition("=")
+        *outer, last = (f"parallel.{path}" if path in _PARALLEL else path).split(".")
+        inner = given
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = tuple(value.split("+")) if path in _LISTS else _value(value)
+    phase, module, tensor = (*place.split(" ", 2), "", "")[:3]
+    pointer = Pointer(
+        phase=cast("Phase", phase), module=_word(module), tensor=_word(tensor or module),
+        later=given.pop("later", 0),
+    )  # fmt: skip
+    own = {key: given.pop(key) for key in _OF_FAULT if key in given}
+    held = {key: given.pop(key) for key in _OF_SETUP if key in given}
+    return Fault(
+        name=name, kind=kind, source=source, description=description, symptom=symptom,
+        takes=cast("tuple[Argument, ...]", tuple(takes.split())),
+        expects=cast("tuple[What, ...]", tuple(expects.split())),
+        points_at=pointer, setup=Setup(settings=given, **held), **own,
+    )  # fmt: skip
+
+
+def _word(text: str) -> str:
+    return "" if text == "-" else text
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.checks.spread import quantile
+from harness.checks.within import quantile
 from harness.history.entries import FolderEntry, RunEntry
 from harness.history.trend import METRIC_NAMES, SIGMA_OF_MAD, facts_of
 from harness.provenance import changes, different, flat, told

@@ -18,10 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.checks.complete import find_flaw
 from harness.checks.memory import peak_bytes
-from harness.confirm import confirmed, confirmed_alone
-from harness.disk import write_atomic
 from harness.errors import HarnessError, one_line
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, inputs_of, name_of, work_of
 from harness.history.ledger import Damaged, Gone, History, Recorded, locked, make, set_aside
@@ -38,6 +35,8 @@ from harness.store import (
     read_outcome,
     read_verdict,
 )
+from harness.store.files import write_atomic
+from harness.store.verify import verified, verified_alone
 
 DATABASE_FILE = "history.sqlite"
 NOT_WRITTEN_FILE = "history_not_written.txt"
@@ -201,20 +200,6 @@ class _Runs:
             if failure
         )
 
-    def doubt(self, verdict: Verdict, keys: Mapping[str, str]) -> str:
-        """Why a verdict that says passed cannot be believed, "" if it can."""
-        if verdict.outcome != "passed":
-            return ""
-        if not keys:
-            return "its verdict says passed, but it was to be skipped"
-        for leg, key in keys.items():
-            if verdict.runs.get(leg) != key:
-                return f"its verdict says passed, but of another {leg}"
-            flaw = find_flaw(self.last[key]) if key in self.last else None
-            if why := flaw.message if flaw else "" if key in self.last else "there is no such run":
-                return f"its verdict says passed, but of the {leg}: {why}"
-        return ""
-
 
 def _ranks_environment(result: RunResult) -> dict[str, Any]:
     """What every rank recorded of its environment, each once; empty if one did not."""
@@ -308,12 +293,9 @@ def _answers(folder: RunFolder, case: CaseSpec, runs: _Runs) -> Iterator[CaseEnt
                 yield _damaged(case, attempt, f"its {VERDICT_FILE} does not decode")
         elif attempt < number:
             # By its own links: the runs of an earlier answer may have been repeated since.
-            yield _answer(case, confirmed_alone(place, case, verdict), attempt)
+            yield _answer(case, verified_alone(place, case, verdict), attempt)
         else:
-            if why := runs.doubt(verdict, keys):
-                last = _damaged(case, attempt, why)
-            else:
-                last = _answer(case, confirmed(folder, case, verdict, runs.last), attempt)
+            last = _answer(case, verified(folder, case, verdict), attempt)
             made_by = runs.made_by(keys.get("candidate", ""))
             yield dataclasses.replace(last, retried=runs.retried(keys), commit=made_by)
 

@@ -22,10 +22,10 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from harness.codec import strict_loads
-from harness.disk import make_folder, open_plain, write_atomic
 from harness.errors import Infrastructure, UsageError
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of
 from harness.records import Json, dumps
+from harness.store.files import make_folder, open_plain, write_atomic
 
 APPLICATION_ID = 0x44304A31
 """In the header of the file: another program's database is not taken for a history."""
@@ -40,7 +40,7 @@ _KEYS: dict[type[Json], tuple[str, ...]] = {
 }
 _TABLES: dict[type[Json], str] = {FolderEntry: "folders", CaseEntry: "cases", RunEntry: "runs"}
 _FIELDS: dict[type[Json], tuple[str, ...]] = {
-    kind: tuple(f.name for f in dataclasses.fields(kind) if f.name not in ("cases", "runs"))  # type: ignore[arg-type]
+    kind: tuple(f.name for f in dataclasses.fields(kind) if f.name not in ("cases", "runs"))
     for kind in _TABLES
 }
 _AS_JSON = ("labels", "causes", "retried", "difference", "environment", "fingerprints")

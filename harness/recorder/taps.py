@@ -212,7 +212,7 @@ def module_of(error: BaseException, observer: Observer) -> str:
 
 
 class Keeper:
-    """Copies the tensors that a run is asked to keep, and writes them as `harness.contents` does.
+    """Copies the tensors that a run is asked to keep, and writes them: `harness.store.contents`.
 
     Args:
         keep: `KeepSpec` as JSON: the step, and names such as `grads:layers.0.weight`.
@@ -238,14 +238,14 @@ class Keeper:
         """Write the file once the step to keep is over."""
         if step != self._step:
             return
-        from harness.contents import KeptTensor, checksum_of, write_contents
+        from harness.store.contents import KeptTensor, write_contents
 
         entries = []
         for name, part, tensor in self._held:
             data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
             about = KeptTensor(
                 name=name, part=part, dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape), sha256=checksum_of(data), as_digested=True,
+                shape=tuple(tensor.shape), as_digested=True,
             )  # fmt: skip
             entries.append((about, data))
         session = self._observer.session

@@ -1,7 +1,7 @@
 """Which runs `--resume` makes again, though they have an outcome.
 
     interrupted, not_run          they say nothing of the program
-    undecided, shared_gpu         nobody knows whose end it was (`harness.engine.company`)
+    undecided, shared_gpu         nobody knows whose end it was (`harness.engine.gpus`)
     killed, and not for memory    somebody did it: by its own count not the kernel
     killed, anything else         only if somebody asks for it (`--again-killed`)
     what the machine failed       as often as `launch.retries` allows (`harness.runner.retries`)
@@ -14,8 +14,7 @@ is kept and shown beside the new one, and a new one whose bits differ from it do
 from pathlib import Path
 
 from harness.records import RunOutcome, What
-from harness.repeats import confirming_runs
-from harness.schedule import unique_runs
+from harness.repeats import confirming_runs, unique_runs
 from harness.store import RunFolder
 
 TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run", "shared_gpu")

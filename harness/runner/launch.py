@@ -23,25 +23,25 @@ from harness.engine.base import Engine
 from harness.engine.gpus import shared
 from harness.engine.local import LocalEngine
 from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_options import SlurmOptions
-from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
-from harness.expectations import expected_anywhere, expected_here, kind_of
-from harness.leftovers import clear_leftovers
-from harness.lookup import DEFAULT_OUT, unused
-from harness.machine import Machine
-from harness.masking import Masker
-from harness.on_slurm import (
+from harness.engine.slurm_job import (
     MANIFEST_KEY,
+    SlurmOptions,
     device_on_slurm,
     references_of,
     slots_on_slurm,
     stored_options,
 )
+from harness.errors import HarnessError, InternalError, Interrupted, NothingSelected, UsageError
+from harness.machine import Machine
+from harness.masking import Masker
 from harness.program.launch import make_environments
 from harness.program.spec import codes_of, program_of
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, dumps
+from harness.repeats import unique_runs
 from harness.runner.changed import changed
+from harness.runner.expectations import expected_anywhere, expected_here, kind_of
+from harness.runner.leftovers import clear_leftovers
 from harness.runner.occupancy import keep, metered
 from harness.runner.plan import make_plan, resume_plan
 from harness.runner.planned import check_whole, refuse_secrets
@@ -50,11 +50,13 @@ from harness.runner.request import Carried, CutShort, Prepared, Request
 from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.runner.retries import Retries, stored_limit
 from harness.runner.run import execution, is_left, keep_trace, open_repeats, whole
+from harness.runner.schedule import Seconds
+from harness.runner.shards import refuse_changed, take_shard
 from harness.scenario.schema import Overrides
-from harness.scenario.shards import keep_whole, refuse_changed, take_shard
 from harness.scenario.suite import load_suite
-from harness.schedule import Seconds, unique_runs
 from harness.store import RunFolder, load_case
+from harness.store.find import DEFAULT_OUT, unused
+from harness.store.merge import keep_whole
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.checks.steps import count
-from harness.disk import read_plain, write_atomic
+from harness.checks.evidence import count
 from harness.errors import HarnessError
-from harness.object_file import MAX_FILE_BYTES
 from harness.records import Json, RecordError, RunOutcome, RunSpec, Verdict
 from harness.runner.plan import Plan
 from harness.runner.progress import duration
 from harness.runner.run import Progress
+from harness.store.files import MAX_FILE_BYTES, read_plain, write_atomic
 
 OCCUPANCY_FILE = "occupancy.json"
 

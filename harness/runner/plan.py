@@ -1,7 +1,7 @@
 """What will run, in which order, on how many slots, for how long (an estimate, and how it is made).
 
 A slot holds one rank: a GPU, or on the CPU one of a stated number. Runs that cases share are made
-once, in the order of `harness.schedule`.
+once, in the order of `harness.runner.schedule`.
 
 What a run takes is what the history says of runs like it. Where it says nothing, the estimate, in
 seconds, on the CPU and on CUDA, is
@@ -33,8 +33,8 @@ from harness.plant_spec import each_of
 from harness.provenance import package_version
 from harness.records import CaseSpec, Json, RunSpec
 from harness.repeats import in_turn, runs_of
+from harness.runner.schedule import Job, Seconds, arrange, makespan_s
 from harness.samples import SLOWDOWN
-from harness.schedule import Job, Seconds, arrange, makespan_s
 
 Device = Literal["cpu", "cuda"]
 _START_S = {"cpu": (1.0, 0.05), "cuda": (6.0, 0.5)}

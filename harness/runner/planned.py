@@ -1,79 +1,41 @@
-"""What a plan asks of whoever carries it out, or keeps it: whole configurations, and no secrets.
-
-cases.json, case.json -> a configuration that its own rules accept, with every key -> runs
-scenario -> settings that are stored with each run, so that none may be a password
-"""
+"""What a plan asks of whoever carries it out, or keeps it: whole configurations, and no secrets."""
 
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from fsdp_core.config import ConfigError, TrainConfig
+from fsdp_core.config import TrainConfig
 from harness.errors import UsageError, one_line
-from harness.faults.catalogue import CATALOGUE
 from harness.masking import Masker
-from harness.plant_spec import PlantSpec, each_of
+from harness.plant_spec import each_of
 from harness.program.spec import program_of
-from harness.records import CaseSpec, RecordError, RunSpec
+from harness.records import CaseSpec
 from harness.repeats import runs_of
 
 
 def check_whole(place: Path, cases: Iterable[CaseSpec]) -> None:
-    """See that every run of a stored plan can be made.
+    """See that a stored plan has the settings that this version of the trainer has.
 
     Raises:
         UsageError: a configuration lacks a key, has an unknown one, or breaks a rule.
     """
-    seen: set[str] = set()
-    for case in cases:
-        if case.skip_reason:
-            continue
-        for spec in runs_of(case):
-            if spec.key not in seen and (why := _flaw(spec)):
-                raise UsageError(f"{place} is a damaged run folder: case {case.id}: {why}")
-            seen.add(spec.key)
-
-
-def _flaw(spec: RunSpec) -> str:
-    if not spec.is_builtin:
+    specs = {
+        spec.key: spec for case in cases if not case.skip_reason for spec in runs_of(case)
+        if spec.is_builtin
+    }  # fmt: skip
+    for spec in specs.values():
         try:
-            program_of(spec.config)
-        except RecordError as error:
-            return f"its program is none: {one_line(str(error))}"
-        return ""
-    try:
-        whole = TrainConfig.from_dict(spec.config).to_dict()
-    except ConfigError as error:
-        return f"its configuration is none: {one_line(str(error))}"
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        return f"its configuration is none: {one_line(f'{type(error).__name__}: {error}')}"
-    if missing := sorted(set(_leaves(whole)) - set(_leaves(spec.config))):
-        return f"its configuration lacks {', '.join(missing[:4])}"
-    return _flaw_of_plant(spec.plant)
-
-
-def _flaw_of_plant(plant: PlantSpec | None) -> str:
-    faults = each_of(plant)
-    names = [fault.fault for fault in faults]
-    for fault in faults:
-        if fault.fault not in CATALOGUE:
-            return f"no fault is named {fault.fault}"
-        if names.count(fault.fault) > 1:
-            return f"the fault {fault.fault} is planted twice"
-        if fault.beside:
-            return f"faults beside {fault.fault}, which is beside another itself"
-        if not 0 < fault.chance <= 1:
-            return f"the fault {fault.fault} has a chance of {fault.chance}"
-    return ""
-
-
-def _leaves(config: dict[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from (f"{key}.{name}" for name in value)
-        else:
-            yield key
+            whole = TrainConfig.from_dict(spec.config).to_dict()
+            lacks = [name for name, value in whole.items() if name not in spec.config or (
+                isinstance(value, dict) and set(value) - set(spec.config[name])
+            )]  # fmt: skip
+            if lacks:
+                raise ValueError(f"it lacks settings of {', '.join(lacks)}")
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            why = one_line(f"{type(error).__name__}: {error}")
+            raise UsageError(
+                f"{place} is of another version or damaged: the configuration of {spec.key}: {why}"
+            ) from error
 
 
 def refuse_secrets(cases: Iterable[CaseSpec], arguments: Iterable[str] = ()) -> None:

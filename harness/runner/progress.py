@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checks import confirmation, soak
-from harness.checks.steps import count
+from harness.checks.evidence import count
 from harness.errors import one_line
 from harness.records import Outcome, RunOutcome, RunSpec, Verdict
 from harness.runner.plan import Plan

@@ -4,16 +4,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import SlurmOptions
 from harness.errors import Interrupted
 from harness.machine import Machine
 from harness.records import Verdict
 from harness.runner.occupancy import Occupancy
 from harness.runner.plan import Plan
 from harness.scenario.schema import Overrides
-from harness.scenario.shards import Whole
 from harness.scenario.suite import Picked, Selected
 from harness.store import RunFolder
+from harness.store.merge import Whole
 
 
 @dataclass(frozen=True, kw_only=True)

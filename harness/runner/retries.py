@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.checks.environment import different_keys
-from harness.checks.steps import groups_of, rank_table, state_table
-from harness.infrastructure import machine_failure
-from harness.naming import aligned
+from harness.checks.evidence import groups_of, rank_table, state_table
+from harness.infrastructure import SHARED_GPU, machine_failure
 from harness.provenance import fingerprint
 from harness.records import (
     DIGEST_HEX_CHARS,
@@ -31,8 +30,8 @@ from harness.records import (
     Verdict,
     What,
 )
-from harness.shared_gpus import SHARED_GPU
 from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kept, read_outcome
+from harness.store.streams import aligned
 
 MANIFEST_KEY = "retries"
 """Of the run folder's manifest: how often a run may be made again."""

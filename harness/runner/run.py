@@ -1,7 +1,7 @@
 """Carrying out a plan: unique runs once, on the engine's slots, each case judged when it can be.
 
     finished runs are read, those under way adopted, unfinished ones set aside      (resume)
-    -> runs start as slots allow, in the order of `harness.schedule`
+    -> runs start as slots allow, in the order of `harness.runner.schedule`
     -> a run ends -> cases whose three runs are finished: seal, judge, store the verdict
     -> bits differ and the case says `confirm` -> both sides once more -> the verdict says so, too
 
@@ -25,17 +25,17 @@ from typing import ParamSpec, Protocol, Self, TypeVar, cast
 
 from harness.checks import confirmation
 from harness.checks import judge as judge_case
-from harness.confirm import TRUSTING
-from harness.disk import write_atomic
 from harness.engine.base import Engine
 from harness.errors import Infrastructure, Interrupted, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, Confirmation, RunOutcome, RunSpec, Verdict
-from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of
+from harness.repeats import Turns, confirming_runs, is_timed, past_legs, runs_of, unique_runs
 from harness.runner.again import says_nothing
 from harness.runner.retries import Retries, beside_attempts
-from harness.schedule import Queue, Seconds, arrange, unique_runs
+from harness.runner.schedule import Queue, Seconds, arrange
 from harness.store import CASE_FILE, CASES_FILE, RunFolder
+from harness.store.files import write_atomic
+from harness.store.verify import verified
 
 Judge = Callable[..., Verdict]
 """From a case and its three runs, and `samples` and `repeats` if it has any, to a verdict."""
@@ -323,8 +323,8 @@ class _Matrix:
         verdict = self._folder.load_verdict(case.id)
         if verdict is None or verdict.runs != _run_keys(case) or verdict.outcome == "error":
             return False
-        if verdict.outcome in TRUSTING and self._judged(case).outcome != verdict.outcome:
-            # Its records were damaged since, or it was not made from them: answered anew.
+        if verified(self._folder, case, verdict) != verdict:
+            # Files were damaged since, or it was not made from them: answered anew.
             return False
         if self._confirm and confirmation.is_open(case, verdict):
             self._unconfirmed[case.id] = verdict
@@ -358,7 +358,7 @@ class _Matrix:
         if verdict.confirmation is None:
             # Killed before the repeats end, the verdict is there, and says that they are missing.
             verdict = dataclasses.replace(verdict, confirmation=confirmation.not_made(case))
-            self._folder.save_verdict(verdict)
+            self._folder.save_verdict(verdict, case)
         self._unconfirmed[case.id] = verdict
         for spec in left:
             self._of_run.setdefault(spec.key, []).append(case)
@@ -412,7 +412,7 @@ class _Matrix:
         return dataclasses.replace(verdict, wall_s=sum(leg.outcome.wall_s for leg in legs))
 
     def _answer(self, case: CaseSpec, verdict: Verdict) -> None:
-        self._folder.save_verdict(verdict)
+        self._folder.save_verdict(verdict, case)
         self.verdicts[case.id] = verdict
         self._progress.judged(verdict)
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from harness.checks.limits import TIMED_STEPS
+from harness.checks.speed import TIMED_STEPS
 from harness.collector import held_off
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS

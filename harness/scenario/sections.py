@@ -14,7 +14,7 @@ soak, tier and select.
              period                       steps of a stressor's turn; without it all are always on
              stall_s                      seconds without a record after which a run counts as hung
 
-`launch.slurm` is described in `harness.engine.slurm_options`. A scenario without a tier is run by
+`launch.slurm` is described in `harness.engine.slurm_job`. A scenario without a tier is run by
 its name only. Every refusal is a `ScenarioError`.
 """
 
@@ -25,16 +25,13 @@ from functools import partial
 from typing import Any, Literal
 
 from fsdp_core.config import STRESSORS
-from harness.checks.limits import (
-    DEFAULT_MAX_SLOWDOWN,
-    DEFAULT_SKIP_STEPS,
+from harness.checks.memory import (
     FORMULA_NAMES,
-    MAX_REPEATS,
     FormulaError,
     names_in,
 )
-from harness.engine.slurm_options import DEFAULT_OPTIONS, OURS, SlurmOptions
-from harness.paired import LEAST_PAIRS
+from harness.checks.registry import CHECKS, Option, defaults
+from harness.engine.slurm_job import DEFAULT_OPTIONS, OURS, SlurmOptions
 from harness.scenario.decode import (
     Taker,
     dotted,
@@ -55,7 +52,6 @@ from harness.scenario.yaml_source import Node, Origin, parse_text
 from harness.soaking import ALWAYS_ON, DEFAULT_STALL_S, SoakBy, SoakSpec
 from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance_of
 
-EVIDENCE = ("loss", "state", "taps")
 ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
 TIERS = ("smoke", "pr", "nightly", "weekly")
@@ -152,12 +148,6 @@ def decode_expect(node: Node, key: str) -> Expect:
     return expect
 
 
-def _no_limits(node: Node, key: str) -> dict[str, Any]:
-    if node.value != {}:
-        raise refuse(node, key, "an empty mapping, {}")
-    return {}
-
-
 def _bytes_or_formula(node: Node, key: str) -> int | str:
     if not isinstance(node.value, str):
         return take_int(node, key, least=1)
@@ -171,50 +161,21 @@ def _bytes_or_formula(node: Node, key: str) -> int | str:
     return node.value
 
 
-PEAK_MEMORY: Mapping[str, Taker] = {
-    "max_ratio": take_positive,
-    "max_bytes": _bytes_or_formula,
-    "max_growth_bytes": take_count,
-    "max_unexplained": take_positive,
-}
-THROUGHPUT: Mapping[str, Taker] = {
-    "max_slowdown": take_positive,
-    "skip_steps": partial(take_int, least=0),
-    # The interval of fewer is not as sure as the verdict says.
-    "repeats": partial(take_int, least=LEAST_PAIRS, most=MAX_REPEATS),
-}
+def _taker(option: Option) -> Taker:
+    if option.kind == "integer":
+        return partial(take_int, least=option.least, most=option.most)
+    return take_positive if option.kind == "number" else _bytes_or_formula
 
 
-def _peak_memory(node: Node, key: str) -> dict[str, Any]:
-    limits = take_fields(node, key, PEAK_MEMORY)
-    if not limits:
-        expected = " or ".join(PEAK_MEMORY)
-        raise refuse(node, key, expected, got="an empty mapping", legal=PEAK_MEMORY)
-    return limits
-
-
-def _throughput(node: Node, key: str) -> dict[str, Any]:
-    # What is left unsaid is filled in, so that a case's file says all of it.
-    unsaid = {
-        "max_slowdown": DEFAULT_MAX_SLOWDOWN,
-        "skip_steps": DEFAULT_SKIP_STEPS,
-        "repeats": LEAST_PAIRS,
-    }
-    return unsaid | take_fields(node, key, THROUGHPUT)
-
-
-CHECKS: Mapping[str, Taker] = {
-    "loss": _no_limits,
-    "state": _no_limits,
-    "taps": _no_limits,
-    "finite": _no_limits,
-    "peak_memory": _peak_memory,
-    "throughput": _throughput,
-    "soak": partial(take_fields, fields={"max_leak_bytes": partial(take_int, least=0)}),
-    "graphs": lambda node, key: (
-        {"min_replays": 1} | take_fields(node, key, {"min_replays": take_int})
-    ),
-}
+def _options(name: str, node: Node) -> dict[str, Any]:
+    """What a check is asked; what is left unsaid is filled in, so that a case's file says it."""
+    key, legal = dotted("checks", name), CHECKS[name].options
+    if not legal and node.value != {}:
+        raise refuse(node, key, "an empty mapping, {}")
+    options = take_fields(node, key, {each: _taker(option) for each, option in legal.items()})
+    if CHECKS[name].needs_option and not options:
+        raise refuse(node, key, " or ".join(legal), got="an empty mapping", legal=legal)
+    return defaults(name) | options
 
 
 def decode_checks(node: Node, expect: Expect) -> dict[str, dict[str, Any]]:
@@ -226,10 +187,11 @@ def decode_checks(node: Node, expect: Expect) -> dict[str, dict[str, Any]]:
     if expect != "bitwise" and "loss" not in entries:
         expected = "loss, which is what the tolerance of compare.expect is on"
         raise refuse(node, "checks", expected, got=got)
-    if not set(entries) & set(EVIDENCE):
+    evidence = tuple(name for name, check in CHECKS.items() if check.compares)
+    if not set(entries) & set(evidence):
         expected = "a check that compares bits, since compare.expect is bitwise"
-        raise refuse(node, "checks", expected, got=got, legal=EVIDENCE)
-    return {name: CHECKS[name](entry, dotted("checks", name)) for name, entry in entries.items()}
+        raise refuse(node, "checks", expected, got=got, legal=evidence)
+    return {name: _options(name, entry) for name, entry in entries.items()}
 
 
 def _word(node: Node, key: str) -> str:

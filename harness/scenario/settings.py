@@ -422,7 +422,7 @@ def check_has_part(fault: Fault, config: TrainConfig, role: str, written: Origin
         got = f"{config.engine} in the {role}"
         raise written.error("engine", expected=f"ours, {place}", got=got)
     if lacks := fault.lacks(parallel):
-        held = ", ".join(f"{name} {shown(parallel[name])}" for name in fault.layout)
+        held = ", ".join(f"{name} {shown(parallel[name])}" for name in fault.needs)
         raise written.error(
             "plant.fault", expected=f"a layout with {lacks}, {place}", got=f"{held} in the {role}"
         )

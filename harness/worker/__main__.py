@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.engine.watch import Limits
+from harness.engine.ranks import Limits
 from harness.errors import HarnessError
 
 ENTRY = "harness.worker.main:rank_main"

@@ -7,8 +7,8 @@ import torch
 
 from fsdp_core.train import Trainer
 from fsdp_core.train.keeping import Kept, fits
-from harness.contents import KeptTensor, Place, checksum_of, write_contents
 from harness.records import RunSpec
+from harness.store.contents import KeptTensor, Place, write_contents
 
 
 class ContentsFile:
@@ -50,7 +50,7 @@ def entry_of(kept: Kept) -> tuple[KeptTensor, bytes]:
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     about = KeptTensor(
         name=kept.name, part=kept.part, dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape), sha256=checksum_of(data), as_digested=kept.as_digested,
+        shape=tuple(tensor.shape), as_digested=kept.as_digested,
         places=tuple(
             Place(
                 name=p.name, shape=p.shape, offsets=p.offsets, local_offsets=p.local_offsets,

@@ -14,16 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.engine.crew import own_address
-from harness.engine.job_files import (
-    LOG_FILE,
-    STARTED_AGAIN,
-    Submission,
-    load_submission,
-    look_again,
-    read_reports,
-)
-from harness.engine.server import server_environment
+from harness.engine.node_reports import LOG_FILE, STARTED_AGAIN, look_again, read_reports
+from harness.engine.process import server_environment
+from harness.engine.ranks import own_address
+from harness.engine.slurm_job import Submission, load_submission
 from harness.errors import Infrastructure
 from harness.provenance import code_variables
 from harness.store import OUTCOME_FILE, SPEC_FILE

@@ -33,8 +33,8 @@ from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
 from harness import provenance
-from harness.engine.first_failure import FirstFailure, claim, find
-from harness.engine.whereabouts import place_path
+from harness.engine.collective_log import place_path
+from harness.engine.outcome import FirstFailure, claim, find
 from harness.masking import Masker
 from harness.program.launch import run_program
 from harness.program.spec import program_of

@@ -11,16 +11,19 @@ import socket
 import sys
 from pathlib import Path
 
-from harness.disk import make_folder
-from harness.engine.agent import Post, lead_share
-from harness.engine.crew import Job, Meeting
-from harness.engine.job_files import NodeReport, Submission, not_yet_visible, read_reports
-from harness.engine.put_together import Word, put_together
-from harness.engine.shares import Shares
-from harness.engine.watch import Limits
+from harness.engine.leader import Post, lead_share
+from harness.engine.node_reports import (
+    NodeReport,
+    not_yet_visible,
+    put_together,
+    read_reports,
+)
+from harness.engine.ranks import Job, Limits, Meeting
+from harness.engine.slurm_job import Shares
 from harness.errors import UsageError
 from harness.records import RunSpec
 from harness.store import SPEC_FILE, save_outcome
+from harness.store.files import make_folder
 from harness.worker.job import await_file, await_submission
 from harness.worker.serve import load_entry, open_store
 
@@ -146,9 +149,6 @@ def _prepare_folder(folder: Path, spec_file: Path | None) -> None:
 
 def _conclude(folder: Path, spec: RunSpec, name: str) -> None:
     """Wait for every report, with a bound, and write the outcome."""
-    submission = Submission(
-        name=name, num_nodes=spec.world_size, ranks_per_node=1, submitted_unix_s=0.0
-    )
     reports: dict[int, NodeReport] = {}
 
     def all_there() -> bool:
@@ -157,6 +157,6 @@ def _conclude(folder: Path, spec: RunSpec, name: str) -> None:
         return len(reports) == spec.world_size and not not_yet_visible(folder, reports)
 
     await_file(folder / SPEC_FILE, all_there, REPORTS_S)
-    outcome = put_together(spec, folder, submission, reports, Word())
+    outcome = put_together(spec, folder, reports, num_nodes=spec.world_size)
     save_outcome(folder, outcome)
     sys.stdout.write(f"{spec.key}: {outcome.what or 'done'} {outcome.message}\n")

@@ -10,9 +10,7 @@ The catalogue says which faults take a step, a rank or a tensor; the decoder req
 """
 
 import random
-from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
@@ -21,8 +19,7 @@ from harness.faults.catalogue import CATALOGUE
 from harness.plant_spec import PlantSpec, each_of
 from harness.records import EventRecord, RunSpec
 from harness.worker.plants import PLANTINGS
-from harness.worker.plants.planting import Planting
-from harness.worker.plants.seams import NotHere
+from harness.worker.plants.planting import Act, NotHere, Planting, on_its_stream
 from harness.worker.record_file import RecordFile
 
 
@@ -54,7 +51,8 @@ class Plant:
     def before_train(self, config: TrainConfig) -> TrainConfig:
         """The configuration that this rank really trains by."""
         for fault in self._faults:
-            config = fault.before_train(config)
+            if fault.planting.before_make is not None:
+                config = fault.planting.before_make(config)
         return config
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -74,12 +72,14 @@ class Plant:
     def after_end(self) -> None:
         """Act once the end record is written."""
         for fault in self._faults:
-            fault.after_end()
+            if fault.planting.after_end is not None:
+                fault.planting.after_end()
 
     def _alter(self, line: str) -> list[str]:
         lines = [line]
         for fault in self._faults:
-            lines = [altered for each in lines for altered in fault.alter(each)]
+            if fault.alter is not None:
+                lines = [altered for each in lines for altered in fault.alter(each)]
         return lines
 
 
@@ -89,80 +89,57 @@ class PlantedFault:
     Attributes:
         spec: what is planted.
         is_here: whether this is a rank that it names.
+        planting: what it does here.
+        alter: what it does to lines of records, or None.
     """
 
     def __init__(self, spec: PlantSpec, rank: int, world_size: int, file: RecordFile) -> None:
-        self.spec = spec
-        self.is_here = CATALOGUE[spec.fault].everywhere or rank == spec.rank % world_size
-        self._planting = PLANTINGS[spec.fault] if self.is_here else Planting()
-        self._rank, self._file = rank, file
-        alter = self._planting.alter
-        self._alteration = None if alter is None else alter(spec)
+        self.spec, self._rank, self._file = spec, rank, file
+        self._everywhere = CATALOGUE[spec.fault].everywhere
+        self.is_here = self._everywhere or rank == spec.rank % world_size
+        self.planting = PLANTINGS[spec.fault] if self.is_here else Planting()
+        self.alter = None if self.planting.alter is None else self.planting.alter(spec)
         self._is_first = True
-
-    def before_train(self, config: TrainConfig) -> TrainConfig:
-        """The configuration that this rank really trains by."""
-        make = self._planting.before_make
-        return config if make is None else make(config)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Act before `step` runs."""
-        planting = self._planting
+        planting, spec = self.planting, self.spec
         if self._is_first and (planting.before_make or planting.after_end):
             self._announce(step)  # no record comes after what it does
         self._is_first = False
-        if planting.from_step is not None and step >= self.spec.step:
-            self._act(planting.from_step, trainer, step, is_told=step == self.spec.step)
-        at = trainer.config.graph_warmup_steps if planting.at_capture else self.spec.step
-        if step != at:
+        if planting.from_step is not None and step >= spec.step:
+            self._act(planting.from_step, trainer, step, is_said=step == spec.step)
+        if step != (trainer.config.graph_warmup_steps if planting.at_capture else spec.step):
             return
         if planting.before_step is not None:
             self._act(planting.before_step, trainer, step)
         if planting.before_step_on is not None:
-            name = planting.before_step_on(trainer, self.spec.tensor)
-            self._announce(step, tensor=name)
+            self._announce(step, tensor=planting.before_step_on(trainer, spec.tensor))
 
-    def _act(
-        self, act: Callable[[Trainer], None], trainer: Trainer, step: int, *, is_told: bool = True
-    ) -> None:
-        everywhere = CATALOGUE[self.spec.fault].everywhere
-        if is_told and not everywhere:
+    def _act(self, act: Act, trainer: Trainer, step: int, *, is_said: bool = True) -> None:
+        if is_said and not self._everywhere:
             self._announce(step)  # no record comes after what it does
         try:
             act(trainer)
         except NotHere:
             # A fault of all ranks is one of those that hold what it is planted in.
-            if everywhere:
+            if self._everywhere:
                 return
             raise
-        if is_told and everywhere:
+        if is_said and self._everywhere:
             self._announce(step)
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Act after the optimizer of `step`, before its digests are read."""
-        act, act_on = self._planting.after_step, self._planting.after_step_on
-        if step != self.spec.step or (act is None and act_on is None):
+        if step != self.spec.step or self.planting.after_step_on is None:
             return
-        told = {}
-        with torch.no_grad(), trainer.device.on(trainer.stream):
-            if act is not None:
-                act(trainer)
-            if act_on is not None:
-                told["tensor"] = act_on(trainer, self.spec.tensor)
+        with on_its_stream(trainer):
+            tensor = self.planting.after_step_on(trainer, self.spec.tensor)
         trainer.redigest_state()
-        self._announce(step, **told)
-
-    def after_end(self) -> None:
-        """Act once the end record is written."""
-        if self._planting.after_end is not None:
-            self._planting.after_end()
-
-    def alter(self, line: str) -> list[str]:
-        """What is written in place of a line."""
-        return [line] if self._alteration is None else self._alteration(line)
+        self._announce(step, tensor=tensor)
 
     def _announce(self, step: int, **detail: str) -> None:
-        event = EventRecord(
-            name="planted", rank=self._rank, step=step, detail={"fault": self.spec.fault, **detail}
+        detail = {"fault": self.spec.fault, **detail}
+        self._file.write(
+            EventRecord(name="planted", rank=self._rank, step=step, detail=dict(detail))
         )
-        self._file.write(event)

@@ -14,7 +14,7 @@ import torch
 from fsdp_core.config import TrainConfig
 from fsdp_core.determinism import prepare_environment
 from fsdp_core.train.rehearsal import can_rehearse, predict_at_rest, ranks_that_differ, rehearse
-from harness.flops import step_flops
+from harness.checks.speed import step_flops
 
 MOST_FLOPS = 2e10
 MOST_BYTES = 1 << 30

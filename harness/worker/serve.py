@@ -24,7 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from harness.engine.crew import Job, RankMain
 from harness.engine.leader import die_as_child_of, lead
 from harness.engine.process import (
     ChildWakeup,
@@ -34,7 +33,7 @@ from harness.engine.process import (
     signal_quietly,
     wake_as_parent_dies,
 )
-from harness.engine.watch import Limits
+from harness.engine.ranks import Job, Limits, RankMain
 from harness.records import RunSpec
 
 STORE_TIMEOUT = timedelta(seconds=60)

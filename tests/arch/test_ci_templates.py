@@ -71,7 +71,7 @@ def test_what_a_template_types_exists(line: str, pytester: pytest.Pytester) -> N
                     tiers = parsed.params.get("tiers") or ()
                     assert set(tiers) <= set(TIERS)
         case ["python", "-m", "pytest", *args]:
-            config = pytester.parseconfig("-p", "harness.under_pytest.plugin", *args)
+            config = pytester.parseconfig("-p", "harness.pytest_plugin.plugin", *args)
             assert config.getoption("harness")
             assert set(str(config.getoption("markexpr")).split(" or ")) <= set(TIERS)
         case ["make", target]:

@@ -12,7 +12,7 @@ TORCH_FREE = ("fsdp_core.config", "fsdp_core.layouts")  # with all that is in th
 PURE = ("fsdp_core.fsdp.layout", "fsdp_core.fsdp.placement")  # in a package that loads torch
 REPORT_LIBRARIES = {"pandas", "matplotlib"}
 OPTIONAL = {"triton", "transformer_engine", "megatron_fsdp"}  # used where installed, never required
-PLUGIN_ROOM = "harness.under_pytest"  # what pytest loads, so nobody else needs pytest
+PLUGIN_ROOM = "harness.pytest_plugin"  # what pytest loads, so nobody else needs pytest
 PLUGIN_USES = {"pytest", "xdist"}  # of whoever runs it under them
 pytestmark = pytest.mark.xdist_group("imports")  # one worker reads all files, once
 DISTRIBUTION_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
@@ -31,14 +31,18 @@ def may_use_torch(module: str) -> bool:
 
 
 def layered_packages() -> dict[str, set[str]]:
-    """Package -> its children named by an exhaustive layers contract."""
+    """Package -> its children named by an exhaustive layers contract; `a.b` is one of a room."""
     found: dict[str, set[str]] = {}
     for contract in settings()["tool"]["importlinter"]["contracts"]:
         if contract["type"] == "layers":
             assert contract["exhaustive"], contract["name"]
-            children = {c for layer in contract["layers"] for c in re.findall(r"\w+", layer)}
+            names = {n for layer in contract["layers"] for n in re.findall(r"[\w.]+", layer)}
             for container in contract["containers"]:
-                found[container] = children
+                for name in names:
+                    room, _, module = name.partition(".")
+                    found.setdefault(container, set()).add(room)
+                    if module:
+                        found.setdefault(f"{container}.{room}", set()).add(module)
     return found
 
 

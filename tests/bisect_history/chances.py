@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 
-from harness.bisector.chance import FAILS, PASSES, Answer, NeverFails, bounds, learn
+from harness.bisect.chance import FAILS, PASSES, Answer, NeverFails, bounds, learn
 
 NUMBER = 64
 RATES = (1.0, 0.9, 0.6, 0.3, 0.1)
@@ -41,7 +41,7 @@ class Commits:
         return FAILS if any(self.once(commit, n) == FAILS for n in runs) else PASSES
 
     def search(self) -> int:
-        """The first bad commit by halving, as `harness.bisector.commits` goes about it."""
+        """The first bad commit by halving, as `harness.bisect.commits` goes about it."""
         flaky = False
         while True:
             known = learn(lambda n: self.once(NUMBER, n), num_questions=9, flaky=flaky)

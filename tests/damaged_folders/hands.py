@@ -1,7 +1,7 @@
 """What somebody does who knows the checksums: files that say something else and are whole.
 
-Who makes up all the records of a run, bit by bit, as the program would have, makes a pass: nothing
-in a folder can tell. Each kind here leaves some record that says otherwise.
+Who makes every checksum fit, from a record up to its verdict, makes a pass: only judging again can
+tell (`harness check`, `merge`). Each kind here leaves a file that says otherwise.
 """
 
 import hashlib
@@ -12,27 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.checksum import LinesChecksum
-from harness.records import EndRecord, dumps, parse_record
+from harness.store.files import checksum_of
 from tests.damaged_folders.kinds import CASE, FILES, Damage, lines_of, run_of
 from tests.damaged_folders.rewrite import rewrite
 
 
 def sealed_again(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> Path:
-    """Change the records of a rank, and the checksum in its end record with them."""
+    """Change the records of a rank, and their checksum in the outcome of the run with them."""
     plain = [json.loads(line) for line in lines_of(path)]
     change(plain)
-    checksum, lines = LinesChecksum(), []
-    for values in plain:
-        line = json.dumps(values, sort_keys=True, separators=(",", ":"))
-        if values["kind"] == "end":
-            record = parse_record(line)
-            assert isinstance(record, EndRecord)
-            line = dumps(checksum.sealed(record))
-        lines.append(line + "\n")
-        checksum.add(lines[-1].encode())
+    lines = [json.dumps(values, sort_keys=True, separators=(",", ":")) for values in plain]
     path.unlink()
-    path.write_text("".join(lines))
+    path.write_text("\n".join(lines) + "\n")
+    outcome = path.with_name("outcome.json")
+    files = json.loads(outcome.read_bytes())["files"]
+    rewrite(outcome, {"files": files | {path.name: checksum_of(path)}})
     return path
 
 
@@ -142,12 +136,6 @@ IN_PASSED: dict[str, Damage] = {
 }  # fmt: skip
 
 FORGED = {"outcome": "passed", "what": "", "message": "every check said yes", "difference": None}
-IN_FAILED: dict[str, Damage] = {
-    "forged_pass": in_object("verdict", **FORGED),
-    "forged_skip": in_object("verdict", **FORGED | {"outcome": "skipped"}),
-    "forged_without_checks": in_object("verdict", **FORGED, checks=[]),
-    "forged_runs": in_object("verdict", **FORGED, runs={}),
-}
 IN_CRASHED: dict[str, Damage] = {
     "outcome_forged": in_object("outcome", **ENDED_WELL),
     "both_forged": lambda folder, rng: [

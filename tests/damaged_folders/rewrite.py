@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.checksum import KEY, with_checksum
+from harness.store.files import KEY, with_checksum
 
 
 def rewrite(path: Path, changes: Mapping[str, Any]) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.damaged_folders.hands import FORGED, sealed_again
-from tests.damaged_folders.kinds import CASE, Damage
+from tests.damaged_folders.hands import sealed_again
+from tests.damaged_folders.kinds import Damage
 from tests.damaged_folders.rewrite import rewrite
 
 Edit = Callable[[bytes, random.Random], bytes]
@@ -222,16 +222,6 @@ def sealed(folder: Path, rng: random.Random) -> Path:
         return path  # damaged before: there is nothing left to seal
 
 
-def forged(folder: Path, rng: random.Random) -> Path:
-    """A verdict that says passed, whatever it was."""
-    path = folder / "cases" / rng.choice((CASE, "dp2-full_iteration")) / "verdict.json"
-    try:
-        rewrite(path, FORGED)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return path
-    return path
-
-
 # --- files ------------------------------------------------------------------------------------
 
 
@@ -351,5 +341,5 @@ def in_files(folder: Path, rng: random.Random) -> Path:
 
 
 STROKES: dict[str, Damage] = {
-    "bytes": in_bytes, "value": value, "sealed": sealed, "forged": forged, "files": in_files,
+    "bytes": in_bytes, "value": value, "sealed": sealed, "files": in_files,
 }  # fmt: skip

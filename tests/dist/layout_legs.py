@@ -25,9 +25,9 @@ from fsdp_core.config import FsdpConfig, ModelConfig, ParallelConfig, TrainConfi
 from fsdp_core.device import Device
 from fsdp_core.mesh import build_axes
 from fsdp_core.train import Trainer
-from harness.bisector.layouts import LayoutAnswer, Leg, compare_layouts, runs_to_compare
-from harness.contents import Contents, KeptTensor, Loaded
+from harness.bisect.layouts import LayoutAnswer, Leg, compare_layouts, runs_to_compare
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
+from harness.store.contents import Contents, KeptTensor, Loaded
 from harness.worker.contents import entry_of
 from harness.worker.rounded import rounded
 from tests.dist import parity_faults

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_core.config import ModelConfig, ParallelConfig, TrainConfig
 from harness.engine.local import LocalEngine
-from harness.engine.watch import Limits
+from harness.engine.ranks import Limits
 from harness.records import RunOutcome, RunSpec
 from harness.soaking import SoakSpec
 from tests.hang_kinds.ranks import IN_REPLAYS, KINDS

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.engine.memory_kills import num_memory_kills
+from harness.engine.outcome import num_memory_kills
 from harness.history import History
 from reports import build
 from reports.same import normalised

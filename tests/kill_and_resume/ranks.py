@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from fsdp_core.config import TrainConfig
-from harness.checks.graph_proof import launches, owed
+from harness.checks.complete import launches, owed
 from harness.records import EndRecord, RunSpec
 from harness.worker.record_file import RecordFile
 from tests.planted.stub_ranks import initial_record, start_record, step_record

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 
 from fsdp_core.config import TrainConfig
-from harness.checks.graph_proof import launches, owed
-from harness.contents import KeptTensor, checksum_of, write_contents
+from harness.checks.complete import launches, owed
 from harness.records import EndRecord, RunSpec
+from harness.store.contents import KeptTensor, write_contents
 from harness.worker.record_file import RecordFile
 from tests.kill_and_resume.ranks import note_start
 from tests.planted.stub_ranks import initial_record, start_record, step_record
@@ -29,7 +29,7 @@ def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
         data = bytes([is_wrong] * 4)
         about = KeptTensor(
             name=spec.keep.names[0], part=0, dtype="float32", shape=(1,),
-            sha256=checksum_of(data), as_digested=True,
+            as_digested=True,
         )  # fmt: skip
         write_contents(folder, spec.key, rank, spec.keep.step, [(about, data)])
     graphs = tuple(owed(TrainConfig.from_dict(spec.config), rank, steps))

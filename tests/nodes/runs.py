@@ -4,11 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness.engine.job_files import load_submission
-from harness.engine.patience import Patience
-from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_options import SlurmOptions
-from harness.engine.watch import Limits
+from harness.engine.ranks import Limits
+from harness.engine.slurm import Patience, SlurmEngine
+from harness.engine.slurm_job import SlurmOptions, load_submission
 from harness.records import RunOutcome, RunSpec
 
 ENTRY = "tests.planted.stub_ranks:rank_main"

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.engine import slurm_calls
-from harness.engine.job_files import load_submission
 from harness.engine.slurm_calls import SlurmCalls
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import SlurmOptions, load_submission
 from harness.errors import Infrastructure
 from tests.nodes.local_slurm import LocalSlurm
 from tests.nodes.runs import LIMIT_S, PATIENCE, engine, spec, wait_for
@@ -78,5 +77,5 @@ def test_the_controller_stays_away_or_forgets(
     monkeypatch.setattr(slurm_engine, "_calls", SlurmCalls(answer_s=20.0, away_s=LIMIT_S))
     (outcome,) = slurm_engine.wait(LIMIT_S)
     assert outcome.what == "interrupted", outcome.message
-    assert "has vanished: neither squeue, scontrol nor sacct know of harness-" in outcome.message
+    assert "has vanished: neither squeue, scontrol nor sacct know of it" in outcome.message
     assert not engine(SlurmOptions()).adopt(run, tmp_path)

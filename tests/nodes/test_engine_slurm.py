@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.job_files import load_submission, read_reports
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.node_reports import read_reports
+from harness.engine.slurm_job import SlurmOptions, load_submission
 from harness.records import RunOutcome, RunResult
 from harness.store import load_run_folder
 from tests.nodes.local_slurm import LocalSlurm

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import SlurmOptions
 from harness.records import RunOutcome
 from tests.nodes.local_slurm import LocalSlurm
 from tests.nodes.runs import LIMIT_S, SAFE, engine, job_id_of, spec, wait_for

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.job_files import load_submission, save_submission
-from harness.engine.slurm_options import SlurmOptions
+from harness.engine.slurm_job import SlurmOptions, load_submission, save_submission
 from harness.errors import UsageError
 from harness.records import CaseSpec, ExitCode
 from harness.store import RunFolder, begin_run

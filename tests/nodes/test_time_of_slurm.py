@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.engine.job_files import load_submission, read_reports
+from harness.engine.node_reports import read_reports
+from harness.engine.slurm_job import load_submission
 from harness.store import load_run_folder
 from tests.nodes.conftest import Slow
 from tests.nodes.local_slurm import LocalSlurm

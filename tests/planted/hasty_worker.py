@@ -8,10 +8,10 @@ from pathlib import Path
 
 from harness.records import RunSpec
 from harness.worker import main
-from harness.worker.plants import endings
+from harness.worker.plants import processes
 from tests.planted import leader_clock
 
-_real_wait_s = endings.wait_s
+_real_wait_s = processes.wait_s
 _folders: list[Path] = []
 
 
@@ -27,5 +27,5 @@ def _wait_late(seconds: float) -> None:
     _real_wait_s(seconds)
 
 
-endings.wait_s = _wait_late
+processes.wait_s = _wait_late
 leader_clock.install()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness.engine import crew
+from harness.engine import ranks as crew
 
 AHEAD_FILE = "clock_ahead"
 

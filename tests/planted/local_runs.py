@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.engine.local import LocalEngine
 from harness.engine.process import parent_of
-from harness.engine.watch import Limits
+from harness.engine.ranks import Limits
 from harness.records import RunOutcome, RunSpec
 from tests.planted.leader_clock import put_ahead
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisector.experiments import judged_by
+from harness.bisect.experiments import judged_by
 from harness.checks.complete import find_flaw
 from harness.checks.judge import exit_code
+from harness.engine import gpus
 from harness.engine.local import LocalEngine
-from harness.engine.watch import Limits
+from harness.engine.ranks import Limits
 from harness.infrastructure import machine_failure
 from harness.records import CaseSpec, EndRecord, ErrorRecord, RunOutcome, RunSpec, Verdict, What
 from harness.runner.again import says_nothing
@@ -84,6 +85,12 @@ class Machine:
         }  # fmt: skip
         return RunSpec(config=config, device="cuda", world_size=1, timeout_s=10 * PATIENCE_S)
 
+    def pair(self, *acts: str) -> list[RunSpec]:
+        """A run that faults first and one that falls with it, and ends well alone."""
+        return [
+            self.run("a", "fault", *acts, beside=2), self.run("b", "victim", "ok", beside=2),
+        ]  # fmt: skip
+
     def runs(self, *acts: str) -> CaseSpec:
         """A case whose legs end as victims of its candidate, if at all."""
         reference = self.run("ref", "victim", "ok")
@@ -134,116 +141,97 @@ def causes(folder: RunFolder, run: RunSpec) -> list[str]:
     return [attempt.cause for attempt in earlier_attempts(folder, run)]
 
 
-def test_the_innocent_are_cleared_and_the_culprit_is_named(
-    machine: Machine, folder: RunFolder
+Rows = dict[str, tuple[dict[str, tuple[str, ...]], dict[str, str], dict[str, list[str]]]]
+SHARED = ["shared_gpu"]
+UNDER_MPS: Rows = {
+    "the innocent are cleared and the culprit is named": (
+        {"a": ("fault",), "b": ("victim", "ok"), "c": ("victim", "ok")},
+        {"a": "illegal_access", "b": "", "c": ""}, {"a": SHARED, "b": SHARED, "c": SHARED},
+    ),
+    "a fault that does not come back leaves nobody passed": (
+        {"a": ("fault", "ok"), "b": ("victim", "ok")},
+        {"a": "shared_gpu", "b": "shared_gpu"}, {"a": SHARED, "b": SHARED},
+    ),
+    "one that fails alone elsewhere explains nothing": (
+        {"a": ("fault", "later_fault"), "b": ("victim", "ok")},
+        {"a": "illegal_access", "b": "shared_gpu"}, {"a": SHARED, "b": SHARED},
+    ),
+    "two that fail alone both stand": (
+        {"a": ("fault",), "b": ("victim", "raise")},
+        {"a": "illegal_access", "b": "crashed"}, {"a": SHARED, "b": SHARED},
+    ),
+    "an error of the program needs no second run": (
+        {"a": ("raise",), "b": ("victim", "ok")}, {"a": "crashed", "b": ""}, {"a": [], "b": SHARED},
+    ),
+    "MPS recovers from a fault only by and by": (
+        {"a": ("fault", "refused", "refused", "fault"), "b": ("victim", "refused", "ok")},
+        {"a": "illegal_access", "b": ""},
+        {"a": [*SHARED, *2 * ["device_unavailable"]], "b": [*SHARED, "device_unavailable"]},
+    ),
+    "a run that got no GPU said nothing": (
+        {"a": ("refused", "ok"), "b": ("ok",)}, {"a": "", "b": ""},
+        {"a": ["device_unavailable"], "b": []},
+    ),
+    "a GPU that is never given out is asked for some times": (
+        {"a": ("refused",)}, {"a": "crashed"}, {"a": 2 * ["device_unavailable"]},
+    ),
+    "one without company has nobody to blame": (
+        {"a": ("fault", "ok")}, {"a": "illegal_access"}, {"a": []},
+    ),
+}  # fmt: skip
+WITHOUT_MPS: Rows = {
+    "contexts of their own share no fault": (
+        {"a": ("fault", "ok"), "b": ("victim",)}, {"a": "illegal_access", "b": "crashed"},
+        {"a": [], "b": []},
+    ),
+    "a GPU that is not given out is the machine's failure": (
+        {"a": ("refused",)}, {"a": "crashed"}, {"a": []},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [*UNDER_MPS, *WITHOUT_MPS])
+def test_what_becomes_of_runs_on_one_gpu(machine: Machine, folder: RunFolder, row: str) -> None:
+    """Under MPS what failed in company runs once more alone, and all it was is kept and told."""
+    machine.mps = row in UNDER_MPS
+    acts, whats, why = (UNDER_MPS | WITHOUT_MPS)[row]
+    runs = {name: machine.run(name, *act, beside=len(acts)) for name, act in acts.items()}
+    found = machine.outcomes(folder, *runs.values())
+    assert {name: outcome.what for name, outcome in found.items()} == whats
+    assert {name: causes(folder, run) for name, run in runs.items()} == why
+    for name, outcome in found.items():
+        assert outcome.attempt == len(why[name])
+        assert not outcome.undecided
+        if SHARED[0] in why[name]:
+            assert all(run.key in outcome.message for n, run in runs.items() if n != name)
+        assert ("without MPS" in outcome.message) == (outcome.what == "shared_gpu")
+        if outcome.what == "crashed" and acts[name] == ("refused",):
+            assert machine_failure(folder.load_run(runs[name])) == "device_unavailable"
+
+
+def test_a_fault_long_before_explains_nothing(
+    machine: Machine, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone the faulty run fails again; its neighbours finish, and their first ends are kept."""
-    runs = [
-        machine.run("a", "fault"), machine.run("b", "victim", "ok"),
-        machine.run("c", "victim", "ok"),
-    ]  # fmt: skip
-    found = machine.outcomes(folder, *runs)
-    assert [found[name].what for name in "abc"] == ["illegal_access", "", ""]
-    assert all(runs[n].key in found["a"].message for n in (1, 2))
-    assert [causes(folder, run) for run in runs] == [["shared_gpu"]] * 3
-    assert [found[name].attempt for name in "abc"] == [1, 1, 1]
+    """Ends that are too far apart are not each other's doing, though the runs met on the GPU."""
+    monkeypatch.setattr(gpus, "NOTICE_S", -10 * PATIENCE_S)
+    found = machine.outcomes(folder, *machine.pair())
+    assert [found[name].what for name in "ab"] == ["illegal_access", "shared_gpu"]
 
 
-def test_a_fault_that_does_not_come_back_leaves_nobody_passed(
-    machine: Machine, folder: RunFolder
-) -> None:
-    """A culprit that is lucky the second time is not green, and neither is who was beside it."""
-    runs = [
-        machine.run("a", "fault", "ok", beside=2), machine.run("b", "victim", "ok", beside=2),
-    ]  # fmt: skip
-    found = machine.outcomes(folder, *runs)
-    for run, other in (runs, runs[::-1]):
-        outcome = found[run.config["name"]]
-        assert outcome.what == "shared_gpu"
-        assert other.key in outcome.message
-        assert "without MPS" in outcome.message
-
-
-def test_one_that_fails_alone_elsewhere_explains_nothing(
-    machine: Machine, folder: RunFolder
-) -> None:
-    """It did not get that far beside the others, so another may have ended them all."""
-    runs = [
-        machine.run("a", "fault", "later_fault", beside=2),
-        machine.run("b", "victim", "ok", beside=2),
-    ]
-    found = machine.outcomes(folder, *runs)
-    assert (found["a"].what, found["b"].what) == ("illegal_access", "shared_gpu")
-
-
-def test_a_lone_run_that_is_refused_its_gpu_is_no_answer(
-    machine: Machine, folder: RunFolder
-) -> None:
-    """MPS recovers from the fault only by and by: the culprit fails again once it gets the GPU."""
-    runs = [
-        machine.run("a", "fault", "refused", "refused", "fault", beside=2),
-        machine.run("b", "victim", "refused", "ok", beside=2),
-    ]
-    found = machine.outcomes(folder, *runs)
-    assert [found[name].what for name in "ab"] == ["illegal_access", ""]
-    assert causes(folder, runs[0]) == ["shared_gpu", "device_unavailable", "device_unavailable"]
-    assert causes(folder, runs[1]) == ["shared_gpu", "device_unavailable"]
-
-
-def test_a_run_that_never_got_its_gpu_is_made_again_and_counts(
-    machine: Machine, folder: RunFolder
-) -> None:
-    """It said nothing, so nothing is in doubt once it was made."""
-    runs = [machine.run("a", "refused", "ok", beside=2), machine.run("b", "ok", beside=2)]
-    found = machine.outcomes(folder, *runs)
-    assert [found[name].what for name in "ab"] == ["", ""]
-    assert causes(folder, runs[0]) == ["device_unavailable"]
-
-
-@pytest.mark.parametrize("mps", [False, True])
-def test_a_gpu_that_is_never_given_out_is_the_machines_failure(
-    machine: Machine, folder: RunFolder, mps: bool
-) -> None:
-    """It is asked for some more times under MPS, and not for ever."""
-    machine.mps = mps
-    run = machine.run("a", "refused", beside=1)
-    found = machine.outcomes(folder, run)
-    assert found["a"].what == "crashed"
-    assert causes(folder, run) == (["device_unavailable"] * 2 if mps else [])
-    flaw = find_flaw(folder.load_run(run))
-    assert flaw is not None
-    assert machine_failure(folder.load_run(run)) == "device_unavailable"
-
-
-def test_an_error_of_the_program_needs_no_second_run(machine: Machine, folder: RunFolder) -> None:
-    """Python's exception, before CUDA said a word, names the culprit from the start."""
-    runs = [machine.run("a", "raise", beside=2), machine.run("b", "victim", "ok", beside=2)]
-    found = machine.outcomes(folder, *runs)
-    assert [found[name].what for name in "ab"] == ["crashed", ""]
-    assert [causes(folder, run) for run in runs] == [[], ["shared_gpu"]]
-
-
-def test_two_that_fail_alone_both_stand(machine: Machine, folder: RunFolder) -> None:
-    """Each is accused of what it does by itself."""
-    runs = [machine.run("a", "fault", beside=2), machine.run("b", "victim", "raise", beside=2)]
-    found = machine.outcomes(folder, *runs)
-    assert [found[name].what for name in "ab"] == ["illegal_access", "crashed"]
-
-
-@pytest.mark.parametrize("mps", [False, True])
-def test_without_mps_or_company_an_end_stands(
-    machine: Machine, folder: RunFolder, mps: bool
-) -> None:
-    """Contexts of their own share no fault, and one alone has nobody to blame."""
-    machine.mps = mps
-    if mps:
-        runs = [machine.run("a", "fault", "ok", beside=1)]
-    else:
-        runs = [machine.run("a", "fault", "ok", beside=2), machine.run("b", "victim", beside=2)]
-    found = machine.outcomes(folder, *runs)
-    assert found["a"].what == "illegal_access"
-    assert not any(outcome.undecided or outcome.attempt for outcome in found.values())
-    assert [causes(folder, run) for run in runs] == [[]] * len(runs)
+def test_a_fault_on_another_gpu_explains_nothing(machine: Machine, folder: RunFolder) -> None:
+    """Only who was on the same GPU can have ended a run; `c` and `d` were on one of their own."""
+    acts = {"a": ("fault",), "b": ("victim", "ok"), "c": ("fault", "ok"), "d": ("ok",)}
+    runs = [machine.run(name, *act, beside=4) for name, act in acts.items()]
+    with LocalEngine(
+        4, entry=ENTRY, devices=("0", "0", "1", "1"), limits=Limits(grace_s=PATIENCE_S),
+        mps=lambda: True,
+    ) as two_gpus:  # fmt: skip
+        machine.engine, engine = two_gpus, machine.engine
+        try:
+            found = machine.outcomes(folder, *runs)
+        finally:
+            machine.engine = engine
+    assert [found[name].what for name in "abcd"] == ["illegal_access", "", "shared_gpu", ""]
 
 
 def judged(machine: Machine, folder: RunFolder, *cases: CaseSpec) -> list[Verdict]:
@@ -268,9 +256,7 @@ def test_a_case_is_judged_by_what_its_runs_do_alone(
 @pytest.mark.parametrize("later", ["fault", "ok"])
 def test_what_is_cut_short_is_asked_on(machine: Machine, folder: RunFolder, later: str) -> None:
     """Killed as runs are made alone, a resumed harness decides nothing from what was half known."""
-    runs = [
-        machine.run("a", "fault", later, beside=2), machine.run("b", "victim", "ok", beside=2),
-    ]  # fmt: skip
+    runs = machine.pair(later)
     stuck = machine.server.with_name("stuck")
     stuck.write_text("a b")
     for run in runs:
@@ -295,9 +281,7 @@ def test_who_ends_well_alone_has_not_passed_until_all_are_known(
     machine: Machine, folder: RunFolder
 ) -> None:
     """What lies on the disk before another of the group was made alone is no outcome."""
-    runs = [
-        machine.run("a", "fault", "ok", beside=2), machine.run("b", "victim", "ok", beside=2),
-    ]  # fmt: skip
+    runs = machine.pair("ok")
     machine.server.with_name("stuck").write_text("b")
     for run in runs:
         machine.engine.start(run, folder.run_folder(run.key))

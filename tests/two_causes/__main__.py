@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness.bisector.causes import FoundCauses, find_causes
-from harness.bisector.experiments import Asker
+from harness.bisect.causes import FoundCauses, find_causes
+from harness.bisect.experiments import Asker
 from harness.engine.base import Engine
 from harness.errors import HarnessError
 from harness.runner import launch

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig
-from harness.bisector.differences import LegChanges
+from harness.bisect.differences import LegChanges
 from harness.plant_spec import PlantSpec, joined
 from harness.records import CaseSpec, RunSpec
 

@@ -1,30 +1,14 @@
-"""What each planted fault does in a rank, by its name in the catalogue.
-
-One module a kind of `harness.faults`; each has its PLANTINGS, and this one has them all.
-"""
+"""What each planted fault does in a rank, by its name in the catalogue."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from fsdp_core.train import Trainer
-from harness.worker.plants import (
-    addresses,
-    capture,
-    collectives,
-    data,
-    hooks,
-    infrastructure,
-    numerics,
-    streams,
-)
+from harness.worker.plants import engine, numbers, processes
 from harness.worker.plants.planting import Planting
 
-_KINDS = (
-    hooks, addresses, streams, capture, collectives, numerics, data, infrastructure,
-)  # fmt: skip
-
 PLANTINGS: Mapping[str, Planting] = MappingProxyType(
-    {name: planting for kind in _KINDS for name, planting in kind.PLANTINGS.items()}
+    {**engine.PLANTINGS, **numbers.PLANTINGS, **processes.PLANTINGS}
 )
 """Every fault of the catalogue."""
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import TrainConfig
-from harness.checks.complete import OF_INITIAL
-from harness.checks.graph_proof import launches, owed
+from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.cli import main
 from harness.records import (
     DIGEST_GROUPS,

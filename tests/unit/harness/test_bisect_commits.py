@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import commit
-from harness.bisector import session
+from harness.bisect import session
 from harness.cli import main
 from tests.bisect_history.history import git, harnesses, make_history
 from tests.unit.harness.fake_engine import FakeEngine, failed_run, run_json

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from harness.bisector.experiments import AskedQuestion
-from harness.bisector.render import LiveSearch, asked
+from harness.bisect.experiments import AskedQuestion
+from harness.bisect.render import LiveSearch, asked
 from harness.cli import main
 from harness.records import RunOutcome, RunSpec, StepRecord
 from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal

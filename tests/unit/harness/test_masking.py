@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from harness.engine.output import TAIL_BYTES, CappedOutput
+from harness.engine.ranks import TAIL_BYTES, CappedOutput
 from harness.masking import MASK, MAX_HELD_BYTES, Masker, Stream
 from harness.provenance import variables
 

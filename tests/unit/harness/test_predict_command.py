@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness import predict_command
 from harness.cli import main
+from harness.cli import predict as predict_command
 from harness.errors import Infrastructure
 from harness.records import ExitCode
 from tests.unit.harness.fake_engine import SCENARIO

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import recorded
 from harness.cli import main
 from harness.records import ExitCode, Verdict
+from harness.runner import recorded
 from harness.store import read_verdict
 
 TRAIN = """

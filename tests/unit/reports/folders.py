@@ -10,9 +10,7 @@ from typing import Any
 
 from fsdp_core.config import TrainConfig
 from harness.checks import judge
-from harness.checks.complete import OF_INITIAL
-from harness.checks.graph_proof import launches, owed
-from harness.checksum import LinesChecksum
+from harness.checks.complete import OF_INITIAL, launches, owed
 from harness.records import (
     DIGEST_GROUPS,
     CaseSpec,
@@ -128,7 +126,7 @@ class Writer:
                     continue
                 folder.seal_case(case)
                 legs = [folder.load_run(s) for s in (case.reference, case.control, case.candidate)]
-                folder.save_verdict(judge(case, *legs, wall_s=self.wall_s))
+                folder.save_verdict(judge(case, *legs, wall_s=self.wall_s), case)
         return self.path
 
     def _run(
@@ -159,9 +157,7 @@ class Writer:
                     rank=rank, steps=self.steps, peak_bytes=peak + rank * 4096,
                     startup_s=0.1, wall_s=1.0, replays=launches(graphs), graphs=graphs,
                 )  # fmt: skip
-                checksum = LinesChecksum()
-                checksum.add("".join(f"{line}\n" for line in lines).encode())
-                lines.append(dumps(checksum.sealed(end)))
+                lines.append(dumps(end))
             (path / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
             (path / f"rank{rank}.stderr").write_bytes(
                 printed.encode("utf-8", "surrogatepass") if rank == (culprit or 0) else b""

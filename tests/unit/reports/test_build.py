@@ -297,7 +297,8 @@ def test_markdown_fits_a_comment(writer: Any, make_verdict: Callable[..., Verdic
     folder = writer.write()
     with RunFolder.open(folder) as opened:
         for number in range(200):
-            opened.save_verdict(make_verdict(f"c{number}", message="漢|" * 900))
+            verdict = make_verdict(f"c{number}", message="漢|" * 900)
+            opened.save_verdict(verdict, opened.cases[number])
     text = markdown.render(summarise(folder)).encode()
     assert len(text) <= MAX_BYTES
     listed = text.count(b"error | c") + text.count(b"failed | c")

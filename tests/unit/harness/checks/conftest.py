@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from fsdp_core.config import ParallelConfig, TrainConfig
-from harness.checks.graph_proof import launches, owed
-from harness.checks.steps import BEFORE
+from harness.checks.complete import Flaw, find_flaw, launches, owed
+from harness.checks.evidence import BEFORE
 from harness.records import (
     CaseSpec,
+    CheckResult,
+    Difference,
     EndRecord,
     FloatBits,
     InitialRecord,
@@ -22,6 +24,7 @@ from harness.records import (
     RunSpec,
     StartRecord,
     StepRecord,
+    Verdict,
 )
 
 TENSORS = {
@@ -177,6 +180,19 @@ def flip_digest(run: RunResult, rank: int, step: int, group: str, bit: int) -> R
     number = int(digests[group], 16) ^ (1 << (4 * len(digests[group]) - 1 - bit))
     digests[group] = f"{number:0{len(digests[group])}x}"
     return edit_step(run, rank, step, digests=digests)
+
+
+def flaw_of(run: RunResult) -> Flaw:
+    """The flaw of a run that has one."""
+    flaw = find_flaw(run)
+    assert flaw is not None
+    return flaw
+
+
+def place_of(answer: CheckResult | Verdict | Flaw) -> Difference:
+    """Where a check, a verdict or a flaw saw the first difference."""
+    assert answer.difference is not None
+    return answer.difference
 
 
 @dataclasses.dataclass(frozen=True)

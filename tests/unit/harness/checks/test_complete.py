@@ -1,79 +1,165 @@
-"""A run that is not whole is told apart from one that is, and by its own name."""
+"""A run that is not whole is found, by its own name; and what graphs owe."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checks.complete import find_flaw
-from harness.records import ErrorRecord, RankExit, What
+from harness.checks import complete
+from harness.checks.complete import Flaw, find_flaw, launches
+from harness.checks.judge import judge
+from harness.records import EndRecord, ErrorRecord, EventRecord, GraphUse, RankExit, RunResult
+from tests.unit.harness.checks.conftest import Edits, Lab, flaw_of, place_of
+
+LATE = "line 7: step record after end"
+LAB, EDIT = Lab(), Edits()
+Break = Callable[[Any], Any]
 
 
-def test_whole_run_has_no_flaw(lab: Any) -> None:
-    """A run with every rank, step, digest and exit code 0 is whole."""
-    assert find_flaw(lab.run(lab.spec())) is None
+def start(**changes: Any) -> Break:
+    """Change the start record of rank 0."""
+
+    def broken(run: Any) -> Any:
+        return EDIT.rank(run, 0, start=dataclasses.replace(run.ranks[0].start, **changes))
+
+    return broken
 
 
-@pytest.mark.parametrize("what", ["hang", "oom", "illegal_access", "crashed", "stale_address"])
-def test_engine_outcome_is_the_flaw(lab: Any, edit: Any, what: str) -> None:
-    """What the engine saw comes first, in its own words and with its culprit."""
-    run = edit.outcome(lab.run(lab.spec()), what=what, message="it went wrong", culprit_rank=1)
-    flaw = find_flaw(run)
-    assert flaw is not None
-    assert (flaw.what, flaw.message, flaw.rank) == (what, "it went wrong", 1)
+def end(**changes: Any) -> Break:
+    """The same of its end record."""
+
+    def broken(run: Any) -> Any:
+        return EDIT.rank(run, 0, end=dataclasses.replace(run.ranks[0].end, **changes))
+
+    return broken
 
 
-def test_outcome_of_another_run(lab: Any, edit: Any) -> None:
-    """An outcome with another run's key is never taken for this run's."""
-    flaw = find_flaw(edit.outcome(lab.run(lab.spec()), key="w2-eager-r0-000000000000"))
-    assert flaw is not None
-    assert flaw.what == "corrupt_record"
+def ended(what: str) -> Break:
+    """What the engine says of the run, with a culprit."""
+    return lambda run: EDIT.outcome(run, what=what, culprit_rank=1)
 
 
-def test_missing_step_is_named(lab: Any, edit: Any) -> None:
-    """A step that one rank did not record is `missing_step` with rank and step."""
-    run = lab.run(lab.spec())
-    steps = tuple(record for record in run.ranks[1].steps if record.step != 2)
-    flaw = find_flaw(edit.rank(run, 1, steps=steps))
-    assert flaw is not None
-    assert (flaw.what, flaw.rank, flaw.step) == ("missing_step", 1, 2)
+def digest(group: str, change: Callable[[str], str], step: int = 1) -> Break:
+    """The same of the text of one group in a step."""
+
+    def broken(run: RunResult) -> RunResult:
+        held = run.ranks[0].steps[step].digests
+        return EDIT.step(run, 0, step, digests=held | {group: change(held[group])})
+
+    return broken
+
+
+def steps(change: Callable[[Any], tuple[Any, ...]], rank: int = 0, **more: Any) -> Break:
+    """The same of its step records."""
+    return lambda run: EDIT.rank(run, rank, steps=change(run.ranks[rank].steps), **more)
+
+
+def failed(what: str) -> ErrorRecord:
+    return ErrorRecord(rank=1, step=3, what=what, type="E", message="m", traceback="")  # type: ignore[arg-type]
+
+
+def exits(*codes: tuple[int, int | None]) -> Break:
+    ranks = tuple(RankExit(rank=rank, code=code) for rank, code in codes)
+    return lambda run: EDIT.outcome(run, ranks=ranks)
+
+
+def config(**changes: Any) -> Break:
+    """Another configuration under a key of its own."""
+
+    def broken(run: RunResult) -> RunResult:
+        spec = dataclasses.replace(run.spec, config=run.spec.config | changes)
+        return EDIT.outcome(dataclasses.replace(run, spec=spec), key=spec.key)
+
+    return broken
+
+
+def ranks(change: Callable[[RunResult], tuple[Any, ...]]) -> Break:
+    return lambda run: dataclasses.replace(run, ranks=change(run))
+
+
+FLAWS: dict[str, tuple[Break, tuple[Any, ...]]] = {
+    # name: (what is broken in a whole run, the flaw's (what, rank, step) as far as they are told)
+    **{
+        what: (ended(what), (what, 1))
+        for what in ("hang", "oom", "illegal_access", "crashed", "stale_address")
+    },
+    "outcome of another run": (lambda run: EDIT.outcome(run, key="w2-r0-0"), ("corrupt_record",)),
+    "missing step": (steps(lambda s: s[:2] + s[3:], 1), ("missing_step", 1, 2)),
+    "rank absent": (ranks(lambda run: run.ranks[:1]), ("missing_rank", 1)),
+    "rank empty": (steps(lambda _: (), 1, start=None, end=None), ("missing_rank", 1)),
+    "no steps": (lambda run: steps(lambda _: ())(steps(lambda _: (), 1)(run)), ("empty_run",)),
+    "no ranks": (ranks(lambda _: ()), ("empty_run",)),
+    "line after end": (
+        lambda run: EDIT.rank(run, 0, problems=("line 7: step 3 follows", LATE), after_end=(LATE,)),
+        ("record_after_end", 0),
+    ),
+    "step past the last": (steps(lambda s: (*s, LAB.step(0, 4))), ("record_after_end", 0)),
+    "error and end": (lambda run: EDIT.rank(run, 1, error=failed("oom")), ("record_after_end", 1)),
+    "error": (lambda run: EDIT.rank(run, 1, error=failed("oom"), end=None), ("oom", 1, 3)),
+    "error without name": (
+        lambda run: EDIT.rank(run, 1, error=failed(""), end=None), ("crashed", 1, 3)
+    ),
+    "exit 3": (exits((0, 0), (1, 3)), ("crashed", 1)),
+    "exit -9": (exits((0, 0), (1, -9)), ("killed", 1)),
+    "exit unknown": (exits((0, 0), (1, None)), ("missing_rank", 1)),
+    "exit missing": (exits((0, 0)), ("missing_rank", 1)),
+    "no exits": (exits(), ("missing_rank", 0)),
+    "exit twice": (exits((0, 0), (1, 0), (1, 0)), ("corrupt_record", 1)),
+    "exit of nobody": (exits((0, 0), (1, 0), (2, 0)), ("corrupt_record", 2)),
+    **{
+        name: (broken, ("corrupt_record",))
+        for name, broken in {
+            "problem": lambda run: EDIT.rank(run, 0, problems=("line 3: not JSON",)),
+            "no start": lambda run: EDIT.rank(run, 0, start=None),
+            "schema": start(schema=99), "start rank": start(rank=1),
+            "world size": start(world_size=3), "groups": start(tensors={"grads": ("a",)}),
+            "start run": start(run="another"),
+            "no end": lambda run: EDIT.rank(run, 0, end=None),
+            "end steps": end(steps=3), "end rank": end(rank=1),
+            "repeated step": steps(lambda s: (*s[:2], s[1], *s[2:])),
+            "swapped steps": steps(lambda s: (s[1], s[0], *s[2:])),
+            "step rank": lambda run: EDIT.step(run, 0, 1, rank=1),
+            "microbatches": lambda run: EDIT.step(run, 0, 1, microbatch_losses=()),
+            "digest group": lambda run: EDIT.step(run, 0, 1, digests={"grads": "0" * 64}),
+            "digest length": digest("optim", lambda text: text[:32]),
+            "digest long": digest("optim", lambda text: text + "0" * 32),
+            "digest odd": digest("grads", lambda text: text[:-1]),
+            "digest text": digest("rng", lambda _: "Z" * 32),
+            "last digest": digest("optim", lambda text: text[:32], 3),
+            "extra rank": ranks(lambda run: (*run.ranks, LAB.rank(2, run.spec))),
+            "twin rank": ranks(lambda run: (*run.ranks, LAB.rank(0, run.spec))),
+            "config steps": config(steps=None), "config microbatches": config(microbatches=True),
+            "config graph": config(graph=["no_scope"]),
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAWS)
+def test_each_flaw_has_its_name(name: str) -> None:
+    """A run with every rank, step, digest and exit code 0 is whole; one slip less, and it is not.
+
+    Whatever is malformed is `corrupt_record`, and never an exception.
+    """
+    whole = LAB.run(LAB.spec())
+    assert find_flaw(whole) is None
+    broken, told = FLAWS[name]
+    flaw = flaw_of(broken(whole))
+    assert (flaw.what, flaw.rank, flaw.step)[: len(told)] == told
 
 
 def test_all_ranks_that_lack_a_step_are_named(lab: Any, edit: Any) -> None:
     """Where every rank left early, none of them is singled out."""
-    run = lab.run(lab.spec())
+    run = one = lab.run(lab.spec())
     for rank in (0, 1):
         run = edit.rank(run, rank, steps=run.ranks[rank].steps[:2], end=None)
-    flaw = find_flaw(run)
-    assert flaw is not None
+    flaw = flaw_of(run)
     assert (flaw.what, flaw.rank, flaw.ranks, flaw.step) == ("missing_step", 0, (0, 1), 2)
-    one = find_flaw(edit.rank(lab.run(lab.spec()), 1, steps=run.ranks[1].steps[:2], end=None))
-    assert one is not None
-    assert (one.rank, one.ranks) == (1, (1,))
-
-
-def test_missing_rank_is_named(lab: Any, edit: Any) -> None:
-    """A rank without records is `missing_rank`, whether its file is absent or empty."""
-    run = lab.run(lab.spec())
-    absent = dataclasses.replace(run, ranks=run.ranks[:1])
-    empty = edit.rank(run, 1, start=None, steps=(), end=None)
-    for broken in (absent, empty):
-        flaw = find_flaw(broken)
-        assert flaw is not None
-        assert (flaw.what, flaw.rank) == ("missing_rank", 1)
-
-
-def test_empty_run(lab: Any, edit: Any) -> None:
-    """A run in which no rank recorded a step is `empty_run`, even with start and end."""
-    run = lab.run(lab.spec())
-    for rank in (0, 1):
-        run = edit.rank(run, rank, steps=())
-    flaw = find_flaw(run)
-    assert flaw is not None
-    assert flaw.what == "empty_run"
-    assert getattr(find_flaw(dataclasses.replace(run, ranks=())), "what", "") == "empty_run"
+    flaw = flaw_of(edit.rank(one, 1, steps=run.ranks[1].steps[:2], end=None))
+    assert (flaw.rank, flaw.ranks) == (1, (1,))
 
 
 def of_program(run: Any) -> Any:
@@ -154,8 +240,7 @@ def test_the_state_before_step_0_is_whole(
     else:
         digests = {g: text for g, text in (initial.digests | changes).items() if text is not None}
         initial = dataclasses.replace(initial, digests=digests)
-    flaw = find_flaw(edit.rank(run, 1, initial=initial))
-    assert flaw is not None
+    flaw = flaw_of(edit.rank(run, 1, initial=initial))
     assert (flaw.what, flaw.rank, flaw.step) == ("corrupt_record", 1, None)
 
 
@@ -173,117 +258,9 @@ def test_the_builtin_trainer_records_what_it_reads(lab: Any, edit: Any, tensors:
         if "samples" in named:
             digests["samples"] = "0" * 32 * len(named["samples"])
         run = edit.step(run, 1, step, digests=digests)
-    flaw = find_flaw(run)
-    assert flaw is not None
+    flaw = flaw_of(run)
     assert (flaw.what, flaw.rank) == ("corrupt_record", 1)
     assert find_flaw(of_program(run)) is None
-
-
-LATE = "line 7: step record after end"
-
-
-def test_record_after_end(lab: Any, edit: Any) -> None:
-    """A line after the end, a step past the last, and an error beside an end are named so."""
-    run = lab.run(lab.spec())
-    more = (*run.ranks[0].steps, lab.step(0, 4))
-    error = ErrorRecord(rank=0, step=3, what="crashed", type="E", message="m", traceback="")
-    for broken in (
-        edit.rank(run, 0, problems=("line 7: step 3 follows", LATE), after_end=(LATE,)),
-        edit.rank(run, 0, steps=more),
-        edit.rank(run, 0, error=error),
-    ):
-        flaw = find_flaw(broken)
-        assert flaw is not None
-        assert (flaw.what, flaw.rank) == ("record_after_end", 0)
-
-
-def test_error_record_with_clean_exit(lab: Any, edit: Any) -> None:
-    """An error record is believed although every process exited with 0, and one without a name."""
-    run = lab.run(lab.spec())
-    cases: tuple[tuple[What, What], ...] = (("oom", "oom"), ("", "crashed"))
-    for what, named in cases:
-        error = ErrorRecord(rank=1, step=3, what=what, type="E", message="no room", traceback="")
-        flaw = find_flaw(edit.rank(run, 1, error=error, end=None))
-        assert flaw is not None
-        assert (flaw.what, flaw.rank, flaw.step) == (named, 1, 3)
-
-
-@pytest.mark.parametrize(
-    ("exits", "what"),
-    [
-        (((0, 0), (1, 3)), "crashed"),
-        (((0, 0), (1, -9)), "killed"),
-        (((0, 0), (1, None)), "missing_rank"),
-        (((0, 0),), "missing_rank"),
-        ((), "missing_rank"),
-        (((0, 0), (1, 0), (1, 0)), "corrupt_record"),
-        (((0, 0), (1, 0), (2, 0)), "corrupt_record"),
-    ],
-)
-def test_exit_states(lab: Any, edit: Any, exits: tuple[Any, ...], what: str) -> None:
-    """Whole records do not excuse a process that did not exit with 0."""
-    ranks = tuple(RankExit(rank=rank, code=code) for rank, code in exits)
-    flaw = find_flaw(edit.outcome(lab.run(lab.spec()), ranks=ranks))
-    assert flaw is not None
-    assert flaw.what == what
-
-
-def _start(run: Any, **changes: Any) -> Any:
-    return dataclasses.replace(run.ranks[0].start, **changes)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "problem", "no start", "schema", "start rank", "world size", "groups", "no end",
-        "end steps", "end rank", "repeated step", "swapped steps", "step rank", "microbatches",
-        "digest group", "digest length", "digest odd", "digest text", "extra rank", "twin rank",
-        "config steps", "config microbatches", "start run", "digest long", "last digest",
-        "config graph",
-    ],
-)  # fmt: skip
-def test_malformed_records_are_corrupt(lab: Any, edit: Any, case: str) -> None:
-    """Every malformed record is `corrupt_record`, never an exception and never whole."""
-    run = lab.run(lab.spec())
-    r0 = run.ranks[0]
-    s = r0.steps
-    d = s[1].digests
-    config = run.spec.config
-    broken = {
-        "problem": lambda: edit.rank(run, 0, problems=("line 3: not JSON",)),
-        "no start": lambda: edit.rank(run, 0, start=None),
-        "schema": lambda: edit.rank(run, 0, start=_start(run, schema=99)),
-        "start rank": lambda: edit.rank(run, 0, start=_start(run, rank=1)),
-        "world size": lambda: edit.rank(run, 0, start=_start(run, world_size=3)),
-        "groups": lambda: edit.rank(run, 0, start=_start(run, tensors={"grads": ("a",)})),
-        "no end": lambda: edit.rank(run, 0, end=None),
-        "end steps": lambda: edit.rank(run, 0, end=dataclasses.replace(r0.end, steps=3)),
-        "end rank": lambda: edit.rank(run, 0, end=dataclasses.replace(r0.end, rank=1)),
-        "repeated step": lambda: edit.rank(run, 0, steps=(*s[:2], s[1], *s[2:])),
-        "swapped steps": lambda: edit.rank(run, 0, steps=(s[1], s[0], *s[2:])),
-        "step rank": lambda: edit.step(run, 0, 1, rank=1),
-        "microbatches": lambda: edit.step(run, 0, 1, microbatch_losses=()),
-        "digest group": lambda: edit.step(run, 0, 1, digests={"grads": d["grads"]}),
-        "digest length": lambda: edit.step(run, 0, 1, digests=d | {"optim": d["optim"][:32]}),
-        "digest odd": lambda: edit.step(run, 0, 1, digests=d | {"grads": d["grads"][:-1]}),
-        "digest text": lambda: edit.step(run, 0, 1, digests=d | {"rng": "Z" * 32}),
-        "extra rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(2, run.spec))),
-        "twin rank": lambda: dataclasses.replace(run, ranks=(*run.ranks, lab.rank(0, run.spec))),
-        "config steps": lambda: _reconfigured(run, edit, config | {"steps": None}),
-        "start run": lambda: edit.rank(run, 0, start=dataclasses.replace(r0.start, run="another")),
-        "digest long": lambda: edit.step(run, 0, 1, digests=d | {"optim": d["optim"] + "0" * 32}),
-        "last digest": lambda: edit.step(run, 0, 3, digests=d | {"optim": d["optim"][:32]}),
-        "config graph": lambda: _reconfigured(run, edit, config | {"graph": ["no_scope"]}),
-        "config microbatches": lambda: _reconfigured(run, edit, config | {"microbatches": True}),
-    }[case]()
-    flaw = find_flaw(broken)
-    assert flaw is not None
-    assert flaw.what == "corrupt_record"
-
-
-def _reconfigured(run: Any, edit: Any, config: dict[str, Any]) -> Any:
-    spec = dataclasses.replace(run.spec, config=config)
-    return edit.outcome(dataclasses.replace(run, spec=spec), key=spec.key)
 
 
 @settings(max_examples=60, deadline=None)
@@ -300,8 +277,282 @@ def test_removing_any_record_is_detected(lab: Any, edit: Any, data: st.DataObjec
     else:
         steps = run.ranks[rank].steps
         broken = edit.rank(run, rank, steps=steps[:place] + steps[place + 1 :])
-    flaw = find_flaw(broken)
-    assert flaw is not None
+    flaw = flaw_of(broken)
     assert flaw.rank == rank
     if place >= 0:
         assert (flaw.what, flaw.step) == ("missing_step", place)
+
+
+EXPERTS = {"layers": 3, "experts": 4, "top_k": 2, "expert_ffn": 32, "first_dense_layers": 1}
+MOE = {"model": EXPERTS}
+
+
+def with_uses(lab: Any, edit: Any, graph: tuple[str, ...], change: Any, **config: Any) -> Any:
+    """A run of those scopes whose rank 1 states the uses that `change` makes of those owed."""
+    spec = lab.spec(graph=graph)
+    run = lab.run(dataclasses.replace(spec, config=spec.config | config))
+    end: EndRecord = run.ranks[1].end
+    uses = tuple(changed for use in end.graphs if (changed := change(use)) is not None)
+    return edit.rank(run, 1, end=dataclasses.replace(end, graphs=uses, replays=launches(uses)))
+
+
+def difference(flaw: Flaw | None) -> tuple[Any, ...]:
+    assert flaw is not None
+    assert (flaw.what, flaw.rank) == ("not_replayed", 1)
+    found = flaw.difference
+    assert found is not None
+    return found.tensor, found.quantity, found.reference, found.candidate
+
+
+@pytest.mark.parametrize(
+    ("graph", "config"),
+    [
+        (("attn",), {}),
+        (("attn", "mlp"), {}),
+        (("layer",), {"parallel": {"pp": 2}}),
+        (("attn", "moe_router", "moe_preprocess"), MOE),
+        (("mlp", "moe"), {"model": {**EXPERTS, "capacity_factor": 2.0}}),
+        (("full_iteration",), {}),
+        (("full_iteration",), {"graph_optimizer": False}),
+        (("attn",), {"graph_layers": [1, 1]}),
+    ],
+)
+def test_all_that_is_owed_is_enough(lab: Any, edit: Any, graph: Any, config: Any) -> None:
+    """A rank that captured and replayed everything has no flaw, on any kind of layer."""
+    assert find_flaw(with_uses(lab, edit, graph, lambda use: use, **config)) is None
+
+
+def only(wanted: Callable[[GraphUse], bool]) -> Callable[[GraphUse], GraphUse | None]:
+    return lambda use: use if wanted(use) else None
+
+
+def replays(number: Callable[[GraphUse], int]) -> Callable[[GraphUse], GraphUse]:
+    return lambda use: dataclasses.replace(use, replays=number(use))
+
+
+@pytest.mark.parametrize(
+    ("graph", "change", "told"),
+    [
+        (("attn",), only(lambda use: use.layer != 1), ("layers.1 attn", "captures.forward", 1, 0)),
+        (("attn", "mlp"), only(lambda use: use.scope == "attn"),
+         ("layers.0 mlp", "captures.forward", 1, 0)),
+        (("attn",), replays(lambda use: 1 if (use.layer, use.direction) == (1, "forward") else 4),
+         ("layers.1 attn", "replays.forward", 4, 1)),
+        (("attn",), replays(lambda use: 1 if (use.layer, use.direction) == (1, "backward") else 4),
+         ("layers.1 attn", "replays.backward", 4, 1)),
+        # One layer's graph in place of another's: the sum is right, the parts are not.
+        (("attn",), replays(lambda use: 8 if use.layer == 0 else 0),
+         ("layers.0 attn", "replays.forward", 4, 8)),
+        (("full_iteration",), only(lambda use: use.direction == "gradients"),
+         ("full_iteration", "captures.optimizer", 1, 0)),
+    ],
+)  # fmt: skip
+def test_what_ran_eagerly_is_named(lab: Any, edit: Any, graph: Any, change: Any, told: Any) -> None:
+    """A layer, a scope, calls of one direction, the optimizer's part of a whole step."""
+    where, quantity, *numbers = told
+    found = difference(find_flaw(with_uses(lab, edit, graph, change)))
+    assert found == (where, quantity, *map(str, numbers))
+
+
+def test_optimizer_that_was_to_stay_outside(lab: Any, edit: Any) -> None:
+    """What nobody asked to be captured is a difference, too."""
+    spec = lab.spec(graph=("full_iteration",))
+    inside = lab.run(spec).ranks[1].end
+    outside = lab.run(dataclasses.replace(spec, config=spec.config | {"graph_optimizer": False}))
+    run = edit.rank(outside, 1, end=inside)
+    assert difference(find_flaw(run)) == ("full_iteration", "replays.optimizer", "0", "2")
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_stages_owe_their_own_layers(lab: Any, edit: Any, layer: int) -> None:
+    """A rank of the second stage owes layers 2 and 3, not those of the first."""
+    config = {"parallel": {"pp": 2}, "model": {"layers": 4}}
+
+    def change(use: GraphUse) -> GraphUse | None:
+        assert use.layer in (2, 3)
+        return use if use.layer != layer else None
+
+    flaw = find_flaw(with_uses(lab, edit, ("attn",), change, **config))
+    assert (flaw is None) == (layer == 0)
+
+
+def test_verdict_of_a_partial_fallback(lab: Any, edit: Any) -> None:
+    """The verdict is a failure that carries scope and layer as fields."""
+    case = lab.case()
+    reference, control, candidate = lab.legs()
+    end = candidate.ranks[0].end
+    broken = dataclasses.replace(
+        end, graphs=tuple(u for u in end.graphs if u.layer == 0), replays=end.replays // 2
+    )
+    verdict = judge(case, reference, control, edit.rank(candidate, 0, end=broken))
+    assert (verdict.outcome, verdict.what) == ("failed", "not_replayed")
+    where = place_of(verdict)
+    assert (where.rank, where.tensor) == (0, "layers.1 attn")
+
+
+def test_sums_must_fit(lab: Any, edit: Any) -> None:
+    """Launches that no part states are a flaw."""
+    run = lab.run(lab.spec(graph=("attn",)))
+    end = run.ranks[1].end
+    run = edit.rank(run, 1, end=dataclasses.replace(end, replays=end.replays + 1))
+    assert difference(find_flaw(run)) == ("", "replays", "16", "17")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "expected"),
+    [(("attn", "mlp"), None), (("attn",), "mlp"), ((), "attn")],
+)
+def test_parts_must_be_compiled(lab: Any, edit: Any, compiled: Any, expected: Any) -> None:
+    """A part that the compiler made no code of is named, also in a run that replays all else."""
+    spec = lab.spec(graph=("attn",))
+    run = lab.run(dataclasses.replace(spec, config=spec.config | {"compile": ["attn", "mlp"]}))
+    for rank in (0, 1):
+        said = compiled if rank else ("attn", "mlp")
+        run = edit.rank(run, rank, end=dataclasses.replace(run.ranks[rank].end, compiled=said))
+    flaw = find_flaw(run)
+    if expected is None:
+        assert flaw is None
+    else:
+        assert flaw is not None
+        where = place_of(flaw)
+        assert (flaw.what, flaw.rank, where.tensor) == ("not_compiled", 1, expected)
+
+
+def test_stages_owe_parts_that_their_layers_have(lab: Any, edit: Any) -> None:
+    """The first stage has no experts here, the second no dense feed-forward."""
+    config = {
+        "parallel": {"pp": 2}, "compile": ["mlp", "experts"],
+        "model": {**EXPERTS, "layers": 2, "capacity_factor": 2.0},
+    }  # fmt: skip
+    spec = lab.spec()
+    run = lab.run(dataclasses.replace(spec, config=spec.config | config))
+    for rank, part in enumerate(("mlp", "experts")):
+        run = edit.rank(run, rank, end=dataclasses.replace(run.ranks[rank].end, compiled=(part,)))
+    assert find_flaw(run) is None
+
+
+LEAST = {"min_replays": 3}
+
+
+def event(rank: int, name: str, step: int = 2, **detail: Any) -> EventRecord:
+    about = {"graph": 1, "maker": "torch.cuda.graph", "place": "train.py:7", "replay": 5}
+    return EventRecord(rank=rank, step=step, name=name, detail={**about, **detail})
+
+
+def captured(rank: int, number: int) -> EventRecord:
+    """What a rank says of its graphs as it ends."""
+    return EventRecord(rank=rank, step=4, name="cuda_graphs", detail={"graphs": [{}] * number})
+
+
+def replayed(lab: Any, edit: Any, replays: dict[int, int]) -> Any:
+    """A candidate whose ranks have replayed that often; 4 times where nothing is said."""
+    run = lab.run(lab.spec(graph=("attn",)))
+    for rank, number in replays.items():
+        end = run.ranks[rank].end
+        run = edit.rank(run, rank, end=dataclasses.replace(end, replays=number))
+    return run
+
+
+def answer(lab: Any, candidate: Any, least: dict[str, int] = LEAST) -> Any:
+    return complete.graphs(candidate, least)
+
+
+@pytest.mark.parametrize("least", [LEAST, {"min_replays": 4}, {"min_replays": 0}, {}])
+def test_enough_replays_pass(lab: Any, edit: Any, least: dict[str, int]) -> None:
+    """At the minimum and above it, with all of them counted; a capture is no finding."""
+    candidate = edit.rank(
+        replayed(lab, edit, {}), 1, events=(event(1, "graph_captured"), captured(1, 2))
+    )
+    found = answer(lab, candidate, least)
+    assert (found.outcome, found.what, found.difference) == ("passed", "", None)
+    assert found.figures["replays"] == 2 * 16
+
+
+def test_a_program_that_nobody_asks_for_replays_has_none(lab: Any) -> None:
+    """Eager runs pass; the number is 0."""
+    found = answer(lab, lab.run(lab.spec()), {})
+    assert (found.outcome, found.figures["replays"]) == ("passed", 0)
+
+
+@pytest.mark.parametrize(
+    ("replays", "rank", "number"),
+    [({0: 0, 1: 0}, 0, 0), ({0: 2, 1: 2}, 0, 2), ({1: 2}, 1, 2), ({0: 900, 1: 0}, 1, 0)],
+)
+def test_too_few_replays(
+    lab: Any, edit: Any, replays: dict[int, int], rank: int, number: int
+) -> None:
+    """The first rank below the minimum is named with its number: no rank stands in for another."""
+    found = answer(lab, replayed(lab, edit, replays))
+    assert (found.outcome, found.what) == ("failed", "not_replayed")
+    difference = found.difference
+    assert (difference.rank, difference.quantity) == (rank, "replays")
+    assert (difference.reference, difference.candidate) == ("3", str(number))
+
+
+def test_the_last_of_many_ranks(make_lab: Any, edit: Any) -> None:
+    """Of 11 ranks, 10 is looked at as well; the first is named in whatever order they are read."""
+    lab = make_lab(world_size=11)
+    found = answer(lab, replayed(lab, edit, {10: 0}))
+    assert (found.what, found.difference.rank) == ("not_replayed", 10)
+    candidate = replayed(lab, edit, {10: 0, 9: 1})
+    candidate = dataclasses.replace(candidate, ranks=candidate.ranks[::-1])
+    found = answer(lab, candidate)
+    assert (found.difference.rank, found.difference.candidate) == (9, "1")
+
+
+def test_a_rank_that_did_not_end_has_replayed_nothing(lab: Any, edit: Any) -> None:
+    """Its replays are not known, so they prove nothing."""
+    found = answer(lab, edit.rank(replayed(lab, edit, {}), 1, end=None))
+    assert (found.what, found.difference.rank) == ("not_replayed", 1)
+    assert found.difference.candidate == "0"
+
+
+@pytest.mark.parametrize(("events", "says"), [(1, "it captured 2 graphs"), (0, "captured none")])
+def test_what_a_rank_without_replays_captured(lab: Any, edit: Any, events: int, says: str) -> None:
+    """Captured and never replayed is another mistake than not captured."""
+    candidate = edit.rank(
+        replayed(lab, edit, {0: 0}), 0, events=(event(0, "other"), captured(0, 2))[: 2 * events]
+    )
+    assert says in answer(lab, candidate).message
+
+
+def test_nothing_recorded_is_no_pass(lab: Any) -> None:
+    """Without a record there is nothing to look at, asked for replays or not."""
+    run = lab.run(lab.spec())
+    empty = dataclasses.replace(run, ranks=())
+    for least in (LEAST, {}):
+        found = answer(lab, empty, least)
+        assert (found.outcome, found.what) == ("error", "not_run")
+
+
+@pytest.mark.parametrize("least", [LEAST, {}])
+@pytest.mark.parametrize(
+    ("name", "detail", "tensor", "says"),
+    [
+        ("static_gradient", {"parameter": "0.weight"}, "0.weight", "replay 5 overwrites it"),
+        ("static_activation", {"forward": 0}, "", "forward graph was replayed again"),
+    ],
+)
+def test_static_memory_in_use(
+    lab: Any, edit: Any, name: str, detail: dict[str, Any], tensor: str, says: str,
+    least: dict[str, int],
+) -> None:  # fmt: skip
+    """A failure with step, rank, tensor and graph, asked for replays or not."""
+    candidate = edit.rank(
+        replayed(lab, edit, {}), 1, events=(event(1, "graph_captured"), event(1, name, **detail))
+    )
+    found = answer(lab, candidate, least)
+    assert (found.outcome, found.what) == ("failed", "static_buffer")
+    difference = found.difference
+    assert (difference.step, difference.rank) == (2, 1)
+    assert (difference.quantity, difference.tensor) == (name, tensor)
+    assert says in found.message
+    assert "graph 1 of torch.cuda.graph, train.py:7" in found.message
+
+
+def test_static_memory_comes_before_missing_replays(lab: Any, edit: Any) -> None:
+    """What is wrong says more than what is missing."""
+    candidate = edit.rank(
+        replayed(lab, edit, {0: 0}), 1, events=(event(1, "static_gradient", parameter="w"),)
+    )
+    assert answer(lab, candidate).what == "static_buffer"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from harness.checks import environment, judge
+from tests.unit.harness.checks.conftest import place_of
 
 
 def moved(run: Any, edit: Any, rank: int, values: dict[str, Any]) -> Any:
@@ -17,7 +18,7 @@ def test_host_facts_beside_the_fingerprint_do_not_matter(lab: Any, edit: Any) ->
     """Only the fingerprint is compared where there is one."""
     reference, _, candidate = lab.legs()
     values = candidate.ranks[0].start.environment | {"host": "b", "pid": 7}
-    answer = environment.check(reference, moved(candidate, edit, 0, values), "candidate")
+    answer = environment.alike(reference, moved(candidate, edit, 0, values), "candidate")
     assert answer.outcome == "passed"
     assert answer.check == "environment:candidate"
 
@@ -36,11 +37,11 @@ def test_any_key_makes_it_incomparable(lab: Any, edit: Any, values: dict[str, An
     """Another value, a lost key, a new key and another type each count, on any rank."""
     reference, _, candidate = lab.legs()
     moved_run = moved(candidate, edit, 1, {"fingerprint": values})
-    answer = environment.check(reference, moved_run, "candidate")
+    answer = environment.alike(reference, moved_run, "candidate")
     assert (answer.outcome, answer.what) == ("incomparable", "different_environment")
-    assert answer.difference is not None
-    assert answer.difference.rank == 1
-    assert answer.difference.quantity.removeprefix("environment.") in answer.message
+    where = place_of(answer)
+    assert where.rank == 1
+    assert where.quantity.removeprefix("environment.") in answer.message
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,8 @@ def test_runs_on_machines_that_differ_are_incomparable(
         runs.append(run)
     verdict = judge(lab.case(), *runs)
     assert (verdict.outcome, verdict.what) == ("incomparable", "different_environment")
-    assert verdict.difference is not None
-    assert verdict.difference.quantity.startswith(("environment." + name, "environment.TORCH"))
+    where = place_of(verdict)
+    assert where.quantity.startswith(("environment." + name, "environment.TORCH"))
 
 
 def test_order_of_keys_does_not_matter(lab: Any, edit: Any) -> None:
@@ -72,7 +73,7 @@ def test_order_of_keys_does_not_matter(lab: Any, edit: Any) -> None:
         target = (reference, candidate)[run]
         edited = moved(target, edit, 0, {"fingerprint": {"flags": inner}})
         reference, candidate = (edited, candidate) if run == 0 else (reference, edited)
-    assert environment.check(reference, candidate, "candidate").outcome == "passed"
+    assert environment.alike(reference, candidate, "candidate").outcome == "passed"
 
 
 def test_what_differs_is_named_inside_of_nested_values(lab: Any, edit: Any) -> None:
@@ -80,14 +81,14 @@ def test_what_differs_is_named_inside_of_nested_values(lab: Any, edit: Any) -> N
     reference, _, candidate = lab.legs()
     left = {"environment": {"A": "1", "B": "2"}, "torch": "2.12"}
     right = {"environment": {"A": "1", "B": "2", "C": "3"}, "torch": "2.12"}
-    answer = environment.check(
+    answer = environment.alike(
         moved(reference, edit, 1, {"fingerprint": left}),
         moved(candidate, edit, 1, {"fingerprint": right}),
         "candidate",
     )
     assert "rank 1 differs in environment.C (environment.C: absent against 3)" in answer.message
-    assert answer.difference is not None
-    assert answer.difference.quantity == "environment.C"
+    where = place_of(answer)
+    assert where.quantity == "environment.C"
 
 
 def test_malformed_environment(lab: Any, edit: Any) -> None:
@@ -95,8 +96,8 @@ def test_malformed_environment(lab: Any, edit: Any) -> None:
     reference, _, candidate = lab.legs()
     left = moved(reference, edit, 0, {"fingerprint": "x" * 500})
     right = moved(candidate, edit, 0, {"fingerprint": "y" * 500})
-    answer = environment.check(left, right, "candidate")
+    answer = environment.alike(left, right, "candidate")
     assert answer.outcome == "incomparable"
     assert len(answer.message) < 400
     headless = edit.rank(candidate, 0, start=None)
-    assert environment.check(reference, headless, "candidate").outcome == "passed"
+    assert environment.alike(reference, headless, "candidate").outcome == "passed"

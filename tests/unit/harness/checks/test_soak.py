@@ -1,17 +1,33 @@
-"""What a soak states, and when it must not."""
+"""What a soak states, and the test of a series of memory."""
 
+import itertools
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.checks import judge
-from harness.checks.answer import error
 from harness.checks.complete import find_flaw
-from harness.checks.soak import check, rate_bound, withdrawn
+from harness.checks.evidence import error
+from harness.checks.soak import (
+    LEVEL,
+    WINDOWS,
+    chance_of_trend,
+    rate_bound,
+    slope_of,
+    soak,
+    theil_sen,
+    withdrawn,
+    without_jumps,
+)
+from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import EventRecord, RunResult
-from harness.shared_gpus import HOST_KEY, SHARED_HOST
 from harness.soaking import LEAST_STEPS, SoakSpec
+from tests.unit.harness.checks.conftest import flaw_of
 
 KIB = 1 << 10
 STEPS, BASE = 96, 64
@@ -63,7 +79,7 @@ def test_the_rank_with_fewest_replays_counts(soaked: Any, edit: Any) -> None:
     """Ranks of other stages replay more graphs: each of theirs is no trial of its own."""
     _, reference, _, candidate = soaked
     end = replace(candidate.ranks[1].end, replays=900)
-    assert check(reference, edit.rank(candidate, 1, end=end), {}).figures["trials"] == REPLAYS
+    assert soak(reference, edit.rank(candidate, 1, end=end), {}).figures["trials"] == REPLAYS
 
 
 def test_less_than_asked_is_no_pass(soaked: Any, edit: Any) -> None:
@@ -71,8 +87,7 @@ def test_less_than_asked_is_no_pass(soaked: Any, edit: Any) -> None:
     case, reference, control, candidate = soaked
     end = replace(candidate.ranks[1].end, replays=699)
     short = _with_events(edit.rank(candidate, 1, end=end))
-    flaw = find_flaw(short)
-    assert flaw is not None
+    flaw = flaw_of(short)
     # As many as steps past the warm-up are due of any graph: here the soak asks for no more.
     assert (flaw.what, flaw.rank) == ("not_replayed", 1)
     verdict = judge(case, reference, control, short)
@@ -142,15 +157,13 @@ def test_a_stressor_without_a_turn_is_no_pass(soaked: Any, edit: Any) -> None:
 )
 def test_what_a_rank_says_of_its_soak_must_fit(soaked: Any, changes: Any) -> None:
     """It is a damaged record if it disagrees with the end record, or is no number."""
-    flaw = find_flaw(_with_events(soaked[3], **changes))
-    assert flaw is not None
+    flaw = flaw_of(_with_events(soaked[3], **changes))
     assert flaw.what == "corrupt_record"
 
 
 def test_a_soak_without_a_word_of_it_is_damaged(soaked: Any, edit: Any) -> None:
     """A rank that does not say what it soaked did not end as soaks end."""
-    flaw = find_flaw(edit.rank(soaked[3], 1, events=()))
-    assert flaw is not None
+    flaw = flaw_of(edit.rank(soaked[3], 1, events=()))
     assert (flaw.what, flaw.rank) == ("corrupt_record", 1)
 
 
@@ -159,8 +172,7 @@ def test_ranks_that_end_apart_are_a_flaw(soaked: Any, edit: Any) -> None:
     candidate = soaked[3]
     end = replace(candidate.ranks[1].end, steps=STEPS - 1)
     short = edit.rank(candidate, 1, steps=candidate.ranks[1].steps[:-1], end=end)
-    flaw = find_flaw(_with_events(short))
-    assert flaw is not None
+    flaw = flaw_of(_with_events(short))
     assert (flaw.what, flaw.rank, flaw.step) == ("missing_step", 1, STEPS - 1)
 
 
@@ -175,7 +187,7 @@ def test_a_leak_is_named(soaked: Any, edit: Any) -> None:
     verdict = judge(case, reference, control, leaking)
     assert (verdict.outcome, verdict.what) == ("failed", "memory_regression")
     assert "live memory of rank 1 grows by 65,536 bytes a step (64.0 KiB)" in verdict.message
-    assert check(reference, leaking, {"max_leak_bytes": 70_000}).outcome == "passed"
+    assert soak(reference, leaking, {"max_leak_bytes": 70_000}).outcome == "passed"
 
 
 def test_what_the_driver_counts_is_looked_at_too(soaked: Any, edit: Any) -> None:
@@ -186,7 +198,7 @@ def test_what_the_driver_counts_is_looked_at_too(soaked: Any, edit: Any) -> None
             replace(record, device_bytes=(1 << 30) + a_step * record.step)
             for record in candidate.ranks[0].steps
         )
-        answer = check(reference, edit.rank(candidate, 0, steps=steps), {})
+        answer = soak(reference, edit.rank(candidate, 0, steps=steps), {})
         assert (answer.outcome == "failed") == grows
         assert answer.message.startswith("device-used memory of rank 0 grows") == grows
 
@@ -203,10 +215,10 @@ def test_neighbours_on_a_shared_gpu_leak_for_themselves(soaked: Any, edit: Any) 
         for record in candidate.ranks[0].steps
     )
     grown = edit.rank(candidate, 0, steps=steps)
-    assert check(reference, grown, {}).what == "memory_regression"
-    assert check(reference, edit.rank(grown, 0, start=shared), {}).outcome == "passed"
+    assert soak(reference, grown, {}).what == "memory_regression"
+    assert soak(reference, edit.rank(grown, 0, start=shared), {}).outcome == "passed"
     own = tuple(replace(record, live_bytes=(4 << 20) * record.step) for record in steps)
-    answer = check(reference, edit.rank(grown, 0, start=shared, steps=own), {})
+    answer = soak(reference, edit.rank(grown, 0, start=shared, steps=own), {})
     assert (answer.what, answer.figures["leak_bytes_per_step"]) == ("memory_regression", 4 << 20)
 
 
@@ -218,7 +230,7 @@ def test_the_host_leaks_too(soaked: Any, edit: Any, a_step: int, grows: bool) ->
         replace(record, host_bytes=(1 << 30) + a_step * record.step)
         for record in candidate.ranks[1].steps
     )
-    answer = check(reference, edit.rank(candidate, 1, steps=steps), {})
+    answer = soak(reference, edit.rank(candidate, 1, steps=steps), {})
     assert (answer.outcome, answer.what) == (
         ("failed", "memory_regression") if grows else ("passed", "")
     )
@@ -234,7 +246,7 @@ def test_late_values_that_are_not_finite_fail(soaked: Any, edit: Any) -> None:
     verdict = judge(case, reference, control, bad)
     assert (verdict.outcome, verdict.what) == ("failed", "nonfinite")
     assert f"at step {STEPS - 2} on rank 1" in verdict.message
-    answer = check(reference, bad, {})
+    answer = soak(reference, bad, {})
     assert (answer.outcome, answer.what) == ("failed", "nonfinite")
 
 
@@ -253,7 +265,7 @@ def test_a_bound_needs_every_other_check(soaked: Any, edit: Any) -> None:
 def test_a_bound_needs_answers_of_other_checks(soaked: Any) -> None:
     """One without an answer is no pass either."""
     _, reference, _, candidate = soaked
-    bound = check(reference, candidate, {})
+    bound = soak(reference, candidate, {})
     assert withdrawn(bound, [bound]) is bound
     answer = withdrawn(bound, [error("taps", "not_run", "no tapped module ran")])
     assert (answer.outcome, answer.what) != (bound.outcome, bound.what)
@@ -263,17 +275,14 @@ def test_each_rank_shows_whether_its_memory_grows(soaked: Any, edit: Any) -> Non
     """One with too few steps for that leaves the question open."""
     _, reference, _, candidate = soaked
     short = edit.rank(candidate, 1, steps=candidate.ranks[1].steps[: LEAST_STEPS - 1])
-    answer = check(reference, short, {})
+    answer = soak(reference, short, {})
     assert (answer.outcome, answer.what) == ("error", "not_run")
 
 
 def test_a_run_that_was_not_soaked_proves_nothing(lab: Any) -> None:
-    """Nor do parameters that mean nothing."""
+    """There is nothing to state a bound of."""
     reference, _, candidate = lab.legs()
-    assert check(reference, candidate, {}).outcome == "error"
-    for wrong in ({"limit": 1}, {"max_leak_bytes": -1}, {"max_leak_bytes": True}):
-        answer = check(reference, candidate, wrong)
-        assert (answer.outcome, answer.what) == ("error", "unsupported")
+    assert soak(reference, candidate, {}).outcome == "error"
 
 
 def test_the_rule_of_three() -> None:
@@ -282,3 +291,128 @@ def test_the_rule_of_three() -> None:
         assert (1 - rate_bound(number)) ** number <= 0.05
         assert (1 - 0.99 * rate_bound(number)) ** number > 0.0475 or number < 100
     assert rate_bound(1) == 1
+
+
+MIB = 1 << 20
+LENGTHS = st.integers(LEAST_STEPS, 600)
+
+
+def spaced(number: int) -> list[float]:
+    """Values in [0, 1) that look like noise: multiples of the golden ratio's fraction."""
+    return [(n * 0.6180339887) % 1 for n in range(number)]
+
+
+@given(steps=LENGTHS, level=st.integers(0, 1 << 36), swing=st.integers(0, 500 * KIB))
+def test_a_leak_of_64_kib_a_step_is_found(steps: int, level: int, swing: int) -> None:
+    """In every run that is long enough, whatever else is held, under noise of some steps' leak."""
+    series = [level + 64 * KIB * n + swing * x for n, x in enumerate(spaced(steps))]
+    slope = slope_of(series)
+    assert slope.grows()
+    assert slope.bytes_per_step == pytest.approx(64 * KIB, rel=0.5)
+    assert not slope.grows(limit=128 * KIB)
+
+
+@given(steps=LENGTHS, level=st.integers(0, 1 << 36))
+def test_a_steady_leak_is_told_to_the_byte(steps: int, level: int) -> None:
+    """However many steps the windows have left over."""
+    assert slope_of([level + 64 * KIB * n for n in range(steps)]).bytes_per_step == 64 * KIB
+
+
+def test_a_leak_is_found_behind_a_warm_up_and_in_every_nth_step() -> None:
+    """Captures that hold much at first, a leak once in 20 steps, memory given back in between."""
+    leak = [64 * KIB * n for n in range(2000)]
+    warm = [leak[n] + 500 * MIB * (n < 400) for n in range(2000)]
+    rare = [20 * 64 * KIB * (n // 20) for n in range(2000)]
+    saw = [leak[n] + 16 * MIB * (n % 37) / 37 for n in range(2000)]
+    for series in (warm, rare, saw):
+        assert slope_of(series).grows()
+
+
+@given(
+    steps=LENGTHS,
+    period=st.floats(0.001, 0.5),
+    phase=st.floats(0, 1),
+    height=st.integers(1, 1 << 34),
+)
+def test_a_sawtooth_is_no_leak(steps: int, period: float, phase: float, height: int) -> None:
+    """Memory that is kept for up to half of the run and then given back, at any phase."""
+    # Seen once a step, a shorter one looks like one that is longer than the run.
+    length = max(period * steps, 2.0)
+    assert not slope_of([height * ((n / length + phase) % 1) for n in range(steps)]).grows()
+
+
+@given(steps=LENGTHS, places=st.lists(st.floats(0, 1), max_size=6), height=st.integers(1, 1 << 34))
+def test_stairs_are_no_leak(steps: int, places: list[float], height: int) -> None:
+    """A plateau, or some allocations that stay, wherever they come in the run."""
+    assert not slope_of(
+        [height * sum(n >= p * steps for p in places) for n in range(steps)]
+    ).grows()
+
+
+def test_stairs_under_noise_are_no_leak() -> None:
+    """A few allocations that stay, in memory that swings: increments rise half the time by luck."""
+    alarms = 0
+    for seed in range(60):
+        drawn = random.Random(seed)
+        places = [drawn.randrange(1000) for _ in range(drawn.randint(1, 6))]
+        series = [
+            64 * MIB * sum(n >= at for at in places) + drawn.uniform(0, MIB) for n in range(1000)
+        ]
+        alarms += slope_of(series).grows()
+    assert alarms == 0
+
+
+def test_a_leak_is_found_beside_allocations_that_stay() -> None:
+    """Jumps are taken off, the leak is not."""
+    for at in range(0, 2000, 100):
+        series = [64 * KIB * n + 256 * MIB * (n >= at) for n in range(2000)]
+        assert slope_of(series).grows(), at
+        assert slope_of(series).bytes_per_step == pytest.approx(64 * KIB, rel=0.01)
+
+
+@given(steps=LENGTHS, constant=st.floats(0.001, 0.25), height=st.integers(1, 1 << 34))
+def test_what_fills_up_is_no_leak(steps: int, constant: float, height: int) -> None:
+    """A warm-up that slows down, with a time constant of up to a quarter of the run."""
+    series = [height * (1 - math.exp(-n / (constant * steps))) for n in range(steps)]
+    assert not slope_of(series).grows()
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=LEAST_STEPS, max_size=80))
+def test_constant_and_falling_memory_are_no_leak(values: list[int]) -> None:
+    """Sorted downwards nothing grows, nor if all is constant."""
+    assert not slope_of(sorted(values, reverse=True)).grows()
+    assert not slope_of([values[0]] * len(values)).grows()
+
+
+def test_the_chance_is_that_of_all_orders() -> None:
+    """Counted over every order of six values, and one in n! for the rising one of sixteen."""
+    orders = list(itertools.permutations(range(6)))
+    chances = [chance_of_trend(order) for order in orders]
+    for level in (1 / 720, 0.01, 0.05, 0.3, 1.0):
+        share = sum(chance <= level for chance in chances) / len(orders)
+        assert share <= level + 1e-12
+    for order in orders[:: len(orders) // 7]:
+        reached = sum(chance <= chance_of_trend(order) for chance in chances) / len(orders)
+        assert chance_of_trend(order) == pytest.approx(reached)
+    rarest = 1 / math.factorial(WINDOWS)
+    assert rarest < LEVEL
+    assert chance_of_trend(range(WINDOWS)) == pytest.approx(rarest)
+    assert chance_of_trend([7] * WINDOWS) > 0.4
+
+
+def test_the_slope_is_the_median_of_all_pairs() -> None:
+    """Of (0, 0), (1, 1), (2, 2), (4, 40): slopes 1, 1, 10, 1, 13, 19; and one bad value is one."""
+    assert theil_sen((0, 1, 2, 4), (0, 1, 2, 40)) == 5.5
+    assert theil_sen(range(5), (0, 2, 4, 1000, 8)) == 2
+
+
+def test_a_jump_gives_way_to_the_usual_increment() -> None:
+    """Increments of 1, 2, 3 and two jumps: 2 is usual, not the median of all, which jumps move."""
+    assert without_jumps([0, 1, 3, 6, 106, 206]) == [0, 1, 3, 6, 8, 10]
+    assert without_jumps([0, 1, 3, 6, -94]) == [0, 1, 3, 6, -94]
+
+
+def test_too_short_a_series_is_refused() -> None:
+    """Below two values a window there is nothing to test."""
+    with pytest.raises(ValueError, match=r"Expected 64 values at least, got 63\."):
+        slope_of([0] * (LEAST_STEPS - 1))

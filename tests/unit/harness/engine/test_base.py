@@ -1,5 +1,6 @@
-"""Slots: nobody shares one, nothing that cannot fit is started."""
+"""Slots and GPUs: nobody shares one unasked, nothing that cannot fit is started."""
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.engine.base import Slots
+from harness.engine.gpus import gpu_environment, mps_runs, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
 
@@ -17,22 +19,37 @@ def run(world_size: int, name: str = "", device: str = "cuda") -> RunSpec:
     return RunSpec.from_json(plain)
 
 
-def test_gpus_are_handed_out_once() -> None:
-    """Runs under way together never see the same GPU; a released GPU is used again."""
-    slots = Slots(4, devices=("4", "5", "6", "7"))
-    first, second = run(2, "a"), run(2, "b")
-    assert slots.take(first) == ("4", "5")
-    assert slots.take(second) == ("6", "7")
-    assert not slots.fits(run(1))
-    slots.release(first.key)
-    assert slots.take(run(1)) == ("4",)
+@given(st.lists(st.integers(1, 4), max_size=30), st.randoms(use_true_random=False))
+def test_no_slot_is_ever_shared(sizes: list[int], random: Random) -> None:
+    """Whatever comes and goes, taken devices are distinct and all come back."""
+    devices = tuple("4567")
+    slots = Slots(4, devices)
+    held: dict[str, tuple[str, ...]] = {}
+    for i, size in enumerate(sizes):
+        spec = run(size, str(i))
+        while not slots.fits(spec):
+            leaving = random.choice(sorted(held))
+            slots.release(leaving)
+            del held[leaving]
+        held[spec.key] = slots.take(spec)
+        taken = [device for owned in held.values() for device in owned]
+        assert len(taken) == len(set(taken))
+        assert len(held[spec.key]) == size
+    for key in held:
+        slots.release(key)
+    assert slots.take(run(4, "all")) == devices
 
 
-def test_a_cpu_run_takes_slots_but_sees_no_gpu() -> None:
-    """A run on the CPU counts against the slots and gets no device."""
+def test_jobs_and_runs_on_the_cpu_take_slots_too() -> None:
+    """A run on the CPU gets no device; with one job a second run waits whatever slots there are."""
     slots = Slots(2, devices=("0", "1"))
     assert slots.take(run(2, device="cpu")) == ()
     assert not slots.fits(run(1))
+    one = Slots(8, jobs=1)
+    one.take(run(2, "a", "cpu"))
+    assert not one.fits(run(2, "b", "cpu"))
+    with pytest.raises(RuntimeError):
+        one.take(run(2, "b", "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -50,8 +67,7 @@ def test_a_run_that_can_never_start_is_refused(spec: RunSpec, told: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("slots", "devices", "jobs"),
-    [(0, (), None), (2, ("0",), None), (1, (), 0)],
+    ("slots", "devices", "jobs"), [(0, (), None), (2, ("0",), None), (1, (), 0)]
 )
 def test_counts_that_make_no_sense_are_refused(
     slots: int, devices: tuple[str, ...], jobs: int | None
@@ -61,31 +77,34 @@ def test_counts_that_make_no_sense_are_refused(
         Slots(slots, devices, jobs)
 
 
-def test_jobs_limits_the_runs_not_the_ranks() -> None:
-    """With one job, a second run waits although there are slots for it."""
-    slots = Slots(8, jobs=1)
-    slots.take(run(2, "a", "cpu"))
-    assert not slots.fits(run(2, "b", "cpu"))
-    with pytest.raises(RuntimeError):
-        slots.take(run(2, "b", "cpu"))
+def test_a_gpu_a_rank_is_one_host() -> None:
+    """Nothing is said to NCCL, the rank's number is its GPU; a run on the CPU must find none."""
+    assert gpu_environment(("2", "3"), 1) == {"CUDA_VISIBLE_DEVICES": "2,3", "LOCAL_RANK": "1"}
+    assert gpu_environment((), 3) == {"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": "3"}
+    # Every GPU is used before one is shared.
+    assert "NCCL_HOSTID" not in gpu_environment(shared(("0", "1"), 2)[:2], 0)
 
 
-@given(st.lists(st.integers(1, 4), max_size=30), st.randoms(use_true_random=False))
-def test_no_slot_is_ever_shared(sizes: list[int], random: Random) -> None:
-    """Whatever comes and goes, taken devices are distinct and all come back."""
-    devices = tuple("0123")
-    slots = Slots(4, devices)
-    held: dict[str, tuple[str, ...]] = {}
-    for i, size in enumerate(sizes):
-        spec = run(size, str(i))
-        while not slots.fits(spec):
-            leaving = random.choice(sorted(held))
-            slots.release(leaving)
-            del held[leaving]
-        held[spec.key] = slots.take(spec)
-        taken = [device for owned in held.values() for device in owned]
-        assert len(taken) == len(set(taken))
-        assert len(held[spec.key]) == size
-    for key in held:
-        slots.release(key)
-    assert slots.take(run(4, "all")) == devices
+@pytest.mark.parametrize("ranks_per_gpu", [2, 3, 4])
+def test_no_host_has_a_gpu_twice(ranks_per_gpu: int) -> None:
+    """What NCCL refuses: two ranks of one host on one GPU. Each host has every GPU once."""
+    devices = shared(("4", "7"), ranks_per_gpu)
+    ranks = [gpu_environment(devices, rank) for rank in range(len(devices))]
+    assert {rank["CUDA_VISIBLE_DEVICES"] for rank in ranks} == {"4,7"}
+    places = {(rank["NCCL_HOSTID"], rank["LOCAL_RANK"]) for rank in ranks}
+    assert len(places) == len(ranks) == 2 * ranks_per_gpu
+    assert len({host for host, _ in places}) == ranks_per_gpu
+
+
+def test_less_than_one_rank_a_gpu_is_refused() -> None:
+    """No rank would have a GPU."""
+    with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
+        shared(("0",), 0)
+
+
+def test_mps_is_told_by_its_control_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's processes look for it where a variable says, and use MPS if it is there."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert not mps_runs()
+    (tmp_path / "control").touch()
+    assert mps_runs()

@@ -3,11 +3,27 @@
 import errno
 import signal
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from harness.engine.outcome import RankEvidence, classify, ending_of, signal_name
-from harness.engine.whereabouts import Mismatch, Place
+from harness.engine import outcome as outcomes
+from harness.engine.collective_log import Fault, Place
+from harness.engine.outcome import (
+    NOT_THE_KERNEL,
+    Answer,
+    FirstFailure,
+    RankEvidence,
+    claim,
+    classify,
+    ending_of,
+    find,
+    num_memory_kills,
+    signal_name,
+    with_sender,
+)
 from harness.records import (
     SCHEMA_VERSION,
     CollectiveFault,
@@ -18,6 +34,7 @@ from harness.records import (
     FloatBits,
     RankExit,
     RankRecords,
+    RunOutcome,
     StartRecord,
     StepRecord,
     What,
@@ -155,21 +172,13 @@ ROWS: dict[str, tuple[list[RankEvidence], list[int], bool, What, int | None]] = 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_happened_and_whose_fault(row: str) -> None:
-    """Each situation has one answer and one culprit."""
+    """Each situation has one answer and one culprit, in whatever order ranks are listed."""
     ranks, order, timed_out, what, culprit = ROWS[row]
     got = classify(ranks, timed_out=timed_out, timeout_s=5.0, failed_order=order)
-    assert (got[0], got[2]) == (what, culprit), got[1]
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row != "all well"])
-def test_the_order_of_ranks_does_not_matter(row: str) -> None:
-    """The answer depends on the evidence and on who failed first, not on how ranks are listed."""
-    ranks, order, timed_out, _, _ = ROWS[row]
-    there = classify(ranks, timed_out=timed_out, timeout_s=5.0, failed_order=order)
-    back = classify(ranks[::-1], timed_out=timed_out, timeout_s=5.0, failed_order=order)
-    assert there == back
-    assert there[1]
-    assert "\n" not in there[1]
+    assert (got.what, got.culprit) == (what, culprit), got.message
+    assert classify(ranks[::-1], timed_out=timed_out, timeout_s=5.0, failed_order=order) == got
+    assert bool(got.message) == bool(what)
+    assert "\n" not in got.message
 
 
 def test_a_hang_names_the_ranks_and_their_last_steps() -> None:
@@ -254,52 +263,44 @@ def test_an_unnamed_signal_has_its_number() -> None:
     assert signal_name(50) == "signal 50"
 
 
-def test_a_stall_names_the_rank_that_a_collective_lacks() -> None:
-    """Places say who never entered what; the time that nothing was recorded is said, too."""
-    inside = Place(
-        step=3, operator="c10d::_allgather_base_", label="layers.1", group=(0, 1),
-        is_inside=True, entered={"0,1": 9},
-    )  # fmt: skip
-    outside = replace(inside, is_inside=False, entered={"0,1": 8})
-    ranks = [
-        replace(stuck(0, WAITING), place=inside),
-        replace(stuck(1, SLEEPING), place=outside),
-    ]
-    answer = classify(ranks, timed_out=False, timeout_s=5.0, stalled_s=2.0)
-    what, message, culprit, _ = answer
-    assert (what, culprit) == ("hang", 1)
-    gather = Entered(operator="allgather_base", label="layers.1")
-    ending = ending_of(answer, ranks)
-    assert ending is not None
-    assert ending.collective == CollectiveFault(
-        ranks=(1,), entered=None, others=(0,), expected=gather, group=(0, 1), number=9, step=3
-    )
-    assert message.startswith(
-        "rank 1 never entered allgather_base of layers.1 in step 3 (collective 9 of ranks 0,1); "
-        "no rank recorded anything for 2 s; still running: rank 0 "
-    )
-
-
-def in_collective(evidence: RankEvidence, operator: str, label: str) -> RankEvidence:
-    """The same rank, in the 142nd collective of all three."""
+def at(
+    evidence: RankEvidence,
+    operator: str = "_allgather_base_",
+    label: str = "root",
+    *,
+    number: int = 142,
+    inside: bool = True,
+) -> RankEvidence:
+    """The same rank, by its place in the collectives of all three."""
     place = Place(
-        step=20, operator=f"c10d::{operator}", label=label, group=(0, 1, 2), is_inside=True,
-        entered={"0,1,2": 142},
+        step=20, operator=f"c10d::{operator}", label=label, group=(0, 1, 2), is_inside=inside,
+        entered={"0,1,2": number},
     )  # fmt: skip
     return replace(evidence, place=place)
 
 
+def test_a_stall_names_the_rank_that_a_collective_lacks() -> None:
+    """Places say who never entered what; the time that nothing was recorded is said, too."""
+    ranks = [at(stuck(0, WAITING)), at(stuck(1, SLEEPING), number=141, inside=False)]
+    answer = classify(ranks, timed_out=False, timeout_s=5.0, stalled_s=2.0)
+    assert (answer.what, answer.culprit) == ("hang", 1)
+    ending = ending_of(answer, ranks)
+    assert ending is not None
+    assert ending.collective == CollectiveFault(
+        ranks=(1,), entered=None, others=(0, 2), group=(0, 1, 2), number=142, step=20,
+        expected=Entered(operator="allgather_base", label="root"),
+    )  # fmt: skip
+    assert answer.message.startswith(
+        "rank 1 never entered allgather_base of root in step 20 (collective 142 of ranks 0,1,2); "
+        "no rank recorded anything for 2 s; still running: rank 0 "
+    )
+
+
 def test_a_wrong_collective_is_named_in_a_hang() -> None:
     """All wait, one of them in another collective: it is to blame, and both are told."""
-    ranks = [
-        in_collective(
-            rank(n, -9, ours=True), "allreduce_" if n == 2 else "_allgather_base_", "root"
-        )
-        for n in range(3)
-    ]
+    ranks = [at(ended(0)), at(ended(1)), at(ended(2), "allreduce_")]
     answer = classify(ranks, timed_out=True, timeout_s=9.0)
-    what, message, culprit, _ = answer
-    assert (what, culprit) == ("hang", 2)
+    assert (answer.what, answer.culprit) == ("hang", 2)
     ending = ending_of(answer, ranks)
     assert ending is not None
     assert ending.collective == CollectiveFault(
@@ -307,22 +308,52 @@ def test_a_wrong_collective_is_named_in_a_hang() -> None:
         expected=Entered(operator="allgather_base", label="root"), group=(0, 1, 2), number=142,
         step=20,
     )  # fmt: skip
-    assert message.startswith("rank 2 entered allreduce of root where ranks 0, 1 entered allgather")
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_a_rank_that_others_wait_for_is_named_though_it_ended_well(end: bool) -> None:
+    """Exit code 0 is no alibi while another waits in a collective that it never entered."""
+    ranks = [at(rank(0, 0, end=end), number=141, inside=False), at(ended(1)), at(ended(2))]
+    answer = classify(ranks, timed_out=True, timeout_s=10)
+    assert (answer.what, answer.culprit) == ("hang", 0)
+    assert ("before its end record" in answer.message) != end
+
+
+def test_ranks_that_all_ended_well_left_nobody_behind() -> None:
+    """A collective that nobody waited for, in a run that came to its end, is no hang."""
+    ranks = [at(good(0), number=141, inside=False), at(good(1)), at(good(2))]
+    assert classify(ranks, timed_out=False, timeout_s=10) == Answer("", "", None)
+
+
+def test_a_process_that_stays_after_its_end_record_is_a_hang() -> None:
+    """Nothing passes that its user has to kill."""
+    stayed = rank(0, -9, ours=True, end=True)
+    answer = classify([stayed, good(1)], timed_out=False, timeout_s=10)
+    assert (answer.what, "every rank has recorded its end" in answer.message) == ("hang", True)
+    answer = classify([stayed, ended(1)], timed_out=False, timeout_s=10, stalled_s=5)
+    assert answer.what == "hang"
+
+
+def test_who_gave_up_waiting_says_for_whom() -> None:
+    """Its place is where it gave up: rank 1, still running, never entered that collective."""
+    gave_up = at(lost(0, GLOO_WAITED, "hang"), inside=False)
+    ranks = [gave_up, at(ended(1, steps=9), number=141, inside=False)]
+    answer = classify(ranks, timed_out=False, timeout_s=10, failed_order=(0,))
+    assert (answer.what, answer.culprit) == ("hang", 1)
+    assert answer.message.startswith("rank 1 never entered allgather_base of root")
 
 
 def test_whom_gloo_aborts_is_not_who_was_wrong() -> None:
     """Rank 2 left a gather out; gloo aborts rank 0, which only got what was not meant for it."""
     told = "Received data size doesn't match expected size. Is there a collective mismatch?"
     ranks = [
-        in_collective(rank(0, -6, tail=told), "_allgather_base_", "root"),
-        in_collective(rank(1, 1, what="crashed", message=GLOO_LOST), "_allgather_base_", "root"),
-        in_collective(
-            rank(2, 1, what="crashed", message=GLOO_LOST), "_allgather_base_", "layers.0"
-        ),
+        at(rank(0, -6, tail=told)),
+        at(lost(1)),
+        at(lost(2), label="layers.0"),
     ]
     answer = classify(ranks, timed_out=False, timeout_s=9.0, failed_order=(0, 1, 2))
     what, message, culprit, fault = answer
-    assert isinstance(fault, Mismatch)
+    assert isinstance(fault, Fault)
     assert (what, culprit) == ("crashed", 2)
     assert message.startswith("rank 2 entered allgather_base of layers.0 where ranks 0, 1 entered")
     assert "rank 0 died by SIGABRT" in message
@@ -369,3 +400,47 @@ def test_a_rank_that_could_not_be_forked_is_told_by_the_error_number(
     refused = replace(refused, exit=replace(refused.exit, errno=number))
     answer = classify([refused], timed_out=False, timeout_s=1.0)
     assert ending_of(answer, [refused]) == Ending(machine=machine)
+
+
+# --- who sent a SIGKILL, who failed first -------------------------------------------------------
+
+
+def killed(code: int = -9, what: What = "killed", culprit: int | None = 1) -> RunOutcome:
+    return RunOutcome(
+        key="k", what=what, message="it died", culprit_rank=culprit, started_unix_s=0.0, wall_s=1.0,
+        ranks=(RankExit(rank=0, code=1), RankExit(rank=1, code=code)),
+    )  # fmt: skip
+
+
+def test_who_sent_a_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's count of those whom it killed for want of memory, where it can be read."""
+    counters = tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 1\noom_kill_more 9\noom_kill 7\n")
+    monkeypatch.setattr(outcomes, "_COUNTERS", counters)
+    for outcome in (killed(), killed(culprit=None)):  # of a rank, or of the leader
+        told = with_sender(outcome, num_memory_kills())
+        assert told == replace(outcome, message=f"it died; {NOT_THE_KERNEL}", from_outside=True)
+    told = with_sender(killed(), 6)
+    assert not told.from_outside
+    assert told.message == "it died; the kernel killed 1 for want of memory meanwhile"
+    for other in (killed(what="crashed"), killed(code=-15)):
+        assert with_sender(other, 7) == other
+    assert with_sender(killed(), None) == killed()
+    for text in ("nr_free_pages 1\n", "oom_kill many\n", "oom_kill \n"):
+        counters.write_text(text)
+        assert num_memory_kills() is None
+        assert with_sender(killed(), 7) == killed()
+    counters.unlink()
+    assert with_sender(killed(), 7) == killed()
+
+
+def test_the_first_to_say_that_it_failed_is_found() -> None:
+    """Whoever asks in time; a later failure does not take its place, and words are cut."""
+    store, at_once = dist.HashStore(), timedelta(milliseconds=1)
+    assert find(store, at_once) is None
+    assert find(None, at_once) is None
+    claim(store, FirstFailure(3, "x" * 100_000))
+    claim(store, FirstFailure(1, "Connection closed"))
+    assert find(store, at_once) == FirstFailure(3, "x" * 500)
+    for no_store in (object(), None):  # a leader whose ranks need no torch has a socket there
+        claim(no_store, FirstFailure(0, "x"))

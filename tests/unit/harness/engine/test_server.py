@@ -10,8 +10,8 @@ from pathlib import Path
 
 PARENT = """
 import sys, time
-from harness.engine.server import ServerProcess
-from harness.engine.watch import Limits
+from harness.engine.local import ServerProcess
+from harness.engine.ranks import Limits
 server = ServerProcess("slow_entry:rank_main", Limits())
 print(server.pid, flush=True)
 time.sleep(600)

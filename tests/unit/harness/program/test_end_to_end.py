@@ -11,7 +11,7 @@ import pytest
 
 from harness.records import Verdict
 from harness.store import read_verdict
-from harness.streams import read_rank
+from harness.store.streams import read_rank
 
 PROGRAM = """
 import argparse, os

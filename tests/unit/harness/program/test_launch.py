@@ -11,7 +11,7 @@ import torch
 from harness.program.launch import SITE, command, environment, run_program
 from harness.program.spec import ProgramSpec
 from harness.records import RankRecords
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 from tests.unit.harness.recorder.recorded import record_folder
 
 ENTRY = """

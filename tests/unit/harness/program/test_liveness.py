@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.engine.collective_log import answer_path, read_place
 from harness.engine.local import LocalEngine
-from harness.engine.watch import Limits
-from harness.engine.whereabouts import answer_path, read_place
+from harness.engine.ranks import Limits
 from harness.program.spec import ProgramSpec
 from harness.records import RunOutcome, RunSpec
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 
 PROGRAM = """
 import argparse, os, sys, time

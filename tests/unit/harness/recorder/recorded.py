@@ -17,7 +17,7 @@ import torch
 import torch._dynamo  # optimizers import it: once here, not in each child
 
 from harness.records import ABSENT, DIGEST_HEX_CHARS, RankRecords, StepRecord
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 
 Program = Callable[[], object]
 

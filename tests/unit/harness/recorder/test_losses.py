@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from harness.checks import finite
+from harness.checks import exact
 from harness.recorder import record
 from harness.records import RunOutcome, RunResult, RunSpec
 from tests.unit.harness.recorder.recorded import digests, losses, recorded
@@ -234,7 +234,7 @@ def test_a_scaled_loss_is_recorded_as_it_was(scaler: Any, factor: float, tmp_pat
     outcome = RunOutcome(key=spec.key, what="", message="", culprit_rank=None,
                          started_unix_s=0.0, wall_s=1.0, ranks=())  # fmt: skip
     run = RunResult(spec=spec, outcome=outcome, ranks=(records,))
-    answer = finite.check(run, run, {})
+    answer = exact.finite(run, run)
     assert answer.outcome == ("failed" if factor > 1 else "passed")
     if factor > 1:
         assert answer.difference is not None

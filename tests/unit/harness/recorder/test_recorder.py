@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from harness.recorder import record
 from harness.recorder import session as recording
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 from tests.unit.harness.recorder.recorded import (
     all_digests,
     digests,
@@ -480,12 +480,13 @@ def test_an_optimizer_that_is_not_torchs_records_no_step(tmp_path: Path) -> None
 
 
 def test_a_rank_file_is_as_the_readers_want_it(tmp_path: Path) -> None:
-    """Read back, the file has no problem, its checksum included; a changed byte is one."""
+    """Read back, the file has no problem; a line that is not whole is one."""
     recorded(plain, tmp_path)
     path = rank_path(tmp_path, 0)
     assert read_rank(path, 0).problems == ()
-    path.write_bytes(path.read_bytes().replace(b'"step":1', b'"step":1 ', 1))
-    assert any("checksum" in problem for problem in read_rank(path, 0).problems)
+    path.write_bytes(path.read_bytes().replace(b'"step":1,', b"", 1))
+    (problem,) = read_rank(path, 0).problems
+    assert "missing required field `step`" in problem
 
 
 IMPORTS = """

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from harness.contents import read_contents
-from harness.keeping import KeepSpec
 from harness.recorder import record
-from harness.records import RunSpec
+from harness.records import KeepSpec, RunSpec
+from harness.store.contents import read_contents
 from tests.unit.harness.recorder.recorded import names, recorded, taps
 
 

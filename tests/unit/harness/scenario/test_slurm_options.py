@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from harness.engine.slurm_options import OURS, SlurmOptions
+from harness.engine.slurm_job import OURS, SlurmOptions, device_on_slurm, stored_options
 from harness.errors import ScenarioError, UsageError
-from harness.on_slurm import device_on_slurm, stored_options
 from harness.repeats import confirming_runs
 from harness.runner import launch
 from harness.runner.launch import Request, prepare

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.engine.gpu_evidence import last_module, last_place
-from harness.engine.whereabouts import IN_CAPTURE, Place, PlaceFile, place_path
+from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, place_path
+from harness.engine.evidence import last_module, last_place
 from harness.worker import collectives
 from harness.worker.collectives import Notes
 

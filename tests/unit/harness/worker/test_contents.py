@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from fsdp_core.graph.digest import digest_hex, digest_tensors, empty_rows
-from harness.bisector.elements import compare
-from harness.contents import Contents, Loaded, read_contents
-from harness.keeping import KeepSpec
-from harness.records import ErrorRecord, PlantSpec, RunSpec, StartRecord, StepRecord
+from harness.bisect.elements import compare
+from harness.records import ErrorRecord, KeepSpec, PlantSpec, RunSpec, StartRecord, StepRecord
+from harness.store.contents import Contents, Loaded, read_contents
 
 Spec = Callable[..., RunSpec]
 GROUPS = ("grads", "weights", "optim")

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.train.stage_graphs import StageGraphs
-from harness.checks.graph_proof import not_as_owed
+from harness.checks.complete import not_as_owed
 from harness.records import EndRecord, PlantSpec, RunSpec
 from harness.soaking import SoakSpec
 from tests.unit.harness.worker.conftest import TINY

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.job_files import NodeReport, Submission, report_path, save_submission
+from harness.engine.node_reports import NodeReport, report_path
+from harness.engine.slurm_job import Submission, save_submission
 from harness.errors import Infrastructure
 from harness.records import RankExit, dumps
 from harness.worker import job

@@ -20,7 +20,7 @@ from fsdp_core.stress.clocks import Clocks
 from fsdp_core.stress.races import Access, Race, RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from harness import provenance
-from harness.engine.first_failure import FirstFailure, claim, find
+from harness.engine.outcome import FirstFailure, claim, find
 from harness.recorder import UNRECORDED
 from harness.records import (
     SCHEMA_VERSION,
@@ -33,7 +33,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 from harness.worker.main import _Session, classify, rank_main
 
 Spec = Callable[..., RunSpec]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import ParallelConfig
 from harness.records import RankRecords, RunSpec
-from harness.streams import rank_path, read_rank
+from harness.store.streams import rank_path, read_rank
 from harness.worker.main import rank_main
 
 WORLD = 2

@@ -1,1 +1,0 @@
-"""The detection matrix: every planted fault and many clean cells, through the harness itself."""

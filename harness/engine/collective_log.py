@@ -1,0 +1,298 @@
+"""Which collective each rank entered last: written as it goes, read once a run has hung.
+
+    rank<R>.place    one JSON object in a file that the rank maps into its memory: a write is a copy
+                     of some hundred bytes, and what was written is there whatever ends the rank
+    rank<R>.answer   the same of a rank of a program, when the leader gives the run up and asks
+                     (`harness.recorder.collectives`): with what C++ called, and from where
+
+A collective is over once every rank of its group has entered it, so of two ranks of one group the
+one that entered fewer is the one that the other waits for. If it waits in another collective
+itself, so does whoever keeps it there: the ranks at fault are those that wait in none.
+
+Ranks of one group that have entered equally many, but are in different ones, wait for each other in
+vain: one has called another collective than it should, or has left one out.
+"""
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.codec import Json, RecordError, dumps
+from harness.records import CollectiveFault, Entered
+from harness.store.files import read_plain
+
+SIZE_BYTES = 1 << 14
+IN_CAPTURE = "a capture"
+"""Label of collectives that belong to no unit and are called while graphs are captured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Json):
+    """A collective that a rank has entered, over or not.
+
+    Attributes:
+        key: of its group, as `Place.entered` has it.
+        number: of the collectives of the group.
+        operator, step, sizes, called_at: as in `Place`.
+    """
+
+    key: str
+    number: int
+    operator: str
+    step: int = -1
+    sizes: str = ""
+    called_at: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Json):
+    """Where a rank is.
+
+    Attributes:
+        step: of the training.
+        operator: the collective that it entered last, as torch calls it.
+        label: whose it is, as far as that is known: `layers.1`, or `IN_CAPTURE`.
+        group: global ranks that take part in it.
+        is_inside: whether it has not come back from it.
+        entered: how many collectives of each group it has entered, by ranks as `0,1`.
+        module: innermost module that was running, in the step that captures graphs; else "".
+        name: of the group where it is not the one of all ranks; two groups may have the same ranks.
+        sizes: of the tensors that it takes, where all ranks must have the same; "" if not known.
+        called_at: line of the program that called it, as `train.py:7 in main`; "" if not known.
+        phase: forward, backward or optimizer, whatever the rank was in; "" if not known.
+        at: line of the program that the rank was at.
+        recent: what torch's flight recorder has of the last collectives of all groups.
+    """
+
+    step: int
+    operator: str
+    label: str
+    group: tuple[int, ...]
+    is_inside: bool
+    entered: dict[str, int] = field(default_factory=dict)
+    module: str = ""
+    name: str = ""
+    sizes: str = ""
+    called_at: str = ""
+    phase: str = ""
+    at: str = ""
+    recent: tuple[Recorded, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The group as `entered` names it."""
+        return group_key(self.group, self.name)
+
+    @property
+    def collective(self) -> str:
+        """The collective in words: `all_reduce of layers.1`, `all_reduce in a capture`."""
+        return str(self.as_entered)
+
+    @property
+    def as_entered(self) -> Entered:
+        """The collective, as an outcome names it."""
+        in_capture = self.label == IN_CAPTURE
+        operator = self.operator.rpartition("::")[2].strip("_")
+        label = "" if in_capture else self.label
+        return Entered(
+            operator=operator, label=label, in_capture=in_capture, sizes=self.sizes,
+            called_at=self.called_at,
+        )  # fmt: skip
+
+    def words(self, number: int) -> str:
+        """The same with its step and its number in the group."""
+        # NCCL's recorder counts no steps.
+        when = f" in step {self.step}" if self.step >= 0 else ""
+        group = f"ranks {group_key(self.group)}" + (f", group {self.name}" if self.name else "")
+        called = f", called at {self.called_at}" if self.called_at else ""
+        return f"{self.collective}{when} (collective {number} of {group}{called})"
+
+
+def group_key(ranks: tuple[int, ...], name: str = "") -> str:
+    """A group of ranks as text, with its name unless it is the one of all ranks."""
+    key = ",".join(map(str, ranks))
+    return f"{key} {name}" if name else key
+
+
+def answer_path(folder: Path, rank: int) -> Path:
+    """Where a rank of a program writes its place when it is asked."""
+    return folder / f"rank{rank}.answer"
+
+
+def place_path(folder: Path, rank: int) -> Path:
+    """Where a rank writes its place."""
+    return folder / f"rank{rank}.place"
+
+
+class PlaceFile:
+    """Writes one rank's place."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        self._path = path
+        path.write_bytes(bytes(SIZE_BYTES))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
+
+    def write(self, place: Place) -> None:
+        """Replace what is there; what does not fit is left out."""
+        text = dumps(place).encode() + b"\n"
+        if len(text) <= SIZE_BYTES:
+            self._map[: len(text)] = text
+
+    def remove(self) -> None:
+        """Take the file away: a run that ended well has no need of it."""
+        self._map.close()
+        self._path.unlink(missing_ok=True)
+
+
+def read_place(path: Path) -> Place | None:
+    """Where a rank was last; None if it did not say, or nothing that decodes."""
+    try:
+        line = read_plain(path, SIZE_BYTES).partition(b"\n")[0]
+        return Place.from_json(json.loads(line))
+    except (OSError, ValueError, RecordError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Why ranks waited in vain.
+
+    Attributes:
+        ranks: that never entered a collective, or entered another one than the rest of their group:
+            the fewer, and the first to be told of if there are as many of each.
+        place: of the first of them, in that other collective; None if they entered none.
+        others: the rest of the group.
+        expected: the place of one of the others.
+        number: of the collective in its group.
+    """
+
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+    expected: Place
+    number: int
+    place: Place | None = None
+
+    @property
+    def odd_one(self) -> int | None:
+        """The rank at fault, None if it cannot be told which of two sides is."""
+        is_known = self.place is None or len(self.ranks) < len(self.others)
+        return self.ranks[0] if is_known else None
+
+    @property
+    def record(self) -> CollectiveFault:
+        """The same for an outcome."""
+        expected = self.expected
+        return CollectiveFault(
+            ranks=self.ranks, entered=None if self.place is None else self.place.as_entered,
+            others=self.others, expected=expected.as_entered, group=expected.group,
+            number=self.number, step=expected.step if expected.step >= 0 else None,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        mine, words = self.place, self.expected.words(self.number)
+        if mine is None:
+            return f"{_names(self.ranks)} never entered {words}"
+        told = mine.collective
+        if told == self.expected.collective and mine.sizes != self.expected.sizes:
+            told += f" of sizes {mine.sizes}, not {self.expected.sizes},"
+        called = f", called at {mine.called_at}," if mine.called_at else ""
+        others = f"where {_names(self.others)} entered {words}"
+        return f"{_names(self.ranks)} entered {told}{called} {others}"
+
+
+def _names(ranks: tuple[int, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def find_mismatch(places: Mapping[int, Place]) -> Fault | None:
+    """Which ranks of a group entered different collectives as their n-th; None if all agree.
+
+    NCCL enqueues: a rank goes on after a collective that can never end, and is found in a later
+    one. So the first that ranks recorded differently counts before those they wait in.
+    """
+    waiting = {
+        rank: {place.key: {place.entered.get(place.key, 0): place}}
+        for rank, place in places.items()
+        if place.is_inside and place.group
+    }
+    return _first_mismatch({rank: _by_number(place) for rank, place in places.items()}) or (
+        _first_mismatch(waiting)
+    )
+
+
+def _by_number(place: Place) -> dict[str, dict[int, Place]]:
+    """What a rank recorded, each as the place it was in; by group and number."""
+    found: dict[str, dict[int, Place]] = {}
+    for each in place.recent:
+        ranks, _, name = each.key.partition(" ")
+        # Without its label: ranks whose modules differ in name have met, if operators agree.
+        found.setdefault(each.key, {})[each.number] = Place(
+            step=each.step, operator=each.operator, label="", is_inside=True, name=name,
+            group=tuple(map(int, ranks.split(","))) if ranks else (), sizes=each.sizes,
+            entered={each.key: each.number}, called_at=each.called_at,
+        )  # fmt: skip
+    return found
+
+
+def _first_mismatch(entered: Mapping[int, Mapping[str, Mapping[int, Place]]]) -> Fault | None:
+    met: dict[tuple[str, int], dict[int, Place]] = {}
+    for rank, groups in sorted(entered.items()):
+        for key, places in groups.items():
+            for number, place in places.items():
+                met.setdefault((key, number), {})[rank] = place
+    for (_, number), places in sorted(met.items(), key=lambda item: item[0][1]):
+        if (mismatch := _mismatch(places, number)) is not None:
+            return mismatch
+    return None
+
+
+def _mismatch(places: Mapping[int, Place], number: int) -> Fault | None:
+    """Of ranks that are in the collective of one number of one group."""
+    # Whose a collective is, and its sizes, may be unknown: that is no difference.
+    known = all(place.label for place in places.values())
+    sized = all(place.sizes for place in places.values())
+    sides: dict[tuple[str, str, str], list[int]] = {}
+    for rank, place in places.items():
+        what = (place.operator, place.label if known else "", place.sizes if sized else "")
+        sides.setdefault(what, []).append(rank)
+    if len(sides) < 2:
+        return None
+    most = max(sides.values(), key=len)
+    fewest = min((ranks for ranks in sides.values() if ranks is not most), key=len)
+    return Fault(
+        ranks=tuple(fewest), place=places[fewest[0]],
+        others=tuple(most), expected=places[most[0]], number=number,
+    )  # fmt: skip
+
+
+def find_missing(places: Mapping[int, Place]) -> Fault | None:
+    """Who never entered a collective that others wait in; None if places do not tell."""
+    waiting = {rank: place for rank, place in places.items() if place.is_inside}
+    lacking: dict[int, list[int]] = {}
+    for rank, place in waiting.items():
+        number = place.entered.get(place.key, 0)
+        for other in place.group:
+            there = places.get(other)
+            if there is not None and there.entered.get(place.key, 0) < number:
+                lacking.setdefault(other, []).append(rank)
+    at_fault = [rank for rank in lacking if rank not in waiting]
+    if not at_fault:
+        return None
+    # The earliest that is lacking: what comes after it in the same group only follows.
+    first = min(
+        (waiting[rank] for rank in lacking[at_fault[0]]),
+        key=lambda place: (place.step, place.entered[place.key]),
+    )
+    number = first.entered[first.key]
+    late = (rank for rank in at_fault if places[rank].entered.get(first.key, 0) < number)
+    ranks = tuple(sorted(rank for rank in late if rank in first.group))
+    others = tuple(rank for rank in first.group if rank not in ranks)
+    return Fault(ranks=ranks, others=others, expected=first, number=number)

@@ -1,0 +1,595 @@
+"""The processes of a run on one machine: forked, listened to, ended and waited for.
+
+    fork the ranks -> pump what they print -> reap -> `Watch` says whom to signal -> ... -> all gone
+
+    running --a rank fails--> grace --grace_s--> stacks --stacks_s--> killed
+       '----- timeout_s is up, or told to stop ------^
+       '----- no rank recorded anything for stall_s -'
+
+In `stacks` every rank left gets SIGUSR1, which makes faulthandler print the stack of each thread.
+
+    rank stdout+stderr -> pipe -> leader -> rank<R>.stderr: the first `cap_bytes`, as they come
+                                            a line that says how much was dropped
+                                            the last `TAIL_BYTES`, added when the rank has ended
+
+The end of a flood is kept because that is where a traceback is; no rank is killed for printing.
+Secrets are masked before anything is written: up to the cap everything is, beyond it only the tail,
+at the end. `python -m benchmarks.output` measures it.
+"""
+
+import faulthandler
+import fcntl
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from harness.engine.evidence import (
+    ask_for_dumps,
+    dumps_take_s,
+    evidence_environment,
+    prepare_to_ask,
+)
+from harness.engine.gpus import gpu_environment
+from harness.engine.outcome import FirstFailure, claim, signal_name
+from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
+from harness.masking import MAX_HELD_BYTES, Masker, Stream
+from harness.records import RankExit, RunSpec
+from harness.store.streams import has_begun, has_end_record, last_step_s, rank_path
+
+CAP_BYTES = 16 << 20
+TAIL_BYTES = 256 << 10
+_READ_BYTES = 1 << 20
+"""As much as a pipe can hold without privileges; what is read at once is masked at once."""
+WINDOWS = 2
+"""Times the seconds between two writes of steps that ranks may be silent."""
+START_STALLS = 6
+"""Times its patience that a soak may take to its first record."""
+LOOK_S = 2.0
+"""Between looks at whether a program's ranks have all come to their end."""
+RankMain = Callable[[RunSpec, Path, int, int], int]
+"""Runs one rank: specification, folder, rank, port of the store; gives the exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How patient a leader is (seconds) and how much it stores of a rank's output (bytes).
+
+    `leave_s` is for ranks that have only to exit.
+    """
+
+    grace_s: float = 3.0
+    stacks_s: float = 1.0
+    leave_s: float = 30.0
+    output_cap_bytes: int = CAP_BYTES
+
+
+def limit_options(limits: Limits) -> list[str]:
+    """The same as options of `python -m harness.worker`."""
+    return [
+        "--grace-s", str(limits.grace_s), "--stacks-s", str(limits.stacks_s),
+        "--leave-s", str(limits.leave_s), "--output-cap-bytes", str(limits.output_cap_bytes),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run to lead, or the share of it that one node has.
+
+    Attributes:
+        devices: GPU of each rank here, as CUDA_VISIBLE_DEVICES names it; empty without.
+        ranks: those that run here; all of the run by default.
+        first_local_rank: LOCAL_RANK of the first of them.
+        local_world_size: ranks on this machine, None if they are all in `ranks`.
+        stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
+        undecided: which ends the engine has to decide upon (`gpus.SharedGpus`): runs that `failed`,
+            runs that `finished`, or none.
+    """
+
+    spec: RunSpec
+    folder: Path
+    devices: tuple[str, ...] = ()
+    attempt: int = 0
+    ranks: range = range(0)
+    first_local_rank: int = 0
+    local_world_size: int | None = None
+    stops_on_sigterm: bool = False
+    undecided: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            object.__setattr__(self, "ranks", range(self.spec.world_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks find each other: the address of the rendezvous store.
+
+    `listener` is its socket where the store is hosted here, None where it is on another node.
+    """
+
+    address: str
+    port: int
+    listener: socket.socket | None = None
+
+
+# --- when ranks are asked for their stacks, and when they are killed ----------------------------
+
+
+class Phase(Enum):
+    """Where a run is; it only moves forward."""
+
+    RUNNING = 0
+    GRACE = 1
+    STACKS = 2
+    KILLED = 3
+
+
+@dataclass
+class Watch:
+    """A clock without processes. Times are monotonic seconds.
+
+    `stall_s` None: ranks may be silent for as long as they have time. A stall is seen between once
+    and twice that long after the last record: it is looked for when it may be there, not all along.
+    `window_s`: what the steps that ranks record together take; silence within it is no stall.
+    """
+
+    ranks: Sequence[int]
+    timeout_s: float
+    limits: Limits
+    started_s: float
+    stall_s: float | None = None
+    window_s: float = 0.0
+    phase: Phase = Phase.RUNNING
+    timed_out: bool = False
+    stalled: bool = False
+    leaving: bool = False
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    failed_s: dict[int, float] = field(default_factory=dict)
+    deadline_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progressed(self.started_s)
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds without a record that count as a stall; None if none do."""
+        return None if self.stall_s is None else max(self.stall_s, WINDOWS * self.window_s)
+
+    @property
+    def failed_order(self) -> list[int]:
+        """Ranks that failed by themselves, in the order in which they were seen to."""
+        return list(self.failed_s)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [rank for rank in self.ranks if rank not in self.exits]
+
+    def progressed(self, now_s: float) -> None:
+        """Take note that ranks do something, while none has failed."""
+        if self.phase is Phase.RUNNING:
+            end_s, patience_s = self.started_s + self.timeout_s, self.patience_s
+            self.deadline_s = end_s if patience_s is None else min(end_s, now_s + patience_s)
+
+    def leaves(self, now_s: float) -> None:
+        """Take note that every rank left has written its end record, and has only to exit."""
+        if self.phase is Phase.RUNNING and not self.leaving:
+            self.leaving = True
+            self.deadline_s = min(self.deadline_s, now_s + self.limits.leave_s)
+
+    def may_stall(self, now_s: float) -> bool:
+        """Whether it must be looked at what ranks have recorded, before `advance`."""
+        waits = self.phase is Phase.RUNNING and not self.leaving
+        return waits and self.stall_s is not None and now_s >= self.deadline_s
+
+    def ended(
+        self,
+        rank: int,
+        code: int | None,
+        now_s: float,
+        *,
+        left_early: bool = False,
+        number: int = 0,
+    ) -> None:
+        """Take note that a rank ended; the first failure starts the grace of the others.
+
+        So does one that left with 0 and without an end record: the others may wait for it. `number`
+        is the error number of one that could not be started.
+        """
+        ours = (self.phase is Phase.KILLED and code == -signal.SIGKILL) or (
+            self.phase in (Phase.STACKS, Phase.KILLED) and code == -signal.SIGUSR1
+        )
+        self.exits[rank] = RankExit(rank=rank, code=code, killed_by_harness=ours, errno=number)
+        if ours or (code == 0 and not left_early):
+            return
+        if code != 0:
+            self.failed_s[rank] = now_s
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.GRACE
+            self.deadline_s = min(self.deadline_s, now_s + self.limits.grace_s)
+
+    def advance(self, now_s: float) -> int | None:
+        """Move on if the time is up; the signal to send to every running rank now, if any."""
+        if now_s < self.deadline_s or not self.running:
+            return None
+        self.deadline_s = now_s + self.limits.stacks_s
+        if self.phase in (Phase.STACKS, Phase.KILLED):
+            self.phase = Phase.KILLED
+            return signal.SIGKILL
+        self.timed_out = now_s >= self.started_s + self.timeout_s
+        self.stalled = self.phase is Phase.RUNNING and not (self.timed_out or self.leaving)
+        self.phase = Phase.STACKS
+        return signal.SIGUSR1
+
+    def stop(self, now_s: float) -> None:
+        """End every rank left now, stacks first, whatever time there was."""
+        if self.phase in (Phase.RUNNING, Phase.GRACE):
+            self.phase = Phase.GRACE
+            self.deadline_s = now_s
+
+
+# --- what ranks print and record ------------------------------------------------------------------
+
+
+class CappedOutput:
+    """Copies what arrives at `read_fd` into `path`; owns the descriptor."""
+
+    def __init__(
+        self,
+        read_fd: int,
+        path: Path,
+        *,
+        cap_bytes: int = CAP_BYTES,
+        masker: Masker | None = None,
+    ) -> None:
+        self._masker = masker or Masker({})
+        self._stream = Stream(self._masker)
+        os.set_blocking(read_fd, False)
+        with suppress(OSError):  # not allowed: the user's pipes hold too much already
+            fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _READ_BYTES)
+        self.read_fd = read_fd
+        self.problem = ""
+        self._file = path.open("wb", buffering=0)
+        self._cap_bytes = cap_bytes
+        self._written_bytes = self._beyond_bytes = 0
+        self._tail = bytearray()
+
+    def drain(self, max_reads: int = 4) -> bool:
+        """Copy what is there now, a bounded part of it at most; False at the end of the output."""
+        for _ in range(max_reads):
+            try:
+                data = os.read(self.read_fd, _READ_BYTES)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            # Most of a flood is dropped: only its end is masked, once that is known.
+            flood = self._beyond_bytes > 0
+            self._store(self._stream.release() + data if flood else self._stream.take(data))
+        return True
+
+    def close(self) -> None:
+        """Copy what is left, add the end of a flood, and close. Safe to call twice."""
+        if self._file.closed:
+            return
+        # One read empties a pipe; a stray child that floods it must not keep us here.
+        self.drain()
+        os.close(self.read_fd)
+        self._store(self._stream.rest())
+        if self._beyond_bytes:
+            tail = self._masked_tail()
+            dropped = self._beyond_bytes - len(tail)
+            self._write(
+                b"\n[harness: output above %d bytes: %d bytes dropped here, the last %d follow]\n"
+                % (self._cap_bytes, dropped, len(tail))
+            )
+            self._write(tail)
+        self._file.close()
+
+    def _masked_tail(self) -> bytes:
+        tail, cut = bytes(self._tail), max(len(self._tail) - TAIL_BYTES, 0)
+        # The beginning of a tail that was cut there may be the end of a secret: it only shows
+        # whether the first byte that is stored is inside of one.
+        cut = self._masker.parted(tail, cut) if cut else 0
+        return self._masker.data(tail[cut:])[-TAIL_BYTES:]
+
+    def abandon(self) -> None:
+        """Close without copying: in a forked process, to which this belongs only by inheritance."""
+        os.close(self.read_fd)
+        self._file.close()
+
+    def _store(self, data: bytes) -> None:
+        room = max(self._cap_bytes - self._written_bytes, 0)
+        head, rest = data[:room], data[room:]
+        if head:
+            self._write(head)
+            self._written_bytes += len(head)
+        if rest:
+            self._beyond_bytes += len(rest)
+            self._tail += rest
+            # More than is stored: a secret that its end begins inside of is seen whole.
+            kept = TAIL_BYTES + MAX_HELD_BYTES
+            if len(self._tail) > kept:
+                del self._tail[:-kept]
+
+    def _write(self, data: bytes) -> None:
+        """Write all of `data`; a full disk is noted once and must not stop the draining."""
+        view = memoryview(data)
+        while view and not self.problem:
+            try:
+                view = view[self._file.write(view) or 0 :]
+            except OSError as error:
+                self.problem = str(error)
+
+
+class Records:
+    """The records of a run's ranks on this machine, from inside the run's folder, as they grow.
+
+    `window_s`: what the steps take that a rank holds back and writes together; 0 until it is known.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.window_s = 0.0
+        self._files = [rank_path(Path(), rank) for rank in job.ranks]
+        self._spec = job.spec
+        self._num_bytes, self._have_begun = 0, False
+
+    def have_grown(self, run_s: float) -> bool:
+        """Whether any rank has recorded anything since this was asked last.
+
+        A run may take its time to start, to compile and to capture: `timeout_s` is the limit of
+        that, and of a soak, which has hours, `START_STALLS` times its patience.
+
+        Args:
+            run_s: seconds since the run was started.
+        """
+        soak = self._spec.soak
+        if not self._have_begun:
+            builtin = self._spec.is_builtin
+            self._have_begun = any(has_begun(file, is_builtin=builtin) for file in self._files)
+            if soak is None or self._have_begun:
+                return True
+            return run_s < START_STALLS * soak.stall_s
+        before = self._num_bytes
+        self._num_bytes = sum(file.stat().st_size for file in self._files if file.exists())
+        if self._num_bytes <= before:
+            return False
+        held = self._spec.config.get("flush_every", 1)
+        if soak is not None and isinstance(held, int) and held > 1:
+            self.window_s = held * max(last_step_s(file) or 0.0 for file in self._files)
+        return True
+
+
+# --- the processes ---------------------------------------------------------------------------
+
+
+class Crew:
+    """The processes of one run: forks them, pumps their output, reaps them."""
+
+    def __init__(self, job: Job, rank_main: RankMain, meeting: Meeting, limits: Limits) -> None:
+        """Fork the ranks of `job`; the caller is the only thread of its process.
+
+        From now on SIGTERM, if the job says so, ends the ranks, stacks first.
+        """
+        self.started_s = time.monotonic()
+        # Where the first failure is told; None on a node that does not host it.
+        self.store: object = None
+        soak = job.spec.soak
+        self.watch = Watch(
+            ranks=job.ranks,
+            timeout_s=job.spec.timeout_s,
+            limits=replace(limits, stacks_s=max(limits.stacks_s, dumps_take_s(job.spec))),
+            started_s=self.started_s,
+            stall_s=job.spec.stall_s if soak is None else soak.stall_s,
+        )
+        self.told_to_stop = self.was_suspended = False
+        self._job, self._rank_main, self._meeting = job, rank_main, meeting
+        self._pids: dict[int, int] = {}
+        self._records = Records(job)
+        # The trainer leaves without the destructors in which other programs may stay.
+        self._look_s = LOOK_S if job.spec.config.get("program") is not None else math.inf
+        self._outputs: list[CappedOutput] = []
+        self._selector = selectors.DefaultSelector()
+        self._wakeup = ChildWakeup()
+        self._selector.register(self._wakeup.fd, selectors.EVENT_READ, None)
+        if job.stops_on_sigterm:
+            signal.signal(signal.SIGTERM, self._take_sigterm)
+            # What Slurm sends before the SIGSTOP of a job that is suspended.
+            signal.signal(signal.SIGTSTP, self._take_sigtstp)
+        prepare_to_ask(job.spec, job.folder, job.ranks)
+        for rank in job.ranks:
+            self._fork(rank)
+
+    def _fork(self, rank: int) -> None:
+        path = self._job.folder / f"rank{rank}.stderr"
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        cap_bytes = self.watch.limits.output_cap_bytes
+        output = CappedOutput(read_fd, path, cap_bytes=cap_bytes, masker=Masker(os.environ))
+        self._outputs.append(output)
+        leader_pid = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.write(write_fd, f"fork: {error}\n".encode())
+            os.close(write_fd)
+            self.watch.ended(rank, None, time.monotonic(), number=error.errno or 0)
+            return
+        if pid == 0:
+            self._become_rank(rank, write_fd, leader_pid)
+        os.close(write_fd)
+        self._pids[pid] = rank
+        self._selector.register(read_fd, selectors.EVENT_READ, output)
+
+    def _become_rank(self, rank: int, write_fd: int, leader_pid: int) -> None:
+        """In the new process: never returns, and runs none of the leader's clean-up."""
+        code, job, meeting = 1, self._job, self._meeting
+        try:
+            if job.stops_on_sigterm:
+                # Slurm sends it to all that came from the leader: only the leader is to act on it,
+                # or nobody could tell what the rank did when it was told to go.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            ChildWakeup.disarm()
+            die_with_parent(leader_pid)
+            redirect(write_fd)
+            self._drop_descriptors()
+            faulthandler.enable()
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            os.environ.update(rank_environment(job, rank, meeting.port, meeting.address))
+            code = self._rank_main(job.spec, job.folder, rank, meeting.port)
+        except SystemExit as stop:
+            code = 0 if stop.code is None else stop.code if isinstance(stop.code, int) else 1
+        except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
+            traceback.print_exc()
+        finally:
+            flush_output()
+            os._exit(exit_status(code))
+
+    def _drop_descriptors(self) -> None:
+        """Close what belongs to the leader, earlier ranks' pipes included."""
+        if self._meeting.listener is not None:
+            self._meeting.listener.close()
+        self._selector.close()
+        for output in self._outputs:
+            output.abandon()
+        self._wakeup.close()
+
+    def watch_to_the_end(self) -> None:
+        """Wait until every rank has ended, by itself or by force; from inside the run's folder."""
+        while self.watch.running:
+            patience_s = max(min(self.watch.deadline_s - time.monotonic(), self._look_s), 0.0)
+            for key, _ in self._selector.select(patience_s):
+                if key.data is None:
+                    self._wakeup.drain()
+                elif not key.data.drain():
+                    self._selector.unregister(key.fd)
+            self._reap()
+            if self.told_to_stop:
+                self.watch.stop(time.monotonic())
+            now_s = time.monotonic()
+            if self._look_s < math.inf and self._all_have_ended():
+                self.watch.leaves(now_s)
+            if self.watch.may_stall(now_s) and self._records.have_grown(now_s - self.started_s):
+                self.watch.window_s = self._records.window_s
+                self.watch.progressed(now_s)
+            number = self.watch.advance(time.monotonic())
+            if number is not None:
+                self._signal_running(number)
+
+    def _all_have_ended(self) -> bool:
+        """Whether every rank that still runs here has written its end record."""
+        return all(has_end_record(rank_path(Path(), rank)) for rank in self.watch.running)
+
+    def _reap(self) -> None:
+        for pid, rank in list(self._pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._pids[pid]
+                code = os.waitstatus_to_exitcode(status)
+                left_early = code == 0 and not has_end_record(rank_path(Path(), rank))
+                self.watch.ended(rank, code, time.monotonic(), left_early=left_early)
+                # Whoever exits with 1 has told the others itself, or is one of them.
+                if code not in (0, 1) and rank in self.watch.failed_order:
+                    how = f"died by {signal_name(-code)}" if code < 0 else f"exited with {code}"
+                    claim(self.store, FirstFailure(rank, how))
+
+    def _signal_running(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            ask_for_dumps(Path(), self.watch.running)
+        for pid in self._pids:
+            signal_quietly(pid, number)
+
+    def close_outputs(self) -> list[str]:
+        """Finish the output files; what went wrong with them."""
+        for output in self._outputs:
+            output.close()
+        return [output.problem for output in self._outputs if output.problem]
+
+    def _take_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.told_to_stop = True
+
+    def _take_sigtstp(self, number: int, frame: FrameType | None) -> None:
+        self.was_suspended = True
+
+
+def rank_environment(job: Job, rank: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """Environment of one rank, as `env://` and the CUDA driver read it."""
+    interface = interface_towards(address)
+    if interface != "lo":
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(job.spec.world_size),
+        "LOCAL_WORLD_SIZE": str(job.local_world_size or len(job.ranks)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        # Left to itself gloo takes the address that this machine's name stands for, which on many
+        # is one that no other machine can reach.
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
+        # A harness that was itself started by torchrun must not lend its store to the ranks.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        **gpu_environment(job.devices, job.first_local_rank + rank - job.ranks.start),
+        **evidence_environment(job.spec, job.folder, rank, os.environ),
+    }
+
+
+def interface_towards(address: str) -> str:
+    """Network interface by which this machine reaches an address, "" if that cannot be told."""
+    if address.startswith("127."):
+        return "lo"
+    mine = own_address(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == mine for entry in addresses):
+            return str(name)
+    return ""
+
+
+def own_address(towards: str) -> str:
+    """This machine's own IPv4 address on the way to another host, "" if there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def exit_status(code: object) -> int:
+    """What the kernel can carry of a rank's exit code: 0 only for 0, never for 256 or None."""
+    if not isinstance(code, int):
+        return 1
+    return code & 0xFF or int(code != 0)
+
+
+def redirect(write_fd: int) -> None:
+    """Nothing to read, and whatever is printed goes to `write_fd`, which is closed."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(write_fd, 1)
+    os.dup2(write_fd, 2)
+    os.close(write_fd)
+    for stream in (sys.stdout, sys.stderr):
+        # Whatever the rank prints must be out before it can be killed.
+        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+            reconfigure(line_buffering=True)
+
+
+def flush_output() -> None:
+    """Write out what Python holds back; called before `os._exit`."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()

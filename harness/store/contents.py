@@ -1,0 +1,206 @@
+"""Contents of tensors that a run has kept: one file a rank, written whole or not at all.
+
+    rank0.contents    {"run": ..., "step": 3, "tensors": [{"name": ..., "dtype": ...}, ...], ...}
+                      a line of JSON, then the bytes of all tensors
+
+What is not as it was written is left out and named in `problems`; so is a rank that wrote nothing,
+and a name that no rank has. Nothing is filled in.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.records import Json, KeepSpec, RecordError, RunSpec, dumps
+from harness.store.files import parsed, read_plain, told, write_atomic
+from harness.store.folder import changed_files
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "bool": 1,
+    "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8,
+    "int64": 8,
+}  # fmt: skip
+"""Bytes of an element, by the name of its dtype; bytes are in little-endian order."""
+MAX_INDEX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Json):
+    """A box of a rank's tensor, and where it lies in a tensor of the whole model.
+
+    Attributes:
+        name: of the whole tensor.
+        shape: of the whole tensor.
+        offsets: of the box in the whole tensor.
+        local_offsets: of the box in the rank's tensor.
+        sizes: of the box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptTensor(Json):
+    """What the index says of one tensor.
+
+    Attributes:
+        name: as records call it, with its group.
+        part: which tensor of a row of taps, which may be of several; else 0.
+        dtype: a key of `ITEM_BYTES`.
+        shape: on this rank.
+        as_digested: whether these bytes give the digest that the step recorded.
+        places: where it lies in the whole model; none for what is the rank's own.
+    """
+
+    name: str
+    part: int
+    dtype: str
+    shape: tuple[int, ...]
+    as_digested: bool
+    places: tuple[Place, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise RecordError(f"dtype: expected one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
+        if any(size < 0 for size in self.shape):
+            raise RecordError(f"shape: expected sizes >= 0, got {self.shape}")
+        for place in self.places:
+            _check_place(place, self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor on this rank."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def _check_place(place: Place, shape: tuple[int, ...]) -> None:
+    for at, within in ((place.local_offsets, shape), (place.offsets, place.shape)):
+        fits = len(at) == len(within) == len(place.sizes) and all(
+            min(first, size) >= 0 and first + size <= limit
+            for first, size, limit in zip(at, place.sizes, within, strict=True)
+        )
+        if not fits:
+            raise RecordError(f"places: expected a box inside of {within}, got {place}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(Json):
+    """First line of a rank's file. Bytes of the tensors follow in their order."""
+
+    run: str
+    rank: int
+    step: int
+    tensors: tuple[KeptTensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """One tensor of one rank, with its bytes, row-major."""
+
+    about: KeptTensor
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a run has kept.
+
+    Attributes:
+        step: of which; -1 where nothing was to be kept.
+        ranks: by rank, what it has; a rank of which nothing can be read has nothing.
+        problems: a sentence each: what was asked for and is not there, or is damaged.
+    """
+
+    step: int
+    ranks: tuple[tuple[Loaded, ...], ...]
+    problems: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of tensors that any rank has, in the order of ranks and their indexes."""
+        return tuple(dict.fromkeys(each.about.name for rank in self.ranks for each in rank))
+
+    def held(self, name: str) -> list[tuple[int, Loaded]]:
+        """Every rank that has some of a tensor, with its parts."""
+        return [
+            (number, each)
+            for number, rank in enumerate(self.ranks)
+            for each in rank
+            if each.about.name == name
+        ]
+
+
+def contents_path(folder: Path, rank: int) -> Path:
+    """Where the contents that a rank has kept lie."""
+    return folder / f"rank{rank}.contents"
+
+
+def write_contents(
+    folder: Path, run: str, rank: int, step: int, tensors: Iterable[tuple[KeptTensor, bytes]]
+) -> None:
+    """Write a rank's file, whole or not at all.
+
+    Raises:
+        Infrastructure: the disk refused.
+    """
+    listed = list(tensors)
+    index = Index(run=run, rank=rank, step=step, tensors=tuple(about for about, _ in listed))
+    head = dumps(index).encode() + b"\n"
+    write_atomic(contents_path(folder, rank), head + b"".join(data for _, data in listed))
+
+
+def read_contents(folder: Path, spec: RunSpec) -> Contents:
+    """What the run in `folder` has kept, in whatever state its files are."""
+    keep = spec.keep
+    if keep is None:
+        return Contents(step=-1, ranks=(), problems=("the run was not asked to keep anything",))
+    ranks, problems = [], list[str]()
+    changed = changed_files(folder)
+    for rank in range(spec.world_size):
+        path = contents_path(folder, rank)
+        try:
+            if path.name in changed:
+                raise RecordError(changed[path.name])
+            ranks.append(_read_rank(path, spec.key, rank, keep))
+        except FileNotFoundError:
+            problems.append(f"rank {rank} kept nothing: it did not end step {keep.step}")
+            ranks.append(())
+        except (OSError, RecordError) as error:
+            problems.append(f"{path.name}: {told(error).removeprefix(f'{path.name}: ')}")
+            ranks.append(())
+    names = {each.about.name for rank in ranks for each in rank}
+    problems += [
+        f"no rank has kept {name}: expected a tensor of its records, or a row of its taps that a "
+        f"call has written in step {keep.step}"
+        for name in keep.names
+        if "*" not in name and name not in names
+    ]
+    if not names and not problems:
+        problems.append(f"no rank has a tensor that fits {', '.join(keep.names)}")
+    return Contents(step=keep.step, ranks=tuple(ranks), problems=tuple(problems))
+
+
+def _read_rank(path: Path, key: str, rank: int, keep: KeepSpec) -> tuple[Loaded, ...]:
+    head, _, body = read_plain(path, keep.max_bytes + MAX_INDEX_BYTES).partition(b"\n")
+    index = Index.from_json(parsed(head, path.name))
+    for name, value in {"run": key, "rank": rank, "step": keep.step}.items():
+        if getattr(index, name) != value:
+            got = getattr(index, name)
+            raise RecordError(f"{name}: expected {value}, got {got}")
+    total = sum(about.num_bytes for about in index.tensors)
+    if len(body) != total:
+        raise RecordError(f"expected {total} bytes of tensors, got {len(body)}")
+    if len({(about.name, about.part) for about in index.tensors}) < len(index.tensors):
+        raise RecordError("expected every tensor once, got one twice")
+    found, at = [], 0
+    for about in index.tensors:
+        found.append(Loaded(about=about, data=body[at : at + about.num_bytes]))
+        at += about.num_bytes
+    return tuple(found)

@@ -1,0 +1,523 @@
+"""The run folder: everything that a harness run leaves behind, and how it is read again.
+
+    RunFolder.create   a new folder, locked; RunFolder.open reads one, `acquire` locks it
+    begin, set_aside   start a run's folder; keep the remains of one that did not finish
+    save_outcome       makes a run finished, with the checksum of every file that its ranks wrote
+    load_run           specification, outcome and records, whatever state the files are in
+    seal_case          a case folder that can be copied elsewhere; `load_case` reads it there
+    save_verdict       the answer, with the checksums of the outcomes that it was made from
+
+So a manifest speaks for the plan, a verdict for outcomes and these for records: what is as its
+checksum says is believed. What is not is reported in `RankRecords.problems`, never dropped and
+never an exception. What the disk refuses is one `Infrastructure` error.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+from harness.errors import Infrastructure, UsageError
+from harness.masking import Masker
+from harness.provenance import variables
+from harness.records import (
+    SCHEMA_VERSION,
+    CaseSpec,
+    Json,
+    RankRecords,
+    RecordError,
+    RunOutcome,
+    RunResult,
+    RunSpec,
+    Verdict,
+    What,
+    dumps,
+)
+from harness.repeats import confirming_runs, runs_of
+from harness.store.files import (
+    CHANGED,
+    FILES_KEY,
+    FolderLock,
+    checksum_of,
+    link_tree,
+    make_folder,
+    parsed,
+    read_object,
+    read_plain,
+    read_sealed,
+    refused,
+    told,
+    with_checksum,
+    write_atomic,
+    write_object,
+)
+from harness.store.streams import read_ranks
+
+_FOR_PEOPLE = ("why", "notes", "command")
+"""Keys of a manifest's texts that only people read: nothing is made from them again."""
+MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
+OWN_FOLDERS = ("runs", "cases", "report")
+"""Folders of a run folder that are written to."""
+LOCK_FILE, SPEC_FILE, OUTCOME_FILE = "lock", "spec.json", "outcome.json"
+CASE_FILE, VERDICT_FILE = "case.json", "verdict.json"
+SHARDS_FILE = "shards.json"
+"""Of a shard: `harness.runner.shards`."""
+SEARCH_FILE = "bisect.json"
+"""Of a search: what `harness bisect` asked."""
+LEGS = ("reference", "control", "candidate")
+RANK_FILES = ("rank*.jsonl", "rank*.contents")
+MAX_CACHED_BYTES = 256 << 20
+"""Of rank files whose records a process keeps."""
+RACY_NS = 100_000_000
+"""A file that changed so lately may change again without another time of change."""
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_+=,@-][A-Za-z0-9_+=,@.-]{0,199}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRuns:
+    """A case with its three runs."""
+
+    case: CaseSpec
+    reference: RunResult
+    control: RunResult
+    candidate: RunResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan(Json):
+    cases: tuple[CaseSpec, ...]
+
+
+class RunFolder:
+    """One run folder. Reading needs no lock; whoever writes calls `acquire` first.
+
+    Attributes:
+        path: absolute path.
+        manifest: schema version, scenario name, command line, environment, time of creation.
+        scenario_text: the scenario file as it was.
+        cases: every case planned, in order.
+    """
+
+    def __init__(
+        self, path: Path, manifest: dict[str, Any], scenario_text: str, cases: Sequence[CaseSpec]
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.scenario_text = scenario_text
+        self.cases = tuple(cases)
+        self._lock = FolderLock(path / LOCK_FILE)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        manifest: Mapping[str, Any],
+        scenario_text: str,
+        cases: Sequence[CaseSpec],
+        *,
+        fill: Callable[[Self], None] = lambda folder: None,
+    ) -> Self:
+        """Make a new run folder and lock it.
+
+        Args:
+            path: where it goes.
+            manifest: what it is to say of itself.
+            scenario_text: of the scenario, or of a file that stands for it.
+            cases: all that are planned.
+            fill: puts in what must be there whenever it is a run folder, whoever is killed when.
+
+        Raises:
+            UsageError: there is something else at `path`, or two cases share an id.
+            Infrastructure: it cannot be written.
+        """
+        path = path.absolute()
+        _check_vacant(path)
+        if len({case.id for case in cases}) != len(cases):
+            raise UsageError("two cases share an id")
+        make_folder(path)
+        masker = Masker(os.environ)
+        told = {"schema": SCHEMA_VERSION} | _without_secrets(manifest, masker)
+        kept: dict[str, Any] = json.loads(json.dumps(told))  # as `open` gives it: no tuples
+        scenario_text = masker.text(scenario_text)
+        folder = cls(path, kept, scenario_text, cases)
+        folder.acquire()
+        try:
+            plain = {"cases": [case.to_json() for case in cases]}
+            texts = {SCENARIO_FILE: scenario_text, CASES_FILE: dumps(plain) + "\n"}
+            for name, text in texts.items():
+                write_atomic(path / name, text)
+            fill(folder)
+            sums = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
+            # Last: its presence makes the folder a run folder.
+            sealed = with_checksum(kept | {FILES_KEY: sums})
+            write_atomic(path / MANIFEST_FILE, json.dumps(sealed, indent=2, sort_keys=True) + "\n")
+        except BaseException:
+            folder.release()
+            raise
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read a run folder.
+
+        Raises:
+            UsageError: not a run folder, written by another harness, or its files are damaged.
+        """
+        path = path.absolute()
+        try:
+            if not (path / MANIFEST_FILE).is_file():
+                why = f"it has no {MANIFEST_FILE}"
+                if (path / LOCK_FILE).is_file():
+                    why += "; its harness ended before it had begun: start it once more, with --out"
+                elif (path / SPEC_FILE).is_file():
+                    why += "; it holds one recorded run, which harness compare-runs judges"
+                raise UsageError(f"{path} is not a run folder ({why})")
+            for name in OWN_FOLDERS:
+                if (path / name).is_symlink():
+                    raise RecordError(f"{name} is a link: what is written there is somebody else's")
+            manifest, sums = read_sealed(path / MANIFEST_FILE)
+            if repr(manifest.get("schema")) != str(SCHEMA_VERSION):
+                raise UsageError(
+                    f"{path} was written by another harness (schema {manifest.get('schema')!r}, "
+                    f"this one reads {SCHEMA_VERSION})"
+                )
+            data = {name: read_plain(path / name) for name in (SCENARIO_FILE, CASES_FILE)}
+            for name, content in data.items():
+                if sums.get(name) != sha256(content).hexdigest():
+                    raise RecordError(f"{name}: {CHANGED}")
+            plan = _Plan.from_json(parsed(data[CASES_FILE], CASES_FILE))
+            return cls(path, manifest, data[SCENARIO_FILE].decode(), plan.cases)
+        except (OSError, RecordError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is a damaged run folder: {told(error)}") from error
+
+    def acquire(self) -> None:
+        """Lock the folder for this process, until `release` or its death; no-op if locked.
+
+        Raises:
+            UsageError: another harness works here.
+            Infrastructure: the file system cannot lock.
+        """
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def run_folder(self, key: str) -> Path:
+        """Folder of the current attempt of a run."""
+        return self.path / "runs" / _safe(key)
+
+    def case_folder(self, case_id: str) -> Path:
+        """Folder of a case."""
+        return self.path / "cases" / _safe(case_id)
+
+    def num_attempts(self, key: str) -> int:
+        """How many attempts of a run have been set aside."""
+        return num_kept(self.run_folder(key))
+
+    def set_aside(self, key: str) -> Path | None:
+        """Keep what there is of a run under another name; that name, None if there was nothing."""
+        return set_aside(self.run_folder(key))
+
+    def set_case_aside(self, case_id: str) -> Path | None:
+        """The same of a case: a verdict must not outlive the runs that it speaks of."""
+        return set_aside(self.case_folder(case_id))
+
+    def finished(self, key: str) -> RunOutcome | None:
+        """Outcome of a run; None if it did not finish or its outcome cannot be trusted."""
+        outcome, _ = read_outcome(self.run_folder(key), key)
+        return outcome
+
+    def load_run(self, spec: RunSpec) -> RunResult:
+        """A run as the checks see it, in whatever state its files are."""
+        return load_run_folder(self.run_folder(spec.key), spec)
+
+    def leg_folder(self, case: CaseSpec, leg: str) -> Path:
+        """Where a run of a case is read: with the case only where no run at all was kept."""
+        current = self.run_folder(getattr(case, leg).key)
+        return current if current.parent.exists() else self.case_folder(case.id) / leg
+
+    def seal_case(self, case: CaseSpec) -> Path:
+        """Make the case's folder, with its own links to the files of its three runs.
+
+        Raises:
+            Infrastructure: the disk refused.
+        """
+        folder = self.case_folder(case.id)
+        building = folder.with_name(f".{folder.name}.tmp")
+        try:
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+            for leg in LEGS:
+                source = self.run_folder(getattr(case, leg).key)
+                if source.is_dir():
+                    link_tree(source, building / leg)
+            write_object(building / CASE_FILE, case)
+            if folder.exists():
+                folder.rename(kept_folder(folder, num_kept(folder)))
+            building.rename(folder)
+        except OSError as error:
+            raise refused("write", folder, error) from error
+        return folder
+
+    def save_verdict(self, verdict: Verdict, case: CaseSpec) -> None:
+        """Store the answer for a case, in its folder, with what it was made from.
+
+        Raises:
+            Infrastructure: the disk refused.
+        """
+        folder = self.case_folder(case.id)
+        make_folder(folder)
+        runs = [*runs_of(case), *confirming_runs(case).values()]
+        paths = {spec.key: self.run_folder(spec.key) / OUTCOME_FILE for spec in runs}
+        paths[CASE_FILE] = folder / CASE_FILE
+        try:
+            sums = {name: checksum_of(path) for name, path in paths.items() if path.exists()}
+        except OSError as error:
+            raise refused("read", folder, error) from error
+        write_object(folder / VERDICT_FILE, verdict, sums)
+
+    def load_verdict(self, case_id: str) -> Verdict | None:
+        """The stored answer for a case; None if there is none that decodes for this case."""
+        return read_verdict(self.case_folder(case_id), case_id)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Stored answers in the order of `cases`; cases without one are left out."""
+        found = (self.load_verdict(case.id) for case in self.cases)
+        return tuple(verdict for verdict in found if verdict is not None)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Keep the folder of a run or a case under the name of its attempt; None if there is none."""
+    if not folder.exists():
+        return None
+    kept = kept_folder(folder, num_kept(folder))
+    try:
+        folder.rename(kept)
+    except OSError as error:
+        raise refused("set aside", folder, error) from error
+    return kept
+
+
+def kept_folder(folder: Path, number: int) -> Path:
+    """Where attempt `number` of a run's or a case's folder is kept once there is a later one."""
+    return folder.with_name(f"{folder.name}.attempt{number}")
+
+
+def num_kept(folder: Path) -> int:
+    """How many earlier attempts of a run's or a case's folder are kept."""
+    number = 0
+    while kept_folder(folder, number).exists():
+        number += 1
+    return number
+
+
+def read_verdict(folder: Path, case_id: str) -> Verdict | None:
+    """The answer in a case's folder; None if there is none that decodes for this case."""
+    return find_verdict(folder, case_id)[0]
+
+
+def find_verdict(folder: Path, case_id: str) -> tuple[Verdict | None, str]:
+    """The answer in a case's folder, or None and why there is none to trust."""
+    try:
+        verdict = Verdict.from_json(read_sealed(folder / VERDICT_FILE)[0])
+    except FileNotFoundError:
+        return None, f"{VERDICT_FILE}: missing" if folder.is_dir() else "the case was not judged"
+    except (OSError, RecordError) as error:
+        return None, f"{VERDICT_FILE}: {told(error).removeprefix(f'{VERDICT_FILE}: ')}"
+    if verdict.case_id != case_id:
+        return None, f"{VERDICT_FILE} is that of case {verdict.case_id}"
+    return verdict, ""
+
+
+def begin_run(folder: Path, spec: RunSpec) -> None:
+    """Make a run's folder with its specification.
+
+    Raises:
+        Infrastructure: the disk refused, or there is a run in it already.
+    """
+    make_folder(folder)
+    if (folder / OUTCOME_FILE).exists():
+        raise Infrastructure(f"{folder} holds a finished run already")
+    write_atomic(folder / SPEC_FILE, dumps(spec) + "\n")
+
+
+def sealed_outcome(folder: Path, outcome: RunOutcome) -> str:
+    """What `outcome.json` holds: the outcome, and the checksums of the files of its run.
+
+    Raises:
+        Infrastructure: one of them cannot be read.
+    """
+    try:
+        sums = {path.name: checksum_of(path) for path in files_of_run(folder)}
+    except OSError as error:
+        raise refused("read", folder, error) from error
+    return dumps(with_checksum(outcome.to_json() | {FILES_KEY: sums})) + "\n"
+
+
+def save_outcome(folder: Path, outcome: RunOutcome) -> None:
+    """Store what happened to a run; this is what makes it finished."""
+    write_atomic(folder / OUTCOME_FILE, sealed_outcome(folder, outcome))
+
+
+def read_outcome(folder: Path, run: RunSpec | str) -> tuple[RunOutcome | None, str]:
+    """The outcome of a run, or of a key, in `folder`; or None and why there is none to trust."""
+    keys = (run,) if isinstance(run, str) else (run.key, run.recorded)
+    try:
+        outcome = RunOutcome.from_json(read_sealed(folder / OUTCOME_FILE)[0])
+    except FileNotFoundError:
+        return None, "the run did not finish" if folder.is_dir() else "the run was not made"
+    except (OSError, RecordError) as error:
+        return None, f"{OUTCOME_FILE} does not decode: {told(error)}"
+    if outcome.key not in keys:
+        return None, f"{OUTCOME_FILE} belongs to run {outcome.key}"
+    return dataclasses.replace(outcome, key=keys[0]), ""
+
+
+def changed_files(folder: Path) -> dict[str, str]:
+    """Files of a finished run, by name, that are not as they were when it ended, and why.
+
+    Of a run without an outcome there is nothing to hold them against.
+    """
+    try:
+        sums = read_sealed(folder / OUTCOME_FILE)[1]
+    except (OSError, RecordError):
+        return {}
+    found = {path.name: "not there when the run ended" for path in files_of_run(folder)
+             if path.name not in sums}  # fmt: skip
+    for name, expected in sums.items():
+        try:
+            if checksum_of(folder / name) != expected:
+                found[name] = CHANGED
+        except FileNotFoundError:
+            found[name] = "missing"
+        except OSError as error:
+            found[name] = error.strerror or str(error)
+    return found
+
+
+def files_of_run(folder: Path) -> list[Path]:
+    """What a run is made from and what its ranks wrote: all that its outcome speaks for."""
+    paths = [path for pattern in RANK_FILES for path in folder.glob(pattern)]
+    return sorted([*paths, *folder.glob(SPEC_FILE)])
+
+
+def load_run_folder(folder: Path, spec: RunSpec) -> RunResult:
+    """Read one run's folder. Without a trustworthy outcome it counts as interrupted or not run."""
+    outcome, why = read_outcome(folder, spec)
+    if outcome is None:
+        what: What = "interrupted" if folder.is_dir() else "not_run"
+        outcome = RunOutcome(
+            key=spec.key, what=what, message=why, culprit_rank=None, ranks=(),
+            started_unix_s=0.0, wall_s=0.0,
+        )  # fmt: skip
+    return RunResult(spec=spec, outcome=outcome, ranks=_records(folder, spec.world_size))
+
+
+_cached: dict[tuple[object, ...], tuple[int, tuple[RankRecords, ...]]] = {}
+"""Records that were decoded already, by the state of their files; the last used comes last."""
+
+
+def _records(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
+    """Records of a run's ranks, those of damaged files with a problem; decoded once a process."""
+    state: list[object] = [world_size]
+    num_bytes, newest_ns = 0, 0
+    for path in (folder / OUTCOME_FILE, *files_of_run(folder)):
+        with suppress(OSError):
+            about = path.lstat()
+            num_bytes += about.st_size
+            newest_ns = max(newest_ns, about.st_ctime_ns)
+            state.append((path.name, about.st_dev, about.st_ino, about.st_size, about.st_ctime_ns))
+    key = tuple(state)
+    found = _cached.pop(key, None)
+    if found is None:
+        changed = changed_files(folder)
+        ranks = read_ranks(folder, world_size)
+        found = num_bytes, tuple(_with_damage(rank, changed) for rank in ranks)
+    if time.time_ns() - newest_ns > RACY_NS:
+        _cached[key] = found
+        while sum(size for size, _ in _cached.values()) > MAX_CACHED_BYTES:
+            del _cached[next(iter(_cached))]
+    return found[1]
+
+
+def _with_damage(records: RankRecords, changed: Mapping[str, str]) -> RankRecords:
+    why = changed.get(f"rank{records.rank}.jsonl")
+    if why is None:
+        return records
+    return dataclasses.replace(records, problems=(f"line 0: {why}", *records.problems))
+
+
+def load_case(folder: Path) -> CaseRuns:
+    """Read a case folder, wherever it was copied to.
+
+    Raises:
+        UsageError: not a case folder, or `case.json` does not decode.
+    """
+    path = folder / CASE_FILE
+    if not path.is_file():
+        raise UsageError(f"{folder} is not a case folder (it has no {CASE_FILE})")
+    try:
+        case = CaseSpec.from_json(read_object(path))
+    except (OSError, RecordError) as error:
+        raise UsageError(f"{folder} is a damaged case folder: {told(error)}") from error
+    legs = {leg: load_run_folder(folder / leg, getattr(case, leg)) for leg in LEGS}
+    return CaseRuns(case=case, **legs)
+
+
+def _check_vacant(path: Path) -> None:
+    """Refuse a place that holds something else (`UsageError`) or cannot be seen."""
+    ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE, SHARDS_FILE}
+    try:
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UsageError(f"{path}: expected a folder or nothing, got a file")
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise refused("look into", path, error) from error
+    if MANIFEST_FILE in names:
+        raise UsageError(f"{path} is a run folder already; continue it with --resume")
+    if any(name not in ours and not name.endswith(".tmp") for name in names):
+        raise UsageError(f"{path}: expected a new or empty folder, it holds other files")
+
+
+def _safe(name: str) -> str:
+    """A name that stays inside its folder.
+
+    Raises:
+        UsageError: it has a slash, starts with a dot, or is too long.
+    """
+    if not _SAFE_NAME.fullmatch(name):
+        raise UsageError(f"expected a name that is safe as a file name, got {name!r}")
+    return name
+
+
+def _without_secrets(manifest: Mapping[str, Any], masker: Masker) -> dict[str, Any]:
+    return {key: _kept(key, value, masker) for key, value in manifest.items()}
+
+
+def _kept(key: str, value: Any, masker: Masker) -> Any:
+    if isinstance(value, Json):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return variables(value) if key == "variables" else _without_secrets(value, masker)
+    if isinstance(value, list):
+        return [_kept(key, entry, masker) for entry in value]
+    return masker.text(value) if isinstance(value, str) and key in _FOR_PEOPLE else value

@@ -1,0 +1,188 @@
+"""What is damaged in a run folder, file by file, and which verdicts stand.
+
+    manifest.json -> scenario.yaml, cases.json
+    verdict.json  -> case.json, outcome.json of each run -> spec.json, records, kept contents
+
+Each speaks for the files after it by their checksums. A pass stands on all of them: where one is
+not as it was, the answer is an error. Other answers are kept: damage after a case failed must not
+turn the failure into a question. Nothing is judged again, and nothing is changed.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import UsageError
+from harness.records import CaseSpec, RecordError, RunSpec, Verdict, What
+from harness.repeats import confirming_runs, runs_of
+from harness.store.files import CHANGED, checksum_of, read_object, read_sealed, told
+from harness.store.folder import (
+    CASE_FILE,
+    LEGS,
+    OUTCOME_FILE,
+    VERDICT_FILE,
+    RunFolder,
+    changed_files,
+    find_verdict,
+    read_outcome,
+)
+
+TRUSTING = ("passed", "skipped")
+"""Outcomes that damage must not leave standing."""
+_EARLIER = re.compile(r"\.attempt\d+$")
+Damage = Iterator[tuple[Path, str]]
+"""Files, each with what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        verdicts: of each case that has one; those of damaged passes are errors.
+        num_cases: cases planned.
+        num_runs: runs that these need.
+        unjudged: cases without a verdict, by id: interrupted, or their folder is gone.
+        damage: one line for each file that is not as it was written, its path in the folder first.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    num_cases: int
+    num_runs: int
+    unjudged: tuple[str, ...]
+    damage: tuple[str, ...]
+
+
+def inspect(path: Path) -> Inspection:
+    """Try every checksum of a run folder.
+
+    Raises:
+        UsageError: it is not a run folder, or damaged beyond reading.
+    """
+    folder = RunFolder.open(path)
+    damage: dict[str, None] = {}
+    """Lines as keys: runs are shared by cases, and each line is told once."""
+    verdicts, unjudged, runs = [], [], dict[str, None]()
+    planned = {case.id: case for case in folder.cases}
+    for case in planned.values():
+        stored = folder.load_verdict(case.id)
+        found = list(_case_damage(folder, case))
+        if stored is None:
+            unjudged.append(case.id)
+        else:
+            verdicts.append(_standing(stored, found, folder.path))
+        if not case.skip_reason:
+            repeats = None if stored is None else stored.confirmation
+            specs = [*runs_of(case)]
+            if repeats is not None and repeats.outcome != "not_made":
+                specs += confirming_runs(case).values()
+            runs |= dict.fromkeys(spec.key for spec in specs)
+        damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
+    # Questions of a search are in no plan.
+    for place in sorted(each.parent for each in folder.path.glob(f"cases/*/{CASE_FILE}")):
+        if place.name in planned or place.name.startswith(".") or _EARLIER.search(place.name):
+            continue
+        try:
+            case = CaseSpec.from_json(read_object(place / CASE_FILE))
+            if case.id != place.name:
+                raise RecordError(f"is that of case {case.id}")
+            found = list(_case_damage(folder, case, is_question=True))
+        except (OSError, RecordError, UsageError) as error:
+            found = [(place / CASE_FILE, told(error))]
+        damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
+    return Inspection(
+        verdicts=tuple(verdicts), num_cases=len(folder.cases), num_runs=len(runs),
+        unjudged=tuple(unjudged), damage=tuple(damage),
+    )  # fmt: skip
+
+
+def verified(folder: RunFolder, case: CaseSpec, stored: Verdict) -> Verdict:
+    """The stored verdict, or an error if it is a pass and files that it rests on are damaged."""
+    if stored.outcome not in TRUSTING:
+        return stored
+    return _standing(stored, list(_case_damage(folder, case)), folder.path)
+
+
+def verified_alone(place: Path, case: CaseSpec, stored: Verdict) -> Verdict:
+    """As `verified`, of a case's folder by itself, wherever it lies, with its three runs."""
+    if stored.outcome not in TRUSTING or case.skip_reason:
+        return stored
+    return _standing(stored, list(_damage(place, case, _kept_legs(place, case))), place)
+
+
+def _standing(stored: Verdict, damage: list[tuple[Path, str]], root: Path) -> Verdict:
+    if stored.outcome not in TRUSTING or not damage:
+        return stored
+    # Whole folders that are gone were not made, as far as anybody can tell.
+    gone = next((path for path, _ in damage if not path.parent.exists()), None)
+    what: What = "not_run" if gone is not None else "corrupt_record"
+    line = next(_line(root, *each) for each in damage if gone in (None, each[0]))
+    message = f"{line} ({VERDICT_FILE} says {stored.outcome})"
+    return dataclasses.replace(stored, outcome="error", what=what, message=message, checks=())
+
+
+def _line(root: Path, path: Path, why: str) -> str:
+    return f"{path.relative_to(root)}: {why.removeprefix(f'{path.name}: ')}"
+
+
+Runs = list[tuple[RunSpec, Path]]
+"""Runs that a case may rest on, and where each is read."""
+
+
+def _kept_legs(place: Path, case: CaseSpec) -> Runs:
+    return [(getattr(case, leg), place / leg) for leg in LEGS]
+
+
+def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False) -> Damage:
+    place = folder.case_folder(case.id)
+    if case.skip_reason:
+        if (place / CASE_FILE).exists():
+            yield from _case_file_damage(place / CASE_FILE, case, {})
+        verdict, why = find_verdict(place, case.id)
+        if verdict is not None and verdict.outcome == "passed":
+            yield place / VERDICT_FILE, "says passed of a case that was to be skipped"
+        elif verdict is None and place.exists():
+            yield place / VERDICT_FILE, why
+        return
+    runs = [(getattr(case, leg), folder.leg_folder(case, leg)) for leg in LEGS]
+    more = (*runs_of(case)[len(LEGS) :], *confirming_runs(case).values())
+    runs += [(spec, folder.run_folder(spec.key)) for spec in more]
+    if place.exists():
+        runs += [each for each in _kept_legs(place, case) if each not in runs]
+    yield from _damage(place, case, runs, is_question=is_question)
+
+
+def _damage(place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = False) -> Damage:
+    """What is not as it was when the verdict was made, or since it was written."""
+    sums: dict[str, str] = {}
+    verdict, why = find_verdict(place, case.id)
+    if verdict is not None:
+        sums = read_sealed(place / VERDICT_FILE)[1]
+    elif place.exists() and ((place / VERDICT_FILE).exists() or not is_question):
+        yield place / VERDICT_FILE, why
+    if CASE_FILE in sums or (place / CASE_FILE).exists():
+        yield from _case_file_damage(place / CASE_FILE, case, sums)
+    due = set(sums)
+    if verdict is not None and verdict.outcome in TRUSTING:
+        due |= {spec.key for spec in runs_of(case)}
+    for spec, folder in runs:
+        path = folder / OUTCOME_FILE
+        outcome, why = read_outcome(folder, spec)
+        if outcome is not None:
+            if spec.key in due and sums.get(spec.key) != checksum_of(path):
+                yield path, "not the one that the verdict was made from"
+        elif spec.key in due or path.exists():
+            yield path, why if path.exists() or path.is_symlink() else "missing"
+        yield from ((folder / name, changed) for name, changed in changed_files(folder).items())
+
+
+def _case_file_damage(path: Path, case: CaseSpec, sums: Mapping[str, str]) -> Damage:
+    try:
+        if CaseSpec.from_json(read_object(path)) != case:
+            yield path, "not the case that was planned"
+        elif sums.get(CASE_FILE, "") not in ("", checksum_of(path)):
+            yield path, CHANGED
+    except (OSError, RecordError) as error:
+        yield path, told(error)

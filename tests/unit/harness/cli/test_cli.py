@@ -1,0 +1,397 @@
+"""Contracts of harness.cli and harness.runner.launch, with an engine that writes records itself."""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import machine
+from harness.cli import main
+from harness.errors import Infrastructure
+from harness.machine import Gpu
+from harness.records import RunSpec, Verdict, What
+from harness.runner import launch
+from harness.runner.run import execution
+from harness.store import RunFolder
+from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
+
+
+def test_a_matrix_that_agrees_passes(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 0, a verdict for each case, each run made once, the report's path is the last line."""
+    assert main(["run", "small.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "4 passed in" in out
+    assert out.strip().splitlines()[-1].startswith("report: ")
+    assert len(engine.made) == len(set(engine.made)) == 8
+    assert engine.closed == 1
+    (folder,) = Path("out").glob("*/")
+    assert folder.name.startswith("small-2")
+    assert (folder / "scenario.yaml").read_text() == SCENARIO
+
+
+def test_a_difference_fails_and_is_named(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 1, the verdicts of the other cases stand, the first difference is said."""
+    engine.spoil = unequal
+    code, answer = run_json(capsys, "run", "small.yaml", "--out", "r")
+    assert code == answer["exit_code"] == 1
+    outcomes = {v["case_id"]: v["outcome"] for v in answer["verdicts"]}
+    assert outcomes == {
+        "dp1-attn": "failed", "dp1-full_iteration": "passed",
+        "dp2-attn": "failed", "dp2-full_iteration": "passed",
+    }  # fmt: skip
+    assert main(["show", "dp2-attn", "r"]) == 0
+    said = capsys.readouterr().out
+    assert "step 2, rank 1" in said
+    assert "weights w" in said
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ({"attn": "hang"}, 1), ({"": "crashed"}, 6), ({"": "crashed", "attn": "hang"}, 6),
+        ({"attn": "oom", "full_iteration": "killed"}, 1),
+    ],
+)  # fmt: skip
+def test_ends_become_exit_codes(
+    ends: dict[str, What], code: int, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A candidate that dies is a failure (1), a reference that dies leaves no verdict (6)."""
+    engine.ends = ends
+    assert run_json(capsys, "run", "small.yaml")[0] == code
+
+
+def test_exit_first_stops_and_does_not_pass(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With -x the first failure ends it; cases without a verdict are counted as such."""
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "-x"]) == 1
+    assert "without a verdict" in capsys.readouterr().out
+
+
+def test_a_missing_verdict_is_not_a_pass(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If some cases have no verdict the exit code is 6, even if all others passed."""
+
+    def short(*args: Any, **options: Any) -> Generator[None, None, tuple[Verdict, ...]]:
+        return (yield from execution(*args, **options))[1:]
+
+    monkeypatch.setattr(launch, "execution", short)
+    assert main(["run", "small.yaml"]) == 6
+
+
+def test_dry_run_runs_nothing(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is said, nothing is made and no folder is left."""
+    code, plan = run_json(capsys, "run", "small.yaml", "--dry-run", "--jobs", "1", "--slots", "3")
+    assert (code, plan["slots"], plan["jobs"], len(plan["runs"])) == (0, 3, 1, 8)
+    assert not engine.made
+    assert not Path("out").exists()
+    assert main(["run", "small.yaml", "--dry-run"]) == 0
+    assert "4 cases, 8 runs on" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_skipped_and_all_skipped_is_exit_5(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A skipped case does not spoil a pass, but skipping everything is not one."""
+    code, answer = run_json(capsys, "run", "small.yaml", "--slots", "1")
+    assert code == 0
+    reasons = {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"}
+    assert reasons == {"needs 2 rank slots, 1 are stated (--slots)"}
+    assert run_json(capsys, "run", "small.yaml", "--slots", "1", "-k", "dp2")[0] == 5
+    assert main(["run", "small.yaml", "--slots", "1", "-k", "dp2", "--dry-run"]) == 5
+
+
+def test_k_selects(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the cases that match are planned and run; no match is exit 5."""
+    code, answer = run_json(capsys, "run", "small.yaml", "-k", "dp1 and not attn")
+    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (0, ["dp1-full_iteration"])
+    assert len(engine.made) == 3
+    assert main(["run", "small.yaml", "-k", "nothing", "--out", "none"]) == 5
+    assert "'nothing' selects none of 4 cases of small" in capsys.readouterr().err
+    assert not Path("none").exists()
+
+
+def test_set_and_axis_reach_the_runs(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options replace what the file says, and the manifest keeps the command line."""
+    args = ["run", "small.yaml", "--out", "r", "--set", "seed=9", "--axis", "parallel=[{dp: 4}]",
+            "--set", "launch.timeout_s=7"]  # fmt: skip
+    assert run_json(capsys, *args)[0] == 0
+    folder = RunFolder.open(Path("r"))
+    assert [case.id for case in folder.cases] == ["dp4-attn", "dp4-full_iteration"]
+    assert folder.cases[0].candidate.config["seed"] == 9
+    assert folder.cases[0].candidate.timeout_s == 7.0
+    assert folder.manifest["command"] == ["harness", *args, "--json"]
+
+
+def test_resume_makes_only_what_is_missing(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs that are finished are not made again; the verdicts are those of the whole matrix."""
+    failing = {"left": 3}
+
+    def stop(spec: RunSpec) -> None:
+        if not failing["left"]:
+            raise Infrastructure("the engine is gone")
+        failing["left"] -= 1
+
+    engine.on_start = stop
+    assert main(["run", "small.yaml", "--out", "r"]) == 6
+    assert "harness: the engine is gone" in capsys.readouterr().err
+    first = list(engine.made)
+    failing["left"] = 100
+    code, plan = run_json(capsys, "run", "--resume", "r", "--dry-run")
+    assert (code, len(plan["runs"])) == (0, 5)
+    code, answer = run_json(capsys, "run", "small.yaml", "--resume", "r")
+    assert code == 0
+    assert len(answer["verdicts"]) == 4
+    assert len(engine.made) == len(set(engine.made)) == 8
+    assert engine.made[:3] == first
+    assert run_json(capsys, "run", "--resume", "r")[0] == 0
+    assert len(engine.made) == 8
+
+
+def test_cuda_without_a_gpu_is_no_verdict(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that asks for GPUs does not pass on the CPU in their place."""
+    here = dataclasses.replace(machine.describe(), gpus=())
+    monkeypatch.setattr(machine, "describe", lambda: here)
+    assert main(["run", "small.yaml", "--device", "cuda"]) == 6
+    assert not engine.made
+
+
+@pytest.fixture
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs that torch is built for."""
+    gpus = tuple(Gpu(id=f"GPU-{i}", name="G", memory_bytes=80 << 30) for i in range(2))
+    here = dataclasses.replace(machine.describe(), gpus=gpus, versions={"torch": "2.13.0+cu130"})
+    monkeypatch.setattr(machine, "describe", lambda: here)
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_gpus_are_slots(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CUDA there are as many slots as GPUs, and the engine is told which."""
+    code, answer = run_json(
+        capsys, "run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 2}, {dp: 4}]"
+    )
+    assert code == 0
+    assert engine.options["devices"] == ("GPU-0", "GPU-1")
+    assert {v["message"] for v in answer["verdicts"] if v["outcome"] == "skipped"} == {
+        "needs GPUs for 4 ranks, this machine has them for 2"
+    }
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_ranks_share_gpus_and_go_on_sharing(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two ranks a GPU there are twice the slots; a resumed run has them untold."""
+    large = ("run", "small.yaml", "--device", "cuda", "--axis", "parallel=[{dp: 4}]")
+    code, answer = run_json(capsys, *large, "--ranks-per-gpu", "2", "--out", "r")
+    assert (code, {v["outcome"] for v in answer["verdicts"]}) == (0, {"passed"})
+    assert engine.options["devices"] == ("GPU-0", "GPU-1", "GPU-0", "GPU-1")
+    shutil.rmtree("r/runs")
+    assert run_json(capsys, "run", "--resume", "r")[0] == 0
+    assert engine.options["devices"] == ("GPU-0", "GPU-1", "GPU-0", "GPU-1")
+
+
+def test_rerun_needs_the_case_folder_alone(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A case folder that was moved away runs again, with the same specification."""
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "--out", "r"]) == 1
+    case = RunFolder.open(Path("r")).cases[2]
+    moved = tmp_path / "moved"
+    Path("r/cases/dp2-attn").rename(moved)
+    capsys.readouterr()
+    code, answer = run_json(capsys, "rerun", str(moved), "--out", "again")
+    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (1, ["dp2-attn"])
+    assert RunFolder.open(Path("again")).cases[0] == case
+
+
+def test_show_finds_the_newest_run_and_unknown_cases_are_refused(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An id alone means the newest run under out/; a wrong id lists the right ones."""
+    assert main(["run", "small.yaml"]) == 0
+    code, answer = run_json(capsys, "show", "dp1-attn")
+    assert (code, answer["verdict"]["outcome"]) == (0, "passed")
+    assert main(["show", "dp9"]) == 4
+    assert "dp1-attn" in capsys.readouterr().err
+
+
+def test_the_newest_run_is_none_that_a_search_made(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a bisection an id still means the run that it was asked of."""
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "--out", "out/r"]) == 1
+    assert run_json(capsys, "bisect", "dp2-attn", "--until", "place")[0] == 1
+    assert len(list(Path("out").glob("*/manifest.json"))) == 2
+    assert run_json(capsys, "show", "dp2-attn")[1]["folder"].endswith("/out/r/cases/dp2-attn")
+
+
+def test_a_red_run_says_how_to_find_the_cause(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command for the first case that failed, which works as it is; none of a green run."""
+    assert main(["run", "small.yaml", "--out", "green"]) == 0
+    assert "harness bisect" not in capsys.readouterr().out
+    engine.spoil = unequal
+    assert main(["run", "small.yaml", "--out", "a red run"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = (line for line in lines if line.startswith("find the cause: "))
+    command = shlex.split(told.removeprefix("find the cause: "))
+    assert command == ["harness", "bisect", str(Path("a red run/cases/dp1-attn").absolute())]
+    assert main([*command[1:], "--until", "place"]) == 1
+
+
+def test_what_is_judged_within_a_tolerance_is_not_sent_to_bisect(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bisect refuses it: there are no bits to follow."""
+    engine.ends = {"attn": "crashed"}
+    text = Path("small.yaml").read_text().replace("expect: bitwise", "expect: {rtol: 1e-9}")
+    Path("near.yaml").write_text(text)
+    assert main(["run", "near.yaml"]) == 1
+    assert "harness bisect" not in capsys.readouterr().out
+
+
+def test_a_verdict_of_a_check_that_was_wrong_stands_until_a_rerun(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The records say otherwise by now: resume and check keep the failure, rerun judges anew."""
+    assert main(["run", "small.yaml", "--out", "r"]) == 0
+    with RunFolder.open(Path("r")) as folder:
+        passed = folder.load_verdict("dp2-attn")
+        assert passed is not None
+        wrong = dataclasses.replace(passed, outcome="failed", what="diverged", message="said so")
+        case = next(each for each in folder.cases if each.id == "dp2-attn")
+        folder.save_verdict(wrong, case)
+    made = len(engine.made)
+    capsys.readouterr()
+    for command in (("run", "--resume", "r"), ("check", "r")):
+        code, answer = run_json(capsys, *command)
+        (kept,) = (v for v in answer["verdicts"] if v["case_id"] == "dp2-attn")
+        assert (code, Verdict.from_json(kept)) == (1, wrong)
+    assert len(engine.made) == made
+    code, answer = run_json(capsys, "rerun", "r/cases/dp2-attn", "--out", "anew")
+    assert (code, answer["verdicts"][0]["outcome"]) == (0, "passed")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 0."""
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"harness \S.*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["show", "bisect"])
+def test_a_path_that_is_no_case_folder_is_named(
+    command: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody asked for the newest run: what is said is of the path."""
+    Path("made").mkdir()
+    for path in ("nowhere/dp1-attn", str(Path("made").absolute())):
+        assert main([command, path]) == 4
+        assert path in capsys.readouterr().err
+
+
+def test_list_and_its_check(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """`list` says the cases; `--check` says every bad file, whatever comes before it."""
+    assert main(["list", "small.yaml", "-k", "dp1"]) == 0
+    assert capsys.readouterr().out.split() == [
+        "small.yaml:", "2", "cases", "dp1-attn", "dp1-full_iteration",
+    ]  # fmt: skip
+    bad = Path("more")
+    bad.mkdir()
+    (bad / "a.yaml").write_text("nme: x\n")
+    (bad / "b.yml").write_text(SCENARIO)
+    (bad / "c.yaml").write_text(SCENARIO + "exclude: [{graph: [attn]}, {graph: [full_iteration]}]")
+    assert main(["list", "--check", "more"]) == 5
+    out, err = capsys.readouterr()
+    assert out == "more/b.yml: 4 cases\n"
+    assert [line.split(":")[0] for line in err.splitlines()] == ["more/a.yaml", "more/c.yaml"]
+    assert main(["list", "--check", "more/a.yaml", "more/b.yml"]) == 4
+    assert main(["list", "more"]) == 4
+    (tmp := Path("none")).mkdir()
+    assert main(["list", "--check", str(tmp)]) == 5
+    assert main(["list", "small.yaml", "-k", "zzz"]) == 5
+
+
+def test_list_counts_several_files(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several files `list` says how many cases each has; with -k it names them, too."""
+    second = SCENARIO + "exclude: [{graph: [attn], parallel: {dp: 2}}]\n"
+    Path("second.yaml").write_text(second + "include: [{parallel: {dp: 4}, graph: [attn]}]\n")
+    for args in ([], ["--count"]):
+        assert main(["list", *args, "small.yaml", "second.yaml"]) == 0
+        counted = capsys.readouterr().out.splitlines()
+        rows = [line.split() for line in counted[:-1]]
+        assert rows == [["4", "small.yaml"], ["4", "second.yaml"]]
+        assert counted[-1].startswith("8 cases in 2 files")
+    assert main(["list", "small.yaml", "second.yaml", "-k", "dp2"]) == 0
+    named = capsys.readouterr().out.split()
+    assert [name for name in named if name.startswith("dp")] == [
+        "dp2-attn", "dp2-full_iteration", "dp2-full_iteration",
+    ]  # fmt: skip
+    assert main(["list", "--count", "small.yaml"]) == 0
+    assert capsys.readouterr().out.split() == ["4", "small.yaml"]
+    Path("none.yaml").write_text(SCENARIO + "exclude: [{parallel: {dp: 3}}]\n")
+    assert main(["list", "--count", "none.yaml"]) == 4
+    assert run_json(capsys, "list", "--count", "small.yaml") == (0, {"small.yaml": 4})
+
+
+def test_list_json(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """`list --json` holds whole cases; `--check --json` one entry a file."""
+    code, cases = run_json(capsys, "list", "small.yaml")
+    assert (code, cases["small.yaml"][0]["id"]) == (0, "dp1-attn")
+    code, checked = run_json(capsys, "list", "--check", "small.yaml")
+    assert checked == [{"file": "small.yaml", "num_cases": 4, "error": "", "exit_code": 0}]
+
+
+def test_report_says_its_files(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """`report` builds again and says where."""
+    assert main(["run", "small.yaml", "--out", "r", "-k", "dp1-attn"]) == 0
+    capsys.readouterr()
+    assert main(["report", "r"]) == 0
+    assert capsys.readouterr().out.strip().endswith("r/report/index.html")
+
+
+def test_doctor_says_what_can_run(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    """`doctor` ends well where the CPU can run, and holds the same as JSON."""
+    assert main(["doctor"]) == 0
+    assert "can run     device: cpu" in capsys.readouterr().out
+    assert run_json(capsys, "doctor")[1]["can_run"]
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """`harness list | head` does not end in a traceback."""
+    code = (
+        "import os, sys, harness.cli as c\n"
+        "read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+        "sys.exit(c.main(['-h']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_two_runs_in_one_second_get_two_folders(engine: FakeEngine) -> None:
+    """A default folder that is taken gets a number."""
+    for _ in range(3):
+        assert main(["run", "small.yaml", "-k", "dp1-attn"]) == 0
+    assert len(list(Path("out").glob("*/"))) == 3

@@ -1,0 +1,270 @@
+"""The leader's clock over its ranks, what they record and print; no run is started."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engine.evidence import tail_of
+from harness.engine.ranks import (
+    TAIL_BYTES,
+    CappedOutput,
+    Job,
+    Limits,
+    Phase,
+    Records,
+    Watch,
+    exit_status,
+    rank_environment,
+)
+from harness.records import RunSpec
+from harness.soaking import SoakSpec
+from harness.store.streams import has_begun, has_end_record, rank_path
+
+LIMITS = Limits(grace_s=3.0, stacks_s=1.0, leave_s=5.0)
+STACKS, KILL = signal.SIGUSR1, signal.SIGKILL
+
+
+def watch(num_ranks: int = 2, timeout_s: float = 10.0, stall_s: float | None = None) -> Watch:
+    """Of a run that starts at 0 s."""
+    return Watch(
+        ranks=range(num_ranks), timeout_s=timeout_s, limits=LIMITS, started_s=0.0, stall_s=stall_s
+    )
+
+
+Act = Callable[[Watch], None]
+CLOCKS: dict[str, tuple[Watch, list[Act], dict[float, int | None], tuple[bool, bool]]] = {
+    "time is up": (watch(), [], {9.9: None, 10.0: STACKS, 10.9: None, 11.0: KILL}, (True, False)),
+    "a rank stuck in the kernel": (
+        watch(), [], {10.0: STACKS, 11.0: KILL, 11.5: None, 12.0: KILL}, (True, False),
+    ),
+    "a failure gives grace, a second one no more": (
+        watch(3), [lambda w: w.ended(0, 13, 1.0), lambda w: w.ended(1, 1, 3.0)],
+        {3.9: None, 4.0: STACKS}, (False, False),
+    ),
+    "grace does not outlast the timeout": (
+        watch(), [lambda w: w.ended(0, 1, 9.0)], {9.9: None, 10.0: STACKS}, (True, False),
+    ),
+    "a good end gives no grace": (
+        watch(), [lambda w: w.ended(0, 0, 1.0)], {9.9: None, 10.0: STACKS}, (True, False),
+    ),
+    "one that leaves early does": (
+        watch(), [lambda w: w.ended(0, 0, 1.0, left_early=True)], {3.9: None, 4.0: STACKS},
+        (False, False),
+    ),
+    "nobody is left to wait": (
+        watch(1), [lambda w: w.ended(0, 0, 1.0, left_early=True)], {99.0: None}, (False, False),
+    ),
+    "nothing recorded": (watch(stall_s=4.0), [], {3.9: None, 4.0: STACKS}, (False, True)),
+    "a record starts the wait anew": (
+        watch(stall_s=4.0), [lambda w: w.progressed(4.0)], {7.9: None, 8.0: STACKS}, (False, True),
+    ),
+    "but not beyond the timeout": (
+        watch(stall_s=4.0), [lambda w: w.progressed(9.0)], {9.9: None, 10.0: STACKS},
+        (True, False),
+    ),
+    "nor after a failure": (
+        watch(stall_s=9.0), [lambda w: w.ended(0, 13, 1.0), lambda w: w.progressed(3.0)],
+        {4.0: STACKS}, (False, False),
+    ),
+    "only to exit": (
+        watch(stall_s=9.0), [lambda w: w.leaves(1.0), lambda w: w.leaves(4.0)],
+        {5.9: None, 6.0: STACKS}, (False, False),
+    ),
+    "told to stop": (watch(), [lambda w: w.stop(2.0)], {1.9: None, 2.0: STACKS}, (False, False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CLOCKS)
+def test_when_ranks_are_asked_for_stacks_and_killed(row: str) -> None:
+    """Each way of waiting ends at its time, with stacks first, and says why it ended."""
+    clock, acts, signals, why = CLOCKS[row]
+    for act in acts:
+        act(clock)
+    assert {at_s: clock.advance(at_s) for at_s in signals} == signals
+    assert (clock.timed_out, clock.stalled) == why
+
+
+def test_whose_end_a_signal_was() -> None:
+    """After our request or our kill it is ours, before it somebody else's, and a failure."""
+    clock = watch(5)
+    clock.ended(4, 0, 1.0, left_early=True)
+    clock.advance(10.0)
+    clock.ended(0, -KILL, 10.2)
+    clock.ended(1, -STACKS, 10.3)
+    clock.ended(2, 1, 10.5)
+    assert clock.phase is Phase.STACKS, "a late failure does not put the killing off"
+    clock.advance(11.0)
+    clock.ended(3, -KILL, 11.1)
+    assert [clock.exits[rank].killed_by_harness for rank in range(4)] == [False, True, False, True]
+    assert clock.failed_order == [0, 2]
+    assert not clock.running
+
+
+def test_a_stall_is_looked_for_only_when_it_may_be_there() -> None:
+    """Not before its time, not after a failure, not of ranks that have only to exit."""
+    silent, failing, leaving = (watch(stall_s=4.0, timeout_s=100.0) for _ in range(3))
+    assert [silent.may_stall(at_s) for at_s in (3.9, 4.0)] == [False, True]
+    failing.ended(0, 13, 1.0)
+    leaving.leaves(1.0)
+    assert not failing.may_stall(99.0)
+    assert not leaving.may_stall(99.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(0, 0), (1, 1), (13, 13), (255, 255), (256, 1), (-1, 255), (None, 1)]
+)
+def test_only_zero_exits_with_zero(code: object, status: int) -> None:
+    """No exit code but 0 may look like 0 to the leader."""
+    assert exit_status(code) == status
+
+
+def job(device: Any = "cpu", soak: SoakSpec | None = None, **config: Any) -> Job:
+    spec = RunSpec(config=config, device=device, world_size=2, timeout_s=100, soak=soak)
+    return Job(spec=spec, folder=Path(), devices=("2", "3") if device == "cuda" else ())
+
+
+def test_environment_of_a_rank() -> None:
+    """A rank finds its place, its store and its GPUs; a run without GPUs sees none."""
+    found = rank_environment(job("cuda"), 1, 4242)
+    expected = {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4242", "CUDA_VISIBLE_DEVICES": "2,3",
+    }  # fmt: skip
+    assert found.items() >= expected.items()
+    assert rank_environment(job(), 0, 1)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+# --- what ranks record ------------------------------------------------------------------------
+
+START, NAMES = '{"kind":"start"}\n', '{"kind":"names","step":-1}\n'
+INITIAL, STEP = '{"digests":{},"kind":"initial"}\n', '{"kind":"step","step":0}\n'
+STEPS_OF_4_S = '{"kind":"step","step_s":9.0}\n{"kind":"step","step_s":4.0}\n{"kind":"step","st'
+
+
+@pytest.mark.parametrize(
+    ("text", "begun"),
+    [(None, False), ("", False), (START, False), (START + NAMES, False), (START + INITIAL, True),
+     (START + STEP, True)],
+)  # fmt: skip
+def test_a_rank_has_begun_with_its_state(text: str | None, begun: bool, tmp_path: Path) -> None:
+    """Importing and loading are no silence of a run that trains."""
+    path = tmp_path / "rank0.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert has_begun(path, is_builtin=False) == begun
+    # The built-in trainer has yet to compile and capture when it records its state.
+    assert has_begun(path, is_builtin=True) == (begun and text != START + INITIAL)
+
+
+@pytest.mark.parametrize(
+    ("text", "ended"),
+    [(START, False), (START + '{"kind":"end"}\n', True), ('{"kind":"end"}\n' + STEP, False)],
+)
+def test_only_a_last_line_is_an_end(text: str, ended: bool, tmp_path: Path) -> None:
+    """An end record that something follows is none."""
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(text)
+    assert has_end_record(path) == ended
+
+
+def test_a_stall_is_looked_for_once_a_rank_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that a program may be silent; afterwards each look needs new records."""
+    monkeypatch.chdir(tmp_path)
+    records, looks = Records(job(program={"script": "train.py"})), []
+    begun = START + INITIAL
+    for text in ("", START, START, begun, begun, begun, begun + STEP):
+        rank_path(Path(), 1).write_text(text)
+        looks.append(records.have_grown(1e6))
+    assert looks == [True, True, True, True, True, False, True]
+
+
+def test_a_soak_may_be_silent_for_as_long_as_its_steps_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps written 100 at a time, of 4 s each, are no stall after 300 s, nor is a start of 1800.
+
+    What goes on for longer is.
+    """
+    monkeypatch.chdir(tmp_path)
+    soak = SoakSpec(by="steps", amount=1000, stall_s=300)
+    records, clock = Records(job(soak=soak, flush_every=100)), watch(timeout_s=1e6, stall_s=300)
+    file = rank_path(Path(), 0)
+    file.write_text(START)
+    assert [records.have_grown(run_s) for run_s in (300, 1799, 1800)] == [True, True, False]
+    file.write_text(START + STEPS_OF_4_S)
+    assert [records.have_grown(run_s) for run_s in (1800, 1801)] == [True, True]
+    clock.window_s = records.window_s
+    clock.progressed(1801)
+    assert [clock.may_stall(1801 + silent_s) for silent_s in (799, 800)] == [False, True]
+    assert not records.have_grown(1801 + 800)
+
+
+# --- what ranks print -------------------------------------------------------------------------
+
+
+def stored(path: Path, data: bytes, cap_bytes: int) -> bytes:
+    """What is in the file after `data` was written from another thread."""
+    read_fd, write_fd = os.pipe()
+    output = CappedOutput(read_fd, path, cap_bytes=cap_bytes)
+
+    def write() -> None:
+        with os.fdopen(write_fd, "wb", buffering=0) as pipe:
+            view = memoryview(data)
+            while view:
+                view = view[pipe.write(view) or 0 :]
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    os.set_blocking(read_fd, True)
+    while output.drain():
+        pass
+    writer.join()
+    output.close()
+    return output.problem.encode() or path.read_bytes()
+
+
+@pytest.mark.parametrize("cap_bytes", [8, 100])
+def test_output_up_to_the_cap_is_stored_as_it_is(tmp_path: Path, cap_bytes: int) -> None:
+    """Byte for byte, without a remark."""
+    assert stored(tmp_path / "out", b"\x00hello\n!", cap_bytes) == b"\x00hello\n!"
+
+
+def test_a_flood_keeps_its_head_and_its_end_and_says_what_is_gone(tmp_path: Path) -> None:
+    """Above the cap the file holds the head, the number of bytes dropped, and the tail."""
+    data = b"head" + os.urandom(3 * TAIL_BYTES) + b"last words"
+    found = stored(tmp_path / "out", data, 4)
+    dropped = len(data) - 4 - TAIL_BYTES
+    assert found.startswith(b"head\n[harness: output above 4 bytes: %d bytes dropped" % dropped)
+    assert found.endswith(data[-TAIL_BYTES:])
+    assert len(found) < 4 + TAIL_BYTES + 200
+
+
+def test_a_full_disk_is_noted_and_draining_goes_on() -> None:
+    """The rank is not blocked by a disk that takes no more, and the loss is on record."""
+    assert b"No space left" in stored(Path("/dev/full"), b"x" * 300_000, 1 << 20)
+
+
+def test_close_does_not_wait_for_a_stray_writer(tmp_path: Path) -> None:
+    """Output that somebody else still holds open is closed with what has arrived."""
+    read_fd, write_fd = os.pipe()
+    output = CappedOutput(read_fd, tmp_path / "out")
+    os.write(write_fd, b"so far")
+    output.close()
+    output.close()
+    os.close(write_fd)
+    assert (tmp_path / "out").read_bytes() == b"so far"
+
+
+def test_tail_of_a_file(tmp_path: Path) -> None:
+    """The tail is the last bytes; a file that is not there is empty."""
+    (tmp_path / "x").write_bytes(b"abc\xffdef")
+    assert tail_of(tmp_path / "x", 3) == "def"
+    assert tail_of(tmp_path / "x", 100) == "abc\ufffddef"
+    assert tail_of(tmp_path / "none") == ""

@@ -1,0 +1,272 @@
+"""What the terminal shows of runs: everything is said, nothing is taken for markup."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fsdp_core.config import TrainConfig
+from harness.records import (
+    CaseSpec,
+    CheckResult,
+    Difference,
+    ErrorRecord,
+    RankExit,
+    RankRecords,
+    RunOutcome,
+    RunResult,
+    RunSpec,
+    Verdict,
+)
+from harness.runner import display
+from harness.runner.plan import Plan, PlannedRun
+from harness.runner.progress import (
+    Forecast,
+    LiveView,
+    PlainView,
+    View,
+    duration,
+    make_view,
+    verdict_text,
+)
+
+SPEC = RunSpec(config=TrainConfig().to_dict(), device="cpu", world_size=2, timeout_s=60.0)
+EVIL = "[red]x[/red]\n[/] \x1b[31m :smile:"
+CASE = CaseSpec(
+    id="dp2-attn", scenario="s", labels={}, reference=SPEC, control=SPEC, candidate=SPEC,
+    expect="bitwise", checks={"loss": {}},
+)  # fmt: skip
+DIFFERENCE = Difference(
+    step=7, rank=1, quantity="weights", tensor="layers.0.w", reference="aa", candidate="bb", ulps=1
+)
+FAILED = Verdict(
+    case_id="dp2-attn", outcome="failed", what="diverged", message=f"differs {EVIL}",
+    checks=(CheckResult(check="state", outcome="failed", what="diverged", message=EVIL),),
+    runs={}, wall_s=1.0, difference=DIFFERENCE,
+)  # fmt: skip
+PLAN = Plan(
+    slots=8, jobs=None, cases=(CASE,), estimate_s=75.0,
+    runs=(PlannedRun(key=SPEC.key, spec=SPEC, serves=("dp2-attn",), estimate_s=2.0),),
+)  # fmt: skip
+
+
+def outcome(what: str = "", message: str = "") -> RunOutcome:
+    """How the run of SPEC ended."""
+    return RunOutcome(
+        key=SPEC.key, what=what, message=message, culprit_rank=None, ranks=(),  # type: ignore[arg-type]
+        started_unix_s=0.0, wall_s=2.0,
+    )  # fmt: skip
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    """A console that writes to a string."""
+    text = io.StringIO()
+    return Console(
+        file=text, width=200, force_terminal=terminal, color_system=None, highlight=False
+    ), text
+
+
+def drive(view: View) -> None:
+    """The calls of a small execution."""
+    with view:
+        view.planned(PLAN)
+        view.run_started(SPEC)
+        view.run_finished(outcome("hang", f"rank 1 {EVIL}"))
+        view.judged(FAILED)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_both_views_say_everything(*, terminal: bool) -> None:
+    """Plan, failed run and verdict are said, with texts from logs as they are, on one line each."""
+    target, text = console(terminal=terminal)
+    drive(make_view(target))
+    said = text.getvalue()
+    for words in ("1 case, 1 run on 8 slots", SPEC.key, "hang", "dp2-attn", "diverged",
+                  "[red]x[/red]\\n[/] \\x1b[31m :smile:"):  # fmt: skip
+        assert words in said
+    assert "\x1b[31m" not in said
+
+
+def test_the_view_suits_the_console() -> None:
+    """A terminal gets the live view, a log plain lines."""
+    assert isinstance(make_view(console(terminal=True)[0]), LiveView)
+    assert isinstance(make_view(console(terminal=False)[0]), PlainView)
+
+
+def test_plain_lines_are_one_an_event() -> None:
+    """A log has one line for each of: plan, start, end, verdict."""
+    target, text = console(terminal=False)
+    drive(make_view(target))
+    assert [line.split()[0] for line in text.getvalue().splitlines()] == [
+        "1", "start", "hang", "failed",
+    ]  # fmt: skip
+
+
+def test_the_live_view_shows_what_is_under_way() -> None:
+    """The bar counts finished runs; active ones are listed until they end."""
+    target, _ = console(terminal=True)
+    view = LiveView(target, clock=lambda: 5.0)
+
+    def shown() -> str:
+        with target.capture() as captured:
+            target.print(view.render())
+        return captured.get()
+
+    view.planned(PLAN)
+    view.run_started(SPEC)
+    assert "0/1 runs" in shown()
+    assert SPEC.key in shown()
+    view.run_finished(outcome())
+    assert "1/1 runs" in shown()
+    assert SPEC.key not in shown()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.94, "9.9 s"), (12.4, "12 s"), (59.6, "1 min"), (185, "3 min 5 s"),
+     (7800, "2 h 10 min")],
+)  # fmt: skip
+def test_durations_read_well(seconds: float, text: str) -> None:
+    """Seconds, then minutes, then hours."""
+    assert duration(seconds) == text
+
+
+def test_counts_say_what_has_no_verdict() -> None:
+    """Cases that were not judged are counted, not forgotten."""
+    assert display.counts_line([FAILED], 3).plain == "1 failed, 2 without a verdict"
+    assert display.counts_line([], 0).plain == "no case"
+
+
+def test_a_case_is_shown_with_its_difference_exits_and_last_words(tmp_path: Path) -> None:
+    """Verdict, first difference, each rank that ended badly, and what it printed last."""
+    (tmp_path / "rank1.stderr").write_text("".join(f"line {i}\n" for i in range(100)) + EVIL)
+    error = ErrorRecord(
+        rank=1, step=3, what="crashed", type="ValueError", message=EVIL, traceback=""
+    )
+    ranks = tuple(
+        RankRecords(rank=rank, start=None, steps=(), events=(), error=error if rank else None,
+                    end=None, problems=())
+        for rank in range(3)
+    )  # fmt: skip
+    exits = (
+        RankExit(rank=0, code=0),
+        RankExit(rank=1, code=-9, killed_by_harness=True),
+    )
+    ended = RunOutcome(
+        key=SPEC.key, what="crashed", message="rank 1", culprit_rank=1, ranks=exits,
+        started_unix_s=0.0, wall_s=2.0,
+    )  # fmt: skip
+    run = RunResult(spec=SPEC, outcome=ended, ranks=ranks)
+    target, text = console(terminal=False)
+    display.print_case(target, CASE, FAILED, {"candidate": (tmp_path, run)})
+    said = text.getvalue()
+    for words in ("step 7, rank 1", "weights layers.0.w", "ulps apart", "signal 9 (by the harness)",
+                  "never started", "ValueError: [red]x", "line 99"):  # fmt: skip
+        assert words in said
+    assert "line 50\n" not in said
+    assert "\x1b" not in said
+
+
+def test_a_case_without_a_verdict_says_so() -> None:
+    """No verdict is never shown as a pass."""
+    target, text = console(terminal=False)
+    display.print_case(target, CASE, None, {})
+    assert "no verdict" in text.getvalue()
+
+
+def test_the_end_tells_again_only_what_did_not_pass() -> None:
+    """The last table has no case that passed or was skipped; counts have all of them."""
+    passed = dataclasses.replace(FAILED, case_id="green", outcome="passed", what="")
+    skipped = dataclasses.replace(FAILED, case_id="yellow", outcome="skipped")
+    error = dataclasses.replace(FAILED, case_id="magenta", outcome="error")
+    target, text = console(terminal=False)
+    display.print_outcome(target, [passed, FAILED, skipped, error], 4)
+    *table, counts = text.getvalue().splitlines()
+    assert [line.split()[0] for line in table if line.split()][2:] == ["dp2-attn", "magenta"]
+    assert counts == "1 passed, 1 failed, 1 error, 1 skipped"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_in_which_all_passed_ends_with_counts(*, terminal: bool) -> None:
+    """Nothing is told twice."""
+    passed = dataclasses.replace(FAILED, outcome="passed", what="")
+    target, text = console(terminal=terminal)
+    display.print_outcome(target, [passed], 1)
+    assert text.getvalue() == "1 passed"
+
+
+def test_the_line_of_a_soak_that_passed_says_what_it_proves() -> None:
+    """No table repeats it."""
+    proof = CheckResult(check="soak", outcome="passed", what="", message="below 0.1 %")
+    passed = dataclasses.replace(FAILED, outcome="passed", what="", checks=(proof,))
+    assert verdict_text(passed).plain == "passed       dp2-attn  below 0.1 %"
+
+
+def test_the_verdict_table_keeps_brackets() -> None:
+    """Text in square brackets stays in the table."""
+    target, text = console(terminal=False)
+    target.print(display.verdict_table([FAILED]))
+    assert "[red]x[/red]" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("columns", "width"), [(None, 100), ("140", 140), ("wide", 100), ("0", 100)]
+)
+def test_what_is_piped_is_as_wide_as_columns_says(
+    columns: str | None,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """100 columns if it says nothing; a table is folded, whole, with no blanks at line ends."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    words = [f"word{number}" for number in range(200)]
+    verdict = dataclasses.replace(FAILED, message=" ".join(words))
+    display.make_console().print(display.verdict_table([verdict, FAILED]))
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert width - 20 < max(map(len, lines)) <= width
+    assert lines == [line.rstrip() for line in lines]
+    assert [word for word in said.split() if word.startswith("word")] == words
+
+
+def test_a_table_that_is_piped_breaks_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever searches a log for the id of a case finds it; no column is left out."""
+    monkeypatch.setenv("COLUMNS", "40")
+    words = [f"{number}{'x' * 30}{number}" for number in range(16)]
+    table = display.plain_table(*(f"h{number}" for number in range(16)))
+    table.add_row(*(display.cell(f"{word} {word}") for word in words))
+    target = display.make_console()
+    target.print(table)
+    assert [w for w in capsys.readouterr().out.split() if "x" in w] == words * 2
+    target.print("one two " * 20)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+
+
+def test_the_end_is_forecast_from_runs_that_ended() -> None:
+    """A machine that takes three times as long is known after its first run; a crash says
+    nothing, and no forecast is below what has passed."""
+    specs = [dataclasses.replace(SPEC, replica=n) for n in range(4)]
+    runs = tuple(
+        PlannedRun(key=spec.key, spec=spec, serves=(), estimate_s=10.0) for spec in specs
+    )  # fmt: skip
+    forecast = Forecast(Plan(slots=2, jobs=None, cases=(), estimate_s=40.0, runs=runs))
+    assert forecast.total_s(5.0, {specs[0].key: 5.0}) == 40.0
+    assert forecast.total_s(50.0, {specs[0].key: 50.0}) == 50.0
+    crashed = dataclasses.replace(outcome("crashed"), key=specs[0].key, wall_s=1.0)
+    forecast.ended(crashed)
+    assert forecast.total_s(2.0, {}) == 40.0
+    forecast.ended(dataclasses.replace(outcome(), key=specs[1].key, wall_s=30.0))
+    assert forecast.total_s(31.0, {}) == pytest.approx(62.0)
+    # Half of the third run: 15 of its 30 s.
+    assert forecast.total_s(46.0, {specs[2].key: 15.0}) == pytest.approx(46.0 * 4 / 2.5)
+    assert forecast.total_s(99.0, {specs[2].key: 68.0}) == pytest.approx(99.0 * 4 / 3)
+    for spec in specs[2:]:
+        forecast.ended(dataclasses.replace(outcome(), key=spec.key, wall_s=30.0))
+    assert forecast.total_s(120.0, {}) == 120.0

@@ -1,0 +1,379 @@
+"""The run folder: atomic writes, the lock, resume, sealed cases, and reading whatever is there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import Infrastructure, UsageError
+from harness.records import (
+    SCHEMA_VERSION,
+    CaseSpec,
+    CheckResult,
+    RankExit,
+    RunOutcome,
+    RunSpec,
+    Verdict,
+    dumps,
+)
+from harness.store import RunFolder, begin_run, load_case, save_outcome
+from harness.store import folder as store
+from harness.store.files import with_checksum, write_atomic
+
+
+def sealed(plain: dict[str, Any]) -> str:
+    """What a file of one object holds."""
+    return dumps(with_checksum(plain))
+
+
+def spec(graph: tuple[str, ...] = (), replica: int = 0, world_size: int = 2) -> RunSpec:
+    config = {"graph": list(graph), "steps": 2, "microbatches": 1}
+    return RunSpec(
+        config=config, device="cpu", world_size=world_size, timeout_s=5.0, replica=replica
+    )
+
+
+def case(case_id: str = "one", graph: tuple[str, ...] = ("attn",)) -> CaseSpec:
+    return CaseSpec(
+        id=case_id, scenario="s", labels={"graph": "attn"}, reference=spec(),
+        control=spec(replica=1), candidate=spec(graph), expect="bitwise", checks={"loss": {}},
+    )  # fmt: skip
+
+
+def outcome(key: str, what: str = "") -> RunOutcome:
+    return RunOutcome.from_json(
+        {
+            "key": key, "what": what, "message": "", "culprit_rank": None,
+            "ranks": [RankExit(rank=0, code=0).to_json()], "started_unix_s": 1.0, "wall_s": 2.0,
+        }
+    )  # fmt: skip
+
+
+def verdict(case_id: str = "one") -> Verdict:
+    check = CheckResult(check="loss", outcome="passed", what="", message="equal")
+    return Verdict(
+        case_id=case_id, outcome="passed", what="", message="equal", checks=(check,),
+        runs={}, wall_s=1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "out", {"scenario": "s"}, "name: s\r\n", [case()])
+
+
+def finish(folder: RunFolder, run: RunSpec) -> None:
+    begin_run(folder.run_folder(run.key), run)
+    for rank in range(run.world_size):
+        (folder.run_folder(run.key) / f"rank{rank}.jsonl").write_text("")
+    save_outcome(folder.run_folder(run.key), outcome(run.key))
+
+
+def test_open_gives_back_what_create_was_given(folder: RunFolder) -> None:
+    """A folder that is read again has the same scenario bytes, cases and manifest."""
+    again = RunFolder.open(folder.path)
+    assert again.scenario_text == "name: s\r\n"
+    assert again.cases == (case(),)
+    assert again.manifest == {"scenario": "s", "schema": SCHEMA_VERSION}
+
+
+def test_a_new_folder_says_of_itself_what_it_says_when_opened(tmp_path: Path) -> None:
+    """Two searches of one machine compare these: a tuple is not a list with the same GPUs."""
+    machine = {"gpus": ({"id": "GPU-1", "name": "NVIDIA H200"},), "cores": 2}
+    made = RunFolder.create(tmp_path / "out", {"machine": machine}, "name: s\n", [case()])
+    assert made.manifest == RunFolder.open(tmp_path / "out").manifest
+
+
+def test_only_listed_variables_are_stored(tmp_path: Path) -> None:
+    """A secret in the environment never reaches the disk; variables that change bits do."""
+    variables = {
+        "AWS_SECRET_ACCESS_KEY": "hunter2", "MY_NCCL_TOKEN": "hunter2", "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "1", "OMP_NUM_THREADS_X": "hunter2", "CUDA_VISIBLE_DEVICES": "0",
+        "NVTE_FUSED_ATTN": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONHASHSEED": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }  # fmt: skip
+    manifest = {"environment": {"variables": variables, "python": "3.11"}}
+    folder = RunFolder.create(tmp_path / "out", manifest, "", [])
+    stored = folder.manifest["environment"]["variables"]
+    assert "hunter2" not in (folder.path / "manifest.json").read_text()
+    assert sorted(stored) == [
+        "CUBLAS_WORKSPACE_CONFIG", "NVTE_FUSED_ATTN", "OMP_NUM_THREADS", "PYTHONHASHSEED",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["file", "used", "run folder", "same ids"])
+def test_create_refuses_a_place_that_is_taken(tmp_path: Path, kind: str) -> None:
+    """Nothing of the user's is overwritten, and a run folder is only continued by --resume."""
+    path, cases = tmp_path / "out", [case()]
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "used":
+        path.mkdir()
+        (path / "thesis.tex").write_text("mine")
+    elif kind == "run folder":
+        RunFolder.create(path, {}, "", []).release()
+    else:
+        cases = [case(), case()]
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with pytest.raises(UsageError):
+        RunFolder.create(path, {}, "", cases)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_create_goes_on_where_a_kill_cut_it_short(tmp_path: Path) -> None:
+    """The remains of a creation that was killed do not block the next."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lock").touch()
+    (tmp_path / "out" / ".cases.json.77.tmp").write_text("{")
+    with pytest.raises(UsageError, match="not a run folder"):
+        RunFolder.open(tmp_path / "out")
+    assert RunFolder.create(tmp_path / "out", {}, "", [case()]).cases == (case(),)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("manifest.json", None, "not a run folder"),
+        ("manifest.json", "{", "damaged"),
+        ("manifest.json", "[]", "damaged"),
+        ("manifest.json", "{}", "its checksum is gone"),
+        ("manifest.json", sealed({"schema": 1}), "files: its checksum is gone"),
+        ("manifest.json", sealed({"files": {}}), "by another harness"),
+        ("manifest.json", sealed({"schema": SCHEMA_VERSION + 1, "files": {}}), "another harness"),
+        ("manifest.json", sealed({"schema": 1, "files": {}}), "scenario.yaml: changed"),
+        ("cases.json", None, "damaged"),
+        ("cases.json", "\x00", "damaged"),
+        ("cases.json", "[" * 100_000, "damaged"),
+        ("cases.json", '{"cases": [{"id": 3}]}', "damaged"),
+        ("cases.json", '{"cases": 3}', "its checksum does not fit"),
+        ("scenario.yaml", None, "damaged"),
+    ],
+)
+def test_open_refuses_in_one_line(
+    folder: RunFolder, name: str, text: str | None, told: str
+) -> None:
+    """Whatever is wrong with a folder is a usage error of one line that says what."""
+    if text is None:
+        (folder.path / name).unlink()
+    else:
+        (folder.path / name).write_text(text)
+    with pytest.raises(UsageError, match=told) as caught:
+        RunFolder.open(folder.path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_second_harness_is_refused_and_readers_are_not(folder: RunFolder) -> None:
+    """The lock keeps out a second writer, names the first, and lets readers read."""
+    script = (
+        "import sys; from pathlib import Path; from harness.store import RunFolder\n"
+        "from harness.errors import UsageError\n"
+        "other = RunFolder.open(Path(sys.argv[1])); print(other.cases[0].id)\n"
+        "try:\n    other.acquire()\nexcept UsageError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(folder.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    refused = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert refused.stdout.splitlines()[0] == "one"
+    assert f"in use by another harness (process {os.getpid()} on" in refused.stdout
+    folder.release()
+    granted = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert granted.stdout.splitlines() == ["one"]
+
+
+def test_acquire_twice_is_once(folder: RunFolder) -> None:
+    """Whoever holds the lock may ask for it again; one release frees it."""
+    with folder:
+        folder.acquire()
+    RunFolder.open(folder.path).acquire()
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is one clear error; the file that was there is whole, no debris is left."""
+    path = tmp_path / "verdict.json"
+    write_atomic(path, "old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Infrastructure, match=r"cannot write .*verdict.json: No space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["verdict.json"]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """Whoever has the old file open reads it to its end; the new one is whole, and alone."""
+    path = tmp_path / "verdict.json"
+    write_atomic(path, "old")
+    with path.open() as reader:
+        write_atomic(path, "new and longer")
+        assert reader.read() == "old"
+    assert path.read_text() == "new and longer"
+    assert [p.name for p in tmp_path.iterdir()] == ["verdict.json"]
+
+
+def test_set_aside_keeps_every_attempt(folder: RunFolder) -> None:
+    """Remains of unfinished attempts are renamed one after the other, never overwritten."""
+    run, key = spec(), spec().key
+    assert folder.set_aside(key) is None
+    for number in range(3):
+        begin_run(folder.run_folder(key), run)
+        (folder.run_folder(key) / "rank0.jsonl").write_text(f"attempt {number}")
+        kept = folder.set_aside(key)
+        assert kept is not None
+        assert kept.name == f"{key}.attempt{number}"
+    assert not folder.run_folder(key).exists()
+    assert folder.num_attempts(key) == 3
+    texts = [(p / "rank0.jsonl").read_text() for p in sorted(folder.path.glob("runs/*"))]
+    assert texts == ["attempt 0", "attempt 1", "attempt 2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "why"),
+    [
+        (None, "interrupted", "did not finish"),
+        ("{", "interrupted", "does not decode"),
+        ("", "interrupted", "does not decode"),
+        (dumps(outcome("another")), "interrupted", "its checksum is gone"),
+        (sealed(outcome(spec().key).to_json()), "interrupted", "files: its checksum is gone"),
+        (sealed(outcome("another").to_json() | {"files": {}}), "interrupted", "to run another"),
+        ('{"key": 3}', "interrupted", "does not decode"),
+        (dumps(outcome(spec().key).to_json() | {"sha256": ""}), "interrupted", "does not fit"),
+    ],
+)
+def test_a_run_without_a_trustworthy_outcome_is_unfinished(
+    folder: RunFolder, text: str | None, what: str, why: str
+) -> None:
+    """Such a run is not counted as finished, and loading it says why instead of raising."""
+    run = spec()
+    begin_run(folder.run_folder(run.key), run)
+    if text is not None:
+        (folder.run_folder(run.key) / "outcome.json").write_text(text)
+    assert folder.finished(run.key) is None
+    result = folder.load_run(run)
+    assert result.outcome.what == what
+    assert why in result.outcome.message
+    assert len(result.ranks) == 2
+
+
+def test_a_run_never_made_is_not_run(folder: RunFolder) -> None:
+    """A run without a folder loads as `not_run`, with every rank empty."""
+    result = folder.load_run(spec())
+    assert result.outcome.what == "not_run"
+    assert [r.rank for r in result.ranks if r.start is None and not r.steps] == [0, 1]
+
+
+def test_a_finished_run_cannot_be_begun_again(folder: RunFolder) -> None:
+    """What is recorded cannot be overwritten by a mistake of the caller."""
+    finish(folder, spec())
+    with pytest.raises(Infrastructure, match="finished run already"):
+        begin_run(folder.run_folder(spec().key), spec())
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_sealed_case_stands_alone(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """A case folder moved elsewhere, its run folder deleted, still gives the case and its runs."""
+    if not links:
+
+        def no_links(source: object, target: object) -> None:
+            raise OSError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", no_links)
+    for run in (case().reference, case().control, case().candidate):
+        finish(folder, run)
+    sealed = folder.seal_case(case())
+    same_inode = (sealed / "candidate" / "outcome.json").samefile(
+        folder.run_folder(case().candidate.key) / "outcome.json"
+    )
+    assert same_inode is links
+    folder.save_verdict(verdict(), case())
+    sealed.rename(tmp_path / "elsewhere")
+    (folder.path).rename(tmp_path / "gone")
+    loaded = load_case(tmp_path / "elsewhere")
+    assert loaded.case == case()
+    legs = (loaded.reference, loaded.control, loaded.candidate)
+    assert [leg.outcome.key for leg in legs] == [
+        case().reference.key, case().control.key, case().candidate.key,
+    ]  # fmt: skip
+    assert (tmp_path / "elsewhere" / "verdict.json").is_file()
+
+
+def test_a_case_folder_that_lost_a_leg_loads_with_that_leg_not_run(
+    folder: RunFolder,
+) -> None:
+    """A missing leg is visible in its outcome, not an exception."""
+    finish(folder, case().reference)
+    loaded = load_case(folder.seal_case(case()))
+    assert loaded.reference.outcome.what == ""
+    assert loaded.candidate.outcome.what == "not_run"
+
+
+def test_sealing_again_keeps_the_earlier_verdict(folder: RunFolder) -> None:
+    """A case that is judged anew does not lose what it said before."""
+    folder.seal_case(case())
+    folder.save_verdict(verdict(), case())
+    folder.seal_case(case())
+    assert folder.load_verdict("one") is None
+    assert (folder.path / "cases" / "one.attempt0" / "verdict.json").is_file()
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"id": 7}'])
+def test_load_case_refuses_what_is_no_case(tmp_path: Path, text: str | None) -> None:
+    """Anything but a case folder is one usage error."""
+    if text is not None:
+        (tmp_path / "case.json").write_text(text)
+    with pytest.raises(UsageError):
+        load_case(tmp_path)
+
+
+def test_a_verdict_that_cannot_be_trusted_is_none(folder: RunFolder) -> None:
+    """Without its checksum, without those of what it was made from, or of another case."""
+    folder.save_verdict(verdict(), case())
+    assert folder.load_verdict("one") == verdict()
+    path = folder.case_folder("one") / "verdict.json"
+    other = verdict("b").to_json() | {"files": {}}
+    for text in (dumps(verdict()), sealed(verdict().to_json()), sealed(other)):
+        path.write_text(text)
+        assert folder.load_verdict("one") is None
+
+
+def test_a_verdict_that_is_set_aside_is_none(folder: RunFolder) -> None:
+    """Its case has no verdict any more, and it is kept."""
+    folder.save_verdict(verdict(), case())
+    kept = folder.set_case_aside("one")
+    assert kept is not None
+    assert (kept / "verdict.json").is_file()
+    assert folder.load_verdict("one") is None
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "x" * 300, "a\nb", "a\0"])
+def test_names_stay_inside_the_folder(folder: RunFolder, name: str) -> None:
+    """A case id from a hostile file cannot point outside of the run folder."""
+    with pytest.raises(UsageError):
+        folder.case_folder(name)
+
+
+def test_manifest_is_the_last_file_of_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder counts as a run folder only once everything else of it is written."""
+    written: list[str] = []
+
+    def note(path: Path, text: str) -> None:
+        written.append(path.name)
+        write_atomic(path, text)
+
+    monkeypatch.setattr(store, "write_atomic", note)
+    RunFolder.create(tmp_path / "out", {}, "", [])
+    assert written[-1] == "manifest.json"
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["schema"] == SCHEMA_VERSION

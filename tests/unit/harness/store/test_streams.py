@@ -1,0 +1,160 @@
+"""Rank files in every state: records or problems, never an exception, never silence."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.records import (
+    SCHEMA_VERSION,
+    EndRecord,
+    ErrorRecord,
+    EventRecord,
+    FloatBits,
+    RankRecords,
+    Record,
+    StartRecord,
+    StepRecord,
+    dumps,
+)
+from harness.store.streams import MAX_PROBLEMS, read_rank, read_ranks
+
+
+def start(rank: int = 0, schema: int = SCHEMA_VERSION) -> StartRecord:
+    return StartRecord(
+        schema=schema, rank=rank, world_size=2, pid=1, device="cpu", tensors={}, environment={}
+    )
+
+
+def step(number: int, rank: int = 0) -> StepRecord:
+    one = FloatBits(bits="3f800000", value=1.0)
+    return StepRecord(
+        step=number, rank=rank, loss=one, microbatch_losses=(one,), grad_norm=one, digests={},
+        nonfinite={}, step_s=0.0, live_bytes=1, peak_bytes=1,
+    )  # fmt: skip
+
+
+def end(rank: int = 0) -> EndRecord:
+    return EndRecord(rank=rank, steps=2, peak_bytes=1, startup_s=0.0, wall_s=0.0)
+
+
+def error(rank: int = 0) -> ErrorRecord:
+    return ErrorRecord(
+        rank=rank, step=1, what="oom", type="E", message="m", traceback="t"
+    )  # fmt: skip
+
+
+def read(folder: Path, *records: Record, tail: bytes = b"") -> RankRecords:
+    path = folder / "rank0.jsonl"
+    path.write_bytes(b"".join(dumps(record).encode() + b"\n" for record in records) + tail)
+    return read_rank(path, 0)
+
+
+def test_a_whole_file_has_no_problems(tmp_path: Path) -> None:
+    """Everything that a healthy rank wrote is there, and nothing is complained of."""
+    event = EventRecord(name="captured", rank=0, step=0)
+    got = read(tmp_path, start(), event, step(0), step(1), end())
+    assert got == RankRecords(
+        rank=0, start=start(), steps=(step(0), step(1)), events=(event,), error=None, end=end(),
+        problems=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("records", "tail", "problem"),
+    [
+        ((start(), step(0)), dumps(step(1))[:30].encode(), "line 3: cut short after 30 bytes"),
+        ((start(), step(0)), b"\x00\xff\n", "line 3: not JSON"),
+        ((start(),), b"not json\n", "line 2: not JSON"),
+        ((start(),), b"\n", "line 2: not JSON"),
+        ((start(),), b"[1]\n", "line 2: expected an object, got list"),
+        ((start(),), b'{"kind": "dance"}\n', "line 2: unknown kind 'dance'"),
+        ((start(),), b'{"kind": "end"}\n', "EndRecord: Object missing required field `rank`"),
+        ((start(),), b"[" * 100_000 + b"\n", "line 2: "),
+        ((start(), step(0, rank=1)), b"", "line 2: step record of rank 1 in the file of rank 0"),
+        ((start(), end(rank=1)), b"", "line 2: end record of rank 1 in the file of rank 0"),
+        ((start(rank=1),), b"", "line 1: start record of rank 1 in the file of rank 0"),
+        ((start(schema=99),), b"", "line 1: schema 99, expected 1"),
+        ((start(), start()), b"", "line 2: start record is not the first line"),
+        ((start(), start()), b"", "line 2: a second start record"),
+        ((step(0), start()), b"", "line 1: step 0 before a start record"),
+        ((start(), step(0), step(0)), b"", "line 3: step 0 follows step 0"),
+        ((start(), step(1), step(0)), b"", "line 3: step 0 follows step 1"),
+        ((start(), step(0), end(), step(1)), b"", "line 4: step record after end"),
+        ((start(), end(), end()), b"", "line 3: end record after end"),
+        ((start(), end()), b"junk\n", " after end"),
+        ((start(), error(), end()), b"", "line 3: end record after an error record"),
+        ((start(), error(), error()), b"", "line 3: a second error record"),
+    ],
+)
+def test_every_flaw_is_a_problem(
+    tmp_path: Path, records: tuple[Record, ...], tail: bytes, problem: str
+) -> None:
+    """Each kind of damage is listed with its line, in words that the checks recognise."""
+    problems = read(tmp_path, *records, tail=tail).problems
+    assert any(problem in p for p in problems), problems
+    assert all(len(p) < 400 for p in problems)
+
+
+def test_every_rank_of_twelve_is_read(tmp_path: Path) -> None:
+    """Files are read for all ranks, each under its own number."""
+    for rank in range(12):
+        text = "".join(dumps(r) + "\n" for r in (start(rank), step(0, rank)))
+        (tmp_path / f"rank{rank}.jsonl").write_text(text)
+    got = read_ranks(tmp_path, 12)
+    assert [(r.rank, r.steps[0].rank, r.problems) for r in got] == [(n, n, ()) for n in range(12)]
+
+
+def test_records_out_of_place_stay_visible(tmp_path: Path) -> None:
+    """A step that comes twice or after the end is not dropped, so that checks can see it."""
+    got = read(tmp_path, start(), step(0), step(0), end(), step(1))
+    assert [s.step for s in got.steps] == [0, 0, 1]
+    assert got.after_end == ("line 5: step record after end",)
+    assert read(tmp_path, start(), step(0), step(0), end()).after_end == ()
+
+
+def test_a_last_record_without_its_newline_counts(tmp_path: Path) -> None:
+    """A line that is whole but for its newline has lost nothing."""
+    got = read(tmp_path, start(), tail=dumps(step(0)).encode())
+    assert [s.step for s in got.steps] == [0]
+    assert got.problems == ()
+
+
+def test_a_missing_file_is_an_empty_rank(tmp_path: Path) -> None:
+    """A rank without a file has no start, no steps and no problem: the checks call it missing."""
+    got = read_ranks(tmp_path, 2)
+    assert [(r.rank, r.start, r.steps, r.problems) for r in got] == [
+        (0, None, (), ()), (1, None, (), ()),
+    ]  # fmt: skip
+
+
+def test_files_of_impossible_ranks_are_a_problem(tmp_path: Path) -> None:
+    """A record file beyond the world size is told, not ignored."""
+    for name in ("rank0.jsonl", "rank1.jsonl", "rank2.jsonl", "rank01.jsonl"):
+        (tmp_path / name).write_text("")
+    got = read_ranks(tmp_path, 2)
+    assert got[0].problems == ()
+    assert "rank01.jsonl, rank2.jsonl" in got[1].problems[0]
+
+
+def test_an_unreadable_file_is_a_problem(tmp_path: Path) -> None:
+    """What the system does not let us read is told, not raised."""
+    (tmp_path / "rank0.jsonl").mkdir()
+    assert "cannot be read" in read_rank(tmp_path / "rank0.jsonl", 0).problems[0]
+
+
+def test_a_flood_of_problems_is_counted(tmp_path: Path) -> None:
+    """A file of junk gives a bounded list that still says how much more there is."""
+    got = read(tmp_path, tail=b"junk\n" * (MAX_PROBLEMS + 50))
+    assert len(got.problems) == MAX_PROBLEMS + 1
+    assert got.problems[-1] == "line 0: 50 more problems"
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    """No content of a file raises, and content that is no record is never silent."""
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(data)
+    got = read_rank(path, 0)
+    assert bool(data) == bool(got.problems)
