@@ -1,23 +1,20 @@
 """Reports of a run folder.
 
-    frames > summary > figures > html, markdown, junit, json_report
+    reading > report > figures > html, markdown, junit, json_report
 
-Everything is read once into a `summary.Report`; the four formats only show it, and what the history
-says of its cases beside it.
+Everything is read once into a `report.Report`; the four formats only show it.
 """
 
 from pathlib import Path
 
 from harness.errors import Infrastructure
 from harness.store.files import write_atomic
-from reports import html, json_report, junit, markdown, step_summary
-from reports.nights import look_back
-from reports.normalise import normalise
-from reports.sameness import differences, keep, normalised
-from reports.summary import summarise
+from reports import html, json_report, junit, markdown
+from reports.reading import summarise
+from reports.same import differences, keep, normalised
 from reports.text import well_formed
 
-__all__ = ["REPORT_FOLDER", "build", "differences", "keep", "normalise", "normalised"]
+__all__ = ["REPORT_FOLDER", "build", "differences", "keep", "normalised", "summarise"]
 
 REPORT_FOLDER = "report"
 
@@ -29,22 +26,23 @@ def build(
 
     Args:
         run_folder: what to report.
-        history: where nights before are looked up; None for the history beside the folder.
+        history: where earlier runs are looked up; None for the history next to the folder.
         step: file to which a summary is added for the CI step that asked for one; None for none.
 
     Raises:
         UsageError: not a run folder, or damaged beyond reading.
         Infrastructure: the report cannot be written.
     """
-    report = summarise(run_folder)
-    nights = look_back(report.folder, report.scenario, report.created, history)
+    report = summarise(run_folder, history)
     folder = report.folder / REPORT_FOLDER
+    if folder.is_symlink():
+        raise Infrastructure(f"cannot write reports: {folder} is a link to another place")
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise Infrastructure(f"cannot make folder {folder}: {error.strerror or error}") from error
     texts = {
-        "html": ("index.html", html.render(report, nights)),
+        "html": ("index.html", html.render(report)),
         "markdown": ("report.md", markdown.render(report)),
         "junit": ("junit.xml", junit.render(report)),
         "json": ("report.json", json_report.render(report)),
@@ -52,5 +50,5 @@ def build(
     for name, text in texts.values():
         write_atomic(folder / name, well_formed(text))
     if step is not None:
-        step_summary.add(step, report)
+        markdown.add_to_step(step, report)
     return {form: folder / name for form, (name, _) in texts.items()}

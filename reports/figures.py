@@ -1,30 +1,29 @@
-"""Pictures of a report: SVG as data URIs, the same bytes for the same input.
+"""Pictures of a report, the same bytes for the same input, in colours of the reader's scheme.
 
-Colours are variables that follow the reader's light or dark scheme, even inside an `<img>`. Nothing
-is told by colour alone: outcomes carry a symbol and a word, series differ in marker and dash. Text
-is never parsed as mathematics, so a label cannot break a picture.
+Nothing is told by colour alone: series differ in marker and dash, every rectangle of a map has a
+title, and a sentence says what a picture shows. Labels are never parsed as mathematics.
 """
 
 import base64
 import io
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from reports.compared import BEFORE, LOSS, MISSING, GroupMap, LossCurve, StateMap, counted
 
-from harness.records import Outcome
-from reports.loss_curve import LossCurve
-from reports.summary import LegMemory
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-MIB = 1 << 20
 MAX_MARKED_POINTS = 80
+MAX_COLUMNS, MAX_ROWS = 120, 64
+"""Of a state map; steps and ranks past them share a column or a row."""
+LARGE, SMALL = 22, 9
+"""Pixels of a rectangle: large ones hold their number."""
+LABEL_PX, AXIS_PX = 44, 18
 
 # Stand-ins that Matplotlib copies into the file, and what they become there: (light, dark).
 INK, FAINT, LEFT, RIGHT = "#010203", "#010204", "#010205", "#010206"
@@ -34,46 +33,31 @@ _SCHEME = {
     LEFT: ("--left", "#0072b2", "#56b4e9"),
     RIGHT: ("--right", "#b34700", "#f0a35e"),
 }
-# Okabe and Ito's colours, told apart by colour-blind readers; all carry black text.
-OUTCOME_COLOURS: dict[Outcome, str] = {
-    "passed": "#2bb58b", "failed": "#e8743b", "error": "#d793b8", "incomparable": "#eab308",
-    "skipped": "#a9afb6",
-}  # fmt: skip
 _RC: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",
-    "text.parse_math": False,
-    "axes.unicode_minus": False,
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.5,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
+    "svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False,
+    "axes.unicode_minus": False, "font.size": 10, "text.color": INK, "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": FAINT,
+    "grid.linewidth": 0.5, "legend.frameon": False, "legend.fontsize": 9,
+}  # fmt: skip
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """Matplotlib's settings for every picture of a report."""
-    with mpl.rc_context(_RC), warnings.catch_warnings():
-        # A glyph that the measuring font lacks is drawn by the reader's font.
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        yield
+# --- losses -----------------------------------------------------------------------------------
 
 
 def loss_figure(curve: LossCurve) -> str:
-    """Loss of both legs above, largest distance over the ranks below."""
-    with style():
+    """Loss of both runs above, largest distance over the ranks below, as SVG in a data URI."""
+    # Only reports with a loss that differs wait for it.
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with mpl.rc_context(_RC), warnings.catch_warnings():
+        # A glyph that the measuring font lacks is drawn by the reader's font.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(6.4, 4.0))
+        FigureCanvasSVG(figure)
         figure.subplots_adjust(left=0.13, right=0.98, top=0.98, bottom=0.12, hspace=0.2)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         marked = len(curve.steps) <= MAX_MARKED_POINTS
@@ -90,18 +74,21 @@ def loss_figure(curve: LossCurve) -> str:
         _delta(lower, curve)
         lower.set_xlabel("step")
         lower.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        return data_uri(figure)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    return _data_uri(buffer.getvalue())
 
 
-def _delta(axes: Axes, curve: LossCurve) -> None:
+def _delta(axes: "Axes", curve: LossCurve) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
     axes.set_ylabel("|Δloss|, ulp")
-    finite = [ulps for ulps in curve.delta_ulps if not math.isnan(ulps)]
-    highest = max(finite, default=0.0)
+    highest = max((ulps for ulps in curve.delta_ulps if not math.isnan(ulps)), default=0.0)
     marked = len(curve.delta_steps) <= MAX_MARKED_POINTS
     axes.plot(
-        curve.delta_steps, curve.delta_ulps, color=INK, lw=1.2,
-        marker="." if marked else "", ms=5,
-    )  # fmt: skip
+        curve.delta_steps, curve.delta_ulps, color=INK, lw=1.2, marker="." if marked else "", ms=5
+    )
     if highest > 100:
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(-0.2, highest * 3)
@@ -112,14 +99,10 @@ def _delta(axes: Axes, curve: LossCurve) -> None:
     else:
         axes.set_ylim(-0.05 * max(highest, 1), max(highest, 1) * 1.15)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    if not curve.differing:
-        axes.text(
-            0.5, 0.6, "zero at every step that both recorded", transform=axes.transAxes, ha="center"
-        )
-        return
-    first = curve.differing[0]
-    axes.axvline(first, color=RIGHT, lw=1, ls=":")
-    axes.set_title(f"differs first at step {first}", fontsize=9, loc="right")
+    if curve.differing:
+        first = curve.differing[0]
+        axes.axvline(first, color=RIGHT, lw=1, ls=":")
+        axes.set_title(f"differs first at step {first}", fontsize=9, loc="right")
     odd = [s for s, u in zip(curve.delta_steps, curve.delta_ulps, strict=True) if math.isnan(u)]
     if odd:
         axes.plot(odd, [0] * len(odd), color=RIGHT, marker="x", ls="", label="NaN or infinite")
@@ -131,56 +114,115 @@ def _plain(value: float, _place: object) -> str:
     return f"{value:.0f}" if value < 1e6 else f"{value:.0e}"
 
 
-def memory_figure(legs: tuple[LegMemory, ...], max_ratio: float | None) -> str:
-    """A bar for each leg's highest rank, a mark for every rank, a line for the limit."""
-    with style():
-        figure = Figure(figsize=(6.4, 1.6))
-        figure.subplots_adjust(left=0.14, right=0.97, top=0.93, bottom=0.32)
-        axes = figure.subplots()
-        highest = max((leg.worst for leg in legs), default=0) / MIB
-        for y, leg in enumerate(legs):
-            colour = RIGHT if leg.leg == "candidate" else LEFT
-            hatch = "//" if leg.leg == "candidate" else ""
-            axes.barh(y, leg.worst / MIB, height=0.6, color=colour, alpha=0.45, hatch=hatch, lw=0)
-            axes.plot(
-                [peak / MIB for peak in leg.peaks.values()], [y] * len(leg.peaks),
-                ls="", marker="|", ms=9, color=INK,
-            )  # fmt: skip
-            text = f"{leg.worst / MIB:.2f} MiB" if leg.worst else "not recorded"
-            axes.annotate(
-                text, (leg.worst / MIB, y), (6, 0), textcoords="offset points", va="center"
-            )
-        limit = (legs[0].worst / MIB) * max_ratio if legs and max_ratio else 0.0
-        if 0 < limit <= 3 * highest:
-            axes.axvline(limit, color=INK, lw=1, ls="--")
-            axes.text(limit, -0.5, f"limit {max_ratio:g}x ", va="bottom", ha="right", fontsize=8)
-        axes.set_xlim(0, max(highest * 1.3, limit if limit <= 3 * highest else 0, 0.001))
-        axes.set_ylim(len(legs) - 0.5, -0.6)
-        axes.set_yticks(range(len(legs)))
-        axes.set_yticklabels([leg.leg for leg in legs])
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel("peak memory, MiB (bar: highest rank, ticks: every rank)")
-        return data_uri(figure)
-
-
-def data_uri(figure: Figure) -> str:
-    """The figure as SVG in a data URI, in colours that follow the reader's scheme."""
-    FigureCanvasSVG(figure)
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    svg = buffer.getvalue()
+def _data_uri(svg: str) -> str:
     # Neither the XML declaration nor the DTD, which names an address, is wanted in a data URI.
     svg = svg[svg.index("<svg") :]
-    light, dark = [], []
-    for stand_in, (name, day, night) in _SCHEME.items():
+    for stand_in, (name, _, _) in _SCHEME.items():
         svg = svg.replace(stand_in, f"var({name})")
-        light.append(f"{name}:{day}")
-        dark.append(f"{name}:{night}")
-    scheme = (
-        f"<style>:root{{{';'.join(light)}}}"
-        f"@media(prefers-color-scheme:dark){{:root{{{';'.join(dark)}}}}}</style>"
+    light, dark = (
+        ";".join(f"{scheme[0]}:{scheme[at]}" for scheme in _SCHEME.values()) for at in (1, 2)
     )
+    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
     head = svg.index(">") + 1
-    svg = svg[:head] + scheme + svg[head:]
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+    return (
+        "data:image/svg+xml;base64,"
+        + base64.b64encode((svg[:head] + style + svg[head:]).encode()).decode()
+    )
+
+
+# --- state ------------------------------------------------------------------------------------
+
+
+def state_figure(shown: StateMap, group: GroupMap) -> str:
+    """One tensor group as an SVG element: a column a step, a row a rank.
+
+    Past `MAX_COLUMNS` steps and `MAX_ROWS` ranks several share a place, which shows the worst.
+    """
+    columns, rows = _blocks(shown.steps, MAX_COLUMNS), _blocks(shown.ranks, MAX_ROWS)
+    size = LARGE if len(columns) <= 40 and len(rows) <= 16 else SMALL
+    parts = list(_labels(columns, rows, size))
+    for y, ranks in enumerate(rows):
+        found = [_worst(group, steps, ranks) for steps in columns]
+        at = 0
+        for count, same in groupby(found):
+            width = len(list(same))
+            if count is not None:
+                steps = [step for block in columns[at : at + width] for step in block]
+                parts.append(_rectangle(group, count, (at, y, width, size), steps, ranks))
+            at += width
+    width, height = LABEL_PX + len(columns) * size + 1, AXIS_PX + len(rows) * size + 1
+    return (
+        f'<svg class="map" role="img" aria-label="{escape(group.words)}" width="{width}" '
+        f'height="{height}" viewBox="0 0 {width} {height}">{"".join(parts)}</svg>'
+    )
+
+
+def _blocks(values: Sequence[int], most: int) -> list[Sequence[int]]:
+    size = -(-len(values) // most) or 1
+    return [values[at : at + size] for at in range(0, len(values), size)]
+
+
+def _worst(group: GroupMap, steps: Sequence[int], ranks: Sequence[int]) -> int | None:
+    """The largest count; `MISSING` where nothing differs and something is missing."""
+    found = [group.counts.get((step, rank)) for step in steps for rank in ranks]
+    counts = [count for count in found if count is not None]
+    if not counts:
+        return None
+    return max(counts) or min(counts)
+
+
+def _rectangle(
+    group: GroupMap,
+    count: int,
+    place: tuple[int, int, int, int],
+    steps: Sequence[int],
+    ranks: Sequence[int],
+) -> str:
+    x, y, width, size = place
+    noun = "value" if group.group == LOSS else "tensor"
+    said = "recorded by one run only" if count == MISSING else (
+        f"{count} of {counted(group.num_tensors, noun)} differ"
+    )  # fmt: skip
+    level = "m" if count == MISSING else str(_level(count, group.num_tensors))
+    left, top = LABEL_PX + x * size, AXIS_PX + y * size
+    title = f"{_span('step', steps)}, {_span('rank', ranks)}: {said}"
+    box = (
+        f'<rect class="l{level}" x="{left}" y="{top}" width="{width * size - 1}" '
+        f'height="{size - 1}"><title>{title}</title></rect>'
+    )
+    if size < LARGE or not count:
+        return box
+    word = "?" if count == MISSING else f"{count}" if count < 1000 else f"{count // 1000}k"
+    return box + "".join(
+        f'<text class="n" x="{left + at * size + size // 2}" y="{top + 15}">{word}</text>'
+        for at in range(width)
+    )
+
+
+def _level(count: int, of: int) -> int:
+    """0 for none, 1 to 4 by the share of tensors."""
+    return 0 if not count else 1 + sum(count > of * share for share in (0.1, 0.34, 0.67))
+
+
+def _span(noun: str, values: Sequence[int]) -> str:
+    first, last = (_step(v) if noun == "step" else str(v) for v in (values[0], values[-1]))
+    return f"{noun} {first}" if len(values) == 1 else f"{noun}s {first} to {last}"
+
+
+def _step(step: int) -> str:
+    return "init" if step == BEFORE else str(step)
+
+
+def _labels(
+    columns: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], size: int
+) -> Iterator[str]:
+    every = max(1, -(-30 // size))
+    for x in range(0, len(columns), every):
+        middle = LABEL_PX + x * size + size // 2
+        yield f'<text x="{middle}" y="{AXIS_PX - 5}">{_step(columns[x][0])}</text>'
+    for y in range(0, len(rows), 1 if size == LARGE else 4):
+        label = f"{'rank ' if size == LARGE or not y else ''}{rows[y][0]}"
+        yield (
+            f'<text class="r" x="{LABEL_PX - 4}" y="{AXIS_PX + y * size + size // 2 + 4}">{label}'
+            "</text>"
+        )

@@ -5,7 +5,7 @@
     details of all others              packed, and put in place when a case is opened
 
 The page's policy names the digest of its script, so no other script can run, whatever a log holds.
-A nightly of 1,000 cases stays under 3 MB: text is packed, pictures and open details have a budget,
+A report of 1,000 cases stays under 3 MB: text is packed, pictures and open details have a budget,
 and what did not fit is said.
 """
 
@@ -14,26 +14,40 @@ import hashlib
 import json
 import math
 import zlib
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from harness.records import CheckResult
-from reports import beside_table
-from reports.causes import Cause, causes
-from reports.figures import OUTCOME_COLOURS, loss_figure, memory_figure
-from reports.nights import LETTERS, NOTHING, CaseNights, Nights
-from reports.normalise import steady
-from reports.summary import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
-from reports.text import clean, one_line
-from reports.trends import trend_figure
+from harness.records import CheckResult, Outcome
+from harness.runner.progress import duration
+from reports.compared import BEFORE
+from reports.figures import loss_figure, state_figure
+from reports.history import LETTERS, MAX_RUNS, SuiteRun, short_commit
+from reports.report import (
+    COST_HEAD,
+    COST_WORDS,
+    GREEN,
+    OUTCOME_ORDER,
+    SYMBOLS,
+    CaseReport,
+    Report,
+    cost_rows,
+)
+from reports.text import DIGEST, clean, one_line, short
 
 FOLDER = Path(__file__).parent / "templates"
+# Okabe and Ito's colours, told apart by colour-blind readers; all carry black text.
+OUTCOME_COLOURS: dict[Outcome, str] = {
+    "passed": "#2bb58b", "failed": "#e8743b", "error": "#d793b8", "incomparable": "#eab308",
+    "skipped": "#a9afb6",
+}  # fmt: skip
 MAX_DRAWN_CASES = 40
 """Cases with pictures; the rest, and it is the passing end, is told in words."""
-MAX_TREND_PICTURES = 8
+MAX_GROUPS = 6
+"""Tensor groups with a map, of one case."""
 PICTURE_BYTES = 900_000
 INLINE_BYTES = 500_000
 """Details that are not packed: read without the script, printed, found by a search in the page."""
@@ -45,7 +59,7 @@ MAX_MATRIX_ROWS, MAX_MATRIX_COLUMNS = 1000, 24
 MAX_WORDS = 160
 
 
-def render(report: Report, nights: Nights = NOTHING) -> str:
+def render(report: Report) -> str:
     """The page."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
@@ -54,15 +68,19 @@ def render(report: Report, nights: Nights = NOTHING) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["clean"] = lambda value: clean(str(value))
-    environment.filters["one_line"] = lambda value: one_line(str(value))
-    environment.filters["figures"] = show_figures
-    bodies = _Bodies(environment.get_template("case.html.j2"), report.folder, nights)
+    environment.filters |= {
+        "clean": lambda value: clean(str(value)),
+        "one_line": lambda value: one_line(str(value)),
+        "short": short_digests,
+        "figures": show_figures,
+        "ranks": show_ranks,
+        "step": lambda step: "before step 0" if step == BEFORE else str(step),
+    }
+    bodies = _Bodies(environment.get_template("case.html.j2"), report)
     for case in report.cases:  # failures come first, so they have what room there is
         bodies.add(case)
     script = (FOLDER / "filter.js").read_text() + (FOLDER / "page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    found = causes(report)
     return environment.get_template("report.html.j2").render(
         report=report,
         symbols=SYMBOLS,
@@ -70,53 +88,93 @@ def render(report: Report, nights: Nights = NOTHING) -> str:
         style=Markup((FOLDER / "style.css").read_text()),
         script=Markup(script),
         script_digest=Markup(f"sha256-{digest}"),
-        rows=_rows(report, bodies),
+        facts=_facts(report),
+        rows=[row for row in _rows(report, bodies) if row["outcome"] not in GREEN],
+        green=[row for row in _rows(report, bodies) if row["outcome"] in GREEN],
         num_inline=len(bodies.inline),
         packed=bodies.packed(),
-        index=_for_script(_index(report, found)),
-        nights_data=_for_script(_nights(report, nights)),
+        index=_for_script(_index(report)),
+        past_data=_for_script(_past(report)),
         environment_keys=sorted({key for values in report.environments.values() for key in values}),
-        seconds=sum(case.verdict.wall_s for case in report.cases),
         longest=sorted(report.cases, key=lambda case: -case.verdict.wall_s)[:MAX_LONGEST],
-        beside_head=beside_table.HEAD,
-        beside_rows=beside_table.rows(report),
-        beside_caution=beside_table.caution(report),
-        nights_note=nights.note,
-        flaky=nights.flaky,
+        cost_head=COST_HEAD,
+        cost_rows=cost_rows(report),
+        cost_words=COST_WORDS,
         max_flaky=MAX_FLAKY,
-        causes=found,
+        suite=[_suite_row(run) for run in reversed(report.past.suite)],
+        causes=report.causes,
         max_causes=MAX_CAUSES,
-        hidden_causes_cases=sum(len(cause.cases) for cause in found[MAX_CAUSES:]),
+        hidden_causes_cases=sum(len(cause.cases) for cause in report.causes[MAX_CAUSES:]),
+        max_runs=MAX_RUNS,
         **_grid(report),
     )
 
 
+def short_digests(text: object) -> Markup:
+    """Text for the page, each digest by 8 digits with the whole one in its title."""
+    return Markup(DIGEST.sub(r'<abbr title="\g<0>">\1…\2</abbr>', str(escape(one_line(str(text))))))
+
+
 def show_figures(result: CheckResult) -> str:
-    """A check's figures as text, whole numbers without a point."""
+    """A check's figures as text, whole numbers without a point; -1 stands for none."""
     return ", ".join(
-        f"{one_line(name, 60)} {value:.0f}"
-        if math.isfinite(value) and value == int(value)
-        else f"{one_line(name, 60)} {value:.4g}"
+        f"{one_line(name.replace('_', ' '), 60)} "
+        + (f"{value:,.0f}" if math.isfinite(value) and value == int(value) else f"{value:.4g}")
         for name, value in sorted(result.figures.items())
+        if value != -1
     )
 
 
+def show_ranks(ranks: list[int]) -> str:
+    """'0, 2 to 7'."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ", ".join(
+        str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans
+    )
+
+
+def _facts(report: Report) -> list[tuple[str, str, str]]:
+    """The head line: name, value, whole value."""
+    try:
+        when = datetime.fromisoformat(report.created)
+        created = f"{when:%Y-%m-%d %H:%M} {when:%Z}".strip()
+    except ValueError:
+        created = report.created
+    commit = short_commit(report.commit) if report.commit else ""
+    wall = duration(report.wall_s) if math.isfinite(report.wall_s) and report.wall_s > 0 else ""
+    found = [
+        ("Date", created, report.created), ("Commit", commit, report.commit),
+        ("Machine", report.machine, ""), ("Wall time", wall, "with runs under way"),
+        ("Exit code", str(report.exit_code), ""),
+    ]  # fmt: skip
+    return [(name, value or "unknown", whole) for name, value, whole in found]
+
+
+def _suite_row(run: SuiteRun) -> dict[str, Any]:
+    return {
+        "created": run.created[:16].replace("T", " "),
+        "commit": run.commit,
+        "counts": [(outcome, run.counts[outcome]) for outcome in OUTCOME_ORDER
+                   if run.counts.get(outcome)],
+        "total": sum(run.counts.values()),
+    }  # fmt: skip
+
+
 class _Bodies:
-    """Details of cases, as far as the page has room for them.
+    """Details of cases, as far as the page has room for them."""
 
-    What room they take is measured without what varies from run to run and from history to history:
-    the same cases must be packed, drawn and shortened in every report of the same results.
-    """
-
-    def __init__(self, template: Template, folder: Path, nights: Nights) -> None:
+    def __init__(self, template: Template, report: Report) -> None:
         self._template = template
-        self._folder = folder
-        self._nights = nights
-        self._packer, self._ruler = zlib.compressobj(9), zlib.compressobj(1)
+        self._report = report
+        self._packer = zlib.compressobj(9)
         self._chunks: list[bytes] = []
         self._picture_room = PICTURE_BYTES
         self._inline_room = INLINE_BYTES
-        self._num_trends = 0
         self._num_drawn = 0
         self._size = 0
         self.inline: dict[str, Markup] = {}
@@ -125,15 +183,14 @@ class _Bodies:
         """Make the details of the next case."""
         text = self._text(case)
         if self._inline_room > 0:
-            # What varies between equal results must not decide how much of them is shown.
-            self._inline_room -= len(steady(text, self._folder).encode())
+            self._inline_room -= len(text.encode())
             self.inline[case.spec.id] = Markup(text)
             return
         entry = ("," if self._chunks else "{") + json.dumps(case.spec.id) + ":" + json.dumps(text)
-        self._chunks.append(self._packer.compress(entry.encode()))
         # Flushed by the case, so that the size is known before the next one is made.
-        measured = self._ruler.compress(steady(text, self._folder).encode())
-        self._size += len(measured + self._ruler.flush(zlib.Z_SYNC_FLUSH))
+        packed = self._packer.compress(entry.encode()) + self._packer.flush(zlib.Z_SYNC_FLUSH)
+        self._chunks.append(packed)
+        self._size += len(packed)
 
     def packed(self) -> str:
         """What was packed, for the script; "" if nothing was."""
@@ -143,38 +200,30 @@ class _Bodies:
         return base64.b64encode(data).decode()
 
     def _text(self, case: CaseReport) -> str:
-        nights = self._nights.cases.get(case.spec.id)
-        short = self._size * 4 / 3 > PACKED_BYTES
+        full = self._size * 4 / 3 > PACKED_BYTES
+        loss, maps = ("", []) if full else self._pictures(case)
         return self._template.render(
             case=case,
             symbols=SYMBOLS,
-            nights=nights,
-            short=short,
-            trend_picture="" if short else self._trend(case, nights),
-            pictures=_NO_PICTURES if short else self._pictures(case),
+            past=self._report.past.cases.get(case.spec.id),
+            full=full,
+            loss_picture=loss,
+            maps=maps,
+            green=GREEN,
+            max_ratio=_max_ratio(case),
         )
 
-    def _pictures(self, case: CaseReport) -> dict[str, str]:
+    def _pictures(self, case: CaseReport) -> tuple[str, list[Markup]]:
+        """Of the loss, if it differs, and of each tensor group that does."""
         if self._num_drawn >= MAX_DRAWN_CASES or self._picture_room <= 0:
-            return _NO_PICTURES
-        self._num_drawn += 1
-        pictures = dict(_NO_PICTURES)
-        if case.curve is not None:
-            pictures["loss"] = loss_figure(case.curve)
-        if any(leg.worst for leg in case.memory):
-            pictures["memory"] = memory_figure(case.memory, _max_ratio(case))
-        self._picture_room -= sum(map(len, pictures.values()))
-        return pictures
-
-    def _trend(self, case: CaseReport, nights: CaseNights | None) -> str:
-        worth_it = nights is not None and len(nights.trend.answers) > 1 and bool(nights.words)
-        if nights is None or not worth_it or self._num_trends >= MAX_TREND_PICTURES:
-            return ""
-        self._num_trends += 1
-        return trend_figure(nights.trend)
-
-
-_NO_PICTURES = {"loss": "", "memory": ""}
+            return "", []
+        curve, state = case.curve, case.state
+        loss = loss_figure(curve) if curve is not None and curve.differing else ""
+        groups = state.groups[:MAX_GROUPS] if state is not None else ()
+        maps = [Markup(state_figure(state, group)) for group in groups if state is not None]
+        self._num_drawn += bool(loss or maps)
+        self._picture_room -= len(loss) + sum(map(len, maps))
+        return loss, maps
 
 
 def _max_ratio(case: CaseReport) -> float | None:
@@ -184,7 +233,7 @@ def _max_ratio(case: CaseReport) -> float | None:
 
 
 def _rows(report: Report, bodies: _Bodies) -> list[dict[str, Any]]:
-    num_failing = sum(case.outcome not in ("passed", "skipped") for case in report.cases)
+    num_failing = sum(case.outcome not in GREEN for case in report.cases)
     return [
         {
             "id": case.spec.id,
@@ -192,7 +241,7 @@ def _rows(report: Report, bodies: _Bodies) -> list[dict[str, Any]]:
             "what": case.verdict.what,
             "words": _words(case),
             "again": case.attempt_words,
-            "open": case.outcome not in ("passed", "skipped") and num_failing <= MAX_OPEN,
+            "open": case.outcome not in GREEN and num_failing <= MAX_OPEN,
             "body": bodies.inline.get(case.spec.id, ""),
         }
         for case in report.cases
@@ -202,34 +251,47 @@ def _rows(report: Report, bodies: _Bodies) -> list[dict[str, Any]]:
 def _words(case: CaseReport) -> str:
     if case.outcome == "passed":
         return ""
-    return one_line(case.where or case.message, MAX_WORDS)
+    return short(one_line(case.where or case.message, MAX_WORDS))
 
 
 def _grid(report: Report) -> dict[str, Any]:
-    """The matrix, a cell a list of cases: the worst of them, and how many."""
+    """The matrix: rows with a failure, those without, and how many did not fit."""
     matrix = report.matrix
-    rows, columns = matrix.rows[:MAX_MATRIX_ROWS], matrix.columns[:MAX_MATRIX_COLUMNS]
+    columns = matrix.columns[:MAX_MATRIX_COLUMNS]
+    held = [
+        (row, [_place(matrix.cases.get((row, column), ())) for column in columns])
+        for row in matrix.rows
+    ]
+    ranked = sorted(((_worst(places), row, places) for row, places in held), key=lambda r: r[0])
+    shown = ranked[:MAX_MATRIX_ROWS]
     return {
         "columns": columns,
-        "grid": [
-            (row, [_cell(list(matrix.cells.get((row, column), ()))) for column in columns])
-            for row in rows
-        ],
-        "hidden_rows": len(matrix.rows) - len(rows),
+        "bad_rows": [(row, places) for worst, row, places in shown if worst < _FIRST_GREEN],
+        "good_rows": [(row, places) for worst, row, places in shown if worst >= _FIRST_GREEN],
+        "hidden_rows": len(matrix.rows) - len(shown),
         "hidden_columns": len(matrix.columns) - len(columns),
     }
 
 
-def _cell(cases: list[CaseReport]) -> dict[str, Any] | None:
+_FIRST_GREEN = min(map(OUTCOME_ORDER.index, GREEN))
+
+
+def _place(cases: tuple[CaseReport, ...]) -> dict[str, Any] | None:
+    """The worst case of one place of the matrix, and how many there are."""
     if not cases:
         return None
     worst = min(cases, key=lambda case: OUTCOME_ORDER.index(case.outcome))
     return {"outcome": worst.outcome, "id": worst.spec.id, "several": len(cases)}
 
 
-def _index(report: Report, found: tuple[Cause, ...]) -> dict[str, Any]:
+def _worst(places: list[dict[str, Any] | None]) -> int:
+    found = [OUTCOME_ORDER.index(place["outcome"]) for place in places if place is not None]
+    return min(found, default=len(OUTCOME_ORDER))
+
+
+def _index(report: Report) -> dict[str, Any]:
     """What `filter.js` says of its index."""
-    cause_of = {case.spec.id: place for place, cause in enumerate(found) for case in cause.cases}
+    cause_of = {case.spec.id: at for at, cause in enumerate(report.causes) for case in cause.cases}
     axes: dict[str, dict[str, int]] = {}
     for case in report.cases:
         for name, value in case.spec.labels.items():
@@ -253,16 +315,16 @@ def _index(report: Report, found: tuple[Cause, ...]) -> dict[str, Any]:
     }
 
 
-def _nights(report: Report, nights: Nights) -> dict[str, Any]:
-    own = {place: nights.cases.get(case.spec.id) for place, case in enumerate(report.cases)}
+def _past(report: Report) -> dict[str, Any]:
+    known = {place: report.past.cases.get(case.spec.id) for place, case in enumerate(report.cases)}
     return {
         "letters": {letter: outcome for outcome, letter in LETTERS.items()},
         "symbols": {letter: SYMBOLS[outcome] for outcome, letter in LETTERS.items()},
         "marks": [SYMBOLS[outcome] for outcome in OUTCOME_ORDER],
         "cases": {
-            str(place): [known.letters, known.step_us, known.peak_kib]
-            for place, known in own.items()
-            if known is not None
+            str(place): [own.letters, own.step_us, own.peak_kib]
+            for place, own in known.items()
+            if own is not None and len(own.letters) > 1
         },
     }
 

@@ -1,81 +1,123 @@
-"""The report for programs: every verdict in full, and a version to go by."""
+"""The report for programs: everything that the other formats show, and a version to go by."""
 
-import dataclasses
 import json
-from typing import Any
+from typing import Any, TypedDict
 
 from harness.records import Verdict
-from reports.summary import CaseReport, Report
+from harness.runner.retries import Attempt
+from harness.tolerance import Expect
+from reports.compared import GroupMap
+from reports.report import Addresses, CaseReport, Output, Report
 from reports.text import well_formed
 
-REPORT_SCHEMA_VERSION = 1
+REPORT_SCHEMA_VERSION = 2
+_TIME = float | None
+
+
+# What each key holds; `reports.json_schema` makes the schema of it.
+class RunFacts(TypedDict):
+    """What is known of the run as a whole; it differs from run to run."""
+
+    created: str
+    commit: str
+    machine: str
+    wall_s: float
+    folder: str
+    command_line: str
+    attempts: dict[str, int]
+
+
+class StateJson(TypedDict):
+    """One tensor group; a pair is a step (-1 before step 0) and a rank."""
+
+    group: str
+    num_tensors: int
+    num_pairs: int
+    differing_pairs: int
+    missing_pairs: int
+    most_tensors: int
+    first: tuple[int, ...]
+
+
+class TimesJson(TypedDict):
+    """Step times by role, and speeds against the reference."""
+
+    step_s: dict[str, _TIME]
+    speed: _TIME
+    control_speed: _TIME
+    caution: str
+
+
+class CaseJson(TypedDict):
+    """One case; mappings are by role, `peak_bytes` by role and rank."""
+
+    id: str
+    labels: dict[str, str]
+    expect: Expect
+    verdict: Verdict
+    command: str
+    bisect: str
+    delta_loss: str | None
+    state: list[StateJson]
+    peak_bytes: dict[str, dict[str, int]]
+    times: TimesJson
+    addresses: dict[str, Addresses]
+    environments: dict[str, str]
+    environment_note: str
+    output: Output | None
+    attempts: dict[str, tuple[Attempt, ...]]
+
+
+class ReportJson(TypedDict):
+    """report.json."""
+
+    schema_version: int
+    scenario: str
+    why: str
+    exit_code: int
+    counts: dict[str, int]
+    history_note: str
+    notes: tuple[str, ...]
+    cases: list[CaseJson]
+    environments: dict[str, dict[str, Any]]
+    run: RunFacts
 
 
 def render(report: Report) -> str:
-    """Indented JSON with sorted keys. Times are in `times`, of the report and of each case, and in
-    each verdict's `wall_s`.
-
-    Its schema is `schemas/report.schema.json`.
-    """
-    plain = {
+    """Indented JSON with sorted keys; what varies between equal results is in `reports.same`."""
+    run = {key: report.__dict__[key] for key in RunFacts.__annotations__}
+    facts = report.__dict__ | {
         "schema_version": REPORT_SCHEMA_VERSION,
-        "scenario": report.scenario,
-        "why": report.why,
-        "exit_code": report.exit_code,
-        "counts": dict(report.counts),
-        "history_note": report.history_note,
-        "notes": list(report.notes),
         "cases": [_case(case) for case in report.cases],
-        "environments": {key: dict(values) for key, values in report.environments.items()},
-        "times": {
-            "created": report.created,
-            "folder": str(report.folder),
-            "command_line": report.command_line,
-            "attempts": report.attempts,
-        },
+        "run": run | {"folder": str(report.folder)},
     }
-    return json.dumps(_storable(plain), indent=1, sort_keys=True, allow_nan=False) + "\n"
-
-
-def verdicts(text: str) -> tuple[Verdict, ...]:
-    """The verdicts of a rendered report.
-
-    Raises:
-        RecordError: one does not decode.
-        ValueError: not JSON, or another version of the schema.
-    """
-    plain = json.loads(text)
-    if plain.get("schema_version") != REPORT_SCHEMA_VERSION:
-        got = plain.get("schema_version")
-        raise ValueError(f"schema_version: expected {REPORT_SCHEMA_VERSION}, got {got!r}")
-    return tuple(Verdict.from_json(case["verdict"]) for case in plain["cases"])
+    plain = _storable({key: facts[key] for key in ReportJson.__annotations__})
+    return json.dumps(plain, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
 def _case(case: CaseReport) -> dict[str, Any]:
-    curve = case.curve
-    return {
+    facts = case.__dict__ | {
         "id": case.spec.id,
         "labels": case.spec.labels,
         "expect": case.spec.expect,
         "verdict": case.verdict.to_json(),
-        "command": case.command,
-        "delta_loss": curve.words if curve is not None else None,
-        "peak_bytes": {
-            leg.leg: {str(rank): peak for rank, peak in leg.peaks.items()} for leg in case.memory
-        },
-        "times": {
-            "step_s": dict(case.beside.step_s),
-            "speed": case.beside.speed,
-            "control_speed": case.beside.control_speed,
-            "caution": case.beside.caution,
-        },
-        "addresses": {leg.leg: dataclasses.asdict(leg) for leg in case.addresses},
-        "environments": case.environments,
-        "environment_note": case.environment_note,
-        "attempts": {
-            leg: [attempt.to_json() for attempt in own] for leg, own in case.attempts.items()
-        },
+        "delta_loss": case.curve.words if case.curve is not None else None,
+        "state": [_group(group) for group in case.state.groups] if case.state is not None else [],
+        "peak_bytes": case.peaks,
+        "times": {name: getattr(case.cost, name) for name in TimesJson.__annotations__},
+        "addresses": {role: found.to_json() for role, found in case.addresses.items()},
+        "output": case.output.to_json() if case.output is not None else None,
+        "attempts": {role: [a.to_json() for a in own] for role, own in case.attempts.items()},
     }
+    return {key: facts[key] for key in CaseJson.__annotations__}
+
+
+def _group(group: GroupMap) -> dict[str, Any]:
+    return {
+        "group": group.group, "num_tensors": group.num_tensors, "num_pairs": len(group.counts),
+        "differing_pairs": len(group.differing), "missing_pairs": group.missing,
+        "most_tensors": max(0, *group.counts.values()), "first": next(iter(group.differing), ()),
+    }  # fmt: skip
 
 
 def _storable(value: Any) -> Any:

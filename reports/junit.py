@@ -10,7 +10,7 @@ attempt of a run but the one that was judged is an element of each case that it 
 
 from xml.etree import ElementTree as ET
 
-from reports.summary import CaseReport, Report
+from reports.report import CaseReport, Report
 from reports.text import clean, one_line
 
 MAX_MESSAGE_CHARS = 1000
@@ -23,7 +23,7 @@ def render(report: Report) -> str:
     num_tests = len(report.cases)
     if not report.cases:
         errors, num_tests = 1, 1
-    seconds = _seconds(sum(case.verdict.wall_s for case in report.cases))
+    seconds = _seconds(report.wall_s)
     totals = {"tests": str(num_tests), "failures": str(failures), "errors": str(errors)}
     name = report.scenario or "scenario"
     root = ET.Element("testsuites", {"name": name, "time": seconds, **totals})
@@ -49,7 +49,8 @@ def _seconds(value: float) -> str:
 
 
 def _properties(report: Report) -> list[tuple[str, str]]:
-    found = [("why", report.why), ("exit_code", str(report.exit_code))]
+    found = [("why", report.why), ("exit_code", str(report.exit_code)),
+             ("commit", report.commit), ("machine", report.machine)]  # fmt: skip
     for letter, values in report.environments.items():
         for key in sorted(values):
             found.append((f"environment.{letter}.{one_line(key, 100)}", one_line(str(values[key]))))
@@ -75,19 +76,20 @@ def _case(suite: ET.Element, classname: str, case: CaseReport) -> None:
     _attempts(element, case)
     out = ET.SubElement(element, "system-out")
     labels = ", ".join(f"{key}={value}" for key, value in sorted(case.spec.labels.items()))
-    out.text = clean(f"{labels}\nrepeat: {case.command}")
+    bisect = f"\nfind the cause: {case.bisect}" if case.bisect else ""
+    out.text = clean(f"{labels}{bisect}\nrepeat: {case.command}")
     if case.output is not None:
         err = ET.SubElement(element, "system-err")
-        err.text = f"rank {case.output.rank} of the {case.output.leg}\n{case.output.text}"
+        err.text = f"rank {case.output.rank} of the {case.output.role}\n{case.output.text}"
 
 
 def _attempts(element: ET.Element, case: CaseReport) -> None:
     name = "flakyError" if case.outcome == "passed" else "rerunError"
-    for leg, own in case.attempts.items():
+    for role, own in case.attempts.items():
         for attempt in own:
             kind = attempt.signature or attempt.what or "interrupted"
             told = one_line(attempt.message, MAX_MESSAGE_CHARS)
-            facts = {"message": f"attempt {attempt.number + 1} of the {leg}: {told}", "type": kind}
+            facts = {"message": f"attempt {attempt.number + 1} of the {role}: {told}", "type": kind}
             entry = ET.SubElement(element, name, facts)
             trace = ET.SubElement(entry, "stackTrace")
             trace.text = one_line(f"{attempt.key}: {attempt.what}: {attempt.message}")
@@ -101,7 +103,6 @@ def _answers(case: CaseReport) -> str:
         lines += [one_line(where), one_line(f"reference {place.reference}")]
         lines += [one_line(f"candidate {place.candidate}")]
     lines += [
-        one_line(f"{result.check}: {result.outcome}: {result.message}")
-        for result in case.verdict.checks
+        one_line(f"{result.check}: {result.outcome}: {result.message}") for result in case.checks
     ]
     return "\n".join(lines)

@@ -7,13 +7,23 @@ mention.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
+from harness.errors import Infrastructure
 from harness.records import Difference
-from reports import beside_table
-from reports.causes import Cause, causes
-from reports.normalise import attempts_mark, times_mark
-from reports.summary import OUTCOME_ORDER, SYMBOLS, CaseReport, Report
-from reports.text import clean, one_line
+from harness.runner.progress import duration
+from reports.report import (
+    COST_HEAD,
+    COST_WORDS,
+    GREEN,
+    OUTCOME_ORDER,
+    SYMBOLS,
+    CaseReport,
+    Cause,
+    Report,
+    cost_rows,
+)
+from reports.text import clean, one_line, short, well_formed
 
 MAX_BYTES = 60_000
 """GitHub takes comments of 65,536 characters."""
@@ -21,16 +31,20 @@ MAX_CAUSES = 20
 MAX_AGAIN = 10
 MAX_ROW_CHARS = 300
 MAX_OUTPUT_CHARS = 4000
-BESIDE_WORDS = (
-    "Reference → candidate. Speed is the reference's step time over the candidate's, A/A speed the "
-    "same of the reference's second run: 1 but for noise."
-)
+MAX_STEP_FILE_BYTES = (1 << 20) - 4096
+"""GitHub Actions takes 1 MiB a step and drops a larger file whole."""
+MIN_STEP_BYTES = 4096
+"""Less than this is not worth a summary: one line says so."""
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$])")
 
 
 def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
     """The comment, at most `max_bytes` bytes of UTF-8; what is left out is counted."""
     head = [f"## {escape(report.scenario)}: {escape(report.headline)}", ""]
+    facts = [report.created, report.commit[:12], report.machine,
+             duration(report.wall_s) if 0 < report.wall_s < float("inf") else ""]  # fmt: skip
+    if told := [escape(fact) for fact in facts if fact]:
+        head += [" · ".join(told), ""]
     if report.why:
         head += [escape(report.why), ""]
     if not report.counts["passed"] and not report.counts["failed"]:
@@ -40,14 +54,12 @@ def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
     if report.notes:
         head += ["Left out: " + "; ".join(map(escape, report.notes)) + ".", ""]
     if again := [case for case in report.cases if case.attempt_words]:
-        head += [attempts_mark(_again(again)), ""]
-    head += _causes(causes(report), max_bytes)
+        head += [_again(again), ""]
+    head += _causes(report.causes, max_bytes)
     head += ["| | case | what | message |", "| --- | --- | --- | --- |"]
-    foot = ["", f"Exit code {report.exit_code}. The page with curves is `report/index.html`.", "",
-            f"Times: created {escape(report.created or 'at an unknown time')}; "
-            f"{sum(case.verdict.wall_s for case in report.cases):.1f} s in all.", ""]  # fmt: skip
+    foot = ["", f"Exit code {report.exit_code}. The page with maps is `report/index.html`.", ""]
     rows = [_row(case) for case in report.cases]
-    details = [_details(case) for case in report.cases if case.outcome not in ("passed", "skipped")]
+    details = [_details(case) for case in report.cases if case.outcome not in GREEN]
     left = max_bytes - _size(head) - _size(foot) - 400
     # The table may take half of the room, so that the first failures are told in full.
     kept_rows, used = _fit(rows, left // 2)
@@ -58,14 +70,31 @@ def render(report: Report, *, max_bytes: int = MAX_BYTES) -> str:
     kept_details, used_by_details = _fit(details, left - used)
     if num_hidden := len(details) - len(kept_details):
         kept_details.append(f"*{num_hidden} more failing cases in full are in the page.*")
-    # Times differ from run to run, so they come last: nothing else may depend on their length.
-    beside = _beside(report, left - used - used_by_details)
-    return "\n".join([*head, *kept_rows, "", *kept_details, *beside, *foot])
+    costs = _costs(report, left - used - used_by_details)
+    return "\n".join([*head, *kept_rows, "", *kept_details, *costs, *foot])
+
+
+def add_to_step(path: Path, report: Report) -> None:
+    """Add the report to the file that the CI shows for its step, as far as there is room in it.
+
+    Raises:
+        Infrastructure: the file cannot be written.
+    """
+    try:
+        left = MAX_STEP_FILE_BYTES - (path.stat().st_size if path.exists() else 0)
+        if left < MIN_STEP_BYTES:
+            text = f"{escape(report.headline)}: no room is left here, see report.md\n"
+        else:
+            text = render(report, max_bytes=left)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" + well_formed(text))
+    except OSError as error:
+        raise Infrastructure(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def escape(text: str) -> str:
     """Text that reads as itself in GitHub's Markdown, on one line."""
-    plain = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    plain = short(one_line(text)).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     escaped = _SPECIAL.sub(r"\\\1", plain)
     return escaped.replace("@", "&#64;").replace("://", "&#58;//")
 
@@ -106,7 +135,7 @@ def _causes(found: tuple[Cause, ...], max_bytes: int) -> list[str]:
 def _row(case: CaseReport) -> str:
     message = escape(one_line(case.message, MAX_ROW_CHARS))
     name, what = escape(case.spec.id), escape(case.verdict.what)
-    again = attempts_mark(f" ({escape(case.attempt_words)})") if case.attempt_words else ""
+    again = f" ({escape(case.attempt_words)})" if case.attempt_words else ""
     return f"| {SYMBOLS[case.outcome]} {case.outcome} | {name} | {what} | {message}{again} |"
 
 
@@ -122,32 +151,34 @@ def _details(case: CaseReport) -> str:
         lines += [fenced(_difference(case.verdict.difference)), ""]
     if case.confirmation:
         lines.append(f"- {escape(case.confirmation)}")
-    for result in case.verdict.checks:
+    for result in case.checks:
         words = escape(one_line(result.message, MAX_ROW_CHARS))
         lines.append(f"- {SYMBOLS[result.outcome]} {escape(result.check)}: {words}")
+    for group in case.state.groups if case.state is not None else ():
+        lines.append(f"- state, {escape(group.words)}")
     if case.curve is not None:
         lines += ["", escape(case.curve.words)]
+    if case.bisect:
+        lines += ["", "Find the cause:", "", fenced(one_line(case.bisect))]
     lines += ["", "Repeat:", "", fenced(one_line(case.command)), ""]
     if case.output is not None:
-        lines += [f"Last output of rank {case.output.rank}, {case.output.leg}:", ""]
+        lines += [f"Last output of rank {case.output.rank}, {case.output.role}:", ""]
         lines += [fenced(clean(case.output.text[-MAX_OUTPUT_CHARS:])), ""]
     return "\n".join([*lines, "</details>", ""])
 
 
-def _beside(report: Report, room: int) -> list[str]:
+def _costs(report: Report, room: int) -> list[str]:
     """What was compared, memory and step times, folded; nothing if none was measured or fits."""
-    rows = beside_table.rows(report)
     lines = ["<details>", "<summary>What was compared, memory and step time</summary>", ""]
-    lines += [BESIDE_WORDS, ""]
-    if caution := beside_table.caution(report):
-        lines += [escape(caution), ""]
-    lines += [_line(beside_table.HEAD), _line(["---"] * len(beside_table.HEAD))]
-    kept, _ = _fit([_line(map(escape, row)) for row in rows], room - _size(lines) - 200)
+    lines += [COST_WORDS, "", *([escape(report.caution), ""] if report.caution else [])]
+    lines += [_line(COST_HEAD), _line(["---"] * len(COST_HEAD))]
+    rows = [_line(map(escape, row)) for row in cost_rows(report)]
+    kept, _ = _fit(rows, room - _size(lines) - 200)
     if not kept:
         return []
     if hidden := len(rows) - len(kept):
         kept.append(f"\n*{hidden} more cases are in the page.*")
-    return [times_mark("\n".join([*lines, *kept, "", "</details>", ""]))]
+    return ["\n".join([*lines, *kept, "", "</details>", ""])]
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -156,11 +187,12 @@ def _line(cells: Iterable[str]) -> str:
 
 def _difference(place: Difference) -> str:
     of = f" of {place.tensor}" if place.tensor else ""
-    lines = [f"step {place.step}, rank {place.rank}, {place.quantity}{of}"]
+    when = f"step {place.step}" if place.step >= 0 else "before step 0"
+    lines = [f"{when}, rank {place.rank}, {place.quantity}{of}"]
     lines += [f"reference {place.reference}", f"candidate {place.candidate}"]
     if place.ulps is not None:
         lines.append(f"distance  {place.ulps} ulp")
-    return "\n".join(one_line(line, MAX_ROW_CHARS) for line in lines)
+    return "\n".join(short(one_line(line, MAX_ROW_CHARS)) for line in lines)
 
 
 def _html(text: str) -> str:

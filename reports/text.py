@@ -4,6 +4,7 @@ well_formed  no lone surrogate, so that it encodes
 clean        and no control character, terminal escape or direction override; clipped
 one_line     and no line break
 tail         the end of a rank's output, line by line
+short        digests by their first and last 4 digits
 """
 
 import re
@@ -25,6 +26,13 @@ _UNFIT = re.compile(
     "\ufeff\ufffe\uffff\ud800-\udfff]"
 )
 REPLACEMENT = "\ufffd"
+DIGEST = re.compile(r"\b([0-9a-f]{4})[0-9a-f]{24}(?:[0-9a-f]{8})?([0-9a-f]{4})\b")
+"""A digest of a tensor, or a row of taps: 32 or 40 digits."""
+
+
+def short(text: str) -> str:
+    """`text` with every digest cut to its first and last 4 digits."""
+    return DIGEST.sub(r"\1…\2", text)
 
 
 def well_formed(text: str) -> str:

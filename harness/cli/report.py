@@ -52,14 +52,15 @@ def show_page(reports: dict[str, Path]) -> None:
 @click.argument("folder", type=_PATH, metavar="RUN")
 @click.option(
     "--normalised", type=_PATH, metavar="FOLDER",
-    help="Also write them to FOLDER without what varies from run to run: times, paths, attempts.",
+    help="Also write report.json to FOLDER without what varies from run to run: times, paths,"
+    " attempts.",
 )  # fmt: skip
 @click.option(
     "--same-as",
     "other",
     type=_PATH,
     metavar="RUN",
-    help="Fail if the normalised reports of RUN differ.",
+    help="Fail if the normalised report.json of RUN differs.",
 )
 @open_report
 @_json
@@ -96,12 +97,12 @@ def _differences(
         return ()
     import reports
 
-    mine = reports.normalised(built, folder)
+    mine = reports.normalised(built["json"], folder)
     if place is not None:
         reports.keep(mine, place)
     if other is None:
         return ()
-    return reports.differences(mine, reports.normalised(reports.build(other), other))
+    return reports.differences(mine, reports.normalised(reports.build(other)["json"], other))
 
 
 @click.command("merge")

@@ -24,7 +24,7 @@ from harness.records import (
     RunResult,
     Verdict,
 )
-from harness.runner.beside import Timeline, beside
+from harness.runner.cost import Timeline, cost
 from harness.runner.plan import Plan
 from harness.runner.progress import COLOURS, duration, plan_line, run_ending, run_word
 from harness.store.files import read_tail
@@ -211,7 +211,7 @@ def print_case(
             )
         console.print(checks)
     results = {leg: run for leg, (_, run) in runs.items()}
-    if words := beside(results, Timeline(results.values())).words:
+    if words := cost(results, Timeline(results.values())).words:
         console.print(cell(words), soft_wrap=True)
     for leg, (folder, run) in runs.items():
         _print_run(console, leg, folder, run)

@@ -3,10 +3,11 @@
   const make = (name, text, more) => Object.assign(document.createElement(name), { textContent: text, ...more });
   if (!at("index")) return;
   const index = JSON.parse(at("index").textContent);
-  const nights = JSON.parse(at("nights").textContent);
-  const rows = [...at("cases").children];
+  const past = JSON.parse(at("past").textContent);
+  const rows = [...document.querySelectorAll("details.case")];
   const texts = known(index);
   const matrix = [...document.querySelectorAll(".m tbody tr")].map((row) => [row, [...row.querySelectorAll("a")]]);
+  const folds = [...document.querySelectorAll("#cases > details.fold")];
   const places = new Map(index.cases.map(([id], place) => [id, place]));
   let wish = read(index, location.hash);
   let here = null;
@@ -33,36 +34,41 @@
         body.textContent = "This browser cannot unpack the details (" + error.message + "): they are in report.json.";
       }
     }
-    const command = row.querySelector("pre.command");
-    if (command) {
+    for (const command of row.querySelectorAll("pre.command")) {
       const button = make("button", "Copy", { type: "button", className: "copy" });
-      button.addEventListener("click", () => copy(row));
+      button.setAttribute("aria-label", "Copy " + command.textContent);
+      button.addEventListener("click", () => copy(command, button));
       command.before(button);
     }
     spark(row);
   };
 
-  const copy = async (row) => {
-    await fill(row);
-    const command = row.querySelector("pre.command");
-    if (!command) return;
+  const copy = async (command, button) => {
     try {
       await navigator.clipboard.writeText(command.textContent);
-      row.querySelector(".copy").textContent = "Copied";
+      button.textContent = "Copied";
     } catch (error) {
       getSelection().selectAllChildren(command);
-      row.querySelector(".copy").textContent = document.execCommand("copy") ? "Copied" : "Selected";
+      button.textContent = document.execCommand("copy") ? "Copied" : "Selected";
     }
   };
 
+  // What to do next with a case: the first of its commands.
+  const copyFirst = async (row) => {
+    await fill(row);
+    const command = row.querySelector("pre.command");
+    if (command) copy(command, row.querySelector(".copy"));
+  };
+
   const strip = (row, place) => {
-    const own = nights.cases[place];
+    const own = past.cases[place];
     if (!own) return;
-    const told = make("span", "", { className: "strip", title: "the last nights, the newest last: " + [...own[0]].map((letter) => nights.letters[letter]).join(", ") });
-    told.dataset.varies = "history";
+    const told = make("span", "", { className: "strip", title: "the last runs, the newest last" });
+    told.setAttribute("role", "img");
+    told.setAttribute("aria-label", "the last runs, the newest last: " + [...own[0]].map((letter) => past.letters[letter]).join(", "));
     for (const letter of own[0]) {
-      const outcome = nights.letters[letter];
-      told.append(letter === "p" ? nights.symbols[letter] : make("b", nights.symbols[letter], { className: outcome }));
+      const outcome = past.letters[letter];
+      told.append(letter === "p" ? past.symbols[letter] : make("b", past.symbols[letter], { className: outcome }));
     }
     row.firstElementChild.append(told);
   };
@@ -80,7 +86,7 @@
     svg.setAttribute("class", "spark");
     svg.setAttribute("role", "img");
     const last = only[only.length - 1];
-    const words = name + " " + last.toPrecision(4) + " " + unit + ", " + low.toPrecision(4) + " to " + high.toPrecision(4) + " in " + held.length + " nights";
+    const words = name + " " + last.toPrecision(4) + " " + unit + ", " + low.toPrecision(4) + " to " + high.toPrecision(4) + " in " + held.length + (held.length === 1 ? " run" : " runs");
     svg.setAttribute("aria-label", words);
     const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
     path.setAttribute("d", "M" + points.map(([x, y]) => x.toFixed(1) + " " + y.toFixed(1)).join("L"));
@@ -91,14 +97,13 @@
   };
 
   const spark = (row) => {
-    const own = nights.cases[places.get(row.id)];
+    const own = past.cases[places.get(row.id)];
     if (!own) return;
     const lines = [line(own[1].map((v) => v === null ? v : v / 1000), "step", "ms"), line(own[2].map((v) => v === null ? v : v / 1024), "peak", "MiB")].filter(Boolean);
     if (!lines.length) return;
     const box = make("div", "", { className: "sparks" });
-    box.dataset.varies = "history";
     box.append(...lines);
-    row.lastElementChild.append(make("h3", "Step time and memory over the last nights"), box);
+    row.lastElementChild.append(make("h4", "Step time and memory over the last runs"), box);
   };
 
   const show = () => {
@@ -112,9 +117,14 @@
     }
     rows.forEach((row, place) => { row.hidden = !chosen.shown[place]; });
     const seen = new Set(index.cases.filter((_, place) => chosen.shown[place]).map(([id]) => id));
+    const asked = seen.size !== rows.length;
+    for (const fold of folds) {
+      if (asked && fold.querySelector("details.case:not([hidden])")) fold.open = true;
+      fold.hidden = !fold.querySelector("details.case:not([hidden])");
+    }
     for (const [row, cells] of matrix) row.hidden = !cells.some((cell) => seen.has(decodeURIComponent(cell.hash.slice(1))));
     chips.forEach((chip, place) => {
-      chip.textContent = nights.marks[place] + " " + chosen.counts[place] + " " + index.outcomes[place];
+      chip.textContent = past.marks[place] + " " + chosen.counts[place] + " " + index.outcomes[place];
       chip.setAttribute("aria-pressed", String(wish.outcomes.includes(place)));
     });
     at("told").textContent = seen.size === rows.length ? rows.length + " cases" : seen.size + " of " + rows.length + " cases";
@@ -138,6 +148,8 @@
     row.classList.add("here");
     if (open) {
       row.hidden = false;
+      const fold = row.parentElement.closest("details");
+      if (fold) Object.assign(fold, { hidden: false, open: true });
       row.open = true;
       await fill(row);
     }
@@ -156,7 +168,7 @@
   };
 
   const step = (by) => {
-    const visible = rows.filter((row) => !row.hidden);
+    const visible = rows.filter((row) => !row.hidden && (row.parentElement.open !== false));
     if (!visible.length) return;
     const next = visible.indexOf(here) + by;
     go(visible[here === null || !visible.includes(here) ? 0 : Math.max(0, Math.min(visible.length - 1, next))], false);
@@ -206,7 +218,7 @@
     } else if (!typing && (event.key === "j" || event.key === "k")) {
       step(event.key === "j" ? 1 : -1);
     } else if (!typing && event.key === "c" && here) {
-      copy(here);
+      copyFirst(here);
     }
   });
   // Paper has no clicks: what failed is printed in full, as far as anyone reads.

@@ -27,7 +27,6 @@ PATTERNS = {
     "harness/runner/shards.py": (1, NAMES),
     "harness/store/folder.py": (1, NAMES),
     "harness/pytest_plugin/collection.py": (1, NAMES),
-    "reports/causes.py": (1, NAMES),
     "harness/engine/evidence.py": (3, "dumps of NCCL's recorder and CUDA's driver"),
     "harness/engine/outcome.py": (1, "faulthandler's stacks of a process that answers no more"),
     "harness/engine/node_reports.py": (1, "srun's log"),
@@ -40,8 +39,9 @@ PATTERNS = {
     "harness/runner/display.py": (1, "blanks that rich leaves at ends of lines"),
     "harness/provenance.py": (3, "variables of the environment"),
     "reports/markdown.py": (2, "Markdown's own characters"),
-    "reports/normalise.py": (8, "what varies in finished reports, for a test of sameness"),
-    "reports/text.py": (2, "characters that a terminal or XML does not take"),
+    "reports/report.py": (1, NAMES),
+    "reports/same.py": (1, "paths of finished reports, for a test of sameness"),
+    "reports/text.py": (3, "digests, and characters that a terminal or XML does not take"),
 }
 """Files that use patterns: how often, and on what. Our own sentences are no reason."""
 PROSE = frozenset(

@@ -11,7 +11,7 @@ from harness.records import CaseSpec, ErrorRecord, RunOutcome, RunSpec, Verdict
 from harness.runner.retries import earlier_attempts
 from harness.runner.run import execute
 from harness.store import RunFolder
-from reports.summary import summarise
+from reports.reading import summarise
 from tests.planted import stub_ranks
 
 ENTRY = "tests.planted.test_retried:rank_main"

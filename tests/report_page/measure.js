@@ -10,7 +10,7 @@
     document.body.getBoundingClientRect();
     return performance.now() - began;
   };
-  const shown = () => document.querySelectorAll("#cases > details:not([hidden])").length;
+  const shown = () => document.querySelectorAll("details.case:not([hidden])").length;
   for (const text of ["attn", "moe_tiny and not mlp", "not (optim or traced)", "nothing-of-it", ""]) {
     const ms = await timed(() => { words.value = text; words.dispatchEvent(new Event("input")); });
     told.filters[text || "(all)"] = [Number(ms.toFixed(1)), shown()];
@@ -30,15 +30,15 @@
   const began = performance.now();
   cell.click();
   for (let n = 0; n < 200 && !row.querySelector(".copy"); n += 1) await pause();
-  told.opened = [Number((performance.now() - began).toFixed(1)), row.open, /First difference|did not/.test(row.textContent), row.querySelector("pre.command").textContent.startsWith("harness rerun")];
+  told.opened = [Number((performance.now() - began).toFixed(1)), row.open, /First difference|did not/.test(row.textContent), row.querySelector("pre.repeat").textContent.startsWith("harness rerun")];
   row.querySelector(".copy").click();
   for (let n = 0; n < 50 && row.querySelector(".copy").textContent === "Copy"; n += 1) await pause();
   told.copied = row.querySelector(".copy").textContent;
   told.strips = document.querySelectorAll(".strip").length;
   told.sparks = row.querySelectorAll(".spark").length;
-  const packed = [...document.querySelectorAll("#cases > details.passed")].pop();
+  const packed = [...document.querySelectorAll("details.case.passed")].pop();
   packed.open = true;
   for (let n = 0; n < 200 && !packed.querySelector(".copy"); n += 1) await pause();
-  told.unpacked = /Checks/.test(packed.textContent);
+  told.unpacked = /checks? passed/.test(packed.textContent);
   return told;
 })();

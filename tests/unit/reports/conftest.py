@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from harness.records import Verdict
-from reports.summary import Report, summarise
+from reports.reading import summarise
+from reports.report import Report
 from tests.unit.reports.folders import HOSTILE, Writer, add_everything
 
 

@@ -13,7 +13,8 @@ from harness.records import (
     RunSpec,
     StepRecord,
 )
-from reports.addresses import LegAddresses, leg_addresses
+from reports.reading import addresses
+from reports.report import Addresses
 
 
 def rank(number: int, moved: list[int | None], detail: dict[str, Any] | None) -> RankRecords:
@@ -36,19 +37,19 @@ def rank(number: int, moved: list[int | None], detail: dict[str, Any] | None) ->
     )
 
 
-def leg(*ranks: RankRecords) -> LegAddresses:
+def of_run(*ranks: RankRecords) -> Addresses:
     """What is said of a run of these ranks."""
     spec = RunSpec(config={}, device="cpu", world_size=len(ranks), timeout_s=1)
     outcome = RunOutcome(
         key=spec.key, what="", message="", culprit_rank=None, ranks=(), started_unix_s=0, wall_s=0
     )
-    return leg_addresses("candidate", RunResult(spec=spec, outcome=outcome, ranks=ranks))
+    return addresses(RunResult(spec=spec, outcome=outcome, ranks=ranks))
 
 
 def test_the_worst_rank_is_shown() -> None:
     """Counts and moved pointers are those of the rank that has most, step by step."""
     detail = {"captured": 4, "ledger_names": 78, "ledger_places": ["a", "b"], "ledger_unnamed": 1}
-    found = leg(
+    found = of_run(
         rank(0, [0, 5, 0], detail | {"moved": ["lr (step 1)"]}),
         rank(1, [2, 3, 0], detail | {"ledger_names": 80, "moved": ["lr (step 1)", "x (step 0)"]}),
     )
@@ -67,15 +68,15 @@ def test_the_worst_rank_is_shown() -> None:
         ([], "moved pointers were not counted"),
     ],
 )
-def test_an_eager_leg_says_what_moved(moved: list[int | None], words: str) -> None:
+def test_an_eager_run_says_what_moved(moved: list[int | None], words: str) -> None:
     """Without graphs there is nothing to say of them; what was not counted is not zero."""
-    assert leg(rank(0, moved, None)).words == words
+    assert of_run(rank(0, moved, None)).words == words
 
 
 def test_a_file_may_say_anything() -> None:
     """Details of other types, or huge step numbers, are no error of the report."""
     detail = {"captured": "many", "ledger_names": True, "ledger_places": 3, "moved": [1, None]}
-    found = leg(rank(0, [1], detail))
+    found = of_run(rank(0, [1], detail))
     assert (found.captured, found.by_owner, found.by_place) == (0, 0, 0)
     assert (
         found.words == "1 pointers moved, at most 1 in a step, last in step 0; "

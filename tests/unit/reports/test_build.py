@@ -18,10 +18,9 @@ import xmlschema
 from harness.errors import Infrastructure
 from harness.records import Verdict
 from harness.store import RunFolder
-from reports import build, markdown, normalise
-from reports.json_report import verdicts
+from reports import build, markdown, normalised
 from reports.markdown import MAX_BYTES, escape, fenced
-from reports.summary import summarise
+from reports.reading import summarise
 from tests.pace import in_paces
 
 FORMATS = {
@@ -99,14 +98,9 @@ def test_times_and_place_are_all_that_varies(
         writer.add("dp2-attn", 2, "attn", skip_reason="no room")
         writer.add("dp3-attn", 1, "attn", candidate={"peak": 100 << 20})
         files = build(writer.write())
-        texts.append({
-            form: normalise(path.name, path.read_text("utf-8"), writer.path)
-            for form, path in files.items()
-        })  # fmt: skip
+        texts.append(normalised(files["json"], writer.path))
     assert texts[0] == texts[1]
-    assert "dp2-attn" in texts[0]["html"]
-    with pytest.raises(ValueError, match="expected"):
-        normalise("report.pdf", "", tmp_path)
+    assert "dp2-attn" in texts[0]
 
 
 def test_page_is_well_formed_and_closed_to_the_world(built: dict[str, str]) -> None:
@@ -117,7 +111,7 @@ def test_page_is_well_formed_and_closed_to_the_world(built: dict[str, str]) -> N
     assert not names & {"iframe", "link", "object", "base", "form"}
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert [attributes.get("id") for attributes in scripts] == ["index", "nights", "packed", None]
+    assert [attributes.get("id") for attributes in scripts] == ["index", "past", "packed", None]
     assert [attributes.get("type", "") for attributes in scripts][:3] == [
         "application/json", "application/json", "text/plain",
     ]  # fmt: skip
@@ -134,6 +128,8 @@ def test_page_is_well_formed_and_closed_to_the_world(built: dict[str, str]) -> N
         if tag == "img":
             assert str(attributes["src"]).startswith("data:image/svg+xml;base64,")
             assert attributes["alt"]
+        if tag == "th":
+            assert attributes.get("scope") in ("row", "col")
         if tag == "a" and not str(attributes["href"]).startswith("#?"):
             assert str(attributes["href"])[1:] in ids
     assert not re.search(r"url\(|@import", built["html"])
@@ -147,6 +143,8 @@ def test_page_says_what_an_engineer_needs(everything: Path, built: dict[str, str
         "0x7fc00000", "0x80000000", "the sign of a zero", "Δloss is zero", "2.500 times",
         "differs in torch", "2.13.0", f"harness rerun {everything}/cases/dp2-attn",
         f"Find the cause harness bisect {everything}/cases/dp2-attn Repeat",
+        "weights: differs first at step 7 on rank 1, in 13 of 42 (step, rank) pairs",
+        "What to do next", "Wall time 1.2 s",
         "needs 6 GPUs", "last line", "rank 1 did not finish within 300 s", "6 failed",
     ):  # fmt: skip
         assert expected in words
@@ -163,9 +161,13 @@ def test_failing_cells_lead_to_their_case(built: dict[str, str]) -> None:
     assert len(cells) == 13
     assert cells["#dp2-attn"] == "failed: dp2-attn"
     assert cells["#dp6-attn"] == "skipped: dp6-attn"
-    details = built["html"].split('id="dp2-attn"')[1].split("</details>")[0]
+    details = built["html"].split('id="dp2-attn"')[1].split('<details class="case')[0]
     assert (
-        details.index("First difference") < details.index("harness rerun") < details.index("<h3>C")
+        details.index("First difference")
+        < details.index("harness bisect")
+        < details.index("harness rerun")
+        < details.index("<svg")
+        < details.index("Checks that failed")
     )
 
 
@@ -246,20 +248,27 @@ def test_only_skips_says_that_nothing_passed(writer: Any) -> None:
 
 def test_json_holds_every_verdict(everything: Path, built: dict[str, str]) -> None:
     """The verdicts decode from the report as they were stored."""
-    assert json.loads(built["json"])["schema_version"] == 1
-    found = {verdict.case_id: verdict for verdict in verdicts(built["json"])}
+    assert json.loads(built["json"])["schema_version"] == 2
+    plain = json.loads(built["json"])
+    found = {case["id"]: Verdict.from_json(case["verdict"]) for case in plain["cases"]}
     stored = RunFolder.open(everything).verdicts()
     assert len(found) == len(stored) + 1
-    plain = [verdict for verdict in stored if verdict.case_id != "dp3-attn"]
-    assert all(found[verdict.case_id] == verdict for verdict in plain)
-    with pytest.raises(ValueError, match="schema_version"):
-        verdicts('{"schema_version": 99}')
+    kept = [verdict for verdict in stored if verdict.case_id != "dp3-attn"]
+    assert all(found[verdict.case_id] == verdict for verdict in kept)
+    (weights,) = (
+        group for case in plain["cases"] if case["id"] == "dp2-attn"
+        for group in case["state"] if group["group"] == "weights"
+    )  # fmt: skip
+    assert weights == {
+        "group": "weights", "num_tensors": 4, "num_pairs": 42, "differing_pairs": 13,
+        "missing_pairs": 0, "most_tensors": 1, "first": [7, 1],
+    }  # fmt: skip
 
 
 def test_markdown_cannot_be_broken_out_of(built: dict[str, str]) -> None:
     """Rows keep their cells, tags and mentions are inert, fences outlast their text."""
-    cases, beside = built["markdown"].split("<!-- times -->")
-    for text, num_rows, num_cells in ((cases, 15, 4), (beside, 14, 8)):
+    cases, costs = built["markdown"].split("<summary>What was compared")
+    for text, num_rows, num_cells in ((cases, 15, 4), (costs, 14, 8)):
         rows = [line for line in text.splitlines() if line.startswith("|")]
         assert len(rows) == num_rows
         for row in rows:

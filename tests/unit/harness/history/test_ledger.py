@@ -32,7 +32,7 @@ from harness.history import (
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of
 from harness.history.ledger import Damaged, locked, make, open_import, set_aside
 from harness.records import Difference
-from reports.summary import summarise
+from reports.reading import summarise
 from tests.damaged_folders.rewrite import rewrite
 from tests.unit.harness.history.nights import FAILED, case, night, run
 from tests.unit.reports.folders import Writer

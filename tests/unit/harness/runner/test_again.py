@@ -14,7 +14,7 @@ from harness.records import RunSpec, What
 from harness.runner import launch
 from harness.runner.retries import earlier_attempts, stored_limit
 from harness.store import RunFolder, begin_run, kept_folder, merge, save_outcome
-from reports.summary import summarise
+from reports.reading import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 from tests.unit.harness.runner.test_retries import NCCL, FailingEngine
 

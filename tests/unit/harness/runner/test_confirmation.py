@@ -19,7 +19,7 @@ from harness.scenario.schema import load_scenario
 from harness.store import OUTCOME_FILE, RunFolder, begin_run
 from harness.store.verify import inspect
 from reports import html, json_report, junit, markdown
-from reports.summary import summarise
+from reports.reading import summarise
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json
 from tests.unit.harness.fake_engine import unequal as unequal_weight
 from tests.unit.harness.runner.test_timed_runs import SCENARIO as TIMED_SCENARIO

@@ -22,7 +22,7 @@ from harness.runner import display, launch, occupancy
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
 from harness.store.files import FolderLock, write_atomic
-from reports.summary import _history_note
+from reports.reading import history_note
 from reports.text import tail
 from tests.damaged_folders import good, hands
 from tests.damaged_folders.corpus import copy
@@ -35,7 +35,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "report": ("rank0.stderr", tail),
     "leader": ("rank0.stderr", tail_of),
     "show": ("rank0.stderr", display.stderr_tail),
-    "note": ("history_not_written.txt", lambda path: _history_note(path.parent)),
+    "note": ("history_not_written.txt", lambda path: history_note(path.parent)),
     "occupancy": ("occupancy.json", lambda path: occupancy.load(path.parent)),
     "slurm": ("slurm.json", lambda path: load_submission(path.parent)),
     "place": ("rank0.place", read_place),

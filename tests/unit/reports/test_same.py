@@ -8,11 +8,8 @@ import pytest
 from harness.cli import main
 from harness.cli import report as report_commands
 from harness.runner import launch
-from reports.normalise import normalise
-from reports.sameness import differences
+from reports.same import differences, normalised
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, unequal
-
-FILES = {"index.html", "report.md", "junit.xml", "report.json"}
 
 
 @pytest.fixture
@@ -41,25 +38,21 @@ def test_a_resumed_run_is_the_same_as_one_that_nobody_disturbed(
     whole, resumed, kept = folders["whole"], str(folders["resumed"]), tmp_path / "kept"
     assert main(["report", resumed, "--normalised", str(kept), "--same-as", str(whole)]) == 0
     assert "not as in" not in capsys.readouterr().err
-    assert {path.name for path in kept.iterdir()} == FILES
-    for path in kept.iterdir():
-        theirs = whole / "report" / path.name
-        assert path.read_text() == normalise(path.name, theirs.read_text(), whole)
-        assert "attempt0" not in path.read_text()
+    (path,) = kept.iterdir()
+    assert path.read_text() == normalised(whole / "report" / "report.json", whole)
+    assert "attempt0" not in path.read_text()
 
 
-def test_other_results_are_told_file_by_file(
+def test_other_results_are_told(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A difference ends with exit code 1 and names each file, the line, and both sides."""
+    """A difference ends with exit code 1 and names the line and both sides."""
     assert main(["report", str(folders["other"]), "--same-as", str(folders["whole"])]) == 1
     told = capsys.readouterr().err
-    for name in FILES:
-        assert f"not as in {folders['whole']}: {name}: line " in told
+    assert f"not as in {folders['whole']}: report.json: line " in told
 
 
-def test_a_file_that_one_side_lacks_is_a_difference() -> None:
-    """Nothing is compared with nothing as if it were equal; lines beyond the end count."""
-    assert differences({"a": "x\ny"}, {"a": "x\ny"}) == ()
-    assert differences({"a": "x"}, {}) == ("a: line 1: 'x' is '' there",)
-    assert differences({"a": "x"}, {"a": "x\n"}) == ("a: line 2: '(no line)' is '' there",)
+def test_lines_beyond_the_end_count() -> None:
+    """Nothing is compared with nothing as if it were equal."""
+    assert differences("x\ny", "x\ny") == ()
+    assert differences("x", "x\n") == ("report.json: line 2: '(no line)' is '' there",)

@@ -1,7 +1,9 @@
 """What the history adds to a report: since when, how often, and nothing to what the run says."""
 
+import base64
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,17 @@ import pytest
 
 from harness.history import History
 from harness.store import RunFolder
-from reports import html, normalise
-from reports.nights import MAX_NIGHTS, Nights, look_back
-from reports.summary import CaseReport, Report, summarise
+from reports import html
+from reports.history import MAX_RUNS, Past, look_back
+from reports.reading import summarise
+from reports.report import CaseReport, Report
 from tests.unit.harness.history.nights import FAILED, night
 
 CREATED = "2031-01-15T00:00:00+00:00"
 
 
 @pytest.fixture(scope="module")
-def nights(tmp_path_factory: pytest.TempPathFactory) -> Nights:
+def nights(tmp_path_factory: pytest.TempPathFactory) -> Past:
     """Two cases over eighteen nights, of which the last four come after the report."""
     place = tmp_path_factory.mktemp("nights")
     with History.open(place / "history.sqlite", create=True) as history:
@@ -33,7 +36,7 @@ def nights(tmp_path_factory: pytest.TempPathFactory) -> Nights:
     return look_back(place / "run", "nightly", CREATED)
 
 
-def test_strips_end_with_the_reports_own_night(nights: Nights) -> None:
+def test_strips_end_with_the_reports_own_night(nights: Past) -> None:
     """A letter an answer, oldest first; nights after the report are not looked at."""
     assert {name: known.letters for name, known in nights.cases.items()} == {
         "dp1-attn": "pppppppppfffff", "dp2-attn": "pppppppppppppp",
@@ -43,7 +46,7 @@ def test_strips_end_with_the_reports_own_night(nights: Nights) -> None:
     assert known.peak_kib == (40 << 10,) * 14
 
 
-def test_since_when_it_fails_and_what_changed_is_in_words(nights: Nights) -> None:
+def test_since_when_it_fails_and_what_changed_is_in_words(nights: Past) -> None:
     """The first bad night, the last good one, and a lasting change, each with its commit."""
     first, *rest = nights.cases["dp1-attn"].words
     assert first.startswith("first bad 2031-01-10 at ")
@@ -55,36 +58,40 @@ def test_since_when_it_fails_and_what_changed_is_in_words(nights: Nights) -> Non
 
 def test_no_history_and_a_damaged_one(tmp_path: Path) -> None:
     """Without a history nothing is said; of one that cannot be read, why."""
-    assert look_back(tmp_path / "run", "nightly", CREATED) == Nights(cases={}, flaky=())
+    assert look_back(tmp_path / "run", "nightly", CREATED) == Past(cases={}, flaky=())
     (tmp_path / "history.sqlite").write_text("no database" * 100)
     told = look_back(tmp_path / "run", "nightly", CREATED)
     assert told.note.startswith("no history is shown: ")
 
 
-def test_the_page_shows_nights_and_normalises_without_them(
-    nights: Nights, summary: Report, monkeypatch: pytest.MonkeyPatch
+def test_the_page_shows_what_the_history_says(
+    nights: Past, summary: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Strip, values and words are on the page, in parts that a normalised page leaves out."""
+    """Strip, values, words and the runs of the suite are on the page; without a history none."""
     monkeypatch.setattr(html, "MAX_DRAWN_CASES", 0)  # pictures take seconds
-    monkeypatch.setattr(html, "INLINE_BYTES", 20_000)
     names = dict(zip(("dp1-attn", "dp2-attn"), summary.cases, strict=False))
     ours = {case.spec.id: nights.cases[name] for name, case in names.items()}
     shown = dataclasses.replace(nights, cases=ours)
-    page, plain = html.render(summary, shown), html.render(summary)
-    assert "first bad 2031-01-10" in page
-    assert "pppppppppfffff" in page
-    assert "port_in_use" in page
-    without = (normalise("index.html", text, summary.folder) for text in (page, plain))
-    assert len(set(without)) == 1
+    page, plain = html.render(dataclasses.replace(summary, past=shown)), html.render(summary)
+    for word in ("first bad 2031-01-10", "pppppppppfffff", "port_in_use", "The last 14 runs"):
+        assert word in page
+        assert word not in plain
+
+
+def test_the_suite_has_a_row_a_run(nights: Past) -> None:
+    """Every case of a run is counted by its outcome, the newest run last."""
+    assert [run.counts for run in nights.suite] == [{"passed": 2}] * 9 + [
+        {"passed": 1, "failed": 1}
+    ] * 5
 
 
 def test_two_weeks_are_shown_of_a_year(tmp_path: Path) -> None:
     """However long the history, a strip has two weeks."""
     with History.open(tmp_path / "history.sqlite", create=True) as history:
-        for n in range(MAX_NIGHTS + 5):
+        for n in range(MAX_RUNS + 5):
             history.record(night(n))
     found = look_back(tmp_path / "run", "nightly", "2032-01-01T00:00:00+00:00")
-    assert [len(known.letters) for known in found.cases.values()] == [MAX_NIGHTS]
+    assert [len(known.letters) for known in found.cases.values()] == [MAX_RUNS]
 
 
 def test_changes_are_looked_for_in_two_months(
@@ -95,7 +102,7 @@ def test_changes_are_looked_for_in_two_months(
     def words() -> tuple[str, ...]:
         found = look_back(tmp_path / "run", "nightly", "2032-01-01T00:00:00+00:00")
         (known,) = found.cases.values()
-        assert len(known.letters) == MAX_NIGHTS
+        assert len(known.letters) == MAX_RUNS
         return known.words
 
     with History.open(tmp_path / "history.sqlite", create=True) as history:
@@ -103,7 +110,7 @@ def test_changes_are_looked_for_in_two_months(
             slower = {"step_s": 0.02 if n < 12 else 0.022}
             history.record(night(n, values=lambda run, leg: slower))  # noqa: B023
     assert any("step time +10.0% since 2031-01-13" in each for each in words())
-    monkeypatch.setattr("reports.nights.MOST_ANSWERS", 1)
+    monkeypatch.setattr("reports.history.MOST_ANSWERS", 1)
     assert words() == ()
 
 
@@ -118,10 +125,13 @@ def test_a_page_that_is_full_says_so(
     monkeypatch.setattr(html, "INLINE_BYTES", 150_000)
     monkeypatch.setattr(html, "PACKED_BYTES", 9_000)
     page = html.render(report)
-    assert 2 < page.count("<h3>First difference</h3>") < 30
-    whole = normalise("index.html", page, summary.folder)
-    assert whole.count("<h3>First difference") == whole.count("harness rerun") == 150
-    assert 0 < whole.count("The page is full") < 150
+    inline = page.count("<h4>First difference</h4>")
+    assert 2 < inline < 30
+    packed = page.split('id="packed">')[1].split("</script>")[0]
+    bodies = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert len(bodies) + inline == 150
+    assert all("harness rerun" in body for body in bodies.values())
+    assert 0 < sum("The page is full" in body for body in bodies.values()) < 150
     assert len(page.encode()) < 400_000
     data = page.split('id="index">')[1].split("</script>")[0]
     assert [case[2] for case in json.loads(data)["cases"]] == [0] * 150

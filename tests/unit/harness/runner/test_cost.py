@@ -14,7 +14,7 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
-from harness.runner.beside import Timeline, beside
+from harness.runner.cost import Timeline, cost
 
 ONE = FloatBits.from_bits(0x3F800000)
 
@@ -60,14 +60,14 @@ def run(
     return RunResult(spec=spec, outcome=outcome, ranks=ranks)
 
 
-def legs(**runs: RunResult) -> Any:
-    """What `beside` says of these legs, which are all runs of the folder."""
-    return beside(runs, Timeline(runs.values()))
+def cost_of(**runs: RunResult) -> Any:
+    """What `cost` says of these runs, which are all runs of the folder."""
+    return cost(runs, Timeline(runs.values()))
 
 
-def test_memory_is_of_the_worst_rank_of_each_leg() -> None:
+def test_memory_is_of_the_worst_rank_of_each_run() -> None:
     """The ratio is between worst ranks, whichever they are."""
-    found = legs(reference=run((1.0,), (1.0,), peaks=(100, 40)),
+    found = cost_of(reference=run((1.0,), (1.0,), peaks=(100, 40)),
                  candidate=run((1.0,), (1.0,), peaks=(10, 150)))  # fmt: skip
     assert found.peak_bytes == {"reference": 100, "candidate": 150}
     assert found.memory == 1.5
@@ -76,7 +76,7 @@ def test_memory_is_of_the_worst_rank_of_each_leg() -> None:
 def test_a_step_takes_what_its_slowest_rank_takes_once_graphs_are_captured() -> None:
     """The earlier half, in which graphs are captured, is left out; ranks wait for the slowest."""
     first = (9.0, 9.0, 9.0)
-    found = legs(
+    found = cost_of(
         reference=run((*first, 4.0, 4.0, 4.0), (*first, 1.0, 6.0, 1.0)),
         control=run((*first, 5.0, 5.0, 5.0), (*first, 1.0, 1.0, 1.0), begun=1.0),
         candidate=run((*first, 2.0, 2.0, 2.0), (*first, 1.0, 1.0, 1.0), begun=2.0),
@@ -84,35 +84,35 @@ def test_a_step_takes_what_its_slowest_rank_takes_once_graphs_are_captured() -> 
     assert found.step_s == {"reference": 4.0, "control": 5.0, "candidate": 2.0}
     assert (found.speed, found.control_speed) == (2.0, 0.8)
     assert found.caution == ""
-    assert "a step takes 2000 ms, the reference's 4000, its second run 5000" in found.words
+    assert "a step takes 2000 ms, the reference's 4000, the control's 5000" in found.words
 
 
 @pytest.mark.parametrize("what", ["crashed", "hang"])
 def test_what_did_not_finish_has_no_step_time(what: str) -> None:
     """A run that died says nothing of speed, however many steps it made."""
-    found = legs(reference=run((1.0,) * 8), candidate=run((1.0,) * 8, what=what, begun=5.0))
+    found = cost_of(reference=run((1.0,) * 8), candidate=run((1.0,) * 8, what=what, begun=5.0))
     assert found.step_s["candidate"] is None
     assert found.speed is None
 
 
 def test_a_step_without_a_time_is_not_left_out_of_the_median() -> None:
     """Of a run in which a step has no time, no time is told."""
-    found = legs(reference=run((1.0,) * 7 + (0.0,)), candidate=run((1.0,) * 8, begun=5.0))
+    found = cost_of(reference=run((1.0,) * 7 + (0.0,)), candidate=run((1.0,) * 8, begun=5.0))
     assert found.speed is None
 
 
-def test_runs_that_overlap_are_neighbours_and_those_that_follow_are_not() -> None:
-    """A run that begins as another ends was not beside it."""
+def test_runs_that_overlap_are_concurrent_and_those_that_follow_are_not() -> None:
+    """A run that begins as another ends did not overlap it."""
     runs = [run((1.0,), begun=begun, wall_s=2.0) for begun in (0.0, 2.0, 3.0)]
     timeline = Timeline(runs)
-    assert [timeline.neighbours(each) for each in runs] == [0, 1, 1]
-    found = beside({"reference": runs[0], "candidate": runs[1]}, timeline)
-    assert found.caution == "another run was under way beside"
+    assert [timeline.concurrent(each) for each in runs] == [0, 1, 1]
+    found = cost({"reference": runs[0], "candidate": runs[1]}, timeline)
+    assert found.caution == "1 other run was under way meanwhile"
 
 
 def test_ranks_that_share_gpus_make_times_meaningless() -> None:
     """It is the first thing to say, whoever else was there."""
     variables = {"NCCL_HOSTID": "shared-gpus-3"}
-    found = legs(reference=run((1.0,) * 8), candidate=run((1.0,) * 8, variables=variables))
+    found = cost_of(reference=run((1.0,) * 8), candidate=run((1.0,) * 8, variables=variables))
     assert found.caution == "ranks shared GPUs, so times mean nothing"
     assert found.caution in found.words

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness.errors import UsageError
-from reports.frames import load
-from reports.summary import Report, summarise
+from reports.reading import summarise
+from reports.report import Report
 
 
 def test_every_outcome_is_counted_and_failures_lead(summary: Report) -> None:
@@ -52,9 +52,9 @@ def test_empty_plan(writer: Any) -> None:
 def test_matrix_has_the_compared_axis_across(summary: Report) -> None:
     """Columns are the values of the axis that the scenario compares."""
     matrix = summary.matrix
-    assert matrix.axis == "graph"
+    assert (matrix.axis, matrix.row_axes) == ("graph", ("parallel",))
     assert matrix.columns[:2] == ("attn", "full_iteration")
-    (case,) = matrix.cells["parallel=dp2", "attn"]
+    (case,) = matrix.cases["dp2", "attn"]
     assert case.spec.id == "dp2-attn"
 
 
@@ -64,7 +64,7 @@ def test_matrix_without_a_readable_scenario(writer: Any) -> None:
     writer.add("a", 1, "attn")
     report = summarise(writer.write())
     assert report.scenario == "fsdp_cudagraph_alignment"
-    assert len(report.matrix.cells) == 1
+    assert len(report.matrix.cases) == 1
 
 
 def test_environments_are_told_apart(summary: Report) -> None:
@@ -75,7 +75,7 @@ def test_environments_are_told_apart(summary: Report) -> None:
     moved = cases["dp5-full_iteration"]
     assert moved.environments["candidate"] != moved.environments["reference"]
     assert moved.environment_note == "differs in torch"
-    assert cases["dp1-attn"].environment_note == "the same on every leg and rank"
+    assert cases["dp1-attn"].environment_note == "the same in every run and rank"
 
 
 def test_output_is_of_the_rank_at_fault(summary: Report) -> None:
@@ -83,11 +83,11 @@ def test_output_is_of_the_rank_at_fault(summary: Report) -> None:
     cases = {case.spec.id: case for case in summary.cases}
     hang = cases["dp3-attn"].output
     assert hang is not None
-    assert (hang.leg, hang.rank) == ("candidate", 1)
+    assert (hang.role, hang.rank) == ("candidate", 1)
     assert hang.text.endswith("last line")
     oom = cases["dp5-attn"].output
     assert oom is not None
-    assert oom.leg == "reference"
+    assert oom.role == "reference"
     assert cases["dp1-attn"].output is None
 
 
@@ -106,16 +106,26 @@ def test_runs_are_read_from_sealed_cases_too(writer: Any) -> None:
     (folder / "runs").rename(folder / "gone")
     report = summarise(folder)
     assert report.cases[0].curve is not None
-    assert report.cases[0].memory[0].worst == 40 << 20
+    assert report.cases[0].peaks["reference"] == {0: 40 << 20}
 
 
-def test_frames_hold_every_record(everything: Path) -> None:
-    """Each recorded step is a row with its exact bits; each rank has a peak."""
-    frames = load(everything)
-    num_steps = sum(len(r.steps) for run in frames.runs.values() for r in run.ranks)
-    assert len(frames.step_frame) == num_steps > 0
-    assert set(frames.step_frame["loss_bits"].str.len()) == {8}
-    assert list(frames.verdict_frame["case"]) == [v.case_id for v in frames.verdicts]
+def test_the_head_says_when_what_where_and_how_long(writer: Any, tmp_path: Path) -> None:
+    """Wall time is measured from execution to execution, else that of runs, overlaps once."""
+    writer.add("a", 1, "attn")
+    folder = writer.write()
+    assert summarise(folder).wall_s == 1.25  # three runs at the same time
+    one = {"slots": 1, "num_runs": 3, "wall_s": 60.0, "busy_slot_s": 9.0, "expected_s": 9.0}
+    (folder / "occupancy.json").write_text(json.dumps([one, one | {"wall_s": 7.5}]))
+    report = summarise(folder)
+    assert (report.wall_s, report.created) == (67.5, "2031-02-03T04:05:06+00:00")
+
+
+def test_failed_checks_come_first(summary: Report) -> None:
+    """A reader sees what failed before what passed."""
+    case = next(case for case in summary.cases if case.spec.id == "dp7-attn")
+    outcomes = [check.outcome for check in case.checks]
+    assert outcomes[0] == "failed"
+    assert outcomes == sorted(outcomes, key=list(summary.counts).index)
 
 
 def test_not_a_run_folder(tmp_path: Path) -> None:

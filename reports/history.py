@@ -1,0 +1,145 @@
+"""What the history says of the cases of a report: outcomes, values, since when one fails.
+
+Only runs up to the report's own are looked at, so that a report made again says the same.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import HarnessError
+from harness.history import DATABASE_FILE, Answer, CaseTrend, Flaky, History, flaky_cases, trends
+from harness.history.trend import METRIC_NAMES
+from harness.records import Outcome
+from reports.text import one_line
+
+MAX_RUNS = 14
+"""Runs of a strip and of a sparkline: two weeks of nightly runs say whether it is new."""
+MOST_DAYS = 60
+"""Days that are looked at for lasting changes, of which none is told from two weeks alone."""
+MOST_ANSWERS = 14_000
+"""Of all cases and days that are looked at, but for two weeks of each case: some seconds."""
+LETTERS: dict[Outcome, str] = {
+    "passed": "p", "failed": "f", "error": "e", "incomparable": "i", "skipped": "s",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CasePast:
+    """One case over the last runs, oldest first.
+
+    Attributes:
+        letters: a letter an outcome, see `LETTERS`.
+        step_us: step time in microseconds, None where nothing was measured.
+        peak_kib: peak memory in KiB.
+        words: since when it fails, lasting changes, attempts that the machine failed.
+    """
+
+    letters: str
+    step_us: tuple[int | None, ...]
+    peak_kib: tuple[int | None, ...]
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteRun:
+    """One earlier run of the scenario: its cases by outcome."""
+
+    created: str
+    commit: str
+    counts: dict[Outcome, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """The history of a report's cases; `note` says why it cannot be read, "" if it can."""
+
+    cases: dict[str, CasePast]
+    flaky: tuple[Flaky, ...]
+    suite: tuple[SuiteRun, ...] = ()
+    note: str = ""
+
+
+NOTHING = Past(cases={}, flaky=())
+
+
+def look_back(folder: Path, scenario: str, created: str, database: Path | None = None) -> Past:
+    """The last runs of every case of a scenario; raises nothing.
+
+    Args:
+        folder: the run folder that is reported.
+        scenario: its name, as the history knows it.
+        created: when the folder was made: later runs are left out.
+        database: of the history; None for the one next to the folder, if there is one.
+    """
+    place = database or folder.parent / DATABASE_FILE
+    if not place.is_file():
+        return NOTHING
+    try:
+        with History.open(place) as history:
+            days = _days(history, scenario)
+            found = trends(history, scenario, days=days, until=created)
+    except HarnessError as error:
+        return Past(cases={}, flaky=(), note=one_line(f"no history is shown: {error}"))
+    return Past(
+        cases={trend.case_id: _case(trend, days) for trend in found},
+        flaky=flaky_cases(found),
+        suite=_suite(answer for trend in found for answer in trend.answers),
+    )
+
+
+def _days(history: History, scenario: str) -> int:
+    sql = "SELECT MAX(num_cases) FROM folders WHERE scenario = ? AND typeof(num_cases) = 'integer'"
+    (row,) = history.query(sql, [scenario])
+    return min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, row[0] or 0)))
+
+
+def _suite(answers: Iterable[Answer]) -> tuple[SuiteRun, ...]:
+    """Outcomes of the last runs, oldest first; none if there is but one run."""
+    counts: dict[tuple[str, str, str], Counter[Outcome]] = {}
+    for answer in answers:
+        key = (answer.created, answer.folder, answer.commit)
+        counts.setdefault(key, Counter())[answer.outcome] += 1
+    last = sorted(counts)[-MAX_RUNS:] if len(counts) > 1 else []
+    return tuple(
+        SuiteRun(
+            created=one_line(key[0], 60), commit=short_commit(key[2]), counts=dict(counts[key])
+        )
+        for key in last
+    )
+
+
+def _case(trend: CaseTrend, days: int) -> CasePast:
+    answers = trend.answers[-MAX_RUNS:]
+    words = [
+        f"{METRIC_NAMES[s.metric]} {s.change.ratio:+.1%} since {_when(s.first)}"
+        for s in trend.shifts
+    ]
+    if trend.first_bad is not None:
+        good = trend.last_good
+        before = f"last good {_when(good)}" if good else f"no pass in the last {days} days"
+        words.insert(0, f"first bad {_when(trend.first_bad)}, {before}")
+    again = [answer for answer in answers if answer.retried]
+    if again:
+        noun = "run" if len(again) == 1 else "runs"
+        words.append(f"tried again in {len(again)} {noun}: {', '.join(again[-1].retried)}")
+    return CasePast(
+        letters="".join(LETTERS[answer.outcome] for answer in answers),
+        step_us=tuple(_scaled(answer.step_s, 1e6) for answer in answers),
+        peak_kib=tuple(_scaled(answer.peak_bytes, 1 / 1024) for answer in answers),
+        words=tuple(one_line(text, 300) for text in words),
+    )
+
+
+def _when(answer: Answer) -> str:
+    return f"{answer.created[:10]} at {short_commit(answer.commit)}"
+
+
+def _scaled(value: float | None, unit: float) -> int | None:
+    return None if value is None else round(value * unit)
+
+
+def short_commit(commit: str) -> str:
+    """The first 12 characters; that it is unknown where there is none."""
+    return one_line(commit, 60)[:12] or "an unknown commit"
