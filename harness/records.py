@@ -16,30 +16,30 @@ Record lines of one rank, in order:
     end    once, only if all steps ran
 """
 
+import dataclasses
 import hashlib
 import re
+import struct
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from harness.codec import Json, RecordError, dumps, strict_loads
-from harness.float_bits import FloatBits, ulp_distance
-from harness.plant_spec import PlantSpec
+from harness.codec import MAX_INT, Json, RecordError, dumps, strict_loads
 from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
     "ABSENT", "COPIES", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
     "RECORD_KINDS", "SAMPLES", "SCHEMA_VERSION", "TAP_HEX_CHARS", "TOKENS", "UNFINISHED", "WHATS",
-    "CaseSpec",
-    "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord", "Ending",
-    "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord",
-    "Json", "KeepSpec", "NamesRecord",
-    "Outcome", "Passed", "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record",
-    "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse",
-    "Verdict", "What", "dumps", "parse_record", "ulp_distance",
+    "CaseSpec", "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord",
+    "Ending", "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GivenCall",
+    "GraphUse", "InitialRecord", "Json", "KeepSpec", "NamesRecord", "Outcome", "Passed",
+    "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record", "RecordError", "RunOutcome",
+    "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse", "Verdict", "What", "dumps",
+    "each_of", "given_in", "joined", "parse_record", "ulp_distance",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -102,7 +102,117 @@ class ExitCode(IntEnum):
 MAX_KEPT_BYTES = 256 << 20
 
 
+_FORMS = {8: ">f", 16: ">d"}
+"""Hex digits to how they are unpacked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatBits(Json):
+    """A float32 as its 8 hex digits or a float64 as its 16, big-endian.
+
+    `value` is the number for people, None where it is not finite.
+    """
+
+    bits: str
+    value: float | None
+
+    def __post_init__(self) -> None:
+        if len(self.bits) not in _FORMS or not set(self.bits) <= set("0123456789abcdef"):
+            raise RecordError(f"bits: expected 8 or 16 lower-case hex digits, got {self.bits!r}")
+        shown = _finite(self.bits)
+        if shown != self.value:
+            raise RecordError(f"bits {self.bits} say {shown!r} but value says {self.value!r}")
+
+    @classmethod
+    def from_bits(cls, pattern: int) -> Self:
+        """From the unsigned 32-bit integer view of a float32."""
+        return cls.from_hex(f"{pattern:08x}")
+
+    @classmethod
+    def from_hex(cls, bits: str) -> Self:
+        """From 8 hex digits of a float32 or 16 of a float64.
+
+        Raises:
+            RecordError: neither.
+        """
+        return cls(bits=bits, value=_finite(bits) if len(bits) in _FORMS else None)
+
+    @property
+    def finite(self) -> bool:
+        """Whether it is neither NaN nor infinite."""
+        return self.value is not None
+
+    @property
+    def is_double(self) -> bool:
+        """Whether it is a float64."""
+        return len(self.bits) == 16
+
+
+def ulp_distance(a: FloatBits, b: FloatBits) -> int | None:
+    """Number of floats of their width between `a` and `b` (0 for -0.0 against 0.0).
+
+    None past infinity, between two widths, and past 63 bits.
+    """
+    if not (a.finite and b.finite) or a.is_double != b.is_double:
+        return None
+    distance = abs(_ordinal(a) - _ordinal(b))
+    return distance if distance < MAX_INT else None
+
+
+def _ordinal(value: FloatBits) -> int:
+    pattern, sign = int(value.bits, 16), 1 << (4 * len(value.bits) - 1)
+    return -(pattern & (sign - 1)) if pattern & sign else pattern
+
+
+def _finite(bits: str) -> float | None:
+    number: float = struct.unpack(_FORMS[len(bits)], bytes.fromhex(bits))[0]
+    return number if number - number == 0 else None
+
+
 # --- specifications ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantSpec(Json):
+    """A known fault to plant in a run.
+
+    Attributes:
+        fault: its name in the catalogue.
+        rank: -1 is the last rank.
+        tensor: name of a parameter, "" for the fault's own choice.
+        legs: of a case, those that it is planted in.
+        chance: that it fires, decided once a run, for all ranks.
+        beside: further faults of the same run, which have none beside themselves.
+    """
+
+    fault: str
+    step: int = 0
+    rank: int = -1
+    tensor: str = ""
+    legs: tuple[str, ...] = ("candidate",)
+    chance: float = 1.0
+    beside: "tuple[PlantSpec, ...]" = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # As it is read back from JSON, or another key would come of it.
+        object.__setattr__(self, "chance", float(self.chance))
+
+    @property
+    def each(self) -> "tuple[PlantSpec, ...]":
+        """Every fault by itself."""
+        return (dataclasses.replace(self, beside=()), *self.beside)
+
+
+def joined(plants: Iterable[PlantSpec]) -> PlantSpec | None:
+    """All of them as one; None if there are none."""
+    held = [fault for plant in plants for fault in plant.each]
+    return dataclasses.replace(held[0], beside=tuple(held[1:])) if held else None
+
+
+def each_of(plant: PlantSpec | None) -> tuple[PlantSpec, ...]:
+    """The faults of a plant, none of no plant."""
+    return () if plant is None else plant.each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -664,3 +774,38 @@ class Verdict(Json):
     check: str = ""
     ending: Ending | None = None
     confirmation: Confirmation | None = None
+
+
+# --- what a rank gave to collectives ---------------------------------------------------------
+
+GIVEN = "given"
+"""Name of the event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenCall(Json):
+    """One collective that a rank entered.
+
+    Attributes:
+        operator: `allgather_base`.
+        label: whose it is, as far as that is known: `layers.1`.
+        group: global ranks that take part in it.
+        digest: of the tensors that the rank brought along, in hex.
+    """
+
+    operator: str
+    label: str
+    group: tuple[int, ...]
+    digest: str
+
+
+def given_in(records: RankRecords, step: int) -> tuple[GivenCall, ...]:
+    """In the order in which the rank entered them; empty where nothing was written down."""
+    for event in records.events:
+        if event.name == GIVEN and event.step == step:
+            calls = event.detail.get("calls")
+            try:
+                return tuple(GivenCall.from_json(each) for each in calls or ())
+            except (RecordError, TypeError):
+                return ()
+    return ()

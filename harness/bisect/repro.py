@@ -39,9 +39,8 @@ from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
-from harness.plant_spec import PlantSpec
 from harness.program.spec import capabilities_of, command_line
-from harness.records import CaseSpec, RunSpec, Verdict, What
+from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict, What
 from harness.scenario.case_id import whole_id
 from harness.scenario.matrix import expand
 from harness.scenario.program_section import OPEN

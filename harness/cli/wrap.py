@@ -34,8 +34,8 @@ from harness.records import ExitCode, RunResult, RunSpec
 from harness.runner import recorded
 from harness.runner.recorded import Part
 from harness.scenario.program_section import DETERMINISM
-from harness.store.find import DEFAULT_OUT, unused
 from harness.store.streams import read_start
+from harness.store.verify import DEFAULT_OUT, unused
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
              signal.SIGUSR2, signal.SIGCONT)  # fmt: skip

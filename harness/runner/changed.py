@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import commit
+from harness import provenance
 from harness.history import History
 from harness.history.entries import CaseEntry, FolderEntry, inputs_of, name_of
 from harness.history.gathering import environment_of
@@ -56,7 +56,7 @@ def _answers(database: Path, environment: str) -> dict[str, set[str]]:
             if folder.environment_id != environment:
                 continue
             if folder.commit not in same:
-                same[folder.commit] = commit.same_code(folder.commit)
+                same[folder.commit] = provenance.same_code(folder.commit)
             if not same[folder.commit]:
                 continue
             for _, answer in history.rows(CaseEntry, "WHERE folder = ?", [folder.id]):

@@ -55,8 +55,8 @@ from harness.runner.shards import refuse_changed, take_shard
 from harness.scenario.schema import Overrides
 from harness.scenario.suite import load_suite
 from harness.store import RunFolder, load_case
-from harness.store.find import DEFAULT_OUT, unused
 from harness.store.merge import keep_whole
+from harness.store.verify import DEFAULT_OUT, unused
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",

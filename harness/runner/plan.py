@@ -29,9 +29,8 @@ from harness.collector import held_off
 from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
 from harness.machine import num_cores
-from harness.plant_spec import each_of
 from harness.provenance import package_version
-from harness.records import CaseSpec, Json, RunSpec
+from harness.records import CaseSpec, Json, RunSpec, each_of
 from harness.repeats import in_turn, runs_of
 from harness.runner.schedule import Job, Seconds, arrange, makespan_s
 from harness.samples import SLOWDOWN

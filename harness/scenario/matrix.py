@@ -29,8 +29,7 @@ from harness.checks.speed import TIMED_STEPS
 from harness.collector import held_off
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
-from harness.plant_spec import PlantSpec, each_of, joined
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, PlantSpec, RunSpec, each_of, joined
 from harness.samples import refusal
 from harness.scenario.case_id import Assignment, Choice, unique_ids
 from harness.scenario.decode import dotted

@@ -34,8 +34,7 @@ from fsdp_core.layouts import legal_layouts
 from harness.errors import shown
 from harness.faults.catalogue import CATALOGUE, LEGS, is_of_any_engine
 from harness.faults.fault import Fault
-from harness.plant_spec import PlantSpec, joined
-from harness.records import MAX_WORLD_SIZE
+from harness.records import MAX_WORLD_SIZE, PlantSpec, joined
 from harness.scenario.decode import (
     Taker,
     dotted,

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.plant_spec import PlantSpec
-from harness.records import EndRecord, ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
+from harness.records import EndRecord, ErrorRecord, PlantSpec, RankExit, RunOutcome, RunSpec, dumps
 from harness.soaking import SoakSpec
 
 SPEC = RunSpec(

@@ -1,11 +1,11 @@
-"""Contracts of harness.commit: which code ran, with what lies on top of the commit."""
+"""Contracts of harness.provenance: which code ran, with what lies on top of the commit."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from harness.commit import describe, same_code
+from harness.provenance import describe, same_code
 
 
 def git(root: Path, *arguments: str) -> str:

@@ -1,7 +1,6 @@
-"""Contracts of harness.plant_spec."""
+"""Contracts of harness.records."""
 
-from harness.plant_spec import PlantSpec, each_of, joined
-from harness.records import RunSpec
+from harness.records import PlantSpec, RunSpec, each_of, joined
 
 ULP = PlantSpec(fault="ulp", step=3, rank=1)
 HANG = PlantSpec(fault="hang", step=4, chance=0.3)

@@ -85,7 +85,7 @@ def test_changed_leaves_out_what_has_passed_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Passed: left out. Failed, other code, other limits, another environment: run again."""
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "c" * 40)
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "c" * 40)
     file = str(folder / "free.yaml")
     engine.spoil = unequal
     assert main(["run", file]) == 1
@@ -104,7 +104,7 @@ def test_changed_leaves_out_what_has_passed_as_it_is(
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     assert run_json(capsys, *changed)[1]["num_cases"] == 4
     monkeypatch.delenv("NCCL_ALGO")
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "d" * 40)
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "d" * 40)
     assert run_json(capsys, *changed)[1]["num_cases"] == 4
 
 
@@ -240,9 +240,9 @@ def test_a_shard_of_another_commit_does_not_answer_for_this_one(
 ) -> None:  # fmt: skip
     """What an earlier night left in the workspace is refused; an unknown commit is not another."""
     for index, commit in ((1, "a" * 40), (2, "b" * 40)):
-        monkeypatch.setattr("harness.commit.describe", lambda root=None, commit=commit: commit)
+        monkeypatch.setattr("harness.provenance.describe", lambda root=None, commit=commit: commit)
         assert main(["run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}"]) == 0
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "")
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "")
     assert main(["run", *SMOKE, "--shard", "2/2", "--out", "unknown"]) == 0
     capsys.readouterr()
     assert main(["merge", "s1", "s2", "--out", "m"]) == 4
