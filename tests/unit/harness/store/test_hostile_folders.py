@@ -15,13 +15,11 @@ from harness.checks.complete import find_flaw
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
 from harness.engine.slurm_job import load_submission
-from harness.errors import Infrastructure
 from harness.masking import MASK
 from harness.records import RunResult, Verdict
 from harness.runner import display, launch, occupancy
 from harness.runner.run import Silent, execute
 from harness.store import RunFolder
-from harness.store.files import FolderLock, write_atomic
 from reports.reading import history_note
 from reports.text import tail
 from tests.damaged_folders import good, hands
@@ -82,18 +80,6 @@ def test_what_is_no_file_is_not_read(reader: str, kind: str, tmp_path: Path) -> 
     else:
         os.mkfifo(tmp_path / name)
     assert not read(tmp_path / name)
-
-
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    """Neither a lock nor a file that is made beside its place reaches what a link points to."""
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / "lock").symlink_to("mine")
-    with pytest.raises(Infrastructure, match="cannot lock"):
-        FolderLock(tmp_path / "lock").acquire()
-    (tmp_path / f".f.{os.getpid()}.tmp").symlink_to("mine")
-    with pytest.raises(Infrastructure, match="cannot write"):
-        write_atomic(tmp_path / "f", "theirs")
-    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def without_layers(config: dict[str, Any]) -> None:
