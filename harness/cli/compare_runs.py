@@ -18,7 +18,7 @@ from harness.program.spec import POSITIONAL, program_of
 from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
 from harness.runner import display, recorded
-from harness.scenario.sections import decode_expect
+from harness.scenario.schema import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome
 from harness.store.files import link_or_copy, make_folder, write_atomic

@@ -35,7 +35,7 @@ from harness.pytest_plugin.collection import (
 from harness.records import ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import Silent, advance
-from harness.scenario.sections import TIERS
+from harness.scenario.schema import TIERS
 from harness.scenario.suite import SUFFIXES, joined
 from harness.store import MANIFEST_FILE, RunFolder
 from harness.store.verify import DEFAULT_OUT, unused

@@ -1,4 +1,4 @@
-"""Contracts of harness.scenario.selection: `-k`, and pairs of values."""
+"""Contracts of harness.scenario.suite: `-k`, and pairs of values."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.errors import UsageError
 from harness.records import CaseSpec, RunSpec
-from harness.scenario.selection import num_pairs, pairwise, select
+from harness.scenario.suite import num_pairs, pairwise, select
 
 RUN = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1.0)
 

@@ -10,8 +10,7 @@ from harness.errors import ScenarioError, UsageError
 from harness.repeats import confirming_runs
 from harness.runner import launch
 from harness.runner.launch import Request, prepare
-from harness.scenario.schema import Overrides, load_scenario
-from harness.scenario.sections import Launch
+from harness.scenario.schema import Launch, Overrides, load_scenario
 
 SCENARIO = """\
 name: small
