@@ -5,7 +5,7 @@
     of a folder   in its manifest          `record`: code, packages, variables, hardware, programs
 
 What reads them: the gates of a verdict (`harness.checks.environment`), `--resume` (`deciding`), the
-history and `select: changed` (`for_history`), the bisector (`facts`). Values of variables have no
+history (`for_history`), the bisector (`facts`). Values of variables have no
 secrets, a host is a hash of its name. Needs nothing but the standard library, so that the recorder
 can use it in a program's own environment.
 """
@@ -27,7 +27,6 @@ PACKAGES = ("fsdp_core", "harness")
 TIMEOUT_S = 30.0
 HASH_CHARS = 8
 _OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
-_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 FINGERPRINT = "fingerprint"
 """Key of a start record's environment: the part that gates verdicts."""
@@ -330,7 +329,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-# --- the commit ---
+# --- the commit -----------------------------------------------------------------------------
 
 
 def describe(root: Path | None = None) -> str:
@@ -354,24 +353,6 @@ def describe(root: Path | None = None) -> str:
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
     return f"{commit}+{digest.hexdigest()[:HASH_CHARS]}"
-
-
-def same_code(recorded: str, root: Path | None = None) -> bool:
-    """Whether the packages under `root` are as in a `describe` of earlier, by the paths touched.
-
-    A commit that changed other paths only has the same code. False where git does not know.
-    """
-    now = describe(root)
-    if not now or not recorded or now == recorded:
-        return bool(now) and now == recorded
-    if "+" in now or not _COMMIT.fullmatch(recorded):
-        return False
-    root = root or Path(__file__).parents[1]
-    try:
-        git(root, "diff", "--quiet", recorded, "HEAD", "--", *PACKAGES)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
 
 
 def git(root: Path, *arguments: str) -> bytes:

@@ -19,28 +19,24 @@ Record lines of one rank, in order:
 import dataclasses
 import hashlib
 import re
-import struct
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from harness.codec import MAX_INT, Json, RecordError, dumps, strict_loads
+from harness.codec import FloatBits, Json, RecordError, dumps, strict_loads, ulp_distance
 from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
 __all__ = [
-    "ABSENT", "COPIES", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
-    "RECORD_KINDS", "SAMPLES", "SCHEMA_VERSION", "TAP_HEX_CHARS", "TOKENS", "UNFINISHED", "WHATS",
-    "CaseSpec", "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord",
-    "Ending", "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GivenCall",
-    "GraphUse", "InitialRecord", "Json", "KeepSpec", "NamesRecord", "Outcome", "Passed",
-    "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record", "RecordError", "RunOutcome",
-    "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse", "Verdict", "What", "dumps",
-    "each_of", "given_in", "joined", "parse_record", "ulp_distance",
-]  # fmt: skip
+    "FloatBits",
+    "Json",
+    "RecordError",
+    "dumps",
+    "ulp_distance",
+]  # of codec
 
 SCHEMA_VERSION = 1
 
@@ -49,11 +45,9 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomp
 
 What = Literal[
     "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "noisy",
-    "missing_step", "missing_rank",
-    "record_after_end", "corrupt_record", "empty_run", "not_replayed",
-    "not_compiled", "illegal_access", "oom",
-    "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
-    "capture_refused",
+    "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
+    "not_replayed", "not_compiled", "illegal_access", "oom", "hang", "crashed", "killed",
+    "static_buffer", "stale_address", "stale_guards", "race", "capture_refused",
     "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
     "interrupted", "shared_gpu", "other_parts", "same_data",
 ]  # fmt: skip
@@ -102,87 +96,15 @@ class ExitCode(IntEnum):
 MAX_KEPT_BYTES = 256 << 20
 
 
-_FORMS = {8: ">f", 16: ">d"}
-"""Hex digits to how they are unpacked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FloatBits(Json):
-    """A float32 as its 8 hex digits or a float64 as its 16, big-endian.
-
-    `value` is the number for people, None where it is not finite.
-    """
-
-    bits: str
-    value: float | None
-
-    def __post_init__(self) -> None:
-        if len(self.bits) not in _FORMS or not set(self.bits) <= set("0123456789abcdef"):
-            raise RecordError(f"bits: expected 8 or 16 lower-case hex digits, got {self.bits!r}")
-        shown = _finite(self.bits)
-        if shown != self.value:
-            raise RecordError(f"bits {self.bits} say {shown!r} but value says {self.value!r}")
-
-    @classmethod
-    def from_bits(cls, pattern: int) -> Self:
-        """From the unsigned 32-bit integer view of a float32."""
-        return cls.from_hex(f"{pattern:08x}")
-
-    @classmethod
-    def from_hex(cls, bits: str) -> Self:
-        """From 8 hex digits of a float32 or 16 of a float64.
-
-        Raises:
-            RecordError: neither.
-        """
-        return cls(bits=bits, value=_finite(bits) if len(bits) in _FORMS else None)
-
-    @property
-    def finite(self) -> bool:
-        """Whether it is neither NaN nor infinite."""
-        return self.value is not None
-
-    @property
-    def is_double(self) -> bool:
-        """Whether it is a float64."""
-        return len(self.bits) == 16
-
-
-def ulp_distance(a: FloatBits, b: FloatBits) -> int | None:
-    """Number of floats of their width between `a` and `b` (0 for -0.0 against 0.0).
-
-    None past infinity, between two widths, and past 63 bits.
-    """
-    if not (a.finite and b.finite) or a.is_double != b.is_double:
-        return None
-    distance = abs(_ordinal(a) - _ordinal(b))
-    return distance if distance < MAX_INT else None
-
-
-def _ordinal(value: FloatBits) -> int:
-    pattern, sign = int(value.bits, 16), 1 << (4 * len(value.bits) - 1)
-    return -(pattern & (sign - 1)) if pattern & sign else pattern
-
-
-def _finite(bits: str) -> float | None:
-    number: float = struct.unpack(_FORMS[len(bits)], bytes.fromhex(bits))[0]
-    return number if number - number == 0 else None
-
-
 # --- specifications ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlantSpec(Json):
-    """A known fault to plant in a run.
+    """A known fault to plant in a run, `beside` others, which have none beside themselves.
 
-    Attributes:
-        fault: its name in the catalogue.
-        rank: -1 is the last rank.
-        tensor: name of a parameter, "" for the fault's own choice.
-        legs: of a case, those that it is planted in.
-        chance: that it fires, decided once a run, for all ranks.
-        beside: further faults of the same run, which have none beside themselves.
+    `rank` -1 is the last; `tensor` is a parameter's name, "" for the fault's own choice; `legs` are
+    the runs of a case that it is planted in; `chance` that it fires is decided once a run.
     """
 
     fault: str
@@ -219,11 +141,9 @@ def each_of(plant: PlantSpec | None) -> tuple[PlantSpec, ...]:
 class KeepSpec(Json):
     """Contents of tensors that every rank writes down, as they were digested in one step.
 
-    Attributes:
-        step: of which.
-        names: `grads:layers.0.attn.attention.wq.weight`, a digest group and a name in its records;
-            `layers.1.attn:output[1]`, a row of taps that the run has; a star is any text.
-        max_bytes: of all of them on one rank; more is an error of the rank.
+    `names`: `grads:layers.0.attn.attention.wq.weight`, a digest group and a name in its records, or
+    `layers.1.attn:output[1]`, a row of taps that the run has; a star is any text. More than
+    `max_bytes` of them on one rank is an error of the rank.
     """
 
     step: int
@@ -232,12 +152,10 @@ class KeepSpec(Json):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step < 0:
-            raise RecordError(f"keep.step: expected a number >= 0, got {self.step}")
-        if not self.names:
-            raise RecordError("keep.names: expected names of tensors, got none")
-        if self.max_bytes <= 0:
-            raise RecordError(f"keep.max_bytes: expected a number > 0, got {self.max_bytes}")
+        for name, is_legal in {"step": self.step >= 0, "names": bool(self.names),
+                               "max_bytes": self.max_bytes > 0}.items():  # fmt: skip
+            if not is_legal:
+                raise RecordError(f"keep.{name}: expected one or more, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,9 +191,8 @@ class RunSpec(Json):
         # An int here would give another key than the same specification read back from JSON.
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         if self.world_size > MAX_WORLD_SIZE:
-            raise RecordError(
-                f"world_size: expected at most {MAX_WORLD_SIZE}, got {self.world_size}"
-            )
+            most = f"at most {MAX_WORLD_SIZE}"
+            raise RecordError(f"world_size: expected {most}, got {self.world_size}")
         graph = self.config.get("graph", ())
         if not isinstance(graph, list | tuple) or not all(isinstance(n, str) for n in graph):
             raise RecordError(f"config.graph: expected a list of names, got {graph!r:.80}")
@@ -341,13 +258,10 @@ class CaseSpec(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord(Json):
-    """First line of a rank.
+    """First line of a rank: `tensors` names those of each digest group, in digest order.
 
-    Attributes:
-        tensors: per digest group, names of the tensors in digest order.
-        taps: names of the rows of taps: `layers.3.attn:output[1]`, of the second call of a step.
-        tap_stages: for each row, the stage of the pipeline that its module is in.
-        run: key of the run.
+    `taps` are the rows of taps: `layers.3.attn:output[1]`, of the second call of a step; each with
+    the stage of the pipeline that its module is in. `run` is the key of the run.
     """
 
     schema: int
@@ -367,22 +281,17 @@ class StartRecord(Json):
 class StepRecord(Json):
     """One step of one rank.
 
-    Attributes:
-        loss: mean over all tokens of the step, of all ranks, float32; of another program the mean
-            of the rank's microbatches, None if it has none.
-        microbatch_losses: of the rank's own tokens, float32; of another program as it computed
-            them, before a GradScaler, float64 where they were.
-        grad_norm: global gradient norm before clipping; None if the program computes none.
-        digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
-        nonfinite: per group, names of tensors that hold a NaN or an infinity.
-        step_s: seconds from the end of the step before to its own, on the device.
-        live_bytes: memory in use after the step.
-        peak_bytes: highest memory in use so far.
-        taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
-        pointer_changes: long-lived tensors that moved since the step before; None if not counted.
-        device_bytes: used on the whole GPU, by the driver; at the last step of a flush, else None.
-        host_bytes: memory of the rank's process that no file holds; None if not counted.
-        skipped: why the optimizer did not take the step; "" where it did.
+    `loss` is the mean over all tokens of the step, of all ranks, float32; of another program the
+    mean of the rank's microbatches, None if it has none. `microbatch_losses` are of the rank's own
+    tokens, float32; of another program as it computed them, before a GradScaler. `grad_norm` is
+    global, before clipping. `digests`: per group, concatenated, in the order of
+    `StartRecord.tensors`; `nonfinite`: names of tensors that hold a NaN or an infinity.
+
+    `step_s`: seconds from the end of the step before to its own, on the device. Bytes: `live` after
+    the step, `peak` so far, `device` on the whole GPU by the driver, at the last step of a flush,
+    `host` of the rank's process that no file holds. `taps`: the rows, `TAP_HEX_CHARS` each.
+    `pointer_changes`: long-lived tensors that moved since the step before; None if not counted.
+    `skipped`: why the optimizer did not take the step; "" where it did.
     """
 
     step: int
@@ -451,13 +360,7 @@ class StreamUse(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class RaceEvidence(Json):
-    """Two uses of one tensor's memory that nothing orders.
-
-    Attributes:
-        tensor: as people name it, its unit included.
-        unit: FSDP unit that holds it, "" if none does.
-        is_gradient: whether gradients are in it, of a parameter or on their way.
-    """
+    """Two uses of one tensor's memory that nothing orders; `unit` is the FSDP unit, or ""."""
 
     tensor: str
     unit: str
@@ -470,15 +373,10 @@ class RaceEvidence(Json):
 class ErrorRecord(Json):
     """The exception that ended the rank, already classified by the rank itself.
 
-    All fields from `blames` on are empty where they do not apply.
-
-    Attributes:
-        blames: the rank that had failed before, as far as this one heard of it.
-        module: dotted name of the innermost module at work.
-        phase: the part of a step that the exception passed through.
-        raised_at: `file.py:line function` of the innermost frame outside of torch.
-        tensors: names that the exception gives, the worst first.
-        race: the first race, of an exception of the race detector.
+    `blames` is the rank that had failed before, as far as this one heard of it; `module` the
+    innermost at work, by its dotted name; `raised_at` is `file.py:line function` of the innermost
+    frame outside of torch; `tensors` are names that the exception gives, the worst first; `race`
+    the first race that the detector saw. All are empty where they do not apply.
     """
 
     rank: int
@@ -554,11 +452,7 @@ RECORD_KINDS: dict[str, type[Record]] = {
 
 
 def parse_record(line: bytes | str) -> Record:
-    """Decode one line of a rank's file.
-
-    Raises:
-        RecordError: not JSON, unknown kind, or a field missing, unknown or of the wrong type.
-    """
+    """Decode one line of a rank's file (`RecordError`: it does not decode)."""
     try:
         plain = strict_loads(line)
     except ValueError as error:
@@ -607,16 +501,10 @@ class Entered(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFault(Json):
-    """Ranks that a collective lacks, or that are in another one than the rest of its group.
+    """`ranks` that a collective lacks, or that are in another one than the rest of its group.
 
-    Attributes:
-        ranks: at fault.
-        entered: what they are in; None if they wait in no collective at all.
-        others: who waits for them.
-        expected: what the others are in.
-        group: global ranks that take part in it.
-        number: how many collectives of the group that makes.
-        step: of the training; None if nobody counted.
+    They `entered` something else, or None; `others` wait for them in what was `expected`, the
+    `number`th collective of the `group` of global ranks; `step` is None if nobody counted.
     """
 
     ranks: tuple[int, ...]
@@ -632,14 +520,9 @@ class CollectiveFault(Json):
 class Ending(Json):
     """What ended a run, in fields: those of the rank at fault, empty where nothing is known.
 
-    Attributes:
-        exception: type of what it raised.
-        signal: name of what killed it: `SIGSEGV`.
-        raised_at, phase, module: as in its `ErrorRecord`; of a rank that was killed while graphs
-            were captured, the module that it had noted.
-        tensor: the first that it names.
-        collective: why ranks waited in vain.
-        machine: name of the machine's failure, where the engine saw it (`harness.infrastructure`).
+    The type of its `exception` or the name of the `signal`; `raised_at`, `phase` and `module` as in
+    its `ErrorRecord`; the first `tensor` that it names; the `collective` in which ranks waited in
+    vain; the failure of the `machine` that the engine saw (`harness.infrastructure`).
     """
 
     exception: str = ""
@@ -735,15 +618,10 @@ class CheckResult(Json):
 class Confirmation(Json):
     """Whether a difference came again where both sides were run once more.
 
-    Attributes:
-        outcome: `came_again`: the first difference is the same, in place and bits.
-            `differs_otherwise`: the first difference has another place or other bits.
-            `did_not_come_again`: no bit differs. `not_made`: not both were run to their end yet.
-        reference_repeats: whether the repeat has every bit of the first run; None if not made.
-        candidate_repeats: the same of the candidate.
-        difference: the first between the two repeats; None if there is none.
-        what: why it was not made: what is wrong with a repeat; "" if it was only not run yet.
-        runs: keys of the repeats, `reference` and `candidate`.
+    `came_again`: the first difference is the same, in place and bits; `differs_otherwise`: it is
+    another. Each side `repeats` if its repeat has every bit of the first run; None if not made.
+    `difference` is the first between the repeats, `what` says what is wrong with one; `runs` are
+    their keys, `reference` and `candidate`.
     """
 
     outcome: Literal["came_again", "differs_otherwise", "did_not_come_again", "not_made"]
@@ -784,14 +662,8 @@ GIVEN = "given"
 
 @dataclass(frozen=True, kw_only=True)
 class GivenCall(Json):
-    """One collective that a rank entered.
-
-    Attributes:
-        operator: `allgather_base`.
-        label: whose it is, as far as that is known: `layers.1`.
-        group: global ranks that take part in it.
-        digest: of the tensors that the rank brought along, in hex.
-    """
+    """A collective that a rank entered: whose it is, as far as that is known, the global ranks of
+    its group, and the digest, in hex, of the tensors that the rank brought along."""
 
     operator: str
     label: str

@@ -20,7 +20,7 @@ PATTERNS = {
     "harness/store/verify.py": (1, NAMES),
     "harness/runner/leftovers.py": (1, NAMES),
     "harness/records.py": (1, NAMES),
-    "harness/provenance.py": (4, "variables of the environment, commits, the driver's version"),
+    "harness/provenance.py": (3, "variables of the environment, commits, the driver's version"),
     "harness/recorder/taps.py": (4, NAMES),
     "harness/scenario/schema.py": (1, NAMES),
     "harness/scenario/suite.py": (1, NAMES),
