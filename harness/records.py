@@ -30,13 +30,7 @@ from harness.codec import FloatBits, Json, RecordError, dumps, strict_loads, ulp
 from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
-__all__ = [
-    "FloatBits",
-    "Json",
-    "RecordError",
-    "dumps",
-    "ulp_distance",
-]  # of codec
+__all__ = ["FloatBits", "Json", "RecordError", "dumps", "ulp_distance"]  # of codec
 
 SCHEMA_VERSION = 1
 

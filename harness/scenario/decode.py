@@ -37,14 +37,14 @@ def refuse(
     node: Node, key: str, expected: str, *, legal: Iterable[object] = (), got: str = ""
 ) -> ScenarioError:
     """The error for a value that is not as expected."""
-    return node.origin.error(key, expected=expected, got=got or node.shown(), legal=tuple(legal))
+    return node.origin.error(key, expected, got or node.shown(), legal=tuple(legal))
 
 
 def unknown_key(name: str, origin: Origin, parent: str, legal: Iterable[str]) -> ScenarioError:
     """The error for a key that means nothing, with the closest that does."""
     legal = tuple(legal)
     got = f"{Node(name, origin).shown()}{did_you_mean(name, legal)}"
-    return origin.error(dotted(parent, name), expected="a known key", got=got, legal=legal)
+    return origin.error(dotted(parent, name), "a known key", got, legal=legal)
 
 
 def dotted(parent: str, name: str) -> str:
@@ -66,7 +66,7 @@ def take_mapping(
     for name in required:
         if name not in node.value:
             where = dotted(key, name)
-            raise node.origin.error(where, expected="this key", got="nothing", legal=known or ())
+            raise node.origin.error(where, "this key", "nothing", legal=known or ())
     if not node.value and not may_be_empty:
         raise refuse(node, key, "at least one key", got="an empty mapping", legal=known or ())
     return node.value

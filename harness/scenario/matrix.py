@@ -112,8 +112,8 @@ def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]
         if not (places := matching(rule.choices)):
             raise rule.origin.error(
                 "exclude",
-                expected="an entry that removes a case",
-                got=f"{_words(rule)}, which matches none (the reference leg is no case)",
+                "an entry that removes a case",
+                f"{_words(rule)}, which matches none (the reference leg is no case)",
             )
         removed.update(places)
     return _include(scenario, [each for n, each in enumerate(held) if n not in removed])
@@ -124,7 +124,7 @@ def _check_size(scenario: Scenario) -> None:
     if count > MAX_COMBINATIONS:
         lengths = " x ".join(f"{axis.name} {len(axis.choices)}" for axis in scenario.axes)
         most, got = f"at most {MAX_COMBINATIONS:,} combinations", f"{lengths} = {count:,}"
-        raise scenario.axes[0].origin.error("axes", expected=most, got=got)
+        raise scenario.axes[0].origin.error("axes", most, got)
 
 
 def _columns(scenario: Scenario) -> dict[str, list[Choice]]:
@@ -174,8 +174,8 @@ def _include(
         elif not others:
             raise rule.origin.error(
                 "include",
-                expected="an entry that extends or adds a case",
-                got=f"{_words(rule)}, a case that the axes already give",
+                "an entry that extends or adds a case",
+                f"{_words(rule)}, a case that the axes already give",
             )
         for place in places:
             _extend(extended[place], others, rule)
@@ -188,8 +188,8 @@ def _extend(held: Assignment, others: Mapping[str, Choice], rule: Rule) -> None:
             if other != key and (shared := set(earlier.leaves) & set(choice.leaves)):
                 raise rule.origin.error(
                     dotted("include", key),
-                    expected="one name for a setting",
-                    got=f"{min(shared)}, which an earlier entry sets as {other}",
+                    "one name for a setting",
+                    f"{min(shared)}, which an earlier entry sets as {other}",
                 )
         held[key] = choice
 
@@ -201,8 +201,8 @@ def _added(scenario: Scenario, rule: Rule) -> Assignment:
         got = "nothing" if choice is None else "the reference, which is no case by itself"
         raise (rule.origin if choice is None else choice.origin).error(
             dotted("include", axis),
-            expected="a value to compare with the reference, since no case fits to be extended",
-            got=got,
+            "a value to compare with the reference, since no case fits to be extended",
+            got,
         )
     return dict(rule.choices)
 
@@ -234,14 +234,14 @@ class _Maker:
         choice, key = held[compare.axis], dotted("axes", compare.axis)
         if runs[0] == runs[1]:
             got = f"{choice.label}, which leaves candidate and reference alike"
-            raise choice.origin.error(key, expected="a value that changes the run", got=got)
+            raise choice.origin.error(key, "a value that changes the run", got)
         for origin, at, expected, got in self._mismatches(choice, candidate, reference):
-            raise origin.error(at, expected=expected, got=got)
+            raise origin.error(at, expected, got)
         if (other := self.seen.setdefault(runs, name)) != name:
             got = f"{name}, the same runs as {other}"
-            raise choice.origin.error(key, expected="each case once", got=got)
+            raise choice.origin.error(key, "each case once", got)
         for origin, at, expected, got in self._idle(candidate, reference):
-            raise origin.error(at, expected=expected, got=got)
+            raise origin.error(at, expected, got)
         self._check_planted(held, candidate, reference, plants)
         soaks = self._who_soaks(candidate, reference)
         return CaseSpec(

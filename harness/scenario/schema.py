@@ -221,7 +221,7 @@ def split_option(option: str, text: str) -> tuple[str, Node, Origin]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not (equals and key and value.strip()):
-        raise Origin(f"{option} {text!r}").error(key or "key", expected="KEY=YAML", got=repr(text))
+        raise Origin(f"{option} {text!r}").error(key or "key", "KEY=YAML", repr(text))
     origin = Origin(f"{option} {key}")
     return key, parse_text(value, origin), origin
 
@@ -247,7 +247,7 @@ def _put(node: Node | None, key: str, names: list[str], value: Node, origin: Ori
         return value
     node = Node({}, origin) if node is None else node
     if not isinstance(node.value, dict):
-        raise origin.error(key, expected="a key of a mapping", got=f"one of {node.shown()}")
+        raise origin.error(key, "a key of a mapping", f"one of {node.shown()}")
     name, *inner = names
     # An option says how long a soak is instead of what the file says.
     held = {k: v for k, v in node.value.items() if name not in LENGTHS or k not in LENGTHS}
@@ -261,8 +261,8 @@ def _refuse_set_axes(key: str, settings: Iterable[Setting], owners: Mapping[str,
         if owner := owners.get(setting.leaf):
             raise setting.origin.error(
                 key,
-                expected=f"a key that no axis sets (say --axis {owner}=[...])",
-                got=f"{setting.leaf}, a value of the axis {owner}",
+                f"a key that no axis sets (say --axis {owner}=[...])",
+                f"{setting.leaf}, a value of the axis {owner}",
             )
 
 
@@ -293,7 +293,7 @@ def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabular
     for other in ("base", "soak"):
         if other in sections:
             raise sections[other].origin.error(
-                other, expected="nothing beside program, which is another trainer", got="a section"
+                other, "nothing beside program, which is another trainer", "a section"
             )
     return ProgramVocabulary(sections["program"], path)
 
@@ -307,7 +307,7 @@ def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
             if setting.leaf in seen:
                 got = f"it again (first on line {seen[setting.leaf].origin.line})"
                 where = dotted("base", setting.leaf)
-                raise setting.origin.error(where, expected="each setting once", got=got)
+                raise setting.origin.error(where, "each setting once", got)
             seen[setting.leaf] = setting
     return tuple(seen.values())
 
@@ -333,15 +333,14 @@ def _decode_axes(
         for leaf in dict.fromkeys(leaf for choice in axis.choices for leaf in choice.leaves):
             if leaf in owners:
                 got = f"{leaf}, which the axis {owners[leaf]} sets too"
-                raise axis.origin.error(where, expected="each setting on one axis", got=got)
+                raise axis.origin.error(where, "each setting on one axis", got)
             owners[leaf] = axis.name
     for axis in axes:
         if listed and any(leaf[:6] == "model." for c in axis.choices for leaf in c.leaves):
             raise axis.origin.error(
                 dotted("axes", axis.name),
-                expected="the model in base, as the axis parallel lists layouts that are legal "
-                "for it",
-                got="an axis of models",
+                "the model in base, as the axis parallel lists layouts that are legal for it",
+                "an axis of models",
             )
     return axes
 
@@ -397,10 +396,10 @@ def _refuse_overlap(choices: dict[str, Choice], owners: Mapping[str, str]) -> No
         for leaf in choice.leaves:
             if (owner := owners.get(leaf, key)) != key:
                 expected, got = f"the axis' own name, {owner}", f"{leaf} under another name"
-                raise choice.origin.error(where, expected=expected, got=got)
+                raise choice.origin.error(where, expected, got)
             if leaf in seen:
                 got = f"{leaf}, which {seen[leaf]} sets too"
-                raise choice.origin.error(where, expected="each setting once", got=got)
+                raise choice.origin.error(where, "each setting once", got)
             seen[leaf] = key
 
 
@@ -423,8 +422,8 @@ def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compa
     if len(axis.choices) < 2:
         raise axis.origin.error(
             dotted("axes", name),
-            expected="a value beside the reference to compare with it",
-            got="the reference alone",
+            "a value beside the reference to compare with it",
+            "the reference alone",
         )
     over = stated.value.get("over", stated) if isinstance(stated.value, dict) else stated
     return Compare(name, reference, expect, over.origin, node.origin)
@@ -606,14 +605,12 @@ def _decode_soak(node: Node | None, timeout_s: float) -> Soak | None:
 def _refuse_soak(sections: Mapping[str, Node], compare: Compare, *, soaked: bool) -> None:
     has_section = "soak" in sections
     if has_section and compare.expect == ROUNDING:
-        raise sections["soak"].origin.error(
-            "soak", expected="no soak with compare.expect rounding", got="one"
-        )
+        raise sections["soak"].origin.error("soak", "no soak with compare.expect rounding", "one")
     if soaked != has_section:
         raise sections["checks"].origin.error(
             "checks.soak",
-            expected="the check soak and the section soak together",
-            got="the section alone" if has_section else "the check alone",
+            "the check soak and the section soak together",
+            "the section alone" if has_section else "the check alone",
         )
 
 
@@ -628,6 +625,6 @@ def _with_soak(
             where = "base" if owner is None else f"the axis {owner}"
             raise setting.origin.error(
                 "soak.steps" if setting.leaf == "steps" else "soak.rotate",
-                expected=f"{setting.leaf} in one place", got=f"{setting.leaf} in {where}, too",
+                f"{setting.leaf} in one place", f"{setting.leaf} in {where}, too",
             )  # fmt: skip
     return (*base, *(() if soak is None else soak.settings))

@@ -205,8 +205,8 @@ def _fault(node: Node, full: str) -> PlantSpec:
     for key in (*values, *due):
         if key not in takes or key not in values:
             raise node.keys.get(key, node.origin).error(
-                f"{full}.{key}", expected=f"what the fault {name} takes",
-                got="nothing" if key in due else "a key that it does not take", legal=takes,
+                f"{full}.{key}", f"what the fault {name} takes",
+                "nothing" if key in due else "a key that it does not take", legal=takes,
             )  # fmt: skip
     return PlantSpec(**values)
 
@@ -287,7 +287,7 @@ def _checked(settings: Mapping[str, Setting], fallback: Origin) -> TrainConfig:
     except ConfigError as error:
         setting = _culprit(error.key, settings)
         raise (setting.origin if setting else fallback).error(
-            error.key, expected=error.expected, got=shown(error.got), legal=error.legal,
+            error.key, error.expected, shown(error.got), legal=error.legal,
             rule=error.rule,
         ) from None  # fmt: skip
     degrees = {axis: getattr(config.parallel, axis) for axis in training.DENSE_DEGREES}
@@ -298,14 +298,14 @@ def _checked(settings: Mapping[str, Setting], fallback: Origin) -> TrainConfig:
         expected = f"at most {MAX_WORLD_SIZE} ranks, the product of the degrees"
         got = f"{degrees[largest]}, which makes {ranks} ranks"
         where = settings[key].origin if key in settings else fallback
-        raise where.error(key, expected=expected, got=got)
+        raise where.error(key, expected, got)
     stated = settings.get("world_size")
     if stated is not None and stated.value != ranks:
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
         raise stated.origin.error(
             "world_size",
-            expected=f"{ranks}, the product of the degrees ({product or 'all 1'})",
-            got=shown(stated.value),
+            f"{ranks}, the product of the degrees ({product or 'all 1'})",
+            shown(stated.value),
         )
     return config
 
@@ -357,11 +357,11 @@ def _check_plant(plant: PlantSpec, written: Origin, config: TrainConfig) -> None
     for fault in plant.each:
         if "step" in CATALOGUE[fault.fault].takes and fault.step >= config.steps:
             raise written.error(
-                "plant.step", expected=f"a step below steps={config.steps}", got=shown(fault.step)
+                "plant.step", f"a step below steps={config.steps}", shown(fault.step)
             )
         if fault.rank >= config.parallel.world_size:
             expected = f"last or a rank below the world size {config.parallel.world_size}"
-            raise written.error("plant.rank", expected=expected, got=shown(fault.rank))
+            raise written.error("plant.rank", expected, shown(fault.rank))
 
 
 def check_has_part(fault: Fault, config: TrainConfig, role: str, written: Origin) -> None:
@@ -371,17 +371,17 @@ def check_has_part(fault: Fault, config: TrainConfig, role: str, written: Origin
     if fault.scopes and not set(fault.scopes) & set(config.graph):
         raise written.error(
             "plant.fault",
-            expected=f"a graph scope that {fault.name} can be planted in",
-            got=f"{'+'.join(config.graph) or 'eager'} in the {role}",
+            f"a graph scope that {fault.name} can be planted in",
+            f"{'+'.join(config.graph) or 'eager'} in the {role}",
             legal=fault.scopes,
         )
     if config.engine != "ours" and not is_of_any_engine(fault):
         got = f"{config.engine} in the {role}"
-        raise written.error("engine", expected=f"ours, {place}", got=got)
+        raise written.error("engine", f"ours, {place}", got)
     if lacks := fault.lacks(parallel):
         held = ", ".join(f"{name} {shown(parallel[name])}" for name in fault.needs)
         raise written.error(
-            "plant.fault", expected=f"a layout with {lacks}, {place}", got=f"{held} in the {role}"
+            "plant.fault", f"a layout with {lacks}, {place}", f"{held} in the {role}"
         )
 
 
@@ -405,9 +405,7 @@ def listed_layouts(
     for leaf, setting in base.items():
         if leaf.startswith("parallel."):
             expected = f"no degree, as {key} lists whole layouts"
-            raise setting.origin.error(
-                dotted("base", leaf), expected=expected, got=shown(setting.value)
-            )
+            raise setting.origin.error(dotted("base", leaf), expected, shown(setting.value))
     world_size = take.take_count(entries.pop(LISTED), dotted(key, LISTED))
     only = {name: _allowed(name, value, dotted(key, name)) for name, value in entries.items()}
     model = _checked({k: v for k, v in base.items() if k.startswith("model.")}, fallback).model
@@ -551,7 +549,7 @@ class ProgramVocabulary:
             )
         if key not in PROGRAM:
             legal = (*(f"{name}.X" for name in OPEN), *PROGRAM)
-            raise written.error(full, expected="a known key", got=shown(key), legal=legal)
+            raise written.error(full, "a known key", shown(key), legal=legal)
         return (Setting(key, PROGRAM[key].take(node, full), node.origin),)
 
     def build(self, settings: Mapping[str, Setting]) -> Leg:
@@ -568,7 +566,7 @@ class ProgramVocabulary:
                 tap_pattern(pattern)
             except ConfigError as error:
                 raise settings["taps"].origin.error(
-                    "taps", expected=error.expected, got=shown(error.got), legal=error.legal
+                    "taps", error.expected, shown(error.got), legal=error.legal
                 ) from None
         spec = ProgramSpec(
             kind=self.kind,  # type: ignore[arg-type] # one of KINDS

@@ -40,7 +40,7 @@ class Origin:
     line: int | None = None
 
     def error(
-        self, key: str, *, expected: str, got: str, legal: tuple[object, ...] = (), rule: str = ""
+        self, key: str, expected: str, got: str, *, legal: tuple[object, ...] = (), rule: str = ""
     ) -> ScenarioError:
         """The error to raise for `key` at this place."""
         return ScenarioError(
@@ -102,16 +102,16 @@ def read_bytes(path: Path) -> bytes:
             # One byte more than allowed: the file may have grown since stat, or lie (/proc).
             data = stream.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise origin.error("file", expected="a scenario file", got="no such file") from None
+        raise origin.error("file", "a scenario file", "no such file") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise origin.error("file", expected="a readable file", got=shown(reason)) from None
+        raise origin.error("file", "a readable file", shown(reason)) from None
     if not is_file:
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise origin.error("file", expected="a scenario file", got=kind)
+        raise origin.error("file", "a scenario file", kind)
     if (size := max(status.st_size, len(data))) > MAX_FILE_BYTES:
         most = f"at most {MAX_FILE_BYTES:,} bytes"
-        raise origin.error("file", expected=most, got=f"{size:,} bytes")
+        raise origin.error("file", most, f"{size:,} bytes")
     return data
 
 
@@ -126,7 +126,7 @@ def parse_bytes(data: bytes, origin: Origin) -> Node:
     except UnicodeDecodeError as error:
         where = origin.at(data.count(b"\n", 0, error.start))
         got = f"byte 0x{data[error.start]:02x}"
-        raise where.error("file", expected="UTF-8 text", got=got) from None
+        raise where.error("file", "UTF-8 text", got) from None
 
 
 def parse_text(text: str, origin: Origin) -> Node:
@@ -134,7 +134,7 @@ def parse_text(text: str, origin: Origin) -> Node:
     if control := _CONTROL.search(text):
         where = origin.at(text.count("\n", 0, control.start()))
         got = f"the control character 0x{ord(control.group()):02x}"
-        raise where.error("file", expected="text", got=got)
+        raise where.error("file", "text", got)
     try:
         return _Reader(yaml.parse(text, Loader=_LOADER), origin).document()
     except yaml.MarkedYAMLError as error:
@@ -142,7 +142,7 @@ def parse_text(text: str, origin: Origin) -> Node:
         where, problem = origin.at(mark.line) if mark else origin, error.problem or error.context
     except yaml.YAMLError as error:
         where, problem = origin, str(error)
-    raise where.error("syntax", expected="valid YAML", got=f"an error: {problem}")
+    raise where.error("syntax", "valid YAML", f"an error: {problem}")
 
 
 class _Reader:
@@ -162,10 +162,10 @@ class _Reader:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
                     where = self._at(event)
-                    raise where.error("file", expected="one YAML document", got="a second one")
+                    raise where.error("file", "one YAML document", "a second one")
                 root = self._node(next(self.events), "", 1)
         if root is None:
-            raise self.source.error("file", expected="a scenario", got="an empty file")
+            raise self.source.error("file", "a scenario", "an empty file")
         return root
 
     def _at(self, event: Any) -> Origin:
@@ -177,7 +177,7 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent):
             if (node := self.anchors.get(event.anchor or "")) is None:
                 expected = "an anchor defined above"
-                raise origin.error(path or "file", expected=expected, got=f"*{event.anchor}")
+                raise origin.error(path or "file", expected, f"*{event.anchor}")
             size, levels = _measure(node)
             self._limit(size, level + levels - 1, origin, path)
             return dataclasses.replace(node, origin=origin)
@@ -208,7 +208,7 @@ class _Reader:
             if key in keys:
                 first = keys[key].line
                 again = "it twice" if first is None else f"it again (first on line {first})"
-                raise where.error(inner, expected="each key once", got=again)
+                raise where.error(inner, "each key once", again)
             keys[key] = where
             entries[key] = self._node(next(self.events), inner, level + 1)
         return Node(entries, origin, keys=keys)
@@ -217,24 +217,24 @@ class _Reader:
         origin, key, expected = self._at(event), path or "file", "a string key"
         if isinstance(event, yaml.CollectionStartEvent):
             _refuse_tag(event.tag, origin)
-            raise origin.error(key, expected=expected, got="a list or mapping")
+            raise origin.error(key, expected, "a list or mapping")
         node = self._node(event, path, 0)
         if not isinstance(node.value, str):
             if isinstance(event, yaml.AliasEvent):
-                raise origin.error(key, expected=expected, got=f"*{event.anchor}")
-            raise origin.error("syntax", expected=f"{expected}, quoted", got=node.shown())
+                raise origin.error(key, expected, f"*{event.anchor}")
+            raise origin.error("syntax", f"{expected}, quoted", node.shown())
         if node.value == "<<" and node.raw:
-            raise origin.error(key, expected="keys written out", got="a merge key (<<)")
+            raise origin.error(key, "keys written out", "a merge key (<<)")
         return node.value
 
     def _limit(self, values: int, level: int, origin: Origin, path: str) -> None:
         self.total += values
         if self.total > MAX_NODES:
             most = f"at most {MAX_NODES:,} values, aliases expanded"
-            raise origin.error(path or "file", expected=most, got=f"at least {self.total:,}")
+            raise origin.error(path or "file", most, f"at least {self.total:,}")
         if level > MAX_DEPTH:
             most = f"at most {MAX_DEPTH} levels"
-            raise origin.error(path or "file", expected=most, got="deeper nesting")
+            raise origin.error(path or "file", most, "deeper nesting")
 
 
 def _measure(node: Node) -> tuple[int, int]:
@@ -250,14 +250,14 @@ def _measure(node: Node) -> tuple[int, int]:
 def _refuse_tag(tag: str | None, origin: Origin) -> None:
     if tag is not None:
         name = shown(tag.replace(_TAG, "!!"))
-        raise origin.error("syntax", expected="a value without a tag", got=f"the tag {name}")
+        raise origin.error("syntax", "a value without a tag", f"the tag {name}")
 
 
 def _scalar(event: Any, origin: Origin) -> Node:
     """What a scalar means, by YAML 1.1's own patterns less its surprises."""
     text: str = event.value
     if bad := _CONTROL.search(text):
-        raise origin.error("syntax", expected="text", got=f"the character {shown(bad.group())}")
+        raise origin.error("syntax", "text", f"the character {shown(bad.group())}")
     if event.tag != f"{_TAG}str":
         _refuse_tag(event.tag, origin)
     if event.tag is not None or not event.implicit[0]:
@@ -273,13 +273,13 @@ def _scalar(event: Any, origin: Origin) -> Node:
     elif kind in ("int", "float"):
         value = _number(text, origin, whole=kind == "int")
     elif kind == "timestamp":
-        raise origin.error("syntax", expected="a quoted string", got=f"the date {text}")
+        raise origin.error("syntax", "a quoted string", f"the date {text}")
     return Node(value, origin, text)
 
 
 def _number(text: str, origin: Origin, *, whole: bool) -> int | float:
     if len(text) > MAX_NUMBER_CHARS:
-        raise origin.error("syntax", expected="a number of readable length", got=shown(text))
+        raise origin.error("syntax", "a number of readable length", shown(text))
     if whole and _DECIMAL.fullmatch(text):
         return int(text)
     try:
@@ -289,5 +289,5 @@ def _number(text: str, origin: Origin, *, whole: bool) -> int | float:
     # 017 is octal to YAML 1.1 and decimal to the reader: nobody may be surprised by a seed of 15.
     if whole or number - number != 0:
         expected = "a finite decimal number, or a quoted string"
-        raise origin.error("syntax", expected=expected, got=text)
+        raise origin.error("syntax", expected, text)
     return number
