@@ -41,10 +41,7 @@ def test_secrets_are_masked_wherever_they_stand(token: str) -> None:
         ("password=s3cr3ts3cr3t1 next", f"password={MASK} next"),
         ("Authorization: Bearer s3cr3ts3cr3t1", f"Authorization: Bearer {MASK}"),
         ('{"api_key": "s3cr3ts3cr3t1"}', f'{{"api_key": "{MASK}"}}'),
-        (
-            "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nx",
-            f"{MASK}\nx",
-        ),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nx", f"{MASK}\nx"),
     ],
 )
 def test_what_is_assigned_to_a_telling_name_is_masked(text: str, masked: str) -> None:

@@ -6,13 +6,7 @@ import pytest
 
 from harness.records import KeepSpec, RecordError, RunOutcome, RunSpec
 from harness.store import save_outcome
-from harness.store.contents import (
-    KeptTensor,
-    Place,
-    contents_path,
-    read_contents,
-    write_contents,
-)
+from harness.store.contents import KeptTensor, Place, contents_path, read_contents, write_contents
 
 KEEP = KeepSpec(step=2, names=("grads:a", "weights:*"))
 BOX = Place(name="a", shape=(4,), offsets=(1,), local_offsets=(0,), sizes=(3,))
@@ -109,12 +103,6 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert read_contents(tmp_path, spec(None)).problems == (
         "the run was not asked to keep anything",
     )
-
-
-def test_what_is_kept_is_part_of_a_runs_key() -> None:
-    """Runs that keep something else are other runs; the wish comes back with the specification."""
-    assert len({spec(None).key, spec().key, spec(KeepSpec(step=1, names=KEEP.names)).key}) == 3
-    assert RunSpec.from_json(spec().to_json()) == spec()
 
 
 @pytest.mark.parametrize(
