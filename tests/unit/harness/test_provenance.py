@@ -1,7 +1,6 @@
 """What ran, and on what: the machine, the commit, the fingerprint that verdicts rest on."""
 
 import dataclasses
-import importlib
 import json
 import socket
 import subprocess
@@ -192,7 +191,7 @@ def test_auto_does_not_fall_back_where_there_are_gpus(
     """A driver that does not answer, or a torch without CUDA, is refused; hidden GPUs are not."""
     monkeypatch.setattr(machine, "DEVICES", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    _use(_nvml(init=False), monkeypatch)
+    monkeypatch.setitem(sys.modules, "pynvml", _nvml(init=False))
     assert resolve_device("auto", machine.describe({})) == "cpu"
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\n")
@@ -246,60 +245,40 @@ class _NvmlError(Exception):
 def _nvml(*, init: bool = True, answers: bool = True) -> Any:
     """A stand-in for pynvml with two GPUs."""
 
-    def start() -> None:
-        if not init:
-            raise _NvmlError("no library")
-
-    def driver() -> bytes:
-        if not answers:
+    def answer(is_given: bool, value: Any = None) -> Any:
+        if not is_given:
             raise _NvmlError("lost")
-        return b"580.1"
+        return value
 
     return SimpleNamespace(
-        NVMLError=_NvmlError, nvmlInit=start, nvmlShutdown=lambda: None,
-        nvmlSystemGetDriverVersion=driver, nvmlDeviceGetCount=lambda: 2,
+        NVMLError=_NvmlError, nvmlInit=lambda: answer(init), nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: answer(answers, b"580.1"), nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetUUID=lambda i: f"GPU-{i}",
         nvmlDeviceGetName=lambda i: "H", nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=7),
     )  # fmt: skip
 
 
-def _use(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.import_module
-    monkeypatch.setattr(
-        importlib, "import_module",
-        lambda name: module if name == "pynvml" else real(name),
-    )  # fmt: skip
-
-
-def test_gpus_are_found_through_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name, memory and driver come from NVML, the choice from CUDA_VISIBLE_DEVICES."""
-    _use(_nvml(), monkeypatch)
-    here = machine.describe({"CUDA_VISIBLE_DEVICES": "1"})
-    assert here.gpus == (Gpu(id="GPU-1", name="H", memory_bytes=7),)
-    assert (here.gpu_driver, here.gpu_note) == ("580.1", "")
-    hidden = machine.describe({"CUDA_VISIBLE_DEVICES": ""})
-    assert hidden.gpus == ()
-    assert hidden.gpu_note == "CUDA_VISIBLE_DEVICES= leaves none of 2"
-
-
 @pytest.mark.parametrize(
-    ("module", "note"),
-    [(_nvml(init=False), "no NVIDIA driver"), (_nvml(answers=False), "does not answer")],
+    ("module", "visible", "gpus", "note"),
+    [
+        (_nvml(), "1", ["GPU-1"], ""),
+        (_nvml(), "", [], "CUDA_VISIBLE_DEVICES= leaves none of 2"),
+        (_nvml(init=False), None, [], "no NVIDIA driver"),
+        (_nvml(answers=False), None, [], "does not answer"),
+        (None, None, [], "nvidia-ml-py is not installed"),
+    ],
 )
-def test_a_driver_in_trouble_is_a_note(
-    module: Any, note: str, monkeypatch: pytest.MonkeyPatch
+def test_gpus_are_found_through_the_driver(
+    module: Any, visible: str | None, gpus: list[str], note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No state of the driver makes describing the machine fail."""
-    _use(module, monkeypatch)
-    here = machine.describe({})
-    assert here.gpus == ()
+    """Those that CUDA_VISIBLE_DEVICES leaves; no state of the driver makes it fail."""
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    here = machine.describe({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [(gpu.id, gpu.name, gpu.memory_bytes) for gpu in here.gpus] == [
+        (name, "H", 7) for name in gpus
+    ]
     assert note in here.gpu_note
-
-
-def test_without_the_binding_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pynvml is not required."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert machine.describe({}).gpu_note == "nvidia-ml-py is not installed"
+    assert not gpus or (here.gpu_driver, here.gpu_note) == ("580.1", "")
 
 
 # --- the commit ---
