@@ -114,7 +114,7 @@ class Suite:
                 raise UsageError(
                     f"{scenario.path}: launch.engine: expected that of "
                     f"{self.scenarios[0].path}, {first.engine} with the same options, got "
-                    f"{other.engine}; say --engine, or run them apart"
+                    f"{other.engine}; say --engine, or run them one by one"
                 )
         launches = [scenario.launch for scenario in self.scenarios]
         devices = {launch.device for launch in launches}

@@ -128,11 +128,7 @@ def contents_path(folder: Path, rank: int) -> Path:
 def write_contents(
     folder: Path, run: str, rank: int, step: int, tensors: Iterable[tuple[KeptTensor, bytes]]
 ) -> None:
-    """Write a rank's file, whole or not at all.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
+    """Write a rank's file, whole or not at all (`Infrastructure`: the disk refused)."""
     listed = list(tensors)
     index = Index(run=run, rank=rank, step=step, tensors=tuple(about for about, _ in listed))
     head = dumps(index).encode() + b"\n"

@@ -110,14 +110,14 @@ def read_rank(path: Path, rank: int) -> RankRecords:
     try:
         with open_plain(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    problems.append(f"line {number}: longer than {MAX_LINE_BYTES} bytes")
+                    break
                 is_after_end = held.once["end"] is not None
                 found = [f"line {number}: {why}" for why in held.take(number, line)]
                 problems += found
                 if is_after_end and not after_end:
                     after_end = [each for each in found if each.endswith("after end")][:1]
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    problems.append(f"line {number}: longer than {MAX_LINE_BYTES} bytes")
-                    break
     except FileNotFoundError:
         pass
     except OSError as error:

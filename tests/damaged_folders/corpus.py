@@ -157,7 +157,8 @@ def _read(specimen: Specimen, folder: Path) -> Iterator[str]:
 
 
 def _examine(specimen: Specimen, folder: Path, path: Path) -> list[str]:
-    wrong = [*_read(specimen, folder)]
+    # Each reader takes the checksum of a huge file several times.
+    wrong = [] if specimen.name.startswith("huge:") else [*_read(specimen, folder)]
     for number, command in enumerate((("check",), ("report",), ("run", "--resume"), ("check",))):
         may_pass = specimen.may_pass or (specimen.mends and number >= 2)
         code, out, err = good.harness(*command, str(folder))

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.store.files import MAX_FILE_BYTES
+
 Damage = Callable[[Path, random.Random], Path]
 CASE = "dp2-attn"
 
@@ -84,8 +86,8 @@ def latin(path: Path, rng: random.Random) -> None:
 
 
 def huge(path: Path, rng: random.Random) -> None:
-    """Eight GiB, of which a file system stores next to nothing."""
-    os.truncate(path, 8 << 30)
+    """More than a file may have, of which a file system stores next to nothing."""
+    os.truncate(path, MAX_FILE_BYTES + 1)
 
 
 def nested(path: Path, rng: random.Random) -> None:
