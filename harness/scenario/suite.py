@@ -366,8 +366,8 @@ def read_expression(expression: str) -> Expression:
         return Expression(words, _holds(tree.body, dict(zip(names.values(), words, strict=True))))
     except (SyntaxError, RecursionError, MemoryError):
         raise UsageError(
-            f"-k: expected words with and, or, not and brackets, of at most "
-            f"{MAX_EXPRESSION_CHARS} characters, got {shown(expression)}"
+            f"-k {shown(expression)}: expected words with and, or, not and brackets, at most "
+            f"{MAX_EXPRESSION_CHARS} characters, got something else"
         ) from None
 
 

@@ -136,7 +136,7 @@ def in_step(**changes: Any) -> Damage:
     """Values of one step of the candidate, as an editor that knows no checksum changes them."""
 
     def change(lines: list[bytes], rng: random.Random) -> list[bytes]:
-        place = rng.randrange(1, len(lines) - 1)
+        place = rng.randrange(2, len(lines) - 1)  # past start and initial
         plain = json.loads(lines[place])
         assert set(changes) <= set(plain)
         lines[place] = json.dumps(plain | changes).encode() + b"\n"
