@@ -27,16 +27,18 @@ _TELLING = re.compile(
 )
 _BEGIN, _END = b"-----BEGIN ", b"-----END "
 _PREFIXES = (
-    b"ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- glrt- hf_ sk- sk_live_ rk_live_ xoxb- xoxp- "
-    b"xapp- npm_ pypi- AIza AKIA ASIA eyJ hooks.slack.com/services/"
+    b"ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- glrt- glcbt- gldt- hf_ sk- sk_live_ rk_live_ "
+    b"sk_test_ xoxa- xoxb- xoxp- xoxr- xoxs- xapp- npm_ pypi- dop_v1_ AIza ya29. AKIA ASIA eyJ "
+    b"hooks.slack.com/services/"
 ).split()
 _TOKEN = rb"(?<![A-Za-z0-9])(?:%b)[\w./-]{16,}" % b"|".join(map(re.escape, _PREFIXES))
 _PEM = rb"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[\s\S]{0,8192}?(?:-----END [A-Z ]{0,30}-----|\Z)"
 _URL = rb"(://(?:[^\s/:@]{0,100}:|(?=[^\s/:@]{16})))[^\s/]{1,200}(?=@)"
-_WORDS = (b"pass", b"secret", b"key", b"_token", b"-token", b"bearer", b"basic")
+_WORDS = (b"pass", b"secret", b"key", b"token", b"bearer", b"basic", b"_pwd")
 _ASSIGNED = (
-    rb"((?:password|passwd|passphrase|secret|(?:api|access|account)[_-]?key|auth[_-]?token)"
-    rb"[\"']?\s?[=:]\s?[\"']?|\b(?:bearer|basic)\s+)([^\s\"',;&]{4,})"
+    rb"((?:password|passwd|passphrase|_pwd|(?:client_)?secret|(?:api|access|account)[_-]?key"
+    rb"|auth[_-]?token|token(?=\s?=))[\"']?\s?[=:]\s?[\"']?|\b(?:bearer|basic)\s+)"
+    rb"([^\s\"',;&]{4,})"
 )
 _SPAN_BYTES = 8 << 10
 """How far from a cut a secret is looked for that it would part."""
@@ -49,10 +51,13 @@ def is_telling(name: str) -> bool:
 
 def _assigned(match: "re.Match[bytes]") -> bytes:
     # `password: wrong` and `secret: the_key` are prose: what a machine made has digits and letters.
-    value = match[2]
-    mixed = re.search(rb"\d", value) and re.search(rb"[A-Za-z]", value)
-    told = b"=" in match[1] and match[1][:4].lower() == b"pass"
-    is_secret = (mixed or told) and value.lower() not in (b"none", b"null", b"true", b"false")
+    name, value = match[1].lower(), match[2]
+    if any(word in name for word in (b"pass", b"_pwd", b"client_secret")):
+        is_secret = b"=" in name or not value.isalpha()
+        is_secret = is_secret and value.lower() not in (b"none", b"null", b"true", b"false")
+    else:
+        is_secret = len(value) >= 12 and bool(re.search(rb"\d", value))
+        is_secret = is_secret and bool(re.search(rb"[A-Za-z]", value))
     return match[1] + MASK.encode() if is_secret else match[0]
 
 
