@@ -313,7 +313,7 @@ def check_files(files: Sequence[Path], overrides: Overrides) -> tuple[Checked, .
 
 Predicate = Callable[[str], bool]
 Holds = Callable[[Predicate], bool]
-MAX_EXPRESSION_CHARS = 2000
+MAX_EXPRESSION_CHARS, MAX_DEPTH = 2000, 50
 _TOKEN = re.compile(r"\s*([()]|[^\s()]+)")
 _OPERATORS = ("and", "or", "not", "(", ")")
 
@@ -371,16 +371,18 @@ def read_expression(expression: str) -> Expression:
         ) from None
 
 
-def _holds(tree: ast.expr, words: Mapping[str, str]) -> Holds:
+def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Holds:
+    if depth > MAX_DEPTH:  # as on the report's page
+        raise SyntaxError
     match tree:
         case ast.Name(id=name):
             word = words[name]
             return lambda is_true: is_true(word)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            inner = _holds(operand, words)
+            inner = _holds(operand, words, depth + 1)
             return lambda is_true: not inner(is_true)
         case ast.BoolOp(op=op, values=values):
-            parts = [_holds(each, words) for each in values]
+            parts = [_holds(each, words, depth + 1) for each in values]
             if isinstance(op, ast.And):
                 return lambda is_true: all(part(is_true) for part in parts)
             return lambda is_true: any(part(is_true) for part in parts)

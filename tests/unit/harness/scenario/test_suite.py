@@ -360,7 +360,7 @@ def test_expressions_select_as_in_pytest(expression: str | None, expected: list[
 @pytest.mark.parametrize(
     "expression",
     ["", " ", "and", "a and", "a b", "not", "(a", "a)", "()", "or a", "a or or b",
-     "a(b)", "lambda: a", "(" * 500 + "a", "x" * 5000],
+     "a(b)", "lambda: a", "(" * 500 + "a", "not " * 50 + "a", "x" * 5000],
 )  # fmt: skip
 def test_a_bad_expression_is_one_usage_error(expression: str) -> None:
     """What cannot be read is refused, however deep or long, and selects nothing by accident."""
