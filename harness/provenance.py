@@ -5,7 +5,7 @@
     of a folder   in its manifest          `record`: code, packages, variables, hardware, programs
 
 What reads them: the gates of a verdict (`harness.checks.environment`), `--resume` (`deciding`), the
-history and `select: changed` (`for_history`), the bisector (`facts`). Values of variables have no
+history (`for_history`), the bisector (`facts`). Values of variables have no
 secrets, a host is a hash of its name. Needs nothing but the standard library, so that the recorder
 can use it in a program's own environment.
 """
@@ -21,8 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import commit
 from harness.masking import Masker, is_telling
+
+PACKAGES = ("fsdp_core", "harness")
+TIMEOUT_S = 30.0
+HASH_CHARS = 8
+_OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
 FINGERPRINT = "fingerprint"
 """Key of a start record's environment: the part that gates verdicts."""
@@ -125,7 +129,7 @@ def about_rank(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def code_variables() -> dict[str, str]:
     """Variables for ranks: the code that they are started from."""
-    return {CODE_VARIABLE: code(), COMMIT_VARIABLE: commit.describe()}
+    return {CODE_VARIABLE: code(), COMMIT_VARIABLE: describe()}
 
 
 def fingerprint(environment: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -183,7 +187,7 @@ def code(root: Path | None = None) -> str:
     """Names the contents of the packages' files: equal for commits that touch other files only."""
     root = root or Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for package in commit.PACKAGES:
+    for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -203,7 +207,7 @@ def code_of_program(folder: Path) -> str:
     digest = hashlib.sha256(code_of_scripts(folder).encode())
     with suppress(OSError, subprocess.SubprocessError):
         for words in (("rev-parse", "HEAD"), ("diff", "HEAD", "--binary", "--no-ext-diff")):
-            digest.update(commit.git(folder, *words))
+            digest.update(git(folder, *words))
     return digest.hexdigest()[:16]
 
 
@@ -226,7 +230,7 @@ def record(
         "machine": machine,
         "processor": processor(),
         "packages": installed_packages(),
-        "commit": commit.describe(),
+        "commit": describe(),
         "code": code(),
         PROGRAMS_KEY: dict(programs or {}),
         "environment": {"python": platform.python_version(), "variables": variables(environ)},
@@ -323,3 +327,44 @@ def changes(left: Mapping[str, Any], right: Mapping[str, Any], most: int = MOST_
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+# --- the commit -----------------------------------------------------------------------------
+
+
+def describe(root: Path | None = None) -> str:
+    """The code under `root`, by default where this package lies; never an exception."""
+    root = root or Path(__file__).parents[1]
+    folders = [name for name in PACKAGES if (root / name).is_dir()]
+    try:
+        commit = git(root, "rev-parse", "--verify", "HEAD").decode().strip()
+        # A package in site-packages may lie inside somebody's repository without being part of it.
+        if not folders or not git(root, "ls-files", "--", *folders):
+            return ""
+        changed = git(
+            root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", *folders
+        )
+        added = git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders)
+        if not changed and not added:
+            return commit
+        digest = hashlib.sha256(changed)
+        for name in sorted(filter(None, added.split(b"\0"))):
+            digest.update(name + b"\0" + (root / name.decode()).read_bytes())
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    return f"{commit}+{digest.hexdigest()[:HASH_CHARS]}"
+
+
+def git(root: Path, *arguments: str) -> bytes:
+    """What git prints about the repository at `root`.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no git, or it says no.
+    """
+    # --no-optional-locks: looking must not get in the way of whoever works in the repository.
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    # Within a hook of git, variables name the repository that the hook is of, whatever -C says.
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
+    return subprocess.run(
+        command, check=True, capture_output=True, timeout=TIMEOUT_S, env=environment
+    ).stdout

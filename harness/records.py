@@ -16,31 +16,21 @@ Record lines of one rank, in order:
     end    once, only if all steps ran
 """
 
+import dataclasses
 import hashlib
 import re
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal
 
-from harness.codec import Json, RecordError, dumps, strict_loads
-from harness.float_bits import FloatBits, ulp_distance
-from harness.plant_spec import PlantSpec
+from harness.codec import FloatBits, Json, RecordError, dumps, strict_loads, ulp_distance
 from harness.soaking import SoakSpec
 from harness.tolerance import Expect, tolerance_of
 
-__all__ = [
-    "ABSENT", "COPIES", "DIGEST_GROUPS", "DIGEST_HEX_CHARS", "GROUP_ORDER", "NEVER_RAN", "OUTCOMES",
-    "RECORD_KINDS", "SAMPLES", "SCHEMA_VERSION", "TAP_HEX_CHARS", "TOKENS", "UNFINISHED", "WHATS",
-    "CaseSpec",
-    "CheckResult", "CollectiveFault", "Confirmation", "Difference", "EndRecord", "Ending",
-    "Entered", "ErrorRecord", "EventRecord", "ExitCode", "FloatBits", "GraphUse", "InitialRecord",
-    "Json", "KeepSpec", "NamesRecord",
-    "Outcome", "Passed", "PlantSpec", "RaceEvidence", "RankExit", "RankRecords", "Record",
-    "RecordError", "RunOutcome", "RunResult", "RunSpec", "StartRecord", "StepRecord", "StreamUse",
-    "Verdict", "What", "dumps", "parse_record", "ulp_distance",
-]  # fmt: skip
+__all__ = ["FloatBits", "Json", "RecordError", "dumps", "ulp_distance"]  # of codec
 
 SCHEMA_VERSION = 1
 
@@ -49,11 +39,9 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "error", "skipped", "incomp
 
 What = Literal[
     "", "diverged", "nonfinite", "memory_regression", "throughput_regression", "noisy",
-    "missing_step", "missing_rank",
-    "record_after_end", "corrupt_record", "empty_run", "not_replayed",
-    "not_compiled", "illegal_access", "oom",
-    "hang", "crashed", "killed", "static_buffer", "stale_address", "stale_guards", "race",
-    "capture_refused",
+    "missing_step", "missing_rank", "record_after_end", "corrupt_record", "empty_run",
+    "not_replayed", "not_compiled", "illegal_access", "oom", "hang", "crashed", "killed",
+    "static_buffer", "stale_address", "stale_guards", "race", "capture_refused",
     "nondeterministic_reference", "no_control", "different_environment", "unsupported", "not_run",
     "interrupted", "shared_gpu", "other_parts", "same_data",
 ]  # fmt: skip
@@ -106,14 +94,50 @@ MAX_KEPT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlantSpec(Json):
+    """A known fault to plant in a run, `beside` others, which have none beside themselves.
+
+    `rank` -1 is the last; `tensor` is a parameter's name, "" for the fault's own choice; `legs` are
+    the runs of a case that it is planted in; `chance` that it fires is decided once a run.
+    """
+
+    fault: str
+    step: int = 0
+    rank: int = -1
+    tensor: str = ""
+    legs: tuple[str, ...] = ("candidate",)
+    chance: float = 1.0
+    beside: "tuple[PlantSpec, ...]" = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # As it is read back from JSON, or another key would come of it.
+        object.__setattr__(self, "chance", float(self.chance))
+
+    @property
+    def each(self) -> "tuple[PlantSpec, ...]":
+        """Every fault by itself."""
+        return (dataclasses.replace(self, beside=()), *self.beside)
+
+
+def joined(plants: Iterable[PlantSpec]) -> PlantSpec | None:
+    """All of them as one; None if there are none."""
+    held = [fault for plant in plants for fault in plant.each]
+    return dataclasses.replace(held[0], beside=tuple(held[1:])) if held else None
+
+
+def each_of(plant: PlantSpec | None) -> tuple[PlantSpec, ...]:
+    """The faults of a plant, none of no plant."""
+    return () if plant is None else plant.each
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeepSpec(Json):
     """Contents of tensors that every rank writes down, as they were digested in one step.
 
-    Attributes:
-        step: of which.
-        names: `grads:layers.0.attn.attention.wq.weight`, a digest group and a name in its records;
-            `layers.1.attn:output[1]`, a row of taps that the run has; a star is any text.
-        max_bytes: of all of them on one rank; more is an error of the rank.
+    `names`: `grads:layers.0.attn.attention.wq.weight`, a digest group and a name in its records, or
+    `layers.1.attn:output[1]`, a row of taps that the run has; a star is any text. More than
+    `max_bytes` of them on one rank is an error of the rank.
     """
 
     step: int
@@ -122,12 +146,10 @@ class KeepSpec(Json):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step < 0:
-            raise RecordError(f"keep.step: expected a number >= 0, got {self.step}")
-        if not self.names:
-            raise RecordError("keep.names: expected names of tensors, got none")
-        if self.max_bytes <= 0:
-            raise RecordError(f"keep.max_bytes: expected a number > 0, got {self.max_bytes}")
+        for name, is_legal in {"step": self.step >= 0, "names": bool(self.names),
+                               "max_bytes": self.max_bytes > 0}.items():  # fmt: skip
+            if not is_legal:
+                raise RecordError(f"keep.{name}: expected one or more, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +185,8 @@ class RunSpec(Json):
         # An int here would give another key than the same specification read back from JSON.
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         if self.world_size > MAX_WORLD_SIZE:
-            raise RecordError(
-                f"world_size: expected at most {MAX_WORLD_SIZE}, got {self.world_size}"
-            )
+            most = f"at most {MAX_WORLD_SIZE}"
+            raise RecordError(f"world_size: expected {most}, got {self.world_size}")
         graph = self.config.get("graph", ())
         if not isinstance(graph, list | tuple) or not all(isinstance(n, str) for n in graph):
             raise RecordError(f"config.graph: expected a list of names, got {graph!r:.80}")
@@ -231,13 +252,10 @@ class CaseSpec(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord(Json):
-    """First line of a rank.
+    """First line of a rank: `tensors` names those of each digest group, in digest order.
 
-    Attributes:
-        tensors: per digest group, names of the tensors in digest order.
-        taps: names of the rows of taps: `layers.3.attn:output[1]`, of the second call of a step.
-        tap_stages: for each row, the stage of the pipeline that its module is in.
-        run: key of the run.
+    `taps` are the rows of taps: `layers.3.attn:output[1]`, of the second call of a step; each with
+    the stage of the pipeline that its module is in. `run` is the key of the run.
     """
 
     schema: int
@@ -257,22 +275,17 @@ class StartRecord(Json):
 class StepRecord(Json):
     """One step of one rank.
 
-    Attributes:
-        loss: mean over all tokens of the step, of all ranks, float32; of another program the mean
-            of the rank's microbatches, None if it has none.
-        microbatch_losses: of the rank's own tokens, float32; of another program as it computed
-            them, before a GradScaler, float64 where they were.
-        grad_norm: global gradient norm before clipping; None if the program computes none.
-        digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
-        nonfinite: per group, names of tensors that hold a NaN or an infinity.
-        step_s: seconds from the end of the step before to its own, on the device.
-        live_bytes: memory in use after the step.
-        peak_bytes: highest memory in use so far.
-        taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
-        pointer_changes: long-lived tensors that moved since the step before; None if not counted.
-        device_bytes: used on the whole GPU, by the driver; at the last step of a flush, else None.
-        host_bytes: memory of the rank's process that no file holds; None if not counted.
-        skipped: why the optimizer did not take the step; "" where it did.
+    `loss` is the mean over all tokens of the step, of all ranks, float32; of another program the
+    mean of the rank's microbatches, None if it has none. `microbatch_losses` are of the rank's own
+    tokens, float32; of another program as it computed them, before a GradScaler. `grad_norm` is
+    global, before clipping. `digests`: per group, concatenated, in the order of
+    `StartRecord.tensors`; `nonfinite`: names of tensors that hold a NaN or an infinity.
+
+    `step_s`: seconds from the end of the step before to its own, on the device. Bytes: `live` after
+    the step, `peak` so far, `device` on the whole GPU by the driver, at the last step of a flush,
+    `host` of the rank's process that no file holds. `taps`: the rows, `TAP_HEX_CHARS` each.
+    `pointer_changes`: long-lived tensors that moved since the step before; None if not counted.
+    `skipped`: why the optimizer did not take the step; "" where it did.
     """
 
     step: int
@@ -341,13 +354,7 @@ class StreamUse(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class RaceEvidence(Json):
-    """Two uses of one tensor's memory that nothing orders.
-
-    Attributes:
-        tensor: as people name it, its unit included.
-        unit: FSDP unit that holds it, "" if none does.
-        is_gradient: whether gradients are in it, of a parameter or on their way.
-    """
+    """Two uses of one tensor's memory that nothing orders; `unit` is the FSDP unit, or ""."""
 
     tensor: str
     unit: str
@@ -360,15 +367,10 @@ class RaceEvidence(Json):
 class ErrorRecord(Json):
     """The exception that ended the rank, already classified by the rank itself.
 
-    All fields from `blames` on are empty where they do not apply.
-
-    Attributes:
-        blames: the rank that had failed before, as far as this one heard of it.
-        module: dotted name of the innermost module at work.
-        phase: the part of a step that the exception passed through.
-        raised_at: `file.py:line function` of the innermost frame outside of torch.
-        tensors: names that the exception gives, the worst first.
-        race: the first race, of an exception of the race detector.
+    `blames` is the rank that had failed before, as far as this one heard of it; `module` the
+    innermost at work, by its dotted name; `raised_at` is `file.py:line function` of the innermost
+    frame outside of torch; `tensors` are names that the exception gives, the worst first; `race`
+    the first race that the detector saw. All are empty where they do not apply.
     """
 
     rank: int
@@ -444,11 +446,7 @@ RECORD_KINDS: dict[str, type[Record]] = {
 
 
 def parse_record(line: bytes | str) -> Record:
-    """Decode one line of a rank's file.
-
-    Raises:
-        RecordError: not JSON, unknown kind, or a field missing, unknown or of the wrong type.
-    """
+    """Decode one line of a rank's file (`RecordError`: it does not decode)."""
     try:
         plain = strict_loads(line)
     except ValueError as error:
@@ -497,16 +495,10 @@ class Entered(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFault(Json):
-    """Ranks that a collective lacks, or that are in another one than the rest of its group.
+    """`ranks` that a collective lacks, or that are in another one than the rest of its group.
 
-    Attributes:
-        ranks: at fault.
-        entered: what they are in; None if they wait in no collective at all.
-        others: who waits for them.
-        expected: what the others are in.
-        group: global ranks that take part in it.
-        number: how many collectives of the group that makes.
-        step: of the training; None if nobody counted.
+    They `entered` something else, or None; `others` wait for them in what was `expected`, the
+    `number`th collective of the `group` of global ranks; `step` is None if nobody counted.
     """
 
     ranks: tuple[int, ...]
@@ -522,14 +514,9 @@ class CollectiveFault(Json):
 class Ending(Json):
     """What ended a run, in fields: those of the rank at fault, empty where nothing is known.
 
-    Attributes:
-        exception: type of what it raised.
-        signal: name of what killed it: `SIGSEGV`.
-        raised_at, phase, module: as in its `ErrorRecord`; of a rank that was killed while graphs
-            were captured, the module that it had noted.
-        tensor: the first that it names.
-        collective: why ranks waited in vain.
-        machine: name of the machine's failure, where the engine saw it (`harness.infrastructure`).
+    The type of its `exception` or the name of the `signal`; `raised_at`, `phase` and `module` as in
+    its `ErrorRecord`; the first `tensor` that it names; the `collective` in which ranks waited in
+    vain; the failure of the `machine` that the engine saw (`harness.infrastructure`).
     """
 
     exception: str = ""
@@ -625,15 +612,10 @@ class CheckResult(Json):
 class Confirmation(Json):
     """Whether a difference came again where both sides were run once more.
 
-    Attributes:
-        outcome: `came_again`: the first difference is the same, in place and bits.
-            `differs_otherwise`: the first difference has another place or other bits.
-            `did_not_come_again`: no bit differs. `not_made`: not both were run to their end yet.
-        reference_repeats: whether the repeat has every bit of the first run; None if not made.
-        candidate_repeats: the same of the candidate.
-        difference: the first between the two repeats; None if there is none.
-        what: why it was not made: what is wrong with a repeat; "" if it was only not run yet.
-        runs: keys of the repeats, `reference` and `candidate`.
+    `came_again`: the first difference is the same, in place and bits; `differs_otherwise`: it is
+    another. Each side `repeats` if its repeat has every bit of the first run; None if not made.
+    `difference` is the first between the repeats, `what` says what is wrong with one; `runs` are
+    their keys, `reference` and `candidate`.
     """
 
     outcome: Literal["came_again", "differs_otherwise", "did_not_come_again", "not_made"]
@@ -664,3 +646,32 @@ class Verdict(Json):
     check: str = ""
     ending: Ending | None = None
     confirmation: Confirmation | None = None
+
+
+# --- what a rank gave to collectives ---------------------------------------------------------
+
+GIVEN = "given"
+"""Name of the event."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenCall(Json):
+    """A collective that a rank entered: whose it is, as far as that is known, the global ranks of
+    its group, and the digest, in hex, of the tensors that the rank brought along."""
+
+    operator: str
+    label: str
+    group: tuple[int, ...]
+    digest: str
+
+
+def given_in(records: RankRecords, step: int) -> tuple[GivenCall, ...]:
+    """In the order in which the rank entered them; empty where nothing was written down."""
+    for event in records.events:
+        if event.name == GIVEN and event.step == step:
+            calls = event.detail.get("calls")
+            try:
+                return tuple(GivenCall.from_json(each) for each in calls or ())
+            except (RecordError, TypeError):
+                return ()
+    return ()

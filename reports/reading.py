@@ -22,8 +22,7 @@ from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
 from harness.store.files import read_tail
-from harness.store.find import bisect_line
-from harness.store.verify import verified
+from harness.store.verify import bisect_line, verified
 from reports.compared import LossCurve, StateMap, loss_curve, losses, state_map
 from reports.history import look_back
 from reports.report import (

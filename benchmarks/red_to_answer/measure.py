@@ -14,7 +14,7 @@ from harness.campaign.scoring import Localised, localised
 from harness.faults.catalogue import CATALOGUE
 from harness.records import CaseSpec, ExitCode
 from harness.store import SEARCH_FILE
-from harness.store.find import find_answer
+from harness.store.verify import find_answer
 
 ROOT = Path(__file__).parents[2]
 LOOK_EVERY_S = 0.05

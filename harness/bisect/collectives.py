@@ -23,7 +23,7 @@ from harness.bisect.aligned import Legs, Row, Tensor, differ, listed, module_of,
 from harness.bisect.found import Location
 from harness.checks.evidence import rank_table, show_ranks
 from harness.faults.fault import Phase
-from harness.given import GivenCall, given_in
+from harness.records import GivenCall, given_in
 
 ROOT = "root"
 REDUCTION = "reduce-scatter of gradients"

@@ -41,13 +41,12 @@ from harness.bisect.experiments import Asker, Reply, brief, failure_of
 from harness.codec import Json, dumps
 from harness.engine.process import die_with_parent
 from harness.errors import Infrastructure, Interrupted, one_line
-from harness.plant_spec import PlantSpec
 from harness.program.spec import folder_of
-from harness.records import CaseSpec, Ending, ExitCode, RunSpec, Verdict
+from harness.records import CaseSpec, Ending, ExitCode, PlantSpec, RunSpec, Verdict
 from harness.repeats import FIRST_REPEAT
 from harness.store import CASE_FILE, LEGS
 from harness.store.files import make_folder, read_object, read_tail, with_checksum, write_atomic
-from harness.store.find import unused
+from harness.store.verify import unused
 
 GRACE_S = 10.0
 TAIL_BYTES = 4096

@@ -20,11 +20,9 @@ from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig, not_built
 from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
-from harness.plant_spec import PlantSpec, each_of, joined
 from harness.program.spec import ProgramSpec, capabilities_of, program_of
-from harness.records import RunSpec
-from harness.scenario.program_section import OPEN
-from harness.scenario.settings import leaf_types
+from harness.records import PlantSpec, RunSpec, each_of, joined
+from harness.scenario.settings import OPEN, leaf_types
 
 PLANT, PROGRAM, STRESS = "plant", "program", "stress"
 OF_PROGRAM = ("record", "determinism", "every")

@@ -9,8 +9,7 @@
     kernels     operators and kernels that a step launched, by name           nights, legs
 
 Legs are compared by what their ranks recorded, nights by their manifests as well. What one side did
-not record is `unknown`: it is said, and it is not the same. Kernels are recorded where a scenario
-asks for them (`launch: {kernels: true}`).
+not record is `unknown`: it is said, and it is not the same.
 """
 
 from collections.abc import Iterable, Mapping

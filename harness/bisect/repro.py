@@ -39,14 +39,12 @@ from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
-from harness.plant_spec import PlantSpec
 from harness.program.spec import capabilities_of, command_line
-from harness.records import CaseSpec, RunSpec, Verdict, What
+from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict, What
 from harness.scenario.case_id import whole_id
 from harness.scenario.matrix import expand
-from harness.scenario.program_section import OPEN
-from harness.scenario.schema import decode_scenario
-from harness.scenario.sections import MAX_WHY_CHARS
+from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
+from harness.scenario.settings import OPEN
 from harness.store.files import make_folder, refused
 
 FOLDER = Path("scenarios/repro")

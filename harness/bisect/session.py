@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import commit
+from harness import provenance
 from harness.bisect.causes import FoundCauses, find_causes
 from harness.bisect.chance import Patience
 from harness.bisect.commit_runs import case_run, commit_run, program_range
@@ -47,7 +47,7 @@ from harness.runner.leftovers import clear_leftovers
 from harness.runner.run import stop_on_signals
 from harness.scenario.case_id import whole_id
 from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
-from harness.store.find import DEFAULT_OUT
+from harness.store.verify import DEFAULT_OUT
 from harness.typed import typed
 
 SHORT_HASH = 12
@@ -135,7 +135,7 @@ def _environment(state: State) -> Findings:
         apart = compare("the case", "further runs", *sides, kinds=MACHINE_KINDS)
         if apart.facts:
             told.append(apart.sentence)
-    failed, now = str(_night(state).manifest.get("commit", "")), commit.describe()
+    failed, now = str(_night(state).manifest.get("commit", "")), provenance.describe()
     if failed != now:
         told.append(f"the case failed as {_code(failed)}; further runs are made as {_code(now)}")
     return replace(state.findings, environment=tuple(told))
@@ -212,7 +212,7 @@ def commits_of(search: Search) -> CommitRange:
     """The range in which the first bad commit is searched for: of the program's own code."""
     if not capabilities_of(search.case.candidate.config).layouts:
         return program_range(search.case, search.commits)
-    return CommitRange(Path.cwd(), search.commits, commit.PACKAGES)
+    return CommitRange(Path.cwd(), search.commits, provenance.PACKAGES)
 
 
 def find_commit(state: State) -> Findings:
@@ -256,7 +256,7 @@ def _known_rate(state: State) -> Patience | None:
     causes = state.findings.causes
     _, _, bad = resolve_range(commits_of(state.search))
     if capabilities_of(state.search.case.candidate.config).layouts:
-        here = commit.describe()
+        here = provenance.describe()
     else:
         git = Git(commits_of(state.search).root)
         here = "" if git("status", "--porcelain", "-uno") else git("rev-parse", "HEAD")

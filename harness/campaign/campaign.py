@@ -52,7 +52,7 @@ from harness.runner.plan import Plan
 from harness.runner.shards import parse_shard
 from harness.scenario.matrix import Device
 from harness.store import LEGS, CaseRuns, RunFolder
-from harness.store.find import DEFAULT_OUT, unused
+from harness.store.verify import DEFAULT_OUT, unused
 
 # ---- rows
 

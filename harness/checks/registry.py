@@ -106,9 +106,6 @@ CHECKS: dict[str, Check] = {
             "max_growth_bytes": Option(
                 least=1, doc="what steps leave, from the second quarter of the run to the last"
             ),
-            "max_unexplained": Option(
-                kind="number", doc="part of the peak, or 16 MiB, that may have no owner"
-            ),
         },
     ),
     "throughput": Check(

@@ -21,9 +21,9 @@ from harness.records import CaseSpec, ExitCode, Verdict
 from harness.runner import display
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
-from harness.scenario.selection import select
+from harness.scenario.suite import select
 from harness.store import RunFolder
-from harness.store.find import find_answer
+from harness.store.verify import find_answer
 
 _PATH = click.Path(path_type=Path)
 SCENARIO_SUFFIXES = (".yaml", ".yml")

@@ -18,11 +18,11 @@ from harness.program.spec import POSITIONAL, program_of
 from harness.provenance import record
 from harness.records import CaseSpec, RunResult, dumps
 from harness.runner import display, recorded
-from harness.scenario.sections import decode_expect
+from harness.scenario.schema import decode_expect
 from harness.scenario.yaml_source import Origin, parse_text
 from harness.store import LEGS, SPEC_FILE, RunFolder, save_outcome
 from harness.store.files import link_or_copy, make_folder, write_atomic
-from harness.store.find import DEFAULT_OUT, unused
+from harness.store.verify import DEFAULT_OUT, unused
 from harness.tolerance import ROUNDING
 
 _PATH = click.Path(path_type=Path)

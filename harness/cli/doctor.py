@@ -19,7 +19,7 @@ from harness.machine import Machine, default_slots, describe
 from harness.provenance import package_version
 from harness.records import ExitCode, Json
 from harness.runner.display import cell, make_console, plain_table
-from harness.store.find import DEFAULT_OUT
+from harness.store.verify import DEFAULT_OUT
 
 State = Literal["ok", "warn", "missing"]
 Purpose = Literal["cpu", "cuda", "te"]

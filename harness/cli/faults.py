@@ -29,7 +29,7 @@ from harness.records import ExitCode, RunOutcome, Verdict
 from harness.runner.display import cell, make_console, plain_table
 from harness.runner.plan import Plan
 from harness.runner.progress import duration, plan_line
-from harness.scenario.selection import compile_expression
+from harness.scenario.suite import compile_expression
 from harness.store.files import write_atomic
 
 CLEAN_CASES = 200

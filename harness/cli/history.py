@@ -37,7 +37,7 @@ from harness.runner.display import cell, make_console, plain_table
 from harness.runner.progress import COLOURS
 from harness.store import RunFolder
 from harness.store.files import write_atomic
-from harness.store.find import DEFAULT_OUT
+from harness.store.verify import DEFAULT_OUT
 
 _PATH = click.Path(path_type=Path)
 _json = click.option(

@@ -20,7 +20,7 @@ from harness.records import CaseSpec, ExitCode, RunSpec
 from harness.runner import display
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
-from harness.scenario.selection import select
+from harness.scenario.suite import select
 
 MIB = 1 << 20
 COLUMNS = ("parameters", "gradients", "optimizer", "largest_unit")

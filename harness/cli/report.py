@@ -12,9 +12,8 @@ from harness.masking import Masker
 from harness.records import ExitCode
 from harness.runner import display
 from harness.store import RunFolder, load_case
-from harness.store.find import DEFAULT_OUT, find_answer, unused
 from harness.store.merge import merge
-from harness.store.verify import inspect
+from harness.store.verify import DEFAULT_OUT, find_answer, inspect, unused
 
 _PATH = click.Path(path_type=Path)
 open_report = click.option(

@@ -23,9 +23,8 @@ from harness.records import CaseSpec, ExitCode
 from harness.runner import display, launch
 from harness.runner.again import set_killed_aside
 from harness.runner.progress import duration, make_view
-from harness.scenario.schema import Overrides
-from harness.scenario.sections import ENGINES
-from harness.store.find import DEFAULT_OUT, bisect_line, find_case
+from harness.scenario.schema import ENGINES, Overrides
+from harness.store.verify import DEFAULT_OUT, bisect_line, find_case
 
 _PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]

@@ -11,13 +11,11 @@ from harness.checks.evidence import count as counted
 from harness.checks.registry import table
 from harness.errors import NothingSelected, UsageError
 from harness.records import CaseSpec, ExitCode
-from harness.runner.shards import MAX_SHARDS, cut, parts, refuse_changed, take_shard
+from harness.runner.shards import MAX_SHARDS, cut, parts, take_shard
 from harness.scenario.matrix import count as number_of_cases
 from harness.scenario.matrix import expand
-from harness.scenario.schema import Overrides, load_scenario
-from harness.scenario.sections import SELECTIONS, TIERS
-from harness.scenario.selection import select
-from harness.scenario.suite import check_files, find_scenarios, load_suite
+from harness.scenario.schema import SELECTIONS, TIERS, Overrides, load_scenario
+from harness.scenario.suite import check_files, find_scenarios, load_suite, select
 
 _PATH = click.Path(path_type=Path)
 Command = Callable[..., Any]
@@ -29,8 +27,8 @@ OPTIONS: tuple[Callable[[Command], Command], ...] = (
     ),
     click.option(
         "--select", type=click.Choice(SELECTIONS),
-        help="Which cases: all, a set that covers all pairs of values, or those whose code changed "
-        "since the history's last pass. Overrides the scenario's select.",
+        help="Which cases: all, or a set that covers all pairs of values. Overrides the "
+        "scenario's select.",
     ),
     click.option(
         "--shard", metavar="I/N",
@@ -110,7 +108,7 @@ def list_command(
             raise UsageError(
                 f"list --shards {shards}: expected no --shard {suite['shard']} with it"
             )
-        asked = _Asked(paths or DEFAULT_PATHS, keyword, overrides, cut=shards is not None, **suite)
+        asked = _Asked(paths or DEFAULT_PATHS, keyword, overrides, **suite)
         return asked.show_shards(shards, as_json=as_json) if shards else asked.show(
             as_json=as_json, count=count
         )  # fmt: skip
@@ -167,18 +165,12 @@ class _Asked:
     """What `harness run` would choose of these paths."""
 
     def __init__(
-        self, paths: tuple[Path, ...], keyword: str | None, overrides: Overrides, *, cut: bool,
+        self, paths: tuple[Path, ...], keyword: str | None, overrides: Overrides, *,
         tiers: tuple[str, ...], select: str | None, shard: str | None, costs: Path | None,
     ) -> None:  # fmt: skip
-        if select == "changed":
-            raise UsageError("list --select changed: expected harness run, which has a history")
         suite = load_suite(paths, tiers=tiers, overrides=overrides)
         self.name, self.costs = suite.name, costs
-        # A list asks no history: what has changed is known when it is run.
-        self.cases, self.told = suite.cases(
-            "cpu", forced=True, keyword=keyword, how=select,
-            changed=refuse_changed if cut or shard else tuple,
-        )  # fmt: skip
+        self.cases, self.told = suite.cases("cpu", forced=True, keyword=keyword, how=select)
         if shard is not None:
             from harness.runner.expectations import expected_anywhere
 

@@ -33,9 +33,9 @@ from harness.recorder import FOLDER_VARIABLE, RUN_VARIABLE
 from harness.records import ExitCode, RunResult, RunSpec
 from harness.runner import recorded
 from harness.runner.recorded import Part
-from harness.scenario.program_section import DETERMINISM
-from harness.store.find import DEFAULT_OUT, unused
+from harness.scenario.settings import DETERMINISM
 from harness.store.streams import read_start
+from harness.store.verify import DEFAULT_OUT, unused
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
              signal.SIGUSR2, signal.SIGCONT)  # fmt: skip

@@ -21,15 +21,16 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from harness.errors import Infrastructure, UsageError, shown
+from harness.store.files import write_atomic
 
 Say = Callable[[str], None]
 
@@ -42,7 +43,6 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._
 _VERSION = r"[0-9][A-Za-z0-9.+!_-]*"
 _CLAUSES = re.compile(rf"(?:(?:^|,)\s*(?:===?|~=|!=|<=?|>=?)\s*{_VERSION}(?:\.\*)?\s*)+")
 _FINAL = re.compile(r"[0-9.]+(?:\.post[0-9]+)?")
-_DOWNLOAD = re.compile(r"\s*(Downloading|Using cached) (\S+) \(([\d.,]+ (?:[kMG]?B|bytes))\)")
 _MISSING = re.compile(
     r"satisfies the requirement (.+?)(?: \(from ([^)]*)\))? \(from versions: (.*)\)"
 )
@@ -109,12 +109,10 @@ def default_cache() -> Path:
 
 
 def prepare(packages: Mapping[str, str], *, python: Path, cache: Path, say: Say) -> Environment:
-    """The environment that has `packages`, made unless the cache has it.
+    """The environment of `python` that has `packages`, made unless the cache has it.
 
-    Args:
-        packages: an exact version or a specifier (">=2,<3") by name. Empty: `python` itself.
-        python: the base interpreter.
-        say: called with one line for each thing that takes time or network.
+    `packages` are exact versions or specifiers (">=2,<3") by name; none of them: `python` itself.
+    `say` is called with one line for each thing that takes time or network.
 
     Raises:
         PackagesRefused: no such release, releases that conflict, or one that needs another torch.
@@ -178,12 +176,11 @@ def _requirement(name: str, version: str) -> str:
 def _resolve(requirements: Sequence[str], base: _Base, say: Say) -> tuple[list[Any], list[str]]:
     """What pip would install, as its report says, and the lock."""
     say(f"packages: resolving {', '.join(requirements)}")
-    sizes: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         report, held = Path(folder, "report.json"), Path(folder, "held.txt")
         held.write_text("".join(f"{n}=={v}\n" for n, v in base.installed.items() if _is_torch(n)))
         arguments = ["--dry-run", "--report", str(report), "--constraint", str(held), *requirements]
-        _pip(base.python, "install", arguments, say, sizes)
+        _pip(base.python, "install", arguments)
         items: list[Any] = json.loads(report.read_text())["install"]
     lock = {_canonical(i["metadata"]["name"]): i["metadata"]["version"] for i in items}
     for name in filter(_is_torch, lock):  # a library that the base's torch was built without
@@ -194,11 +191,8 @@ def _resolve(requirements: Sequence[str], base: _Base, say: Say) -> tuple[list[A
     for name in (_canonical(re.split(r"[\[=~!<>]", each)[0]) for each in requirements):
         # One that the base has already is part of the evidence.
         lock.setdefault(name, base.installed.get(name, ""))
-    parts = [
-        f"{i['metadata']['name']} {i['metadata']['version']} ({_size(i, sizes)})" for i in items
-    ]
-    if parts:
-        say(f"packages: installing {', '.join(sorted(parts))}")
+    if parts := sorted(f"{i['metadata']['name']} {i['metadata']['version']}" for i in items):
+        say(f"packages: installing {', '.join(parts)}")
     return items, sorted(f"{name}=={version}" for name, version in lock.items())
 
 
@@ -216,14 +210,6 @@ def _askers(name: str, items: Sequence[Any]) -> Iterator[str]:
                 yield f"{metadata['name']} {metadata['version']} (needs {wanted})"
 
 
-def _size(item: Any, sizes: Mapping[str, str]) -> str:
-    """A size as pip or the file system gives it; pip's report has none."""
-    url = urlsplit(item["download_info"]["url"])
-    if url.scheme == "file":
-        return f"{Path(unquote(url.path)).stat().st_size / 1000:.0f} kB"
-    return sizes.get(unquote(url.path).rsplit("/", 1)[-1], "size unknown")
-
-
 # ---- lock -> environment
 
 
@@ -236,17 +222,18 @@ def _made(requirements: Sequence[str], base: _Base, request: Path, say: Say) -> 
     environment = Environment(folder / "bin" / "python", tuple(lock), folder)
     with _locked(folder, say):
         if not (folder / "environment.json").exists():
-            _build(environment, base, say)
+            _build(environment, base)
         for wanted, got, place in _first_wrong(environment):
             raise PackagesRefused(
                 f"packages: expected {wanted}, got {got} from {place}; is that on PYTHONPATH?"
             )
-        _write(folder / "environment.json", {"lock": lock, "base": base.identity})
-    _write(request, {"lock": lock, "environment": folder.name, "requirements": requirements})
+        write_atomic(folder / "environment.json", json.dumps({"lock": lock, "base": base.identity}))
+    said = {"lock": lock, "environment": folder.name, "requirements": requirements}
+    write_atomic(request, json.dumps(said))
     return environment
 
 
-def _build(environment: Environment, base: _Base, say: Say) -> None:
+def _build(environment: Environment, base: _Base) -> None:
     """Make the overlay, over what a killed process left of it."""
     folder = environment.folder
     if folder.exists():
@@ -256,7 +243,7 @@ def _build(environment: Environment, base: _Base, say: Say) -> None:
     lines = (f"import site; site.addsitedir({site!r})\n" for site in base.sites)
     packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "base_packages.pth").write_text("".join(lines))
-    _pip(environment.python, "install", ["--no-deps", *environment.lock], say)
+    _pip(environment.python, "install", ["--no-deps", *environment.lock])
 
 
 def _cached(request: Path) -> Environment | None:
@@ -285,49 +272,25 @@ def _ask(python: Path, code: str, *arguments: str) -> Any:
     return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
 
 
-def _pip(
-    python: Path,
-    verb: str,
-    arguments: Sequence[str],
-    say: Say = lambda _: None,
-    sizes: dict[str, str] | None = None,
-) -> str:
-    """pip's output; what it downloads is said, and goes to `sizes` by name of file."""
-
-    def watch(line: str) -> None:
-        if download := _DOWNLOAD.match(line):
-            name = unquote(download[2]).rsplit("/", 1)[-1]
-            if sizes is not None:
-                sizes[name] = download[3]
-            if download[1] == "Downloading" and not name.endswith(".metadata"):
-                say(f"packages: downloading {name} ({download[3]})")
-
+def _pip(python: Path, verb: str, arguments: Sequence[str]) -> str:
     options = ["--no-input", "--disable-pip-version-check"]
-    return _run([str(python), "-P", "-m", "pip", verb, *options, *arguments], watch)
+    return _run([str(python), "-P", "-m", "pip", verb, *options, *arguments])
 
 
-def _run(command: Sequence[str], watch: Callable[[str], None] = lambda _: None) -> str:
+def _run(command: Sequence[str]) -> str:
     """Run to the end; output and errors together."""
     # The user's defaults for installations elsewhere would refuse or redirect ours.
     extra = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_BREAK_SYSTEM_PACKAGES": "1"}
-    output, environ = [], {**os.environ, **extra}
     try:
-        process = Popen(
-            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", env=environ
-        )
+        done = subprocess.run(
+            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", check=False,
+            env={**os.environ, **extra},
+        )  # fmt: skip
     except (FileNotFoundError, PermissionError) as error:
         raise PackagesUnavailable(f"packages: expected a Python interpreter: {error}") from None
-    with process:
-        try:
-            for line in process.stdout or ():
-                output.append(line)
-                watch(line)
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        raise _cause("".join(output), command[0])
-    return "".join(output)
+    if done.returncode:
+        raise _cause(done.stdout, command[0])
+    return done.stdout
 
 
 _CAUSES: tuple[tuple[str, type[UsageError] | type[Infrastructure], str], ...] = (
@@ -382,13 +345,6 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
             say("packages: waiting for another process that makes the same environment")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _write(path: Path, value: Mapping[str, object]) -> None:
-    """Write whole or not at all; the caller holds the lock."""
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(json.dumps(value, indent=1))
-    temporary.replace(path)
 
 
 def _digest(value: object) -> str:

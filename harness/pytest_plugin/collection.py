@@ -12,7 +12,7 @@ What -m and -k leave is known before every case is an item:
     -k  a file is left out as a whole if the names of its folders and cases say so; no case is made
     select: pairwise   of what -k leaves, as `harness run -k` does
 
-Both read pytest's expressions with the words of `harness.scenario.selection`, and pytest reads them
+Both read pytest's expressions with the words of `harness.scenario.suite`, and pytest reads them
 again. What they cannot read or decide here stays in, for pytest to decide: markers that a
 conftest.py gives to single cases may be any. Keywords that one gives are not known to -k where a
 whole file is left out.
@@ -31,9 +31,8 @@ from harness.checks import confirmation
 from harness.errors import HarnessError, UsageError
 from harness.records import Verdict
 from harness.scenario.matrix import expand_marked, named
-from harness.scenario.schema import Scenario, load_scenario
-from harness.scenario.sections import TIERS
-from harness.scenario.selection import Expression, pairwise, read_expression
+from harness.scenario.schema import TIERS, Scenario, load_scenario
+from harness.scenario.suite import Expression, pairwise, read_expression
 
 _EQUALS = re.compile(r"(?<=[^\s()=])=(?=[^\s()=])")
 MAX_UNKNOWN = 6

@@ -35,10 +35,10 @@ from harness.pytest_plugin.collection import (
 from harness.records import ExitCode, Verdict
 from harness.runner import launch
 from harness.runner.run import Silent, advance
-from harness.scenario.sections import TIERS
+from harness.scenario.schema import TIERS
 from harness.scenario.suite import SUFFIXES, joined
 from harness.store import MANIFEST_FILE, RunFolder
-from harness.store.find import DEFAULT_OUT, unused
+from harness.store.verify import DEFAULT_OUT, unused
 
 INPUT_KEY = "harness"
 """Of what a worker of pytest-xdist is given: place and id of the session."""

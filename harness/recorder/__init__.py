@@ -25,8 +25,8 @@ hooks of torch's optimizers and of autograd see steps, losses, gradients and sta
     collectives  which collective the rank is in, for whoever has to explain a hang
     rounding   a run whose specification says so rounds at random from its first forward pass on
 
-These files, `harness.provenance` with `commit` and `masking`, `fsdp_core.graph.digest` and its
-three parts, and torch are all that recording needs; a capture without a GPU needs
+These files, `harness.provenance` with `masking`, `fsdp_core.graph.digest` and its three parts,
+and torch are all that recording needs; a capture without a GPU needs
 `fsdp_core.graph.host` as well, and a run that rounds at random `fsdp_core.rounding` and
 `fsdp_core.device`.
 """

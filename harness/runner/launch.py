@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +38,6 @@ from harness.program.spec import codes_of, program_of
 from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, dumps
 from harness.repeats import unique_runs
-from harness.runner.changed import changed
 from harness.runner.expectations import expected_anywhere, expected_here, kind_of
 from harness.runner.leftovers import clear_leftovers
 from harness.runner.occupancy import keep, metered
@@ -51,12 +49,12 @@ from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.runner.retries import Retries, stored_limit
 from harness.runner.run import execution, is_left, keep_trace, open_repeats, whole
 from harness.runner.schedule import Seconds
-from harness.runner.shards import refuse_changed, take_shard
+from harness.runner.shards import take_shard
 from harness.scenario.schema import Overrides
 from harness.scenario.suite import load_suite
 from harness.store import RunFolder, load_case
-from harness.store.find import DEFAULT_OUT, unused
 from harness.store.merge import keep_whole
+from harness.store.verify import DEFAULT_OUT, unused
 
 __all__ = [
     "Carried", "CutShort", "Prepared", "Request", "carry_out", "make_engine", "make_folder",
@@ -88,9 +86,6 @@ def prepare(request: Request) -> Prepared:
         keyword=request.keyword,
         how=request.select,
         picked=request.picked,
-        changed=refuse_changed
-        if request.shard
-        else partial(changed, database=request.history, here=here),
     )
     refuse_secrets(chosen, () if slurm is None else slurm.args)
     part_of = None

@@ -7,9 +7,8 @@ from pathlib import Path
 from fsdp_core.config import TrainConfig
 from harness.errors import UsageError, one_line
 from harness.masking import Masker
-from harness.plant_spec import each_of
 from harness.program.spec import program_of
-from harness.records import CaseSpec
+from harness.records import CaseSpec, each_of
 from harness.repeats import runs_of
 
 

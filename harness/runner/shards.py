@@ -20,7 +20,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from harness.errors import NothingSelected, UsageError, shown
 from harness.records import CaseSpec, Json
@@ -156,18 +155,3 @@ def take_shard(
         )
     ids = tuple(tuple(case.id for case in held) for held in shards)
     return chosen, Whole(shard=shard, cut=fingerprint(shards), cases=tuple(cases), shards=ids)
-
-
-def refuse_changed(cases: Sequence[CaseSpec]) -> NoReturn:
-    """Refuse a shard of what has changed.
-
-    What has changed is what a history says, and each shard adds to one: the next would be cut
-    otherwise, and cases would be in none.
-
-    Raises:
-        UsageError: always.
-    """
-    raise UsageError(
-        "--shard: expected select: all or pairwise, got changed: histories differ from shard to "
-        "shard, and cases would be in none; add --select all, or leave out --shard"
-    )

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.faults.catalogue import CATALOGUE
-from harness.plant_spec import PlantSpec
-from harness.scenario.program_section import OPEN
-from harness.scenario.settings import LAST_RANK, Setting, Value, leaf_types
+from harness.records import PlantSpec
+from harness.scenario.settings import LAST_RANK, OPEN, Setting, Value, leaf_types
 from harness.scenario.yaml_source import Origin
 
 MAX_ID_CHARS = 120

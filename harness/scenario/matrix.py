@@ -19,6 +19,7 @@ into the legs that it names; the other legs get its counterpart, if the catalogu
 """
 
 import dataclasses
+import gc
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -26,16 +27,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from harness.checks.speed import TIMED_STEPS
-from harness.collector import held_off
 from harness.errors import NothingSelected
 from harness.faults.catalogue import CATALOGUE, LEGS
-from harness.plant_spec import PlantSpec, each_of, joined
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, PlantSpec, RunSpec, each_of, joined
 from harness.samples import refusal
 from harness.scenario.case_id import Assignment, Choice, unique_ids
 from harness.scenario.decode import dotted
 from harness.scenario.schema import Rule, Scenario
 from harness.scenario.settings import Leg, check_has_part, overlay
+from harness.scenario.yaml_source import Origin
 from harness.soaking import LEAST_STEPS
 from harness.tolerance import ROUNDING, LossGap, tolerance_of
 
@@ -44,6 +44,8 @@ Device = Literal["cpu", "cuda"]
 Plants = Mapping[str, PlantSpec | None]
 """What is planted, by role of the run in its case."""
 _NO_PLANTS: Plants = dict.fromkeys(LEGS)
+Flaw = tuple[Origin, str, str, str]
+"""Where, at which key, what was expected and what is there."""
 
 
 def expand(scenario: Scenario, device: Device) -> tuple[CaseSpec, ...]:
@@ -61,15 +63,17 @@ def expand_marked(
     scenario: Scenario, device: Device
 ) -> tuple[tuple[CaseSpec, ...], tuple[str, ...]]:
     """As `expand`, and the ids of the cases that include entries added: somebody wants these."""
-    with held_off():
+    gc.disable()  # it would walk tens of thousands of objects, none in a cycle, again and again
+    try:
         left, added = _assignments(scenario)
-        assignments = left + added
-        if not assignments:
+        if not (assignments := left + added):
             raise NothingSelected(f"{scenario.path}: exclude leaves no case of {scenario.name}")
         ids = unique_ids(assignments, last=scenario.compare.axis)
         maker = _Maker(scenario, device)
-        named = zip(ids, assignments, strict=True)
-        return tuple(maker.case(name, held) for name, held in named), tuple(ids[len(left) :])
+        cases = [maker.case(name, held) for name, held in zip(ids, assignments, strict=True)]
+        return tuple(cases), tuple(ids[len(left) :])
+    finally:
+        gc.enable()
 
 
 def named(scenario: Scenario) -> Iterator[tuple[str, dict[str, str]]]:
@@ -108,8 +112,8 @@ def _assignments(scenario: Scenario) -> tuple[list[Assignment], list[Assignment]
         if not (places := matching(rule.choices)):
             raise rule.origin.error(
                 "exclude",
-                expected="an entry that removes a case",
-                got=f"{_words(rule)}, which matches none (the reference leg is no case)",
+                "an entry that removes a case",
+                f"{_words(rule)}, which matches none (the reference leg is no case)",
             )
         removed.update(places)
     return _include(scenario, [each for n, each in enumerate(held) if n not in removed])
@@ -119,11 +123,8 @@ def _check_size(scenario: Scenario) -> None:
     count = math.prod(len(axis.choices) for axis in scenario.axes)
     if count > MAX_COMBINATIONS:
         lengths = " x ".join(f"{axis.name} {len(axis.choices)}" for axis in scenario.axes)
-        raise scenario.axes[0].origin.error(
-            "axes",
-            expected=f"at most {MAX_COMBINATIONS:,} combinations",
-            got=f"{lengths} = {count:,}",
-        )
+        most, got = f"at most {MAX_COMBINATIONS:,} combinations", f"{lengths} = {count:,}"
+        raise scenario.axes[0].origin.error("axes", most, got)
 
 
 def _columns(scenario: Scenario) -> dict[str, list[Choice]]:
@@ -173,8 +174,8 @@ def _include(
         elif not others:
             raise rule.origin.error(
                 "include",
-                expected="an entry that extends or adds a case",
-                got=f"{_words(rule)}, a case that the axes already give",
+                "an entry that extends or adds a case",
+                f"{_words(rule)}, a case that the axes already give",
             )
         for place in places:
             _extend(extended[place], others, rule)
@@ -187,8 +188,8 @@ def _extend(held: Assignment, others: Mapping[str, Choice], rule: Rule) -> None:
             if other != key and (shared := set(earlier.leaves) & set(choice.leaves)):
                 raise rule.origin.error(
                     dotted("include", key),
-                    expected="one name for a setting",
-                    got=f"{min(shared)}, which an earlier entry sets as {other}",
+                    "one name for a setting",
+                    f"{min(shared)}, which an earlier entry sets as {other}",
                 )
         held[key] = choice
 
@@ -200,8 +201,8 @@ def _added(scenario: Scenario, rule: Rule) -> Assignment:
         got = "nothing" if choice is None else "the reference, which is no case by itself"
         raise (rule.origin if choice is None else choice.origin).error(
             dotted("include", axis),
-            expected="a value to compare with the reference, since no case fits to be extended",
-            got=got,
+            "a value to compare with the reference, since no case fits to be extended",
+            got,
         )
     return dict(rule.choices)
 
@@ -232,17 +233,16 @@ class _Maker:
         runs = ((mine, plants["candidate"]), (theirs, plants["reference"]))
         choice, key = held[compare.axis], dotted("axes", compare.axis)
         if runs[0] == runs[1]:
-            raise choice.origin.error(
-                key,
-                expected="a value that changes the run",
-                got=f"{choice.label}, which leaves candidate and reference alike",
-            )
-        self._check_equal(choice, candidate, reference)
+            got = f"{choice.label}, which leaves candidate and reference alike"
+            raise choice.origin.error(key, "a value that changes the run", got)
+        for origin, at, expected, got in self._mismatches(choice, candidate, reference):
+            raise origin.error(at, expected, got)
         if (other := self.seen.setdefault(runs, name)) != name:
-            raise choice.origin.error(
-                key, expected="each case once", got=f"{name}, the same runs as {other}"
-            )
-        self._check_looks(held, candidate, reference, plants)
+            got = f"{name}, the same runs as {other}"
+            raise choice.origin.error(key, "each case once", got)
+        for origin, at, expected, got in self._idle(candidate, reference):
+            raise origin.error(at, expected, got)
+        self._check_planted(held, candidate, reference, plants)
         soaks = self._who_soaks(candidate, reference)
         return CaseSpec(
             id=name,
@@ -272,20 +272,9 @@ class _Maker:
 
         An eager reference beside graphs stops there: what is compared is what both have.
         """
-        soak = self.scenario.soak
-        if soak is None:
+        if (soak := self.scenario.soak) is None:
             return False, False
-        if candidate.steps < LEAST_STEPS:
-            raise soak.origin.error(
-                "soak",
-                expected=f"{LEAST_STEPS} steps at least, as growth of memory shows from there on",
-                got=f"steps {candidate.steps}",
-            )
         graphed = bool(candidate.graph), bool(reference.graph)
-        if soak.spec.by == "replays" and not graphed[0]:
-            raise soak.origin.error(
-                "soak.replays", expected="a graph in every candidate", got="an eager one"
-            )
         return graphed if any(graphed) and soak.spec.is_open else (True, True)
 
     def _run(self, leg: Leg, role: str, plant: PlantSpec | None, *, soaks: bool) -> RunSpec:
@@ -298,88 +287,76 @@ class _Maker:
                 timeout_s=self.scenario.launch.timeout_s,
                 replica=1 if role == "control" else 0,
                 plant=plant,
-                explain="max_unexplained" in self.scenario.checks.get("peak_memory", {}),
                 soak=self.scenario.soak.spec if soaks and self.scenario.soak else None,
-                kernels=self.scenario.launch.kernels,
                 stall_s=self.scenario.launch.stall_s,
             )
         return self.runs[key]
 
-    def _check_equal(self, choice: Choice, candidate: Leg, reference: Leg) -> None:
+    def _mismatches(self, choice: Choice, candidate: Leg, reference: Leg) -> Iterator[Flaw]:
         """What must be equal for records of the runs to have a partner each, and their bits to."""
         compare = self.scenario.compare
-        due: tuple[tuple[str, int | str, int | str], ...] = (
-            ("world size", candidate.world_size, reference.world_size),
-            ("number of steps", candidate.steps, reference.steps),
-            ("number of microbatches", candidate.microbatches, reference.microbatches),
-        )
+        due: dict[str, tuple[int | str, int | str]] = {
+            "world size": (candidate.world_size, reference.world_size),
+            "number of steps": (candidate.steps, reference.steps),
+            "number of microbatches": (candidate.microbatches, reference.microbatches),
+        }
         if compare.expect == "bitwise":
             # Compiled code is another program: fused operators round elsewhere.
-            due += (("compiled parts", candidate.compiled, reference.compiled),)
-        for what, mine, theirs in due:
+            due["compiled parts"] = (candidate.compiled, reference.compiled)
+        for what, (mine, theirs) in due.items():
             if mine != theirs:
-                raise choice.origin.error(
-                    dotted("axes", compare.axis),
-                    expected=f"the reference's {what}, {theirs}, to compare one to one",
-                    got=f"{mine}",
-                )
+                expected = f"the reference's {what}, {theirs}, to compare one to one"
+                yield choice.origin, dotted("axes", compare.axis), expected, str(mine)
         builtin = reference.config is not None
         if compare.expect == ROUNDING and builtin and (why := refusal(reference.plain())):
             # A reference that cannot round at random has no bounds of rounding.
-            raise compare.origin.error(
-                "compare.expect", expected=f"{why[0]}, for rounding to be measured", got=why[1]
-            )
+            expected = f"{why[0]}, for rounding to be measured"
+            yield compare.origin, "compare.expect", expected, why[1]
 
-    def _check_looks(
+    def _idle(self, candidate: Leg, reference: Leg) -> Iterator[Flaw]:
+        """A check or a soak with nothing to look at would be for nothing."""
+        scenario, checks = self.scenario, self.scenario.checks
+        at, steps = scenario.checks_origin, candidate.steps
+        taps_due = scenario.program is None  # a script may give its recorder some
+        if taps_due and "taps" in checks and not (candidate.taps and reference.taps):
+            yield at, "checks.taps", "taps in base, of the modules to compare", "none"
+        if "state" in checks and candidate.engine != reference.engine:
+            expected = (
+                "no state, as ranks of two engines hold other parts of each tensor; loss, "
+                "taps and finite say what can be said"
+            )
+            yield at, "checks.state", expected, f"{candidate.engine} against {reference.engine}"
+        if timed := checks.get("throughput"):
+            # Times of warm-up and capture say nothing of the steps that come after.
+            skipped = timed["skip_steps"]
+            captured = max(leg.num_steps_before_graphs for leg in (candidate, reference))
+            if skipped < captured:
+                expected = f"{captured} or more, as graphs are captured in the step before"
+                yield at, "checks.throughput.skip_steps", expected, str(skipped)
+            if steps < (least := skipped + TIMED_STEPS):
+                expected = f"skip_steps + {TIMED_STEPS} = {least} or more to time"
+                yield at, "steps", expected, str(steps)
+        tolerance = tolerance_of(scenario.compare.expect)
+        if isinstance(tolerance, LossGap) and tolerance.over > steps:
+            expected = f"at most the number of steps, {steps}"
+            stated = scenario.compare.expect_origin
+            yield stated, "compare.expect.over", expected, str(tolerance.over)
+        if (soak := scenario.soak) is not None:
+            if steps < LEAST_STEPS:
+                expected = f"{LEAST_STEPS} steps at least, as growth of memory shows from there on"
+                yield soak.origin, "soak", expected, f"steps {steps}"
+            if soak.spec.by == "replays" and not candidate.graph:
+                yield soak.origin, "soak.replays", "a graph in every candidate", "an eager one"
+
+    def _check_planted(
         self, held: Assignment, candidate: Leg, reference: Leg, plants: Plants
     ) -> None:
-        """A check with nothing to look at, or a fault with no place, would be for nothing."""
-        taps_due = self.scenario.program is None  # a script may give its recorder some
-        if taps_due and "taps" in self.scenario.checks and not (candidate.taps and reference.taps):
-            raise self.scenario.checks_origin.error(
-                "checks.taps", expected="taps in base, of the modules to compare", got="none"
-            )
-        if "state" in self.scenario.checks and candidate.engine != reference.engine:
-            raise self.scenario.checks_origin.error(
-                "checks.state",
-                expected="no state, as ranks of two engines hold other parts of each tensor; loss, "
-                "taps and finite say what can be said",
-                got=f"{candidate.engine} against {reference.engine}",
-            )
-        self._check_timed(candidate, reference)
-        tolerance = tolerance_of(self.scenario.compare.expect)
-        if isinstance(tolerance, LossGap) and tolerance.over > candidate.steps:
-            raise self.scenario.compare.expect_origin.error(
-                "compare.expect.over",
-                expected=f"at most the number of steps, {candidate.steps}",
-                got=f"{tolerance.over}",
-            )
         for role, plant in plants.items():
             leg = candidate if role == "candidate" else reference
             for planted in each_of(plant):
                 assert leg.config is not None
                 written = held.get("plant", held[self.scenario.compare.axis]).origin
                 check_has_part(CATALOGUE[planted.fault], leg.config, role, written)
-
-    def _check_timed(self, candidate: Leg, reference: Leg) -> None:
-        """Times of warm-up and capture say nothing of the steps that come after."""
-        timed = self.scenario.checks.get("throughput")
-        if timed is None:
-            return
-        skipped, steps = timed["skip_steps"], candidate.steps
-        captured = max(leg.num_steps_before_graphs for leg in (candidate, reference))
-        if skipped < captured:
-            raise self.scenario.checks_origin.error(
-                "checks.throughput.skip_steps",
-                expected=f"{captured} or more, as graphs are captured in the step before",
-                got=f"{skipped}",
-            )
-        if steps < skipped + TIMED_STEPS:
-            raise self.scenario.checks_origin.error(
-                "steps",
-                expected=f"skip_steps + {TIMED_STEPS} = {skipped + TIMED_STEPS} or more to time",
-                got=f"{steps}",
-            )
 
 
 def _planted(candidate: Leg, reference: Leg) -> Plants:

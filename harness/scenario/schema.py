@@ -3,48 +3,40 @@
     name     slug, safe as a file name
     why      one sentence: what is at stake
     base     settings of every run
-    program  in place of base: a training program of the user's own (`program_section`)
+    program  in place of base: a training program of the user's own (`harness.scenario.settings`)
     axes     axis -> list of values; the matrix is their product
     exclude  partial mappings axis -> value: cases that match one are removed
     include  mappings key -> value: extend the cases that they fit, or add a case
     compare  the axis whose reference value every other value is compared with, and how equal they
              are to be: `bitwise`, or a tolerance (harness.tolerance)
-    checks   loss, state, taps, finite, graphs, peak_memory, throughput, soak
-    soak     how long runs go on, and stressors that take turns
-    launch   where and for how long runs may run
-    tier     smoke, pr, nightly or weekly
-    select   all, pairwise or changed
+    checks   name -> its limits (harness.checks.registry)
+    soak     `SOAK`: how long runs go on, and stressors that take turns
+    launch   `LAUNCH`: where and for how long runs may run
+    tier     smoke (with every change), pr (before a merge), nightly or weekly; without one a
+             scenario is run by its name only
+    select   all, or pairwise: so many cases that every pair of values that some case has is covered
 
-`sections` says more of checks, soak, launch, tier and select, and `matrix` what exclude and include
-mean. Every refusal is a `ScenarioError`.
+`matrix` says what exclude and include mean. Every refusal is a `ScenarioError`.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from fsdp_core.config import STRESSORS
+from harness.checks.memory import FORMULA_NAMES, FormulaError, names_in
+from harness.checks.registry import CHECKS, Option, defaults
+from harness.engine.slurm_job import DEFAULT_OPTIONS, OURS, SlurmOptions
+from harness.scenario import decode as take
 from harness.scenario.case_id import Choice
-from harness.scenario.decode import dotted, refuse, take_list, take_mapping, take_str
-from harness.scenario.program_section import ProgramVocabulary
-from harness.scenario.sections import (
-    LENGTHS,
-    Launch,
-    Soak,
-    decode_checks,
-    decode_expect,
-    decode_launch,
-    decode_name,
-    decode_select,
-    decode_soak,
-    decode_tier,
-    decode_why,
-    joined,
-    split_option,
-)
+from harness.scenario.decode import Key, Taker, dotted, one_of, refuse
 from harness.scenario.settings import (
     Leg,
+    ProgramVocabulary,
     Setting,
     build_leg,
     decode_settings,
@@ -52,16 +44,48 @@ from harness.scenario.settings import (
     listed_layouts,
     overlay,
 )
-from harness.scenario.yaml_source import Node, Origin, parse_bytes, read_bytes
-from harness.tolerance import ROUNDING, Expect
+from harness.scenario.yaml_source import Node, Origin, parse_bytes, parse_text, read_bytes
+from harness.soaking import ALWAYS_ON, DEFAULT_STALL_S, SoakBy, SoakSpec
+from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance_of
 
 SECTIONS = (
     "name", "why", "base", "program", "axes", "exclude", "include", "compare", "checks", "soak",
     "launch", "tier", "select",
 )  # fmt: skip
 REQUIRED = ("name", "why", "axes", "compare", "checks")
+ENGINES = ("local", "slurm")
+TIERS = ("smoke", "pr", "nightly", "weekly")
+SELECTIONS = ("all", "pairwise")
+LENGTHS: dict[str, SoakBy] = {"steps": "steps", "replays": "replays", "duration_s": "duration"}
+MAX_WHY_CHARS = 1000
+MAX_RETRIES = 5
+"""A machine that fails more often than this is not one to test on."""
+_SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
 Decode = Callable[[str, Node, Origin, str], tuple[Setting, ...]]
 """The settings that a key and its node stand for, in a section."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The section `launch`; its keys are explained in `LAUNCH`."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = 300.0
+    slots: int | None = None
+    engine: Literal["local", "slurm"] = "local"
+    slurm: SlurmOptions = DEFAULT_OPTIONS
+    retries: int = 0
+    stall_s: float | None = None
+    confirm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """The section: what runs are told, the settings that it is short for, and where it is."""
+
+    spec: SoakSpec
+    settings: tuple[Setting, ...]
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +161,7 @@ class Scenario:
 
 
 def load_scenario(path: Path | str, *, overrides: Overrides = Overrides()) -> Scenario:
-    """Read and decode one scenario file.
-
-    Args:
-        path: the file.
-        overrides: values that replace what the file says.
+    """Read and decode one scenario file, under values that replace what it says.
 
     Raises:
         ScenarioError: the file or an option cannot be used; one line says where and why.
@@ -157,7 +177,7 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     """
     origin = Origin(path, 1)
     root = parse_bytes(source, origin)
-    written = take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
+    written = take.take_mapping(root, "file", legal=SECTIONS, required=REQUIRED)
     sections, options = _with_options(written, overrides.sets)
     program = _decode_program(sections, path)
     decode = decode_settings if program is None else program.decode
@@ -168,39 +188,42 @@ def decode_scenario(source: bytes, path: str, *, overrides: Overrides = Override
     for key, value, where in options:
         _refuse_set_axes(key, decode(key, value, where, ""), owners)
     compare = _decode_compare(sections["compare"], axes, decode)
-    launch = decode_launch(sections.get("launch"))
-    soak = decode_soak(sections.get("soak"), launch.timeout_s)
-    checks = decode_checks(sections["checks"], compare.expect)
+    launch = Launch(**take.take_fields(sections.get("launch", Node({}, origin)), "launch", LAUNCH))
+    soak = _decode_soak(sections.get("soak"), launch.timeout_s)
+    checks = _decode_checks(sections["checks"], compare.expect)
     _refuse_soak(sections, compare, soaked="soak" in checks)
     return Scenario(
-        name=decode_name(sections["name"]),
-        why=decode_why(sections["why"]),
-        path=path,
-        source=source,
-        base=joined(base, owners, soak),
-        axes=axes,
+        name=_decode_name(sections["name"]), why=_decode_why(sections["why"]),
+        path=path, source=source, base=_with_soak(base, owners, soak), axes=axes,
         exclude=_decode_rules("exclude", sections.get("exclude"), axes, decode),
         include=_decode_rules("include", sections.get("include"), axes, decode, owners),
-        compare=compare,
-        checks=checks,
-        checks_origin=sections["checks"].origin,
-        launch=launch,
-        origin=origin,
-        soak=soak,
-        tier=decode_tier(sections.get("tier")),
-        select=decode_select(sections.get("select")),
-        program=program,
-    )
+        compare=compare, checks=checks, checks_origin=sections["checks"].origin,
+        launch=launch, origin=origin, soak=soak, tier=_word(sections, "tier", TIERS),
+        select=_word(sections, "select", SELECTIONS) or "all", program=program,
+    )  # fmt: skip
 
 
 def read_tier(path: Path) -> str:
-    """The tier of a scenario file, whatever else is in it; "" for none.
-
-    Raises:
-        ScenarioError: not YAML, no mapping, or a tier that there is not.
-    """
+    """The tier of a scenario file, whatever else is in it; "" for none (or `ScenarioError`)."""
     root = parse_bytes(read_bytes(path), Origin(str(path), 1))
-    return decode_tier(take_mapping(root, "file").get("tier"))
+    return _word(take.take_mapping(root, "file"), "tier", TIERS)
+
+
+def _word(sections: Mapping[str, Node], key: str, legal: tuple[str, ...]) -> str:
+    return take.take_str(sections[key], key, legal=legal) if key in sections else ""
+
+
+# --- options over the file --------------------------------------------------------------------
+
+
+def split_option(option: str, text: str) -> tuple[str, Node, Origin]:
+    """Key, value and origin of a `KEY=YAML` text."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not (equals and key and value.strip()):
+        raise Origin(f"{option} {text!r}").error(key or "key", "KEY=YAML", repr(text))
+    origin = Origin(f"{option} {key}")
+    return key, parse_text(value, origin), origin
 
 
 def _with_options(
@@ -224,12 +247,43 @@ def _put(node: Node | None, key: str, names: list[str], value: Node, origin: Ori
         return value
     node = Node({}, origin) if node is None else node
     if not isinstance(node.value, dict):
-        raise origin.error(key, expected="a key of a mapping", got=f"one of {node.shown()}")
+        raise origin.error(key, "a key of a mapping", f"one of {node.shown()}")
     name, *inner = names
     # An option says how long a soak is instead of what the file says.
     held = {k: v for k, v in node.value.items() if name not in LENGTHS or k not in LENGTHS}
     held[name] = _put(node.value.get(name), key, inner, value, origin)
     return dataclasses.replace(node, value=held, keys=node.keys | {name: origin})
+
+
+def _refuse_set_axes(key: str, settings: Iterable[Setting], owners: Mapping[str, str]) -> None:
+    """An option that sets what an axis sets would change nothing."""
+    for setting in settings:
+        if owner := owners.get(setting.leaf):
+            raise setting.origin.error(
+                key,
+                f"a key that no axis sets (say --axis {owner}=[...])",
+                f"{setting.leaf}, a value of the axis {owner}",
+            )
+
+
+# --- name, why, program, base -----------------------------------------------------------------
+
+
+def _decode_name(node: Node) -> str:
+    name = take.take_str(node, "name")
+    if not _SLUG.fullmatch(name):
+        expected = "a file name of at most 80 letters, digits, '_', '-' and '.', no '.' first"
+        raise refuse(node, "name", expected)
+    return name
+
+
+def _decode_why(node: Node) -> str:
+    why = take.take_str(node, "why").strip()
+    if not why:
+        raise refuse(node, "why", "a sentence that says what is at stake", got="an empty string")
+    if len(why) > MAX_WHY_CHARS:
+        raise refuse(node, "why", f"at most {MAX_WHY_CHARS} characters")
+    return why
 
 
 def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabulary | None:
@@ -239,82 +293,54 @@ def _decode_program(sections: Mapping[str, Node], path: str) -> ProgramVocabular
     for other in ("base", "soak"):
         if other in sections:
             raise sections[other].origin.error(
-                other, expected="nothing beside program, which is another trainer", got="a section"
+                other, "nothing beside program, which is another trainer", "a section"
             )
     return ProgramVocabulary(sections["program"], path)
 
 
-def _refuse_soak(sections: Mapping[str, Node], compare: Compare, *, soaked: bool) -> None:
-    has_section = "soak" in sections
-    if has_section and compare.expect == ROUNDING:
-        raise sections["soak"].origin.error(
-            "soak", expected="no soak with compare.expect rounding", got="one"
-        )
-    if soaked != has_section:
-        raise sections["checks"].origin.error(
-            "checks.soak",
-            expected="the check soak and the section soak together",
-            got="the section alone" if has_section else "the check alone",
-        )
-
-
 def _decode_base(node: Node | None, decode: Decode) -> tuple[Setting, ...]:
+    if node is None:
+        return ()
     seen: dict[str, Setting] = {}
-    for key, value in take_mapping(node, "base").items() if node is not None else ():
-        assert node is not None
+    for key, value in take.take_mapping(node, "base").items():
         for setting in decode(key, value, node.keys[key], "base"):
             if setting.leaf in seen:
-                raise setting.origin.error(
-                    dotted("base", setting.leaf),
-                    expected="each setting once",
-                    got=f"it again (first on line {seen[setting.leaf].origin.line})",
-                )
+                got = f"it again (first on line {seen[setting.leaf].origin.line})"
+                where = dotted("base", setting.leaf)
+                raise setting.origin.error(where, "each setting once", got)
             seen[setting.leaf] = setting
     return tuple(seen.values())
 
 
-def _refuse_set_axes(key: str, settings: Iterable[Setting], owners: Mapping[str, str]) -> None:
-    """An option that sets what an axis sets would change nothing."""
-    for setting in settings:
-        if owner := owners.get(setting.leaf):
-            raise setting.origin.error(
-                key,
-                expected=f"a key that no axis sets (say --axis {owner}=[...])",
-                got=f"{setting.leaf}, a value of the axis {owner}",
-            )
+# --- axes, exclude, include, compare ----------------------------------------------------------
 
 
 def _decode_axes(
     node: Node, overrides: Iterable[str], base: tuple[Setting, ...], decode: Decode
 ) -> tuple[Axis, ...]:
-    entries, origins = dict(take_mapping(node, "axes")), dict(node.keys)
+    entries, origins = dict(take.take_mapping(node, "axes")), dict(node.keys)
     for option in overrides:
         name, value, origin = split_option("--axis", option)
         entries[name], origins[name] = value, origin
     if not entries:
         raise refuse(node, "axes", "at least one axis", got="an empty mapping")
     axes = tuple(_decode_axis(name, entries[name], origins[name], base, decode) for name in entries)
+    # Which layouts are legal depends on the model, so there can be but one.
     listed = any(is_listed(name, entry) for name, entry in entries.items())
     owners: dict[str, str] = {}
     for axis in axes:
+        where = dotted("axes", axis.name)
         for leaf in dict.fromkeys(leaf for choice in axis.choices for leaf in choice.leaves):
             if leaf in owners:
-                raise axis.origin.error(
-                    dotted("axes", axis.name),
-                    expected="each setting on one axis",
-                    got=f"{leaf}, which the axis {owners[leaf]} sets too",
-                )
+                got = f"{leaf}, which the axis {owners[leaf]} sets too"
+                raise axis.origin.error(where, "each setting on one axis", got)
             owners[leaf] = axis.name
     for axis in axes:
-        # Which layouts are legal depends on the model, so there can be but one.
-        if listed and any(
-            leaf[:6] == "model." for choice in axis.choices for leaf in choice.leaves
-        ):
+        if listed and any(leaf[:6] == "model." for c in axis.choices for leaf in c.leaves):
             raise axis.origin.error(
                 dotted("axes", axis.name),
-                expected="the model in base, as the axis parallel lists layouts that are legal "
-                "for it",
-                got="an axis of models",
+                "the model in base, as the axis parallel lists layouts that are legal for it",
+                "an axis of models",
             )
     return axes
 
@@ -326,36 +352,29 @@ def _decode_axis(
     if is_listed(name, node):
         layouts = listed_layouts(node, key, overlay(base), origin)
         return Axis(name, tuple(Choice(layout, node.origin) for layout in layouts), origin)
-    choices: list[Choice] = []
-    seen: dict[tuple[Any, ...], Origin] = {}
-    for value in take_list(node, key, f"values of {name}"):
+    seen: dict[tuple[Any, ...], Choice] = {}
+    for value in take.take_list(node, key, f"values of {name}"):
         choice = Choice(decode(name, value, origin, "axes"), value.origin)
-        if choice.identity in seen:
-            line = seen[choice.identity].line
-            got = f"{value.shown()} twice"
-            if line is not None and line != value.origin.line:
-                got = f"{value.shown()} again (first on line {line})"
-            raise value.origin.error(key, expected="each value once", got=got)
-        seen[choice.identity] = value.origin
-        choices.append(choice)
-    return Axis(name, tuple(choices), origin)
+        if (first := seen.setdefault(choice.identity, choice)) is not choice:
+            line = first.origin.line
+            again = (
+                "twice" if line in (None, value.origin.line) else f"again (first on line {line})"
+            )
+            raise refuse(value, key, "each value once", got=f"{value.shown()} {again}")
+    return Axis(name, tuple(seen.values()), origin)
 
 
 def _decode_rules(
-    section: str,
-    node: Node | None,
-    axes: tuple[Axis, ...],
-    decode: Decode,
+    section: str, node: Node | None, axes: tuple[Axis, ...], decode: Decode,
     owners: Mapping[str, str] | None = None,
-) -> tuple[Rule, ...]:
+) -> tuple[Rule, ...]:  # fmt: skip
     """The entries of exclude, or of include, which knows the owners of leaves."""
     by_name = {axis.name: axis for axis in axes}
-    legal = by_name if owners is None else None
     rules = []
-    for entry in () if node is None else take_list(node, section, "mappings", may_be_empty=True):
-        entries = take_mapping(entry, section, legal=legal)
-        if not entries:
-            raise refuse(entry, section, "at least one key", got="an empty mapping")
+    nodes = () if node is None else take.take_list(node, section, "mappings", may_be_empty=True)
+    for entry in nodes:
+        legal = by_name if owners is None else None
+        entries = take.take_mapping(entry, section, legal=legal, may_be_empty=False)
         choices = {
             key: Choice(decode(key, value, entry.keys[key], section), value.origin)
             for key, value in entries.items()
@@ -373,19 +392,14 @@ def _refuse_overlap(choices: dict[str, Choice], owners: Mapping[str, str]) -> No
     """An include entry may set a leaf once, and an axis' leaf only by the axis' own name."""
     seen: dict[str, str] = {}
     for key, choice in choices.items():
+        where = dotted("include", key)
         for leaf in choice.leaves:
-            if owners.get(leaf, key) != key:
-                raise choice.origin.error(
-                    dotted("include", key),
-                    expected=f"the axis' own name, {owners[leaf]}",
-                    got=f"{leaf} under another name",
-                )
+            if (owner := owners.get(leaf, key)) != key:
+                expected, got = f"the axis' own name, {owner}", f"{leaf} under another name"
+                raise choice.origin.error(where, expected, got)
             if leaf in seen:
-                raise choice.origin.error(
-                    dotted("include", key),
-                    expected="each setting once",
-                    got=f"{leaf}, which {seen[leaf]} sets too",
-                )
+                got = f"{leaf}, which {seen[leaf]} sets too"
+                raise choice.origin.error(where, "each setting once", got)
             seen[leaf] = key
 
 
@@ -398,20 +412,219 @@ def _find_choice(axis: Axis, choice: Choice, node: Node, key: str) -> Choice:
 
 def _decode_compare(node: Node, axes: tuple[Axis, ...], decode: Decode) -> Compare:
     keys = ("axis", "reference", "expect")
-    entries = take_mapping(node, "compare", legal=keys, required=keys)
+    entries = take.take_mapping(node, "compare", legal=keys, required=keys)
     by_name = {axis.name: axis for axis in axes}
-    name = take_str(entries["axis"], "compare.axis", legal=by_name)
-    expect = decode_expect(entries["expect"], "compare.expect")
-    axis = by_name[name]
-    wanted = entries["reference"]
+    name = take.take_str(entries["axis"], "compare.axis", legal=by_name)
+    stated, wanted, axis = entries["expect"], entries["reference"], by_name[name]
+    expect = decode_expect(stated, "compare.expect")
     given = Choice(decode(name, wanted, entries["axis"].origin, "compare.reference"), wanted.origin)
-    reference = _find_choice(axis, given, entries["reference"], "compare.reference")
+    reference = _find_choice(axis, given, wanted, "compare.reference")
     if len(axis.choices) < 2:
         raise axis.origin.error(
             dotted("axes", name),
-            expected="a value beside the reference to compare with it",
-            got="the reference alone",
+            "a value beside the reference to compare with it",
+            "the reference alone",
         )
-    stated = entries["expect"]
     over = stated.value.get("over", stated) if isinstance(stated.value, dict) else stated
     return Compare(name, reference, expect, over.origin, node.origin)
+
+
+EXPECT: Mapping[str, Key] = {
+    name: Key(take.take_count if name == "over" else take.take_float, "see harness.tolerance")
+    for form in FORMS for name in form
+}  # fmt: skip
+
+
+def decode_expect(node: Node, key: str) -> Expect:
+    """`bitwise`, `rounding`, or a tolerance by its numbers (see `harness.tolerance`)."""
+    if not isinstance(node.value, dict):
+        word = take.take_str(node, key, legal=("bitwise", ROUNDING))
+        return ROUNDING if word == ROUNDING else "bitwise"
+    expect = {name: float(value) for name, value in take.take_fields(node, key, EXPECT).items()}
+    try:
+        tolerance_of(expect, key)
+    except ToleranceError as error:
+        raise refuse(node, error.key, error.expected, got=error.got) from None
+    return expect
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+
+def _decode_checks(node: Node, expect: Expect) -> dict[str, dict[str, Any]]:
+    """Check name to its limits; at least one check must compare bits, or within the tolerance."""
+    entries = take.take_mapping(node, "checks", legal=CHECKS)
+    got = ", ".join(entries)
+    if not entries:
+        raise refuse(node, "checks", "at least one check", got="an empty mapping", legal=CHECKS)
+    if expect != "bitwise" and "loss" not in entries:
+        expected = "loss, which is what the tolerance of compare.expect is on"
+        raise refuse(node, "checks", expected, got=got)
+    evidence = tuple(name for name, check in CHECKS.items() if check.compares)
+    if not set(entries) & set(evidence):
+        expected = "a check that compares bits, since compare.expect is bitwise"
+        raise refuse(node, "checks", expected, got=got, legal=evidence)
+    return {name: _options(name, entry) for name, entry in entries.items()}
+
+
+def _options(name: str, node: Node) -> dict[str, Any]:
+    """What a check is asked; what is left unsaid is filled in, so that a case's file says it."""
+    key, legal = dotted("checks", name), CHECKS[name].options
+    if not legal and node.value != {}:
+        raise refuse(node, key, "an empty mapping, {}")
+    fields = {each: Key(_of_option(option), option.doc) for each, option in legal.items()}
+    options = take.take_fields(node, key, fields)
+    if CHECKS[name].needs_option and not options:
+        raise refuse(node, key, " or ".join(legal), got="an empty mapping", legal=legal)
+    return defaults(name) | options
+
+
+def _of_option(option: Option) -> Taker:
+    if option.kind == "integer":
+        return partial(take.take_int, least=option.least, most=option.most)
+    return take.take_positive if option.kind == "number" else _bytes_or_formula
+
+
+def _bytes_or_formula(node: Node, key: str) -> int | str:
+    if not isinstance(node.value, str):
+        return take.take_int(node, key, least=1)
+    try:
+        unknown = sorted(names_in(node.value) - set(FORMULA_NAMES))
+    except FormulaError as error:
+        raise refuse(node, key, error.expected, got=error.got) from None
+    if unknown:
+        expected = "a formula over known names"
+        raise refuse(node, key, expected, got=unknown[0], legal=FORMULA_NAMES)
+    return node.value
+
+
+# --- launch -----------------------------------------------------------------------------------
+
+
+def _name(node: Node, key: str) -> str:
+    word = take.take_str(node, key)
+    if not word or word.split() != [word]:
+        raise refuse(node, key, "a name without spaces")
+    return word
+
+
+def _arguments(node: Node, key: str) -> tuple[str, ...]:
+    words = take.take_words(node, key, what="options of sbatch", may_be_empty=True)
+    for text in words:
+        # `-pname` and `--partition=name` are one argument each; `-p` and `name` would be two.
+        option = text.partition("=")[0] if text.startswith("--") else text[:2]
+        # sbatch takes the beginning of an option's name for the option: --arr for --array.
+        option = next((o for o in OURS if len(option) > 2 and o.startswith(option)), option)
+        if option in OURS:
+            ours = OURS[option]
+            instead = f"launch.slurm.{ours}" if ours else "an option that is not its own"
+            raise refuse(
+                node, key, f"{instead}, as the engine says {option} itself", got=repr(text)
+            )
+        if not text.startswith("-") or "\n" in text:
+            raise refuse(node, key, "options of sbatch, each with its value (--qos=high)",
+                         got=repr(text))  # fmt: skip
+    return words
+
+
+SLURM: Mapping[str, Key] = {
+    "partition": Key(_name, "as sbatch knows it; the cluster's default if left out"),
+    "account": Key(_name, "the same"),
+    "walltime_s": Key(take.take_seconds, "limit of a job; the run's timeout and time to start"),
+    "pending_s": Key(take.take_seconds, "how long a job may wait in the queue; a day"),
+    "nodes": Key(take.take_count, "over how many nodes a run is spread; 1"),
+    "ranks_per_node": Key(take.take_count, "at most; by default a node's GPUs, or no limit"),
+    "gpus_per_node": Key(take.take_count, "that a job takes of each node"),
+    "cpus_per_rank": Key(take.take_count, "processors of a rank; 1"),
+    "requeue": Key(take.take_bool, "whether Slurm may start a job again; false"),
+    "args": Key(_arguments, "more options of sbatch, as they are"),
+}
+LAUNCH: Mapping[str, Key] = {
+    "device": Key(one_of("auto", "cpu", "cuda"), "where runs train; auto: GPUs where there are"),
+    "timeout_s": Key(take.take_seconds, "of a run; 300"),
+    "stall_s": Key(take.take_seconds, "without a record of any rank, until it is a hang; no limit"),
+    "slots": Key(take.take_count, "ranks at a time; what the machine has, or the cluster"),
+    "engine": Key(one_of(*ENGINES), "who starts the runs; local"),
+    "retries": Key(partial(take.take_int, least=0, most=MAX_RETRIES),
+                   "how often a run may be made again after a failure of the machine; 0"),
+    "confirm": Key(take.take_bool, "where bits differ, both sides are run once more; false"),
+    "slurm": Key(lambda node, key: SlurmOptions(**take.take_fields(node, key, SLURM)),
+                 "what each job asks for (`SLURM`)"),
+}  # fmt: skip
+
+
+# --- soak -------------------------------------------------------------------------------------
+
+
+def _stressors(node: Node, key: str) -> tuple[str, ...]:
+    legal = tuple(name for name in STRESSORS if name not in ALWAYS_ON)
+    names = take.take_words(node, key, what="stressors", legal=legal, once="stressor")
+    return tuple(sorted(names, key=legal.index))
+
+
+SOAK: Mapping[str, Key] = {
+    "steps": Key(take.take_count, "how long, as steps"),
+    "replays": Key(take.take_count, "how long, as launches of graphs"),
+    "duration_s": Key(take.take_positive, "how long, as seconds of training"),
+    "rotate": Key(_stressors, "stressors of every run, short for `stress` in base"),
+    "period": Key(take.take_count, "steps of a stressor's turn; without it all are always on"),
+    "stall_s": Key(take.take_seconds, "without a record, until the run counts as hung; 300"),
+}
+
+
+def _decode_soak(node: Node | None, timeout_s: float) -> Soak | None:
+    """The section, if there is one: how long runs go on, and stressors that take turns."""
+    if node is None:
+        return None
+    entries, values = take.take_mapping(node, "soak"), take.take_fields(node, "soak", SOAK)
+    given = [name for name in LENGTHS if name in values]
+    if len(given) != 1:
+        got = " and ".join(given) or "none"
+        raise refuse(node, "soak", f"one of {', '.join(LENGTHS)}", got=got)
+    (name,) = given
+    amount, rotate, period = values[name], values.get("rotate", ()), values.get("period", 0)
+    settings = []
+    if name == "duration_s" and amount >= timeout_s:
+        expected = f"less than launch.timeout_s, {timeout_s:g}, which ends the whole run"
+        raise refuse(entries[name], "soak.duration_s", expected)
+    if name == "steps":
+        settings.append(Setting("steps", amount, entries[name].origin))
+    if rotate:
+        settings.append(Setting("stress", rotate, entries["rotate"].origin))
+        if not period:
+            expected = "the steps of a stressor's turn beside rotate"
+            raise refuse(entries["rotate"], "soak.period", expected, got="none")
+    if name == "steps" and period and amount <= (max(1, len(rotate)) - 1) * period:
+        expected = f"less, as {len(rotate)} stressors are to have a turn in {amount} steps"
+        raise refuse(entries["period"], "soak.period", expected)
+    stall_s = values.get("stall_s", DEFAULT_STALL_S)
+    spec = SoakSpec(by=LENGTHS[name], amount=amount, turn_steps=period, stall_s=stall_s)
+    return Soak(spec, tuple(settings), node.origin)
+
+
+def _refuse_soak(sections: Mapping[str, Node], compare: Compare, *, soaked: bool) -> None:
+    has_section = "soak" in sections
+    if has_section and compare.expect == ROUNDING:
+        raise sections["soak"].origin.error("soak", "no soak with compare.expect rounding", "one")
+    if soaked != has_section:
+        raise sections["checks"].origin.error(
+            "checks.soak",
+            "the check soak and the section soak together",
+            "the section alone" if has_section else "the check alone",
+        )
+
+
+def _with_soak(
+    base: tuple[Setting, ...], owners: Mapping[str, str], soak: Soak | None
+) -> tuple[Setting, ...]:
+    """`base` with what the soak sets, which neither base nor an axis may set, too."""
+    written = {setting.leaf for setting in base}
+    for setting in () if soak is None else soak.settings:
+        owner = owners.get(setting.leaf)
+        if setting.leaf in written or owner is not None:
+            where = "base" if owner is None else f"the axis {owner}"
+            raise setting.origin.error(
+                "soak.steps" if setting.leaf == "steps" else "soak.rotate",
+                f"{setting.leaf} in one place", f"{setting.leaf} in {where}, too",
+            )  # fmt: skip
+    return (*base, *(() if soak is None else soak.settings))

@@ -1,35 +1,45 @@
 """What is run together: one scenario file, or several with one schedule and one report.
 
     files -> those of the tiers -> cases of all, ids led by their scenario's name -> `-k`
-      -> what each scenario's `select` (or `--select`) leaves -> the shard
-         or the cases that pytest picked
+      -> what each scenario's `select` (or `--select`) leaves, or the cases that pytest picked
 
 Of several scenarios, a case is `SCENARIO.CASE` and has the label `scenario`; a scenario that is for
 another device than this run is skipped, case by case, with the reason. What a selection leaves out
 is told: in the plan, in the run folder's manifest and in its report.
+
+`-k` is an expression of words with `and`, `or`, `not` and brackets. A word selects the cases whose
+id contains it, or one of whose labels does, written `axis=value`; letter case does not matter.
+
+`pairwise` leaves cases that still have every pair of values that any case has; with one axis, every
+value. The choice is greedy: the case with the most pairs that are not covered yet, the first in the
+file's order among equals (V. Chvatal, "A greedy heuristic for the set-covering problem",
+Mathematics of Operations Research 4(3), 1979). What a case would add only shrinks, so the best by
+its last known count need be counted again only (M. Minoux, "Accelerated greedy algorithms", 1978).
 """
 
+import ast
 import dataclasses
+import heapq
+import itertools
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from harness.errors import HarnessError, NothingSelected, UsageError, shown
 from harness.records import CaseSpec, ExitCode, Json
 from harness.scenario.case_id import shortened
 from harness.scenario.matrix import Device, expand, expand_marked
-from harness.scenario.schema import Overrides, Scenario, load_scenario, read_tier
-from harness.scenario.sections import Launch
-from harness.scenario.selection import num_pairs, pairwise, select
+from harness.scenario.schema import Launch, Overrides, Scenario, load_scenario, read_tier
 
 SUFFIXES = (".yaml", ".yml")
 MAX_ID_CHARS = 180
 NO_OVERRIDES = Overrides()
 Picked = Mapping[Path, Collection[str]]
 """Ids of cases, by the path of their file."""
-Changed = Callable[[Sequence[CaseSpec]], tuple[CaseSpec, ...]]
-"""Those of the cases that have not passed as they are now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +69,9 @@ class Selected(Json):
         if not self.left_out:
             return ""
         of = f"{self.scenario}: {self.num_cases} of {self.num_cases + self.left_out} cases"
-        if self.select == "pairwise":
-            return f"{of} cover all {self.pairs} pairs of values (select: pairwise)"
         if self.select == "pytest":
             return f"{of} were selected by pytest"
-        return f"{of} have not passed as they are now (select: {self.select})"
+        return f"{of} cover all {self.pairs} pairs of values (select: pairwise)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +114,7 @@ class Suite:
                 raise UsageError(
                     f"{scenario.path}: launch.engine: expected that of "
                     f"{self.scenarios[0].path}, {first.engine} with the same options, got "
-                    f"{other.engine}; say --engine, or run them apart"
+                    f"{other.engine}; say --engine, or run them one by one"
                 )
         launches = [scenario.launch for scenario in self.scenarios]
         devices = {launch.device for launch in launches}
@@ -131,7 +139,6 @@ class Suite:
         forced: bool,
         keyword: str | None,
         how: str | None,
-        changed: Changed,
         picked: Picked | None = None,
     ) -> tuple[tuple[CaseSpec, ...], tuple[Selected, ...]]:
         """The cases to run, and what is left out of each scenario.
@@ -141,7 +148,6 @@ class Suite:
             forced: the user named the device: scenarios that are for another go there, too.
             keyword: `-k`.
             how: `--select`, over what the scenarios say.
-            changed: those of the cases that have not passed as they are now.
             picked: these and no others.
 
         Raises:
@@ -162,7 +168,7 @@ class Suite:
                 kept = tuple(names[name] for name in kept)
             num_all += len(held)
             held = select(held, keyword)
-            part, said = _select(scenario, held, kept, how or scenario.select, changed, ids)
+            part, said = _select(scenario, held, kept, how or scenario.select, ids)
             wanted = scenario.launch.device
             if not forced and wanted not in ("auto", device):
                 reason = f"its scenario is for {wanted}, this run is on {device}"
@@ -170,16 +176,9 @@ class Suite:
             chosen += part
             told.append(said)
         if not chosen:
-            raise NothingSelected(self._nothing(num_all, keyword, told))
+            none = f"-k {shown(keyword)} selects none of {num_all} cases of {self.name}"
+            raise NothingSelected(none)
         return tuple(chosen), tuple(told)
-
-    def _nothing(self, num_all: int, keyword: str | None, told: Sequence[Selected]) -> str:
-        if left_out := sum(said.left_out for said in told):
-            return (
-                f"all {left_out} cases of {self.name} have passed as they are now "
-                f"(select: changed); --select all runs them"
-            )
-        return f"-k {shown(keyword)} selects none of {num_all} cases of {self.name}"
 
 
 def find_scenarios(paths: Iterable[Path]) -> tuple[Path, ...]:
@@ -222,19 +221,12 @@ def load_suite(
             )
         names[scenario.name] = scenario
     title = "+".join(dict.fromkeys(tiers))
-    if alone:
-        return Suite(
-            name=scenarios[0].name, why=scenarios[0].why, scenarios=scenarios, tiers="", alone=True
-        )
-    folder = paths[0].resolve().name if len(paths) == 1 and paths[0].is_dir() else "several"
-    what = f"The tier {title}" if title else "Together"
-    return Suite(
-        name=title or folder or "several",
-        why=f"{what}: {', '.join(names)}.",
-        scenarios=scenarios,
-        tiers=title,
-        alone=False,
-    )
+    name, why = scenarios[0].name, scenarios[0].why
+    if not alone:
+        folder = paths[0].resolve().name if len(paths) == 1 and paths[0].is_dir() else "several"
+        name = title or folder or "several"
+        why = f"{f'The tier {title}' if title else 'Together'}: {', '.join(names)}."
+    return Suite(name=name, why=why, scenarios=scenarios, tiers=title, alone=alone)
 
 
 def _of_tiers(
@@ -261,7 +253,7 @@ def _there(scenario: Scenario, held: Sequence[CaseSpec], picked: Picked) -> set[
 
 def _select(
     scenario: Scenario, held: tuple[CaseSpec, ...], kept: Sequence[str], how: str,
-    changed: Changed, ids: set[str] | None,
+    ids: set[str] | None,
 ) -> tuple[tuple[CaseSpec, ...], Selected]:  # fmt: skip
     pairs = 0
     chosen = held
@@ -269,8 +261,6 @@ def _select(
         how, chosen = "pytest", tuple(case for case in held if case.id in ids)
     elif how == "pairwise":
         chosen, pairs = pairwise(held, keep=kept), num_pairs(held)
-    elif how == "changed":
-        chosen = changed(held)
     return chosen, Selected(
         scenario=scenario.name, why=scenario.why, tier=scenario.tier, select=how,
         num_cases=len(chosen), left_out=len(held) - len(chosen), pairs=pairs,
@@ -317,3 +307,152 @@ def check_files(files: Sequence[Path], overrides: Overrides) -> tuple[Checked, .
         else:
             results.append(Checked(file=str(file), num_cases=len(cases)))
     return tuple(results)
+
+
+# --- -k ---------------------------------------------------------------------------------------
+
+Predicate = Callable[[str], bool]
+Holds = Callable[[Predicate], bool]
+MAX_EXPRESSION_CHARS, MAX_DEPTH = 2000, 50
+_TOKEN = re.compile(r"\s*([()]|[^\s()]+)")
+_OPERATORS = ("and", "or", "not", "(", ")")
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An expression that was read.
+
+    Attributes:
+        words: in it, each once.
+        holds: from a function that says which words are true to whether the expression is.
+    """
+
+    words: tuple[str, ...]
+    holds: Holds
+
+
+def select(cases: Iterable[CaseSpec], expression: str | None) -> tuple[CaseSpec, ...]:
+    """The cases that the expression selects, in their order; all of them for None.
+
+    Raises:
+        UsageError: the expression cannot be read.
+    """
+    if expression is None:
+        return tuple(cases)
+    matches = compile_expression(expression)
+
+    def known_as(case: CaseSpec) -> str:
+        labels = (f"{axis}={value}" for axis, value in case.labels.items())
+        return "\n".join((case.id, *labels)).lower()  # no word can hold a line break
+
+    return tuple(case for case in cases if matches(known_as(case)))
+
+
+def compile_expression(expression: str) -> Predicate:
+    """A function from a case's lower-case texts to yes or no (`UsageError`: as above)."""
+    holds = read_expression(expression).holds
+    return lambda text: holds(lambda word: word.lower() in text)
+
+
+def read_expression(expression: str) -> Expression:
+    """Read an expression, whatever its words stand for (`UsageError`: it cannot be read)."""
+    tokens = _TOKEN.findall(expression[: MAX_EXPRESSION_CHARS + 1])
+    words = tuple(dict.fromkeys(token for token in tokens if token not in _OPERATORS))
+    names = {word: f"w{number}" for number, word in enumerate(words)}
+    try:
+        if len(expression) > MAX_EXPRESSION_CHARS:
+            raise SyntaxError
+        tree = ast.parse(" ".join(names.get(token, token) for token in tokens), mode="eval")
+        return Expression(words, _holds(tree.body, dict(zip(names.values(), words, strict=True))))
+    except (SyntaxError, RecursionError, MemoryError):
+        raise UsageError(
+            f"-k {shown(expression)}: expected words with and, or, not and brackets, at most "
+            f"{MAX_EXPRESSION_CHARS} characters, got something else"
+        ) from None
+
+
+def _holds(tree: ast.expr, words: Mapping[str, str], depth: int = 1) -> Holds:
+    if depth > MAX_DEPTH:  # as on the report's page
+        raise SyntaxError
+    match tree:
+        case ast.Name(id=name):
+            word = words[name]
+            return lambda is_true: is_true(word)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = _holds(operand, words, depth + 1)
+            return lambda is_true: not inner(is_true)
+        case ast.BoolOp(op=op, values=values):
+            parts = [_holds(each, words, depth + 1) for each in values]
+            if isinstance(op, ast.And):
+                return lambda is_true: all(part(is_true) for part in parts)
+            return lambda is_true: any(part(is_true) for part in parts)
+        case _:
+            raise SyntaxError
+
+
+# --- pairwise ---------------------------------------------------------------------------------
+
+Element = tuple[int, ...]
+"""A value of an axis, or two values of two axes, by their numbers."""
+
+
+class Labelled(Protocol):
+    """What is asked of a case: its name, and its value on each axis."""
+
+    @property
+    def id(self) -> str:
+        """Of its own."""
+        ...
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Values by axis."""
+        ...
+
+
+Case = TypeVar("Case", bound=Labelled)
+
+
+def pairwise(cases: Sequence[Case], *, keep: Collection[str] = ()) -> tuple[Case, ...]:
+    """Cases that cover every pair of values that any of `cases` has, in their order.
+
+    Args:
+        cases: all that there are.
+        keep: ids of cases that are chosen in any case.
+    """
+    covers = _elements(cases)
+    chosen = {place for place, case in enumerate(cases) if case.id in keep}
+    covered = {element for place in chosen for element in covers[place]}
+    left = {element for held in covers for element in held} - covered
+    queue = [(-len(held), place) for place, held in enumerate(covers) if place not in chosen]
+    heapq.heapify(queue)
+    while left:
+        _, place = heapq.heappop(queue)
+        gain = sum(element in left for element in covers[place])
+        if queue and (-gain, place) > queue[0]:
+            if gain:
+                heapq.heappush(queue, (-gain, place))
+            continue
+        chosen.add(place)
+        left.difference_update(covers[place])
+    return tuple(cases[place] for place in sorted(chosen))
+
+
+def num_pairs(cases: Sequence[Labelled]) -> int:
+    """How many pairs of values the cases have; of one axis, values."""
+    return len({element for held in _elements(cases) for element in held})
+
+
+def _elements(cases: Sequence[Labelled]) -> list[list[Element]]:
+    """What each case covers: its pairs, or its values where it has but one."""
+    labels = [tuple(case.labels.items()) for case in cases]
+    # Values may read alike. Cases that do are told apart by their ids, and so all stay.
+    alike = Counter(labels)
+    numbers: dict[tuple[str, str], int] = {}
+    found: list[list[Element]] = []
+    for case, held in zip(cases, labels, strict=True):
+        named = held if alike[held] == 1 else (*held, ("", case.id))
+        values = sorted(numbers.setdefault(value, len(numbers)) for value in named)
+        pairs: list[Element] = list(itertools.combinations(values, 2))
+        found.append(pairs or [(value,) for value in values])
+    return found

@@ -2,9 +2,8 @@
 
     bytes -> text (size, UTF-8, no control characters) -> parser events -> Node tree
 
-The tree is built from the event stream, not by PyYAML's composer, so that every limit stops the
-work when it is reached: depth before a deep file can exhaust the stack, and the number of nodes
-with each alias counted as often as it is used, so that anchors which explode are refused at once.
+The tree is built from events, so that every limit stops the work when it is reached: depth before
+a deep file can exhaust the stack, values with each alias counted as often as it is used.
 
 Narrower than YAML 1.1 where 1.1 surprises: one document, string keys, no key twice, no merge keys,
 no tags but `!!str`, decimal integers only, finite numbers only, no dates. `1e-3` (a string to YAML
@@ -24,19 +23,13 @@ import yaml
 
 from harness.errors import ScenarioError, shown
 
-MAX_FILE_BYTES = 1_000_000
-MAX_NODES = 20_000
-MAX_DEPTH = 20
-MAX_NUMBER_CHARS = 40
-
+MAX_FILE_BYTES, MAX_NODES, MAX_DEPTH, MAX_NUMBER_CHARS = 1_000_000, 20_000, 20, 40
 Scalar = str | int | float | bool | None
-
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DECIMAL = re.compile(r"[-+]?(0|[1-9](_?[0-9])*)")
 _TAG = "tag:yaml.org,2002:"
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-_UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-"""What escapes in double quotes can smuggle in and no report can hold: NUL, half a surrogate."""
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+"""What no report can hold; escapes in double quotes can smuggle it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +40,17 @@ class Origin:
     line: int | None = None
 
     def error(
-        self, key: str, *, expected: str, got: str, legal: tuple[object, ...] = (), rule: str = ""
+        self, key: str, expected: str, got: str, *, legal: tuple[object, ...] = (), rule: str = ""
     ) -> ScenarioError:
         """The error to raise for `key` at this place."""
         return ScenarioError(
             file=self.file, line=self.line, key=key, expected=expected, got=got, legal=legal,
             rule=rule,
         )  # fmt: skip
+
+    def at(self, line: int) -> "Origin":
+        """A line of this file, counted from 0, as parsers do. Options have no lines."""
+        return self if self.line is None else Origin(self.file, line + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +79,13 @@ class Node:
 
     def shown(self) -> str:
         """The value as an error message shows it; says what YAML made of a bare word."""
-        if isinstance(self.value, dict):
-            return f"the mapping {shown(self.plain())}"
-        if isinstance(self.value, tuple):
-            return f"the list {shown(self.plain())}"
-        if self.value is None:
-            return "nothing"
-        if isinstance(self.value, bool):
-            said = str(self.value).lower()
-            if self.raw.lower() == said:
-                return said
+        if isinstance(self.value, dict | tuple):
+            kind = "mapping" if isinstance(self.value, dict) else "list"
+            return f"the {kind} {shown(self.plain())}"
+        said = shown(self.value)
+        if isinstance(self.value, bool) and self.raw.lower() != said:
             return f"{said} (YAML reads a bare {self.raw} as a bool)"
-        return shown(self.value)
+        return said
 
 
 def read_bytes(path: Path) -> bytes:
@@ -110,16 +102,16 @@ def read_bytes(path: Path) -> bytes:
             # One byte more than allowed: the file may have grown since stat, or lie (/proc).
             data = stream.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise origin.error("file", expected="a scenario file", got="no such file") from None
+        raise origin.error("file", "a scenario file", "no such file") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise origin.error("file", expected="a readable file", got=shown(reason)) from None
+        raise origin.error("file", "a readable file", shown(reason)) from None
     if not is_file:
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise origin.error("file", expected="a scenario file", got=kind)
+        raise origin.error("file", "a scenario file", kind)
     if (size := max(status.st_size, len(data))) > MAX_FILE_BYTES:
         most = f"at most {MAX_FILE_BYTES:,} bytes"
-        raise origin.error("file", expected=most, got=f"{size:,} bytes")
+        raise origin.error("file", most, f"{size:,} bytes")
     return data
 
 
@@ -130,39 +122,27 @@ def parse_bytes(data: bytes, origin: Origin) -> Node:
         ScenarioError: not UTF-8, binary, not YAML, or past a limit of this module.
     """
     try:
-        text = data.decode("utf-8-sig")
+        return parse_text(data.decode("utf-8-sig"), origin)
     except UnicodeDecodeError as error:
-        where = _at_line(origin, data.count(b"\n", 0, error.start))
-        raise where.error(
-            "file", expected="UTF-8 text", got=f"byte 0x{data[error.start]:02x}"
-        ) from None
-    return parse_text(text, origin)
+        where = origin.at(data.count(b"\n", 0, error.start))
+        got = f"byte 0x{data[error.start]:02x}"
+        raise where.error("file", "UTF-8 text", got) from None
 
 
 def parse_text(text: str, origin: Origin) -> Node:
-    """Parse one YAML document.
-
-    Raises:
-        ScenarioError: binary, not YAML, or past a limit of this module.
-    """
+    """Parse one YAML document (`ScenarioError`: binary, not YAML, or past a limit)."""
     if control := _CONTROL.search(text):
-        where = _at_line(origin, text.count("\n", 0, control.start()))
-        code = ord(control.group())
-        raise where.error("file", expected="text", got=f"the control character 0x{code:02x}")
+        where = origin.at(text.count("\n", 0, control.start()))
+        got = f"the control character 0x{ord(control.group()):02x}"
+        raise where.error("file", "text", got)
     try:
         return _Reader(yaml.parse(text, Loader=_LOADER), origin).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = _at_line(origin, mark.line) if mark else origin
-        problem = f"an error: {error.problem or error.context}"
-        raise where.error("syntax", expected="valid YAML", got=problem) from None
+        where, problem = origin.at(mark.line) if mark else origin, error.problem or error.context
     except yaml.YAMLError as error:
-        raise origin.error("syntax", expected="valid YAML", got=f"an error: {error}") from None
-
-
-def _at_line(origin: Origin, line: int) -> Origin:
-    """`line` counts from 0, as parsers do. Options have no lines."""
-    return origin if origin.line is None else Origin(origin.file, line + 1)
+        where, problem = origin, str(error)
+    raise where.error("syntax", "valid YAML", f"an error: {problem}")
 
 
 class _Reader:
@@ -172,9 +152,8 @@ class _Reader:
     """
 
     def __init__(self, events: Iterator[Any], source: Origin) -> None:
-        self.events, self.source = events, source
+        self.events, self.source, self.total = events, source, 0
         self.anchors: dict[str, Node] = {}
-        self.total = 0
 
     def document(self) -> Node:
         """The only document that there is."""
@@ -182,40 +161,45 @@ class _Reader:
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
-                    raise self._at(event).error(
-                        "file", expected="one YAML document", got="a second one"
-                    )
+                    where = self._at(event)
+                    raise where.error("file", "one YAML document", "a second one")
                 root = self._node(next(self.events), "", 1)
         if root is None:
-            raise self.source.error("file", expected="a scenario", got="an empty file")
+            raise self.source.error("file", "a scenario", "an empty file")
         return root
 
     def _at(self, event: Any) -> Origin:
-        return _at_line(self.source, event.start_mark.line)
+        return self.source.at(event.start_mark.line)
 
     def _node(self, event: Any, path: str, level: int) -> Node:
         """The node that begins with an event; `level` is that of a container in this place."""
-        if isinstance(event, yaml.AliasEvent):
-            return self._alias(event, path, level)
         origin = self._at(event)
+        if isinstance(event, yaml.AliasEvent):
+            if (node := self.anchors.get(event.anchor or "")) is None:
+                expected = "an anchor defined above"
+                raise origin.error(path or "file", expected, f"*{event.anchor}")
+            size, levels = _measure(node)
+            self._limit(size, level + levels - 1, origin, path)
+            return dataclasses.replace(node, origin=origin)
         if isinstance(event, yaml.ScalarEvent):
+            self._limit(1, 0, origin, path)
             node = _scalar(event, origin)
-            self._count(1, origin, path)
         else:
-            node = self._container(event, origin, path, level)
+            _refuse_tag(event.tag, origin)
+            self._limit(1, level, origin, path)
+            is_list = isinstance(event, yaml.SequenceStartEvent)
+            node = (self._list if is_list else self._mapping)(origin, path, level)
         if event.anchor is not None:
             self.anchors[event.anchor] = node
         return node
 
-    def _container(self, event: Any, origin: Origin, path: str, level: int) -> Node:
-        _refuse_tag(event.tag, origin)
-        self._count(1, origin, path)
-        self._limit_depth(level, origin, path)
-        if isinstance(event, yaml.SequenceStartEvent):
-            items = []
-            while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-                items.append(self._node(event, path, level + 1))
-            return Node(tuple(items), origin)
+    def _list(self, origin: Origin, path: str, level: int) -> Node:
+        items = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            items.append(self._node(event, path, level + 1))
+        return Node(tuple(items), origin)
+
+    def _mapping(self, origin: Origin, path: str, level: int) -> Node:
         entries: dict[str, Node] = {}
         keys: dict[str, Origin] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
@@ -224,7 +208,7 @@ class _Reader:
             if key in keys:
                 first = keys[key].line
                 again = "it twice" if first is None else f"it again (first on line {first})"
-                raise where.error(inner, expected="each key once", got=again)
+                raise where.error(inner, "each key once", again)
             keys[key] = where
             entries[key] = self._node(next(self.events), inner, level + 1)
         return Node(entries, origin, keys=keys)
@@ -233,37 +217,24 @@ class _Reader:
         origin, key, expected = self._at(event), path or "file", "a string key"
         if isinstance(event, yaml.CollectionStartEvent):
             _refuse_tag(event.tag, origin)
-            raise origin.error(key, expected=expected, got="a list or mapping")
+            raise origin.error(key, expected, "a list or mapping")
         node = self._node(event, path, 0)
         if not isinstance(node.value, str):
             if isinstance(event, yaml.AliasEvent):
-                raise origin.error(key, expected=expected, got=f"*{event.anchor}")
-            raise origin.error("syntax", expected=f"{expected}, quoted", got=node.shown())
+                raise origin.error(key, expected, f"*{event.anchor}")
+            raise origin.error("syntax", f"{expected}, quoted", node.shown())
         if node.value == "<<" and node.raw:
-            raise origin.error(key, expected="keys written out", got="a merge key (<<)")
+            raise origin.error(key, "keys written out", "a merge key (<<)")
         return node.value
 
-    def _alias(self, event: Any, path: str, level: int) -> Node:
-        origin, node = self._at(event), self.anchors.get(event.anchor)
-        if node is None:
-            raise origin.error(
-                path or "file", expected="an anchor defined above", got=f"*{event.anchor}"
-            )
-        size, levels = _measure(node)
-        self._count(size, origin, path)
-        self._limit_depth(level + levels - 1, origin, path)
-        return dataclasses.replace(node, origin=origin)
-
-    def _count(self, values: int, origin: Origin, path: str) -> None:
+    def _limit(self, values: int, level: int, origin: Origin, path: str) -> None:
         self.total += values
         if self.total > MAX_NODES:
             most = f"at most {MAX_NODES:,} values, aliases expanded"
-            raise origin.error(path or "file", expected=most, got=f"at least {self.total:,}")
-
-    def _limit_depth(self, level: int, origin: Origin, path: str) -> None:
+            raise origin.error(path or "file", most, f"at least {self.total:,}")
         if level > MAX_DEPTH:
             most = f"at most {MAX_DEPTH} levels"
-            raise origin.error(path or "file", expected=most, got="deeper nesting")
+            raise origin.error(path or "file", most, "deeper nesting")
 
 
 def _measure(node: Node) -> tuple[int, int]:
@@ -279,42 +250,36 @@ def _measure(node: Node) -> tuple[int, int]:
 def _refuse_tag(tag: str | None, origin: Origin) -> None:
     if tag is not None:
         name = shown(tag.replace(_TAG, "!!"))
-        raise origin.error("syntax", expected="a value without a tag", got=f"the tag {name}")
+        raise origin.error("syntax", "a value without a tag", f"the tag {name}")
 
 
 def _scalar(event: Any, origin: Origin) -> Node:
+    """What a scalar means, by YAML 1.1's own patterns less its surprises."""
     text: str = event.value
-    if bad := _UNWRITABLE.search(text):
-        raise origin.error("syntax", expected="text", got=f"the character {shown(bad.group())}")
+    if bad := _CONTROL.search(text):
+        raise origin.error("syntax", "text", f"the character {shown(bad.group())}")
     if event.tag != f"{_TAG}str":
         _refuse_tag(event.tag, origin)
     if event.tag is not None or not event.implicit[0]:
         return Node(text, origin)
-    return Node(_resolve(text, origin), origin, text)
-
-
-def _resolve(text: str, origin: Origin) -> Scalar:
-    """What a plain scalar means, by YAML 1.1's own patterns less its surprises."""
-    tag = f"{_TAG}str"
-    for candidate, pattern in yaml.SafeLoader.yaml_implicit_resolvers.get(text[:1], ()):
-        if pattern.match(text):
-            tag = candidate
-            break
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers.get(text[:1], ())
+    tag = next((tag for tag, pattern in resolvers if pattern.match(text)), "")
     kind = tag.removeprefix(_TAG)
+    value: Scalar = text
     if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() in ("yes", "true", "on")
-    if kind in ("int", "float"):
-        return _number(text, origin, whole=kind == "int")
-    if kind == "timestamp":
-        raise origin.error("syntax", expected="a quoted string", got=f"the date {text}")
-    return text
+        value = None
+    elif kind == "bool":
+        value = text.lower() in ("yes", "true", "on")
+    elif kind in ("int", "float"):
+        value = _number(text, origin, whole=kind == "int")
+    elif kind == "timestamp":
+        raise origin.error("syntax", "a quoted string", f"the date {text}")
+    return Node(value, origin, text)
 
 
 def _number(text: str, origin: Origin, *, whole: bool) -> int | float:
     if len(text) > MAX_NUMBER_CHARS:
-        raise origin.error("syntax", expected="a number of readable length", got=shown(text))
+        raise origin.error("syntax", "a number of readable length", shown(text))
     if whole and _DECIMAL.fullmatch(text):
         return int(text)
     try:
@@ -322,9 +287,7 @@ def _number(text: str, origin: Origin, *, whole: bool) -> int | float:
     except ValueError:  # .nan, .inf, 1:30 (sexagesimal), 0x1f
         number = float("nan")
     # 017 is octal to YAML 1.1 and decimal to the reader: nobody may be surprised by a seed of 15.
-    octal = whole and number == number
-    if octal or number - number != 0:
-        raise origin.error(
-            "syntax", expected="a finite decimal number, or a quoted string", got=text
-        )
+    if whole or number - number != 0:
+        expected = "a finite decimal number, or a quoted string"
+        raise origin.error("syntax", expected, text)
     return number

@@ -7,6 +7,7 @@ What is not as it was written is left out and named in `problems`; so is a rank 
 and a name that no rank has. Nothing is filled in.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,29 +67,10 @@ class KeptTensor(Json):
     as_digested: bool
     places: tuple[Place, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype not in ITEM_BYTES:
-            raise RecordError(f"dtype: expected one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
-        if any(size < 0 for size in self.shape):
-            raise RecordError(f"shape: expected sizes >= 0, got {self.shape}")
-        for place in self.places:
-            _check_place(place, self.shape)
-
     @property
     def num_bytes(self) -> int:
         """Of the whole tensor on this rank."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-def _check_place(place: Place, shape: tuple[int, ...]) -> None:
-    for at, within in ((place.local_offsets, shape), (place.offsets, place.shape)):
-        fits = len(at) == len(within) == len(place.sizes) and all(
-            min(first, size) >= 0 and first + size <= limit
-            for first, size, limit in zip(at, place.sizes, within, strict=True)
-        )
-        if not fits:
-            raise RecordError(f"places: expected a box inside of {within}, got {place}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +128,7 @@ def contents_path(folder: Path, rank: int) -> Path:
 def write_contents(
     folder: Path, run: str, rank: int, step: int, tensors: Iterable[tuple[KeptTensor, bytes]]
 ) -> None:
-    """Write a rank's file, whole or not at all.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
+    """Write a rank's file, whole or not at all (`Infrastructure`: the disk refused)."""
     listed = list(tensors)
     index = Index(run=run, rank=rank, step=step, tensors=tuple(about for about, _ in listed))
     head = dumps(index).encode() + b"\n"
@@ -162,20 +140,19 @@ def read_contents(folder: Path, spec: RunSpec) -> Contents:
     keep = spec.keep
     if keep is None:
         return Contents(step=-1, ranks=(), problems=("the run was not asked to keep anything",))
-    ranks, problems = [], list[str]()
-    changed = changed_files(folder)
+    ranks, problems, changed = [], list[str](), changed_files(folder)
     for rank in range(spec.world_size):
         path = contents_path(folder, rank)
+        held: tuple[Loaded, ...] = ()
         try:
             if path.name in changed:
                 raise RecordError(changed[path.name])
-            ranks.append(_read_rank(path, spec.key, rank, keep))
+            held = _read_rank(path, spec.key, rank, keep)
         except FileNotFoundError:
             problems.append(f"rank {rank} kept nothing: it did not end step {keep.step}")
-            ranks.append(())
         except (OSError, RecordError) as error:
             problems.append(f"{path.name}: {told(error).removeprefix(f'{path.name}: ')}")
-            ranks.append(())
+        ranks.append(held)
     names = {each.about.name for rank in ranks for each in rank}
     problems += [
         f"no rank has kept {name}: expected a tensor of its records, or a row of its taps that a "
@@ -192,16 +169,12 @@ def _read_rank(path: Path, key: str, rank: int, keep: KeepSpec) -> tuple[Loaded,
     head, _, body = read_plain(path, keep.max_bytes + MAX_INDEX_BYTES).partition(b"\n")
     index = Index.from_json(parsed(head, path.name))
     for name, value in {"run": key, "rank": rank, "step": keep.step}.items():
-        if getattr(index, name) != value:
-            got = getattr(index, name)
+        if (got := getattr(index, name)) != value:
             raise RecordError(f"{name}: expected {value}, got {got}")
-    total = sum(about.num_bytes for about in index.tensors)
-    if len(body) != total:
-        raise RecordError(f"expected {total} bytes of tensors, got {len(body)}")
-    if len({(about.name, about.part) for about in index.tensors}) < len(index.tensors):
-        raise RecordError("expected every tensor once, got one twice")
-    found, at = [], 0
-    for about in index.tensors:
-        found.append(Loaded(about=about, data=body[at : at + about.num_bytes]))
-        at += about.num_bytes
-    return tuple(found)
+    if any(about.dtype not in ITEM_BYTES for about in index.tensors):
+        raise RecordError(f"dtype: expected one of {', '.join(ITEM_BYTES)}")
+    ends = [0, *itertools.accumulate(about.num_bytes for about in index.tensors)]
+    if len(body) != ends[-1]:
+        raise RecordError(f"expected {ends[-1]} bytes of tensors, got {len(body)}")
+    parts = zip(index.tensors, itertools.pairwise(ends), strict=True)
+    return tuple(Loaded(about=about, data=body[first:last]) for about, (first, last) in parts)

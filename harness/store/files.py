@@ -14,8 +14,8 @@ import shutil
 import socket
 import stat
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,74 +28,60 @@ MAX_FILE_BYTES = 1 << 30
 CHANGED, GONE = "changed since it was written: its checksum does not fit", "its checksum is gone"
 
 
-def write_atomic(path: Path, text: str | bytes) -> None:
-    """Write a file so that it is there whole or not at all, and still there after a power cut.
-
-    Raises:
-        Infrastructure: the disk is full, read-only, or gone.
-    """
-    data = text.encode() if isinstance(text, str) else text
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        try:
-            # Nor through a link that lies there: what it points to is somebody else's.
-            with open(beside, "wb", opener=_new_file) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        except OSError:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise
-        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)  # makes the rename last
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise refused("write", path, error) from error
-
-
-def write_once(path: Path, text: str) -> bool:
-    """Write a file whole unless it is there; False if it is. One of several writers wins.
-
-    Raises:
-        Infrastructure: the disk is full, read-only, or gone.
-    """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # of all machines that share it
-    try:
-        write_atomic(beside, text)
-        os.link(beside, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise refused("write", path, error) from error
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-    return True
-
-
-def _new_file(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-
 def refused(verb: str, path: Path, error: OSError) -> Infrastructure:
     """The error to raise when the disk said no."""
     return Infrastructure(f"cannot {verb} {path}: {error.strerror or error}")
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and its parents, if need be.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
+@contextmanager
+def _refusals(verb: str, path: Path) -> Iterator[None]:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise refused("make folder", path, error) from error
+        raise refused(verb, path, error) from error
+
+
+def write_atomic(path: Path, text: str | bytes) -> None:
+    """Write a file whole or not at all, so that it outlives a power cut (or `Infrastructure`)."""
+    _write(path, text, lambda made: made.replace(path))
+
+
+def write_once(path: Path, text: str) -> bool:
+    """As `write_atomic` unless it is there; False if it is. One of several writers wins."""
+    try:
+        _write(path, text, lambda made: os.link(made, path))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write(path: Path, text: str | bytes, put: Callable[[Path], object]) -> None:
+    # Unique among all machines that share the folder.
+    made = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.{os.getpid()}.tmp")
+    try:
+        with made.open("wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+        put(made)
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)  # makes the new name last
+        finally:
+            os.close(fd)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise refused("write", path, error) from error
+    finally:
+        with suppress(OSError):
+            made.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, if need be (`Infrastructure`: the disk refused)."""
+    with _refusals("make folder", path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -107,17 +93,10 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Fill `target`, which may exist, with links to all files of `source`.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
-    try:
+    """Fill `target`, which may exist, with links to all files of `source` (or `Infrastructure`)."""
+    with _refusals("write", target):
         shutil.copytree(source, target, symlinks=True, copy_function=link_or_copy,
                         dirs_exist_ok=True)  # fmt: skip
-    except (OSError, shutil.Error) as error:
-        text = error.strerror if isinstance(error, OSError) else None
-        raise Infrastructure(f"cannot write {target}: {text or error}") from error
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -126,22 +105,12 @@ def link_tree(source: Path, target: Path) -> None:
 def open_plain(path: Path) -> BinaryIO:
     """Open a file to read it, if it is one: not a link to elsewhere, a pipe or a device.
 
-    A link would bring any file of this machine into a report, a pipe keep its reader for ever.
-
-    Raises:
-        OSError: there is none, it is something else, or it cannot be read.
+    `OSError` otherwise: a link would bring any file into a report, a pipe keep its reader for ever.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "expected a file, got a symbolic link", str(path)) from error
-        raise
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        kind = "a folder" if stat.S_ISDIR(mode) else "something else"
-        raise OSError(errno.EINVAL, f"expected a file, got {kind}", str(path))
+        raise OSError(errno.EINVAL, "expected a file, got something else", str(path))
     return os.fdopen(fd, "rb")
 
 
@@ -184,62 +153,44 @@ def told(error: Exception) -> str:
 # --- files of one object ----------------------------------------------------------------------
 
 
-def with_checksum(value: Json | Mapping[str, Any]) -> dict[str, Any]:
-    """What a file that holds one object holds: the object and its checksum."""
+def with_checksum(
+    value: Json | Mapping[str, Any], files: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a file of one object holds: the object, checksums of files by name, and its own."""
     plain = value.to_json() if isinstance(value, Json) else dict(value)
+    plain |= {} if files is None else {FILES_KEY: dict(files)}
     return plain | {KEY: sha256(dumps(plain).encode()).hexdigest()}
 
 
 def write_object(path: Path, value: Json, files: Mapping[str, str] | None = None) -> None:
-    """Write a file of one object, with the checksums of the files that it speaks for.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
-    plain = value.to_json() | ({} if files is None else {FILES_KEY: dict(files)})
-    write_atomic(path, dumps(with_checksum(plain)) + "\n")
-
-
-def without_checksum(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object of a file, once its checksum has been found to fit.
-
-    Raises:
-        RecordError: it does not, or there is none.
-    """
-    if KEY not in plain:
-        raise RecordError(f"{name}: {GONE}")
-    rest = {key: value for key, value in plain.items() if key != KEY}
-    try:
-        found = with_checksum(rest)[KEY]
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{name}: {error}") from error
-    if plain[KEY] != found:
-        raise RecordError(f"{name}: {CHANGED}")
-    return rest
+    """Write a file of one object, as `with_checksum` (`Infrastructure`: the disk refused)."""
+    write_atomic(path, dumps(with_checksum(value, files)) + "\n")
 
 
 def read_object(path: Path, *, sealed: bool = True) -> dict[str, Any]:
-    """The object in a file, its checksum tried and taken off.
-
-    Args:
-        path: of the file.
-        sealed: whether it must have one; a specification has not: its key is its checksum.
+    """The object in a file, its checksum tried and taken off; not `sealed`, it may have none.
 
     Raises:
         OSError: no plain file, or one that cannot be read.
         RecordError: not an object, or changed since it was written.
     """
     plain = parsed(read_plain(path), path.name)
-    return plain if not sealed and KEY not in plain else without_checksum(plain, path.name)
+    if KEY not in plain:
+        if sealed:
+            raise RecordError(f"{path.name}: {GONE}")
+        return plain
+    said = plain.pop(KEY)
+    try:
+        fits = said == with_checksum(plain)[KEY]
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path.name}: {error}") from error
+    if not fits:
+        raise RecordError(f"{path.name}: {CHANGED}")
+    return plain
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """As `read_object`, with the checksums of the files that it speaks for.
-
-    Raises:
-        OSError: as `read_object`.
-        RecordError: as `read_object`; or it has no such checksums.
-    """
+    """As `read_object`, with the checksums of the files that it speaks for, which it must have."""
     plain = read_object(path)
     files = plain.pop(FILES_KEY, None)
     if not isinstance(files, dict):
@@ -269,30 +220,21 @@ class FolderLock:
         """Take the lock, until `release` or the death of this process; no-op if taken.
 
         Raises:
-            UsageError: another harness holds it.
-            Infrastructure: the file system cannot lock.
+            UsageError: another harness holds it (`Infrastructure`: the file system cannot lock).
         """
         if self._fd is not None:
             return
-        try:
-            # Not through a link: the file is written to, whosever it is.
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = os.open(self._path, flags, 0o644)
-        except OSError as error:
-            raise refused("lock", self._path, error) from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise Infrastructure(f"cannot lock {self._path}: expected a file")
+        with _refusals("lock", self._path):
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = os.read(fd, 200).decode(errors="replace").strip()
             os.close(fd)
-            folder = self._path.parent
-            raise UsageError(f"{folder} is in use by another harness ({holder})") from None
-        except OSError as error:
-            os.close(fd)
-            raise refused("lock", self._path, error) from error
+            if not isinstance(error, BlockingIOError):
+                raise refused("lock", self._path, error) from error
+            where = self._path.parent
+            raise UsageError(f"{where} is in use by another harness ({holder})") from None
         self._fd = fd
         # Only for the message of whoever comes second; a full disk must not matter here.
         with suppress(OSError):

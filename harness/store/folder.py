@@ -40,11 +40,10 @@ from harness.records import (
     Verdict,
     What,
     dumps,
-)
+)  # fmt: skip
 from harness.repeats import confirming_runs, runs_of
 from harness.store.files import (
     CHANGED,
-    FILES_KEY,
     FolderLock,
     checksum_of,
     link_tree,
@@ -58,11 +57,9 @@ from harness.store.files import (
     with_checksum,
     write_atomic,
     write_object,
-)
+)  # fmt: skip
 from harness.store.streams import read_ranks
 
-_FOR_PEOPLE = ("why", "notes", "command")
-"""Keys of a manifest's texts that only people read: nothing is made from them again."""
 MANIFEST_FILE, SCENARIO_FILE, CASES_FILE = "manifest.json", "scenario.yaml", "cases.json"
 OWN_FOLDERS = ("runs", "cases", "report")
 """Folders of a run folder that are written to."""
@@ -78,7 +75,8 @@ MAX_CACHED_BYTES = 256 << 20
 """Of rank files whose records a process keeps."""
 RACY_NS = 100_000_000
 """A file that changed so lately may change again without another time of change."""
-
+_FOR_PEOPLE = ("why", "notes", "command")
+"""Keys of a manifest's texts that only people read: nothing is made from them again."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+=,@-][A-Za-z0-9_+=,@.-]{0,199}")
 
 
@@ -145,21 +143,20 @@ class RunFolder:
             raise UsageError("two cases share an id")
         make_folder(path)
         masker = Masker(os.environ)
-        told = {"schema": SCHEMA_VERSION} | _without_secrets(manifest, masker)
-        kept: dict[str, Any] = json.loads(json.dumps(told))  # as `open` gives it: no tuples
-        scenario_text = masker.text(scenario_text)
-        folder = cls(path, kept, scenario_text, cases)
+        said = {"schema": SCHEMA_VERSION} | _without_secrets(manifest, masker)
+        kept: dict[str, Any] = json.loads(json.dumps(said))  # as `open` gives it: no tuples
+        folder = cls(path, kept, masker.text(scenario_text), cases)
         folder.acquire()
         try:
-            plain = {"cases": [case.to_json() for case in cases]}
-            texts = {SCENARIO_FILE: scenario_text, CASES_FILE: dumps(plain) + "\n"}
+            plan = dumps({"cases": [case.to_json() for case in cases]}) + "\n"
+            texts = {SCENARIO_FILE: folder.scenario_text, CASES_FILE: plan}
             for name, text in texts.items():
                 write_atomic(path / name, text)
             fill(folder)
             sums = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
             # Last: its presence makes the folder a run folder.
-            sealed = with_checksum(kept | {FILES_KEY: sums})
-            write_atomic(path / MANIFEST_FILE, json.dumps(sealed, indent=2, sort_keys=True) + "\n")
+            sealed = json.dumps(with_checksum(kept, sums), indent=2, sort_keys=True)
+            write_atomic(path / MANIFEST_FILE, f"{sealed}\n")
         except BaseException:
             folder.release()
             raise
@@ -175,21 +172,15 @@ class RunFolder:
         path = path.absolute()
         try:
             if not (path / MANIFEST_FILE).is_file():
-                why = f"it has no {MANIFEST_FILE}"
-                if (path / LOCK_FILE).is_file():
-                    why += "; its harness ended before it had begun: start it once more, with --out"
-                elif (path / SPEC_FILE).is_file():
-                    why += "; it holds one recorded run, which harness compare-runs judges"
-                raise UsageError(f"{path} is not a run folder ({why})")
+                raise UsageError(f"{path} is not a run folder ({_why_none(path)})")
             for name in OWN_FOLDERS:
                 if (path / name).is_symlink():
                     raise RecordError(f"{name} is a link: what is written there is somebody else's")
             manifest, sums = read_sealed(path / MANIFEST_FILE)
-            if repr(manifest.get("schema")) != str(SCHEMA_VERSION):
-                raise UsageError(
-                    f"{path} was written by another harness (schema {manifest.get('schema')!r}, "
-                    f"this one reads {SCHEMA_VERSION})"
-                )
+            schema = manifest.get("schema")
+            if repr(schema) != str(SCHEMA_VERSION):
+                raise UsageError(f"{path} was written by another harness (schema {schema!r}, "
+                                 f"this one reads {SCHEMA_VERSION})")  # fmt: skip
             data = {name: read_plain(path / name) for name in (SCENARIO_FILE, CASES_FILE)}
             for name, content in data.items():
                 if sums.get(name) != sha256(content).hexdigest():
@@ -200,12 +191,7 @@ class RunFolder:
             raise UsageError(f"{path} is a damaged run folder: {told(error)}") from error
 
     def acquire(self) -> None:
-        """Lock the folder for this process, until `release` or its death; no-op if locked.
-
-        Raises:
-            UsageError: another harness works here.
-            Infrastructure: the file system cannot lock.
-        """
+        """Lock the folder for this process, until `release` or its death; as `FolderLock`."""
         self._lock.acquire()
 
     def release(self) -> None:
@@ -254,11 +240,7 @@ class RunFolder:
         return current if current.parent.exists() else self.case_folder(case.id) / leg
 
     def seal_case(self, case: CaseSpec) -> Path:
-        """Make the case's folder, with its own links to the files of its three runs.
-
-        Raises:
-            Infrastructure: the disk refused.
-        """
+        """Make the case's folder, with its own links to its runs' files (or `Infrastructure`)."""
         folder = self.case_folder(case.id)
         building = folder.with_name(f".{folder.name}.tmp")
         try:
@@ -269,19 +251,14 @@ class RunFolder:
                 if source.is_dir():
                     link_tree(source, building / leg)
             write_object(building / CASE_FILE, case)
-            if folder.exists():
-                folder.rename(kept_folder(folder, num_kept(folder)))
+            set_aside(folder)
             building.rename(folder)
         except OSError as error:
             raise refused("write", folder, error) from error
         return folder
 
     def save_verdict(self, verdict: Verdict, case: CaseSpec) -> None:
-        """Store the answer for a case, in its folder, with what it was made from.
-
-        Raises:
-            Infrastructure: the disk refused.
-        """
+        """Store the answer for a case, with what it was made from (or `Infrastructure`)."""
         folder = self.case_folder(case.id)
         make_folder(folder)
         runs = [*runs_of(case), *confirming_runs(case).values()]
@@ -347,11 +324,7 @@ def find_verdict(folder: Path, case_id: str) -> tuple[Verdict | None, str]:
 
 
 def begin_run(folder: Path, spec: RunSpec) -> None:
-    """Make a run's folder with its specification.
-
-    Raises:
-        Infrastructure: the disk refused, or there is a run in it already.
-    """
+    """Make a run's folder with its specification (`Infrastructure`: one has finished there)."""
     make_folder(folder)
     if (folder / OUTCOME_FILE).exists():
         raise Infrastructure(f"{folder} holds a finished run already")
@@ -359,16 +332,12 @@ def begin_run(folder: Path, spec: RunSpec) -> None:
 
 
 def sealed_outcome(folder: Path, outcome: RunOutcome) -> str:
-    """What `outcome.json` holds: the outcome, and the checksums of the files of its run.
-
-    Raises:
-        Infrastructure: one of them cannot be read.
-    """
+    """What `outcome.json` holds: the outcome, and checksums of its run's files."""
     try:
         sums = {path.name: checksum_of(path) for path in files_of_run(folder)}
     except OSError as error:
         raise refused("read", folder, error) from error
-    return dumps(with_checksum(outcome.to_json() | {FILES_KEY: sums})) + "\n"
+    return dumps(with_checksum(outcome, sums)) + "\n"
 
 
 def save_outcome(folder: Path, outcome: RunOutcome) -> None:
@@ -391,10 +360,7 @@ def read_outcome(folder: Path, run: RunSpec | str) -> tuple[RunOutcome | None, s
 
 
 def changed_files(folder: Path) -> dict[str, str]:
-    """Files of a finished run, by name, that are not as they were when it ended, and why.
-
-    Of a run without an outcome there is nothing to hold them against.
-    """
+    """Files of a finished run, by name, that are not as they were when it ended, and why."""
     try:
         sums = read_sealed(folder / OUTCOME_FILE)[1]
     except (OSError, RecordError):
@@ -465,11 +431,7 @@ def _with_damage(records: RankRecords, changed: Mapping[str, str]) -> RankRecord
 
 
 def load_case(folder: Path) -> CaseRuns:
-    """Read a case folder, wherever it was copied to.
-
-    Raises:
-        UsageError: not a case folder, or `case.json` does not decode.
-    """
+    """Read a case folder, wherever it was copied to (`UsageError`: it is none, or damaged)."""
     path = folder / CASE_FILE
     if not path.is_file():
         raise UsageError(f"{folder} is not a case folder (it has no {CASE_FILE})")
@@ -481,15 +443,24 @@ def load_case(folder: Path) -> CaseRuns:
     return CaseRuns(case=case, **legs)
 
 
+def _why_none(path: Path) -> str:
+    why = f"it has no {MANIFEST_FILE}"
+    if (path / LOCK_FILE).is_file():
+        return f"{why}; its harness ended before it had begun: start it once more, with --out"
+    if (path / SPEC_FILE).is_file():
+        return f"{why}; it holds one recorded run, which harness compare-runs judges"
+    return why
+
+
 def _check_vacant(path: Path) -> None:
     """Refuse a place that holds something else (`UsageError`) or cannot be seen."""
     ours = {LOCK_FILE, SCENARIO_FILE, CASES_FILE, SHARDS_FILE}
     try:
-        if not path.exists():
-            return
-        if not path.is_dir():
-            raise UsageError(f"{path}: expected a folder or nothing, got a file")
         names = {entry.name for entry in path.iterdir()}
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise UsageError(f"{path}: expected a folder or nothing, got a file") from None
     except OSError as error:
         raise refused("look into", path, error) from error
     if MANIFEST_FILE in names:
@@ -499,25 +470,19 @@ def _check_vacant(path: Path) -> None:
 
 
 def _safe(name: str) -> str:
-    """A name that stays inside its folder.
-
-    Raises:
-        UsageError: it has a slash, starts with a dot, or is too long.
-    """
+    """A name that stays inside its folder: no slash, no dot first, not too long."""
     if not _SAFE_NAME.fullmatch(name):
         raise UsageError(f"expected a name that is safe as a file name, got {name!r}")
     return name
 
 
-def _without_secrets(manifest: Mapping[str, Any], masker: Masker) -> dict[str, Any]:
-    return {key: _kept(key, value, masker) for key, value in manifest.items()}
-
-
-def _kept(key: str, value: Any, masker: Masker) -> Any:
+def _without_secrets(value: Any, masker: Masker, key: str = "") -> Any:
     if isinstance(value, Json):
         return value.to_json()
     if isinstance(value, Mapping):
-        return variables(value) if key == "variables" else _without_secrets(value, masker)
+        if key == "variables":
+            return variables(value)
+        return {name: _without_secrets(each, masker, name) for name, each in value.items()}
     if isinstance(value, list):
-        return [_kept(key, entry, masker) for entry in value]
+        return [_without_secrets(entry, masker, key) for entry in value]
     return masker.text(value) if isinstance(value, str) and key in _FOR_PEOPLE else value

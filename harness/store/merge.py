@@ -1,16 +1,14 @@
 """Run folders of shards, or of several scenarios, put together into one.
 
-Runs and cases are linked, or copied where links fail, never moved: the folders that are merged stay
-as they are. The result is a run folder like any other: `report`, `show`, `rerun`, `history --add`
-and `--resume` work on it. What is missing shows:
+Runs and cases are linked, or copied where links fail; the folders that are merged stay as they are.
+The result is a run folder like any other. What is missing shows:
 
     a shard that was not given    its cases have the outcome `error`, `not_run`, and say which shard
     one that cannot be read       the same: one killed job must not cost the report of the others
     a case without a verdict      has none in the result either, which no report takes for a pass
 
-Two folders that hold the same case or the same run are refused, and so are shards of different
-cuts: their union could hold a case twice and another one never. Shards of different commits are
-refused, too: one of an earlier night would answer for the code of this one.
+Refused are folders that hold the same case or run, and shards of different cuts or commits: their
+union could hold a case twice and another one never, or answer for other code.
 """
 
 import json
@@ -18,7 +16,6 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +59,16 @@ class Whole(Json):
     shards: tuple[tuple[str, ...], ...]
 
 
-def keep_whole(folder: Path, whole: Whole) -> None:
-    """Write what a shard's folder says of the others.
+Opened = list[tuple[RunFolder, Whole | None]]
+"""Run folders, each with the matrix that it is a shard of."""
 
-    Raises:
-        Infrastructure: the disk refused.
-    """
+
+def keep_whole(folder: Path, whole: Whole) -> None:
+    """Write what a shard's folder says of the others (`Infrastructure`: the disk refused)."""
     write_object(folder / SHARDS_FILE, whole)
 
 
-def load_whole(folder: Path) -> Whole | None:
-    """What a run folder says of the matrix that it is a shard of; None if it is no shard.
-
-    Raises:
-        UsageError: the file is damaged.
-    """
+def _load_whole(folder: Path) -> Whole | None:
     try:
         return Whole.from_json(read_object(folder / SHARDS_FILE))
     except FileNotFoundError:
@@ -97,119 +89,87 @@ def merge(paths: Sequence[Path], out: Path, argv: Sequence[str]) -> RunFolder:
         UsageError: they do not go together, one is damaged or in use, or `out` holds something.
         Infrastructure: the disk refused.
     """
-    folders, wholes, unread = _opened(paths)
-    cases, missing = _cases(folders, wholes)
-    _check_commits(folders, wholes)
+    opened, unread = _opened(paths)
+    cases, missing = _cases(opened)
+    folders = [folder for folder, _ in opened]
     held = _held(folders)
     for folder in folders:
         folder.acquire()  # nobody works there, and nobody begins to
     try:
-        texts = dict.fromkeys(folder.scenario_text for folder in folders)
-        text = next(iter(texts)) if len(texts) == 1 else _named(folders)
-        notes = [_told_missing(shard, unread) for shard in dict.fromkeys(missing.values())]
-        manifest = _manifest(folders, wholes, argv)
-        manifest = {**manifest, "notes": [*manifest.get("notes", ()), *notes]}
+        whys = {shard: _why_missing(shard, unread) for shard in missing.values()}
+        texts = {folder.scenario_text for folder in folders}
+        manifest = _manifest(opened, argv, [*whys.values()])
+        named = {key: json.dumps(manifest.get(key, "Several run folders, merged.")) for key in
+                 ("scenario", "why")}  # fmt: skip
+        text = f"name: {named['scenario']}\nwhy: {named['why']}\n"
 
         def fill(merged: RunFolder) -> None:
             _link_all(folders, merged)
             for case in cases:
                 if case.id not in held:
-                    why = _told_missing(missing[case.id], unread)
-                    merged.save_verdict(_not_given(case, why), case)
+                    merged.save_verdict(_not_given(case, whys[missing[case.id]]), case)
 
         # Killed halfway, it is no run folder, and --resume does not make anew what is not linked.
+        text = texts.pop() if len(texts) == 1 else text
         return RunFolder.create(out, manifest, text, cases, fill=fill)
     finally:
         for folder in folders:
             folder.release()
 
 
-def _opened(
-    paths: Sequence[Path],
-) -> tuple[list[RunFolder], list[Whole | None], dict[Path, str]]:
-    """The folders that can be read, the matrix of each, and why the others cannot be.
-
-    Raises:
-        UsageError: one that cannot be read, and nothing says that its cases will be missed.
-    """
+def _opened(paths: Sequence[Path]) -> tuple[Opened, list[str]]:
+    """The folders that can be read, and why the others cannot be."""
     places = [path.resolve() for path in paths]
-    if twice := [
-        path for path, place in zip(paths, places, strict=True) if places.count(place) > 1
-    ]:
-        raise UsageError(f"merge: expected each run folder once, got {', '.join(map(str, twice))}")
-    folders: list[RunFolder] = []
-    wholes: list[Whole | None] = []
+    if twice := [str(p) for p, place in zip(paths, places, strict=True) if places.count(place) > 1]:
+        raise UsageError(f"merge: expected each run folder once, got {', '.join(twice)}")
+    opened: Opened = []
     unread: dict[Path, UsageError] = {}
     for path in paths:
         try:
-            folder = RunFolder.open(path)
-            wholes.append(load_whole(folder.path))
-            folders.append(folder)
+            opened.append((RunFolder.open(path), _load_whole(path)))
         except UsageError as error:
             unread[path] = error
     for path, why in unread.items():
         # A name that was mistyped is a mistake; a folder that is there is what a killed job left.
-        if not folders or None in wholes or not path.is_dir():
+        if not opened or any(whole is None for _, whole in opened) or not path.is_dir():
             raise why
-    return folders, wholes, {path: str(why) for path, why in unread.items()}
+    return opened, [str(why) for why in unread.values()]
 
 
-def _check_commits(folders: Sequence[RunFolder], wholes: Sequence[Whole | None]) -> None:
-    known: dict[str, RunFolder] = {}
-    for folder, whole in zip(folders, wholes, strict=True):
-        commit = str(folder.manifest.get("commit") or "")
-        if whole is None or not commit:
-            continue
-        first = next(iter(known), commit)
-        known.setdefault(commit, folder)
-        if commit != first:
-            raise UsageError(
-                f"{folder.path} was made by commit {commit}, {known[first].path} by {first}: "
-                f"expected shards of one night"
-            )
-
-
-def _cases(
-    folders: Sequence[RunFolder], wholes: Sequence[Whole | None]
-) -> tuple[tuple[CaseSpec, ...], dict[str, str]]:
+def _cases(opened: Opened) -> tuple[tuple[CaseSpec, ...], dict[str, str]]:
     """All cases, and for those of shards that are not given, the shard."""
-    first = wholes[0]
-    if first is None:
-        for folder, whole in zip(folders, wholes, strict=True):
-            if whole is not None:
-                raise UsageError(f"{folder.path} is shard {whole.shard}, {folders[0].path} is none")
-        return tuple(case for folder in folders for case in folder.cases), {}
-    given: dict[int, Path] = {}
-    for folder, whole in zip(folders, wholes, strict=True):
-        if whole is None:
-            raise UsageError(f"{folder.path} is no shard, {folders[0].path} is {first.shard}")
+    start, first = opened[0]
+    given: dict[int, RunFolder] = {}
+    for folder, whole in opened:
+        if whole is None or first is None:
+            if whole is not first:
+                names = ["no shard" if w is None else f"shard {w.shard}" for w in (whole, first)]
+                raise UsageError(f"{folder.path} is {names[0]}, {start.path} is {names[1]}")
+            continue
         if (whole.cut, whole.shard.number) != (first.cut, first.shard.number):
             raise UsageError(
-                f"{folder.path} is shard {whole.shard} of another cut than {folders[0].path}: "
+                f"{folder.path} is shard {whole.shard} of another cut than {start.path}: "
                 f"expected the same scenarios, options and --costs for all shards"
             )
-        if whole.shard.index in given:
+        if (other := given.setdefault(whole.shard.index, folder)) is not folder:
+            raise UsageError(f"{folder.path} is shard {whole.shard}, and so is {other.path}")
+        commits = [str(each.manifest.get("commit") or "") for each in (folder, start)]
+        if all(commits) and len({*commits}) > 1:
             raise UsageError(
-                f"{folder.path} is shard {whole.shard}, and so is {given[whole.shard.index]}"
+                f"{folder.path} was made by commit {commits[0]}, {start.path} by {commits[1]}: "
+                f"expected shards of one commit"
             )
-        given[whole.shard.index] = folder.path
-    missing = {
-        name: f"{index}/{first.shard.number}"
-        for index, ids in enumerate(first.shards, start=1)
-        if index not in given
-        for name in ids
-    }
+    planned = {case.id: case for folder, _ in opened for case in folder.cases}
+    if first is None:
+        return tuple(case for folder, _ in opened for case in folder.cases), {}
+    missing = {name: f"{index}/{first.shard.number}" for index, ids in enumerate(first.shards, 1)
+               if index not in given for name in ids}  # fmt: skip
     # As each shard planned them: only there is known what its machine had to skip.
-    planned = {case.id: case for folder in folders for case in folder.cases}
     return tuple(planned.get(case.id, case) for case in first.cases), missing
 
 
 def _held(folders: Sequence[RunFolder]) -> dict[str, Path]:
-    """Which folder has a case.
-
-    Raises:
-        UsageError: two folders have the same case or run.
-    """
+    """Which folder has a case (`UsageError`: two have the same case or run)."""
     cases: dict[str, Path] = {}
     runs: dict[str, Path] = {}
     for folder in folders:
@@ -226,70 +186,40 @@ def _held(folders: Sequence[RunFolder]) -> dict[str, Path]:
 
 
 def _link_all(folders: Sequence[RunFolder], merged: RunFolder) -> None:
-    """Links to all runs and cases.
-
-    Raises:
-        UsageError: something there is neither a file nor a folder.
-        Infrastructure: the disk refused.
-    """
-    for folder in folders:
-        for part in ("runs", "cases"):
-            for path in (folder.path / part).rglob("*"):
-                if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                    raise UsageError(f"merge: {path}: expected files and folders, got another kind")
-            if (folder.path / part).is_dir():
-                link_tree(folder.path / part, merged.path / part)
+    for source in (folder.path / part for folder in folders for part in ("runs", "cases")):
+        for path in source.rglob("*"):
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise UsageError(f"merge: {path}: expected files and folders, got another kind")
+        if source.is_dir():
+            link_tree(source, merged.path / source.name)
 
 
-def _told_missing(shard: str, unread: Mapping[Path, str]) -> str:
-    why = "; ".join(unread.values())
+def _why_missing(shard: str, unread: Sequence[str]) -> str:
     told = f"shard {shard} is missing: its run folder was not among those merged"
-    return f"{told} ({why})" if why else told
+    return f"{told} ({'; '.join(unread)})" if unread else told
 
 
 def _not_given(case: CaseSpec, why: str) -> Verdict:
-    return Verdict(
-        case_id=case.id,
-        outcome="error",
-        what="not_run",
-        message=why,
-        checks=(),
-        runs={},
-        wall_s=0.0,
-    )
+    return Verdict(case_id=case.id, outcome="error", what="not_run", message=why, checks=(),
+                   runs={}, wall_s=0.0)  # fmt: skip
 
 
-def _manifest(
-    folders: Sequence[RunFolder], wholes: Sequence[Whole | None], argv: Sequence[str]
-) -> Mapping[str, Any]:
-    manifests = [folder.manifest for folder in folders]
-    agreed = {
-        key: manifests[0][key]
-        for key in _OF_ALL
-        if key in manifests[0] and all(m.get(key) == manifests[0][key] for m in manifests)
-    }
-    names = dict.fromkeys(str(m.get("scenario", "")) for m in manifests)
+def _manifest(opened: Opened, argv: Sequence[str], notes: list[str]) -> Mapping[str, Any]:
+    manifests = [folder.manifest for folder, _ in opened]
+    first = manifests[0]
+    agreed = {key: first[key] for key in _OF_ALL
+              if key in first and all(m.get(key) == first[key] for m in manifests)}  # fmt: skip
     merged = [
-        {
-            "id": folder.manifest.get("id"),
-            "shard": "" if whole is None else str(whole.shard),
-            "created": folder.manifest.get("created"),
-            "machine": folder.manifest.get("machine"),
-        }
-        for folder, whole in zip(folders, wholes, strict=True)
-    ]
-    return {"scenario": "+".join(names)} | agreed | {
+        {"id": said.get("id"), "shard": "" if whole is None else str(whole.shard),
+         "created": said.get("created"), "machine": said.get("machine")}
+        for said, (_, whole) in zip(manifests, opened, strict=True)
+    ]  # fmt: skip
+    return {"scenario": "+".join(dict.fromkeys(str(m.get("scenario", "")) for m in manifests))} | {
+        **agreed,
+        "notes": [*agreed.get("notes", ()), *notes],
         "id": uuid.uuid4().hex,
-        "created": max(
-            (str(m.get("created", "")) for m in manifests),
-            default=datetime.now(UTC).isoformat(timespec="seconds"),
-        ),
+        "created": max(str(said.get("created", "")) for said in manifests),
         "command": list(argv),
         "python": sys.version.split()[0],
         "merged": merged,
-    }  # fmt: skip
-
-
-def _named(folders: Sequence[RunFolder]) -> str:
-    names = "+".join(dict.fromkeys(str(f.manifest.get("scenario", "")) for f in folders))
-    return f"name: {json.dumps(names)}\nwhy: {json.dumps('Several run folders, merged.')}\n"
+    }

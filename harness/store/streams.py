@@ -6,9 +6,8 @@ belongs to another rank is a problem only.
 
 A program that the harness did not write makes optimizer state in its first step, leaves gradients
 out, adds parameters: its rank says from which step on a group has which tensors (`NamesRecord`).
-Here every step gets the tensors of all steps, in the order in which they first appear, with the
-digest `ABSENT` for what it did not hold: so a tensor that one run has and another has not differs
-like any other, at its step and under its name.
+Here every step gets the tensors of all steps, with the digest `ABSENT` for what it did not hold: so
+a tensor that one run has and another has not differs like any other, at its step, by its name.
 """
 
 import contextlib
@@ -26,7 +25,6 @@ from harness.records import (
     DIGEST_HEX_CHARS,
     SCHEMA_VERSION,
     TAP_HEX_CHARS,
-    EndRecord,
     EventRecord,
     NamesRecord,
     RankRecords,
@@ -40,15 +38,12 @@ from harness.records import (
 from harness.store.files import open_plain, read_tail
 
 MAX_LINE_BYTES = 64 << 20
-END_BYTES = 4096
-"""More than an end record has."""
-STEP_BYTES = 4 << 20
-"""More than a step record has of a model with 10,000 tensors."""
+END_BYTES, STEP_BYTES = 4096, 4 << 20
+"""More than an end record has, and a step record of a model with 10,000 tensors."""
 MAX_PROBLEMS = 100
 """Problems listed of one file; the rest is counted."""
 
-Tensors = Mapping[str, Sequence[str]]
-Names = tuple[Tensors, Sequence[str]]
+Names = tuple[Mapping[str, Sequence[str]], Sequence[str]]
 """Of tensors by group, and of rows of taps."""
 
 
@@ -111,102 +106,80 @@ def read_ranks(folder: Path, world_size: int) -> tuple[RankRecords, ...]:
 
 def read_rank(path: Path, rank: int) -> RankRecords:
     """Everything that one rank's file says."""
-    reading = _Reading(rank)
+    held, problems, after_end = _Held(rank), list[str](), list[str]()
     try:
         with open_plain(path) as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES):
-                number += 1
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    reading.problem(number, f"longer than {MAX_LINE_BYTES} bytes: read no further")
+                    problems.append(f"line {number}: longer than {MAX_LINE_BYTES} bytes")
                     break
-                reading.take(number, line)
+                is_after_end = held.once["end"] is not None
+                found = [f"line {number}: {why}" for why in held.take(number, line)]
+                problems += found
+                if is_after_end and not after_end:
+                    after_end = [each for each in found if each.endswith("after end")][:1]
     except FileNotFoundError:
         pass
     except OSError as error:
-        reading.problem(0, f"cannot be read: {error.strerror or error}")
-    return reading.result()
+        problems.append(f"line 0: cannot be read: {error.strerror or error}")
+    if (more := len(problems) - MAX_PROBLEMS) > 0:
+        problems[MAX_PROBLEMS:] = [f"line 0: {more} more problems"]
+    records = RankRecords(
+        rank=rank, steps=tuple(held.steps), events=tuple(held.events),
+        problems=tuple(problems), after_end=tuple(after_end), **held.once,
+    )  # fmt: skip
+    return with_all_names(records, held.names) if held.names else records
 
 
-class _Reading:
-    """Collects one file's lines in order."""
+class _Held:
+    """What one file has said so far."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._steps: list[StepRecord] = []
-        self._events: list[EventRecord] = []
-        self._names: list[NamesRecord] = []
-        self._once: dict[str, Any] = dict.fromkeys(("start", "initial", "error", "end"))
-        self._problems: list[str] = []
-        self._after_end: list[str] = []
+        self.rank = rank
+        self.steps: list[StepRecord] = []
+        self.events: list[EventRecord] = []
+        self.names: list[NamesRecord] = []
+        self.once: dict[str, Any] = dict.fromkeys(("start", "initial", "error", "end"))
 
-    def problem(self, number: int, why: str) -> None:
-        self._problems.append(f"line {number}: {why}")
-
-    def take(self, number: int, line: bytes) -> None:
-        """Decode one line and put it where it belongs."""
-        is_after_end, has_failed = self._once["end"] is not None, self._once["error"] is not None
+    def take(self, number: int, line: bytes) -> Iterator[str]:
+        """Decode one line and keep its record; what is wrong with it."""
+        is_after_end = self.once["end"] is not None
         try:
             record = parse_record(line)
         except RecordError as error:
             cut = "" if line.endswith(b"\n") else f"cut short after {len(line)} bytes: "
-            self.problem(number, f"{cut}{_short(error)}{' after end' if is_after_end else ''}")
+            why = one_line(str(error))
+            why = why if len(why) <= 200 else f"{why[:200]}..."
+            yield f"{cut}{why}{' after end' if is_after_end else ''}"
+            return
+        yield from self._misplaced(record, number)
+        if is_after_end:
+            yield f"{record.kind} record after end"
+        elif self.once["error"] is not None and not isinstance(record, EventRecord):
+            yield f"{record.kind} record after an error record"
+        if record.rank != self.rank and not isinstance(record, StartRecord):
+            return
+        listed = {"step": self.steps, "event": self.events, "names": self.names}.get(record.kind)
+        if listed is not None:
+            listed.append(record)  # type: ignore[attr-defined] # a list of its kind
+        elif self.once[record.kind] is None:
+            self.once[record.kind] = record
         else:
-            for why in self._misplaced(record, number):
-                self.problem(number, why)
-            if is_after_end:
-                self.problem(number, f"{record.kind} record after end")
-            elif has_failed and not isinstance(record, EventRecord):
-                self.problem(number, f"{record.kind} record after an error record")
-            if isinstance(record, StartRecord) or record.rank == self._rank:
-                self._keep(number, record)
-        if is_after_end and not self._after_end:
-            self._after_end = [each for each in self._problems if each.endswith("after end")][:1]
+            yield f"a second {record.kind} record"
 
     def _misplaced(self, record: Record, number: int) -> Iterator[str]:
-        if record.rank != self._rank:
-            yield f"{record.kind} record of rank {record.rank} in the file of rank {self._rank}"
-        if isinstance(record, StartRecord) and number != 1:
-            yield "start record is not the first line"
-        if isinstance(record, StartRecord) and record.schema != SCHEMA_VERSION:
-            yield f"schema {record.schema}, expected {SCHEMA_VERSION}"
-        if isinstance(record, StepRecord) and self._once["start"] is None:
-            yield f"step {record.step} before a start record"
-        if isinstance(record, StepRecord) and self._steps and record.rank == self._rank:
-            last = self._steps[-1].step
-            if record.step <= last:
-                yield f"step {record.step} follows step {last}"
-
-    def _keep(self, number: int, record: Record) -> None:
-        match record:
-            case StepRecord():
-                self._steps.append(record)
-            case EventRecord():
-                self._events.append(record)
-            case NamesRecord():
-                self._names.append(record)
-            case _ if self._once[record.kind] is None:
-                self._once[record.kind] = record
-            case _:
-                self.problem(number, f"a second {record.kind} record")
-
-    def result(self) -> RankRecords:
-        """What was collected."""
-        problems, end = self._problems, self._once["end"]
-        if len(problems) > MAX_PROBLEMS:
-            rest = f"line 0: {len(problems) - MAX_PROBLEMS} more problems"
-            problems = [*problems[:MAX_PROBLEMS], rest]
-        assert end is None or isinstance(end, EndRecord)
-        records = RankRecords(
-            rank=self._rank, steps=tuple(self._steps), events=tuple(self._events),
-            problems=tuple(problems), after_end=tuple(self._after_end), **self._once,
-        )  # fmt: skip
-        return with_all_names(records, self._names) if self._names else records
-
-
-def _short(error: Exception, size: int = 200) -> str:
-    text = one_line(str(error))
-    return text if len(text) <= size else f"{text[:size]}..."
+        if record.rank != self.rank:
+            yield f"{record.kind} record of rank {record.rank} in the file of rank {self.rank}"
+        if isinstance(record, StartRecord):
+            if number != 1:
+                yield "start record is not the first line"
+            if record.schema != SCHEMA_VERSION:
+                yield f"schema {record.schema}, expected {SCHEMA_VERSION}"
+        if isinstance(record, StepRecord):
+            if self.once["start"] is None:
+                yield f"step {record.step} before a start record"
+            if self.steps and record.rank == self.rank and record.step <= self.steps[-1].step:
+                yield f"step {record.step} follows step {self.steps[-1].step}"
 
 
 # --- names that change from step to step ------------------------------------------------------
@@ -222,11 +195,11 @@ def with_all_names(records: RankRecords, names: Iterable[NamesRecord]) -> RankRe
     ordered = sorted(names, key=lambda record: record.step)
     held: list[Names] = [({}, ())]
     for record in ordered:
-        held.append((held[-1][0] | record.tensors, record.taps))  # type: ignore[operator] # dicts
+        held.append(({**held[-1][0], **record.tensors}, record.taps))
     steps = [record.step for record in ordered]
-    empty: Tensors = dict.fromkeys(DIGEST_GROUPS, ())
-    whole = _union([(empty, ()), *((record.tensors, record.taps) for record in ordered)])
-    return _spread(records, records.start, lambda step: held[bisect_right(steps, step)], whole)
+    own: list[Names] = [(record.tensors, record.taps) for record in ordered]
+    whole = _union([(dict.fromkeys(DIGEST_GROUPS, ()), ()), *own])
+    return _spread(records, lambda step: held[bisect_right(steps, step)], whole)
 
 
 def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
@@ -238,9 +211,8 @@ def aligned(*runs: RunResult) -> tuple[RunResult, ...]:
         return runs
     held: dict[int, list[Names]] = {}
     for records in (records for run in runs for records in run.ranks):
-        if records.start is not None:
-            names = (records.start.tensors, records.start.taps)
-            held.setdefault(records.rank, []).append(names)
+        if (start := records.start) is not None:
+            held.setdefault(records.rank, []).append((start.tensors, start.taps))
     wholes = {rank: _union(names) for rank, names in held.items()}
     return tuple(
         replace(run, ranks=tuple(_laid_over(each, wholes.get(each.rank)) for each in run.ranks))
@@ -252,8 +224,8 @@ def _laid_over(records: RankRecords, whole: Names | None) -> RankRecords:
     start = records.start
     if start is None or whole is None or (start.tensors, start.taps) == whole:
         return records
-    laid = _spread(records, start, lambda step: (start.tensors, start.taps), whole)
-    return replace(laid, problems=records.problems)
+    own = (start.tensors, start.taps)
+    return replace(_spread(records, lambda step: own, whole), problems=records.problems)
 
 
 def _union(names: Iterable[Names]) -> Names:
@@ -267,57 +239,46 @@ def _union(names: Iterable[Names]) -> Names:
     return {group: tuple(held) for group, held in tensors.items()}, tuple(taps)
 
 
-def _spread(
-    records: RankRecords, start: StartRecord, names_at: Callable[[int], Names], whole: Names
-) -> RankRecords:
+def _spread(records: RankRecords, names_at: Callable[[int], Names], whole: Names) -> RankRecords:
     """The records laid over the names `whole`; their own ones are `names_at` each step."""
+    assert records.start is not None
     problems: list[str] = []
-    tensors, taps = whole
 
-    def laid(digests: Mapping[str, str], step: int) -> dict[str, str]:
-        where = "the initial state" if step < 0 else f"step {step}"
-        return dict(_expanded(digests, names_at(step)[0], tensors, problems, where))
+    def digests(held: Mapping[str, str], step: int) -> dict[str, str]:
+        laid = {}
+        for group, names in whole[0].items():
+            text, own = held.get(group, ""), names_at(step)[0].get(group, ())
+            if group in held and len(text) != DIGEST_HEX_CHARS * len(own):
+                where = "the initial state" if step < 0 else f"step {step}"
+                problems.append(
+                    f"line 0: {where}: the digest of {group} has {len(text)} characters, expected "
+                    f"{DIGEST_HEX_CHARS * len(own)} for {len(own)} tensors"
+                )
+            laid[group] = _laid(text, own, names, ABSENT)
+        return laid
 
     initial = records.initial
     if initial is not None:
-        initial = replace(initial, digests=laid(initial.digests, -1))
+        initial = replace(initial, digests=digests(initial.digests, -1))
+    never = "f" * TAP_HEX_CHARS
     steps = tuple(
-        replace(step, digests=laid(step.digests, step.step),
-                taps=_taps(step, names_at(step.step)[1], taps))
+        replace(step, digests=digests(step.digests, step.step),
+                taps=_laid(step.taps, names_at(step.step)[1], whole[1], never))
         for step in records.steps
     )  # fmt: skip
-    named = {group: tuple(names) for group, names in tensors.items()}
-    start = replace(start, tensors=named, taps=tuple(taps), tap_stages=(0,) * len(taps))
+    named = {group: tuple(names) for group, names in whole[0].items()}
+    taps = tuple(whole[1])
+    start = replace(records.start, tensors=named, taps=taps, tap_stages=(0,) * len(taps))
     return replace(
         records, start=start, steps=steps, initial=initial,
         problems=(*records.problems, *problems[:8]),
     )  # fmt: skip
 
 
-def _expanded(
-    digests: Mapping[str, str], now: Tensors, whole: Tensors, problems: list[str], where: str
-) -> Iterator[tuple[str, str]]:
-    size = DIGEST_HEX_CHARS
-    for group, names in whole.items():
-        text, held = digests.get(group), now.get(group, ())
-        if text is None:
-            yield group, ABSENT * len(names)
-            continue
-        if len(text) != size * len(held):
-            problems.append(
-                f"line 0: {where}: the digest of {group} has {len(text)} characters, expected "
-                f"{size * len(held)} for {len(held)} tensors"
-            )
-        elif held == names:
-            yield group, text
-            continue
-        chunks = {name: text[i * size : (i + 1) * size] for i, name in enumerate(held)}
-        yield group, "".join(chunks.get(name, ABSENT) for name in names)
-
-
-def _taps(step: StepRecord, held: Sequence[str], whole: Sequence[str]) -> str:
-    if tuple(held) == tuple(whole):
-        return step.taps
-    size = TAP_HEX_CHARS
-    rows = {name: step.taps[i * size : (i + 1) * size] for i, name in enumerate(held)}
-    return "".join(rows.get(name, "f" * size) for name in whole)
+def _laid(text: str, own: Sequence[str], whole: Sequence[str], absent: str) -> str:
+    """Chunks of `text`, one for each name in `own`, in the order of `whole`."""
+    size = len(absent)
+    if tuple(own) == tuple(whole) and len(text) == size * len(own):
+        return text
+    chunks = {name: text[i * size : (i + 1) * size] for i, name in enumerate(own)}
+    return "".join(chunks.get(name) or absent for name in whole)

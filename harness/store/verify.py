@@ -10,11 +10,12 @@ turn the failure into a question. Nothing is judged again, and nothing is change
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.errors import UsageError
+from harness.errors import UsageError, shown
 from harness.records import CaseSpec, RecordError, RunSpec, Verdict, What
 from harness.repeats import confirming_runs, runs_of
 from harness.store.files import CHANGED, checksum_of, read_object, read_sealed, told
@@ -22,13 +23,17 @@ from harness.store.folder import (
     CASE_FILE,
     LEGS,
     OUTCOME_FILE,
+    SEARCH_FILE,
+    SPEC_FILE,
     VERDICT_FILE,
     RunFolder,
     changed_files,
     find_verdict,
+    load_case,
     read_outcome,
 )
 
+DEFAULT_OUT = Path("out")
 TRUSTING = ("passed", "skipped")
 """Outcomes that damage must not leave standing."""
 _EARLIER = re.compile(r"\.attempt\d+$")
@@ -56,17 +61,13 @@ class Inspection:
 
 
 def inspect(path: Path) -> Inspection:
-    """Try every checksum of a run folder.
-
-    Raises:
-        UsageError: it is not a run folder, or damaged beyond reading.
-    """
+    """Try every checksum of a run folder (`UsageError`: it is none, or damaged beyond reading)."""
     folder = RunFolder.open(path)
     damage: dict[str, None] = {}
     """Lines as keys: runs are shared by cases, and each line is told once."""
     verdicts, unjudged, runs = [], [], dict[str, None]()
-    planned = {case.id: case for case in folder.cases}
-    for case in planned.values():
+    planned = {case.id for case in folder.cases}
+    for case in folder.cases:
         stored = folder.load_verdict(case.id)
         found = list(_case_damage(folder, case))
         if stored is None:
@@ -75,9 +76,8 @@ def inspect(path: Path) -> Inspection:
             verdicts.append(_standing(stored, found, folder.path))
         if not case.skip_reason:
             repeats = None if stored is None else stored.confirmation
-            specs = [*runs_of(case)]
-            if repeats is not None and repeats.outcome != "not_made":
-                specs += confirming_runs(case).values()
+            is_made = repeats is not None and repeats.outcome != "not_made"
+            specs = [*runs_of(case), *(confirming_runs(case).values() if is_made else ())]
             runs |= dict.fromkeys(spec.key for spec in specs)
         damage |= dict.fromkeys(_line(folder.path, *each) for each in found)
     # Questions of a search are in no plan.
@@ -116,10 +116,9 @@ def _standing(stored: Verdict, damage: list[tuple[Path, str]], root: Path) -> Ve
     if stored.outcome not in TRUSTING or not damage:
         return stored
     # Whole folders that are gone were not made, as far as anybody can tell.
-    gone = next((path for path, _ in damage if not path.parent.exists()), None)
+    gone = next(((path, why) for path, why in damage if not path.parent.exists()), None)
     what: What = "not_run" if gone is not None else "corrupt_record"
-    line = next(_line(root, *each) for each in damage if gone in (None, each[0]))
-    message = f"{line} ({VERDICT_FILE} says {stored.outcome})"
+    message = f"{_line(root, *(gone or damage[0]))} ({VERDICT_FILE} says {stored.outcome})"
     return dataclasses.replace(stored, outcome="error", what=what, message=message, checks=())
 
 
@@ -127,24 +126,19 @@ def _line(root: Path, path: Path, why: str) -> str:
     return f"{path.relative_to(root)}: {why.removeprefix(f'{path.name}: ')}"
 
 
-Runs = list[tuple[RunSpec, Path]]
-"""Runs that a case may rest on, and where each is read."""
-
-
-def _kept_legs(place: Path, case: CaseSpec) -> Runs:
+def _kept_legs(place: Path, case: CaseSpec) -> list[tuple[RunSpec, Path]]:
     return [(getattr(case, leg), place / leg) for leg in LEGS]
 
 
 def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False) -> Damage:
     place = folder.case_folder(case.id)
     if case.skip_reason:
-        if (place / CASE_FILE).exists():
-            yield from _case_file_damage(place / CASE_FILE, case, {})
         verdict, why = find_verdict(place, case.id)
         if verdict is not None and verdict.outcome == "passed":
             yield place / VERDICT_FILE, "says passed of a case that was to be skipped"
         elif verdict is None and place.exists():
             yield place / VERDICT_FILE, why
+        yield from _case_file_damage(place / CASE_FILE, case, None)
         return
     runs = [(getattr(case, leg), folder.leg_folder(case, leg)) for leg in LEGS]
     more = (*runs_of(case)[len(LEGS) :], *confirming_runs(case).values())
@@ -154,16 +148,20 @@ def _case_damage(folder: RunFolder, case: CaseSpec, *, is_question: bool = False
     yield from _damage(place, case, runs, is_question=is_question)
 
 
-def _damage(place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = False) -> Damage:
-    """What is not as it was when the verdict was made, or since it was written."""
+def _damage(
+    place: Path, case: CaseSpec, runs: list[tuple[RunSpec, Path]], *, is_question: bool = False
+) -> Damage:
+    """What is not as it was when the verdict was made, or since it was written.
+
+    `runs` are those that the case may rest on, each with the folder in which it is read.
+    """
     sums: dict[str, str] = {}
     verdict, why = find_verdict(place, case.id)
     if verdict is not None:
         sums = read_sealed(place / VERDICT_FILE)[1]
     elif place.exists() and ((place / VERDICT_FILE).exists() or not is_question):
         yield place / VERDICT_FILE, why
-    if CASE_FILE in sums or (place / CASE_FILE).exists():
-        yield from _case_file_damage(place / CASE_FILE, case, sums)
+    yield from _case_file_damage(place / CASE_FILE, case, sums.get(CASE_FILE))
     due = set(sums)
     if verdict is not None and verdict.outcome in TRUSTING:
         due |= {spec.key for spec in runs_of(case)}
@@ -178,11 +176,79 @@ def _damage(place: Path, case: CaseSpec, runs: Runs, *, is_question: bool = Fals
         yield from ((folder / name, changed) for name, changed in changed_files(folder).items())
 
 
-def _case_file_damage(path: Path, case: CaseSpec, sums: Mapping[str, str]) -> Damage:
+def _case_file_damage(path: Path, case: CaseSpec, checksum: str | None) -> Damage:
+    if checksum is None and not path.exists():
+        return
     try:
         if CaseSpec.from_json(read_object(path)) != case:
             yield path, "not the case that was planned"
-        elif sums.get(CASE_FILE, "") not in ("", checksum_of(path)):
+        elif checksum not in (None, checksum_of(path)):
             yield path, CHANGED
     except (OSError, RecordError) as error:
         yield path, told(error)
+
+
+# --- where run folders and cases are ---
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, ... that is free."""
+    number, candidate = 2, path
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
+
+
+def newest_run(out: Path = DEFAULT_OUT) -> Path:
+    """The run folder made last under `out`, no search's (`UsageError`: there is none)."""
+    made = [path for path in out.glob("*/manifest.json")
+            if path.is_file() and not path.with_name(SEARCH_FILE).exists()]  # fmt: skip
+    if not made:
+        raise UsageError(f"expected a run folder, {out}/ holds none")
+    return max(made, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def find_case(name: str, run: Path | None) -> tuple[Path, CaseSpec]:
+    """A case's folder by its path, or by its id in a run folder (the newest by default).
+
+    Raises:
+        UsageError: there is no such case, or nothing at the path.
+    """
+    path = Path(name)
+    if run is None and (path / CASE_FILE).is_file():
+        return path, load_case(path).case
+    if run is None and (path / SPEC_FILE).is_file():
+        run = path  # one run, which is refused for what it is
+    if run is None and len(path.parts) > 1:  # no id has a slash
+        there = f"one without {CASE_FILE}" if path.is_dir() else "no folder there"
+        raise UsageError(f"{shown(name)}: expected a case folder, got {there}")
+    folder = RunFolder.open(run or newest_run())
+    case = next((each for each in folder.cases if each.id == name), None)
+    if case is None:
+        ids = [each.id for each in folder.cases]
+        known = ", ".join(ids[:10]) + (", ..." if len(ids) > 10 else "")
+        raise UsageError(f"{shown(name)}: expected a case folder or id; {folder.path} has {known}")
+    return folder.case_folder(name), case
+
+
+def find_answer(name: str, run: Path | None) -> tuple[Path, CaseSpec, Verdict | None, str]:
+    """A case's folder, the case, and its verdict; None and why if there is none that can be read.
+
+    A pass stands on the files of its runs and on those that lie with the case, which are the same
+    unless somebody copied them (`UsageError`: there is no such case).
+    """
+    place, case = find_case(name, run)
+    stored, why = find_verdict(place, case.id)
+    if stored is None:
+        return place, case, None, why
+    parent = place.absolute().parent.parent
+    if (parent / "manifest.json").is_file() and place.name == case.id:
+        folder = RunFolder.open(parent)
+        planned = next((each for each in folder.cases if each.id == case.id), None)
+        stored = stored if planned is None else verified(folder, planned, stored)
+    return place, case, verified_alone(place, case, stored), ""
+
+
+def bisect_line(case: CaseSpec, place: Path) -> str:
+    """The command that finds where a failing case, whose folder is `place`, fails; "" if none."""
+    return f"harness bisect {shlex.quote(str(place))}" if case.expect == "bitwise" else ""

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.given import GIVEN, GivenCall
-from harness.records import EventRecord
+from harness.records import GIVEN, EventRecord, GivenCall
 
 _INPUTS = frozenset({"input", "inputs", "input_tensor", "input_tensors", "tensors"})
 """What operators call the tensors that a rank brings along."""

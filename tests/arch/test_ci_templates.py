@@ -15,7 +15,7 @@ import yaml
 
 from harness.cli.main import commands
 from harness.records import ExitCode
-from harness.scenario.sections import TIERS
+from harness.scenario.schema import TIERS
 from tests.arch.tree import ROOT
 
 pytest_plugins = ["pytester"]

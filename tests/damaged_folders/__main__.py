@@ -1,9 +1,4 @@
-"""`python -m tests.damaged_folders`: no damaged run folder passes, each is told in a line.
-
-The corpus is every kind of damage to every kind of file; with `--random N` it is N folders that
-are damaged by chance, each named by `--seed` and its number: `--seed 4 --first 17 --random 1` makes
-one of them again.
-"""
+"""`python -m tests.damaged_folders`: no damaged run folder passes, each is told in a line."""
 
 import argparse
 import shutil
@@ -13,7 +8,6 @@ from pathlib import Path
 
 from tests.damaged_folders import good
 from tests.damaged_folders.corpus import examine, specimens
-from tests.damaged_folders.fuzz import fuzz
 
 
 def main() -> int:
@@ -21,20 +15,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-k", default="", help="only specimens whose name holds this")
     parser.add_argument("--keep", type=Path, help="folder to make them in, and leave them")
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="and N random ones")
-    parser.add_argument("--seconds", type=float, default=0.0, help="as many as fit in this time")
-    parser.add_argument("--seed", type=int, default=1, help="of the random ones")
-    parser.add_argument("--first", type=int, default=0, help="number of the first random one")
     args = parser.parse_args()
     root = args.keep or Path(tempfile.mkdtemp(prefix="damaged-"))
-    only_random = bool(args.random or args.seconds) and not args.k
-    num_wrong = 0 if only_random else _corpus(root, args.k, keep=bool(args.keep))
-    if args.random or args.seconds:
-        place = root / "random"
-        place.mkdir(parents=True)
-        num_wrong += fuzz(
-            place, seed=args.seed, first=args.first, count=args.random, seconds=args.seconds
-        )
+    num_wrong = _corpus(root, args.k, keep=bool(args.keep))
     if not args.keep:
         shutil.rmtree(root)
     return int(num_wrong > 0)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.store.files import MAX_FILE_BYTES
+
 Damage = Callable[[Path, random.Random], Path]
 CASE = "dp2-attn"
 
@@ -84,8 +86,8 @@ def latin(path: Path, rng: random.Random) -> None:
 
 
 def huge(path: Path, rng: random.Random) -> None:
-    """Eight GiB, of which a file system stores next to nothing."""
-    os.truncate(path, 8 << 30)
+    """More than a file may have, of which a file system stores next to nothing."""
+    os.truncate(path, MAX_FILE_BYTES + 1)
 
 
 def nested(path: Path, rng: random.Random) -> None:
@@ -134,7 +136,7 @@ def in_step(**changes: Any) -> Damage:
     """Values of one step of the candidate, as an editor that knows no checksum changes them."""
 
     def change(lines: list[bytes], rng: random.Random) -> list[bytes]:
-        place = rng.randrange(1, len(lines) - 1)
+        place = rng.randrange(2, len(lines) - 1)  # past start and initial
         plain = json.loads(lines[place])
         assert set(changes) <= set(plain)
         lines[place] = json.dumps(plain | changes).encode() + b"\n"

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from fsdp_core.config import FsdpConfig, ParallelConfig, TrainConfig
 from harness.bisect.differences import LegChanges
-from harness.plant_spec import PlantSpec, joined
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, PlantSpec, RunSpec, joined
 
 STEP, STEPS = 3, 5
 FLAKY = 0.3

@@ -26,7 +26,7 @@ from fsdp_core.fsdp.schedule import Schedule
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.train import Trainer
 from fsdp_core.train.build import roots
-from harness.plant_spec import PlantSpec
+from harness.records import PlantSpec
 
 Act = Callable[[Trainer], Any]
 ActOn = Callable[[Trainer, str], str]

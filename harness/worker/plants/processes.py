@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from fsdp_core.config import TrainConfig
 from fsdp_core.train import Trainer
-from harness.plant_spec import PlantSpec
-from harness.records import dumps
+from harness.records import PlantSpec, dumps
 from harness.worker.plants.planting import Act, Alteration, Planting, keep, once
 
 wait_s: Callable[[float], None] = time.sleep

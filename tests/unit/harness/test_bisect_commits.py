@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import commit
+from harness import provenance
 from harness.bisect import session
 from harness.cli import main
 from tests.bisect_history.history import git, harnesses, make_history
@@ -83,7 +83,7 @@ def test_what_is_known_of_the_bad_commit_is_not_asked_again(
     command[-1] = f"{history[10]}..{history[13]}"
     runs = []
     for number, code in enumerate((history[13], f"{history[13]}+changed")):
-        monkeypatch.setattr(commit, "describe", lambda code=code: code)
+        monkeypatch.setattr(provenance, "describe", lambda code=code: code)
         command[command.index("--out") + 1] = f"b{number}"
         found = run_json(capsys, *command, "--no-element")[1]
         assert found["commits"]["first_bad"]["hash"] == history[11]

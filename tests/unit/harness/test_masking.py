@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import random
 import re
 from pathlib import Path
 from urllib.parse import quote
@@ -42,10 +41,7 @@ def test_secrets_are_masked_wherever_they_stand(token: str) -> None:
         ("password=s3cr3ts3cr3t1 next", f"password={MASK} next"),
         ("Authorization: Bearer s3cr3ts3cr3t1", f"Authorization: Bearer {MASK}"),
         ('{"api_key": "s3cr3ts3cr3t1"}', f'{{"api_key": "{MASK}"}}'),
-        (
-            "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nx",
-            f"{MASK}\nx",
-        ),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nx", f"{MASK}\nx"),
     ],
 )
 def test_what_is_assigned_to_a_telling_name_is_masked(text: str, masked: str) -> None:
@@ -170,10 +166,13 @@ def test_a_secret_is_known_in_the_forms_that_it_is_printed_in() -> None:
         ("password: wrong", "password: wrong"),
         ("password: op3n!", f"password: {MASK}"),
         ("password=None", "password=None"),
+        ("token=s3cr3ts3cr3t1", f"token={MASK}"),
+        ("db_pwd=op3n client_secret: op3n", f"db_pwd={MASK} client_secret: {MASK}"),
+        ("basic block2 and secret: layer3", "basic block2 and secret: layer3"),
         ("Authorization: Basic dXNlcjpwYXNzd29yZDE=", f"Authorization: Basic {MASK}"),
         ("glrt-" + "a1B2c3" * 4, MASK),
         ("https://hooks.slack.com/services/T0/B0/abcdefgh1234",
-         f"https://hooks.slack.com/services/{MASK}"),
+         f"https://{MASK}"),
     ],
 )  # fmt: skip
 def test_more_forms_of_secrets(text: str, masked: str) -> None:
@@ -203,32 +202,6 @@ def test_a_line_that_is_too_long_is_cut_beside_a_secret(secret: str) -> None:
         stream = Stream(masker)
         out = stream.take(data) + stream.rest()
         assert out == data.replace(secret.encode(), MASK.encode())
-
-
-FRAGMENTS = (
-    *TOKENS, SECRET, "hunter2", "gh", "ghp_", "glrt-", "AKIA", "eyJ", "hooks.slack.com/services/",
-    "T0/B0/abcdefgh1234567", "-----BEGIN RSA PRIVATE KEY-----", "-----END RSA PRIVATE KEY-----",
-    "-----BEGIN ", "password", "PassWd", "passphrase", "pass", "client_secret", "my_pwd", "secret",
-    "api_key", "APIKEY", "AccessKey", "access-key", "account_key", "auth_token", "AuthToken",
-    "token", "bearer ", "Basic ",
-    "=", ": ", "=\"", "'", "\"", "\n", " ", "\t", ",", "s3cr3ts3cr3t1",
-    "abcdefghijklmnop",
-    "none", "https://", "a+b.c-d://", "me:", "me", "@", "/", ":", ".", "-", "_", "x" * 40, "\xe9",
-    "y" * 300, "1", "Z",
-)  # fmt: skip
-
-
-def test_what_ranks_print_is_masked_as_other_texts_are() -> None:
-    """The search that is fast finds what the regular expressions find, whatever stands together."""
-    masker = Masker(ENVIRON | {"LOGIN_PASSWORD": "hunter2"})
-    drawn = random.Random(1)
-    masked = 0
-    for _ in range(8_000):
-        text = "".join(drawn.choices(FRAGMENTS, k=drawn.randrange(1, 12)))
-        expected = masker.text(text)
-        assert masker.data(text.encode("latin-1")) == expected.encode("latin-1"), text
-        masked += expected != text
-    assert masked > 2_000
 
 
 @pytest.mark.parametrize("line", [f"{SECRET}\n", f"a {SECRET};", f"password={TOKENS[0]} "])

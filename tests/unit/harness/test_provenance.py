@@ -1,7 +1,10 @@
-"""The fingerprint of the environment: all that a verdict rests on is in it, no secret is."""
+"""What ran, and on what: the machine, the commit, the fingerprint that verdicts rest on."""
 
 import dataclasses
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from harness import provenance
+from harness import machine, provenance
 from harness.codec import dumps
-from harness.machine import Gpu, Machine
+from harness.errors import Infrastructure
+from harness.machine import Gpu, Machine, default_slots, resolve_device, visible
 from harness.provenance import (
     changes,
     code,
+    describe,
     driver,
     everything,
     processor,
@@ -142,3 +147,226 @@ def test_what_the_cpu_can_do_counts(tmp_path: Path, change: Callable[[str], str]
     described.write_text(f"model name\t: {change('Xeon')}\nflags\t: {change('sse avx2')}\n")
     assert processor(described) != before
     assert processor(tmp_path / "none") != before
+
+
+# --- the machine ---
+
+GPUS = tuple(Gpu(id=f"GPU-{letter}{letter}", name="G", memory_bytes=1) for letter in "abcd")
+
+
+def make(*, gpus: tuple[Gpu, ...] = (), torch: str = "2.13.0", cores: int = 2) -> Machine:
+    """A machine with these GPUs and this torch."""
+    return Machine(
+        cores=cores, memory_bytes=1, system="s", python="3.12", gpus=gpus, gpu_driver="",
+        gpu_note="" if gpus else "no NVIDIA driver", versions={"torch": torch} if torch else {},
+    )  # fmt: skip
+
+
+def test_describe_works_anywhere_and_names_nobody() -> None:
+    """This machine can be described, as JSON too, and its host name is left out."""
+    here = machine.describe()
+    assert here.cores >= 1
+    assert here.memory_bytes > 1 << 20
+    assert Machine.from_json(here.to_json()) == here
+    assert socket.gethostname() not in str(here.to_json())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "here", "device"),
+    [
+        ("auto", make(), "cpu"),
+        ("auto", make(gpus=GPUS), "cuda"),
+        ("cpu", make(gpus=GPUS), "cpu"),
+        ("cuda", make(gpus=GPUS), "cuda"),
+    ],
+)
+def test_auto_takes_the_gpu_if_torch_can(wanted: str, here: Machine, device: str) -> None:
+    """`auto` is cuda where GPUs and a torch built for them are; cpu is always cpu."""
+    assert resolve_device(wanted, here) == device
+
+
+def test_auto_does_not_fall_back_where_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that does not answer, or a torch without CUDA, is refused; hidden GPUs are not."""
+    monkeypatch.setattr(machine, "DEVICES", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", _nvml(init=False))
+    assert resolve_device("auto", machine.describe({})) == "cpu"
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\n")
+    smi.chmod(0o755)
+    with pytest.raises(Infrastructure, match=r"nvidia-smi lists GPUs, but .* --device cpu"):
+        resolve_device("auto", machine.describe({}))
+    smi.unlink()
+    (tmp_path / "nvidiactl").touch()
+    assert resolve_device("auto", machine.describe({})) == "cpu"
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(Infrastructure, match=r"nvidia0 is there, but .* --device cpu"):
+        resolve_device("auto", machine.describe({}))
+    assert resolve_device("cpu", machine.describe({})) == "cpu"
+    assert resolve_device("auto", machine.describe({"CUDA_VISIBLE_DEVICES": ""})) == "cpu"
+    without = dataclasses.replace(
+        make(gpus=GPUS, torch="2.13.0+cpu"), gpus_expected="the driver reports 4 x G"
+    )
+    with pytest.raises(Infrastructure, match=r"the installed torch is 2\.13\.0\+cpu"):
+        resolve_device("auto", without)
+
+
+@pytest.mark.parametrize("here", [make(), make(gpus=GPUS, torch="2.13.0+cpu"), make(torch="")])
+def test_cuda_is_never_replaced_by_the_cpu(here: Machine) -> None:
+    """A scenario that says cuda does not pass on a machine without."""
+    with pytest.raises(Infrastructure, match="expected a GPU, got none"):
+        resolve_device("cuda", here)
+
+
+def test_slots_are_gpus_or_at_least_eight() -> None:
+    """One rank a GPU; on the CPU two a core, at least eight."""
+    assert default_slots(make(cores=2)) == 8
+    assert default_slots(make(cores=32)) == 64
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (None, "abcd"), ("", ""), ("0", "a"), ("2,0", "ca"), ("1,9,0", "b"), ("-1", ""),
+        ("GPU-cc,GPU-a", "ca"), ("0,0", "a"), ("x", ""), (" 3 , 1 ", "db"),
+    ],
+)  # fmt: skip
+def test_visible_devices_are_read_as_cuda_does(devices: str | None, expected: str) -> None:
+    """Order counts, and the list ends at the first entry that names nothing."""
+    assert "".join(gpu.id[-1] for gpu in visible(GPUS, devices)) == expected
+
+
+class _NvmlError(Exception):
+    pass
+
+
+def _nvml(*, init: bool = True, answers: bool = True) -> Any:
+    """A stand-in for pynvml with two GPUs."""
+
+    def answer(is_given: bool, value: Any = None) -> Any:
+        if not is_given:
+            raise _NvmlError("lost")
+        return value
+
+    return SimpleNamespace(
+        NVMLError=_NvmlError, nvmlInit=lambda: answer(init), nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: answer(answers, b"580.1"), nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetUUID=lambda i: f"GPU-{i}",
+        nvmlDeviceGetName=lambda i: "H", nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=7),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "visible", "gpus", "note"),
+    [
+        (_nvml(), "1", ["GPU-1"], ""),
+        (_nvml(), "", [], "CUDA_VISIBLE_DEVICES= leaves none of 2"),
+        (_nvml(init=False), None, [], "no NVIDIA driver"),
+        (_nvml(answers=False), None, [], "does not answer"),
+        (None, None, [], "nvidia-ml-py is not installed"),
+    ],
+)
+def test_gpus_are_found_through_the_driver(
+    module: Any, visible: str | None, gpus: list[str], note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that CUDA_VISIBLE_DEVICES leaves; no state of the driver makes it fail."""
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    here = machine.describe({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [(gpu.id, gpu.name, gpu.memory_bytes) for gpu in here.gpus] == [
+        (name, "H", 7) for name in gpus
+    ]
+    assert note in here.gpu_note
+    assert not gpus or (here.gpu_driver, here.gpu_note) == ("580.1", "")
+
+
+# --- the commit ---
+
+
+def git(root: Path, *arguments: str) -> str:
+    names = ["-c", "user.name=x", "-c", "user.email=x"]
+    done = subprocess.run(
+        ["git", "-C", str(root), *names, *arguments], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with one commit of a package and a README."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "a.py").write_text("a = 1\n")
+    (tmp_path / "README.md").write_text("read\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "Begin")
+    return tmp_path
+
+
+def test_a_clean_tree_is_its_commit(root: Path) -> None:
+    """Nothing on top; what is no code does not count."""
+    head = git(root, "rev-parse", "HEAD")
+    assert describe(root) == head
+    (root / "README.md").write_text("changed\n")
+    (root / "new.txt").write_text("new\n")
+    assert describe(root) == head
+
+
+def test_changes_on_top_have_a_name(root: Path) -> None:
+    """Changed, staged, deleted and new files each make another code; the same again the same."""
+    seen = [describe(root)]
+
+    def told() -> str:
+        seen.append(describe(root))
+        assert describe(root) == seen[-1]
+        return seen[-1]
+
+    (root / "harness" / "c.py").write_text("c = 1\n")
+    told()
+    (root / "harness" / "c.py").unlink()
+    assert describe(root) == seen[0]
+    (root / "harness" / "a.py").write_text("a = 2\n")
+    changed = told()
+    assert changed.startswith(f"{git(root, 'rev-parse', 'HEAD')}+")
+    git(root, "add", ".")
+    assert describe(root) == changed
+    (root / "harness" / "b.py").write_text("b = 1\n")
+    told()
+    (root / "harness" / "b.py").write_text("b = 2\n")
+    told()
+    (root / "harness" / "a.py").unlink()
+    told()
+    assert len(set(seen)) == len(seen)
+
+
+def test_settings_of_git_hide_no_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a hook's variables nor a converter that makes all files look alike."""
+    clean = describe(root)
+    other = root.parent / "other"
+    other.mkdir()
+    git(other, "init", "--quiet")
+    (root / ".git" / "info" / "attributes").write_text("*.py diff=same\n")
+    git(root, "config", "diff.same.textconv", "true")
+    (root / "harness" / "a.py").write_text("a = 2\n")
+    changed = describe(root)
+    assert changed.startswith(f"{clean}+")
+    (root / "harness" / "a.py").write_text("a = 3\n")
+    assert describe(root) != changed
+    git(root, "checkout", "--quiet", "harness")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / "index"))
+    assert describe(root) == clean
+
+
+def test_no_repository_is_no_commit(tmp_path: Path, root: Path) -> None:
+    """Outside, in a repository that the code is no part of, or without a commit: unknown."""
+    assert describe(tmp_path / "nothing") == ""
+    site = root / "site-packages"
+    (site / "harness").mkdir(parents=True)
+    (site / "harness" / "a.py").write_text("")
+    assert describe(site) == ""
+    empty = tmp_path / "empty"
+    (empty / "harness").mkdir(parents=True)
+    git(empty, "init", "--quiet")
+    assert describe(empty) == ""

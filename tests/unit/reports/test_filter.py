@@ -10,7 +10,7 @@ import quickjs
 
 import reports
 from harness.errors import UsageError
-from harness.scenario.selection import compile_expression
+from harness.scenario.suite import compile_expression
 from tests.pace import in_paces
 
 FILTER = Path(reports.__file__).parent / "templates" / "filter.js"

@@ -9,7 +9,7 @@ from benchmarks.red_to_answer.measure import Bench
 from benchmarks.red_to_answer.rows import Reached, Row, append, read_rows
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
-from harness.scenario.selection import select
+from harness.scenario.suite import select
 
 ROW = Row(
     cell=next(iter(PLANTED)), fault="ulp", verdict="failed diverged", case_s=2.0,

@@ -7,8 +7,7 @@ from typing import Any
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.differences import LegChanges
 from harness.bisect.experiments import Asked, Asker, Budget, Questions
-from harness.plant_spec import PlantSpec, joined
-from harness.records import CaseSpec, Outcome, RunSpec, Verdict
+from harness.records import CaseSpec, Outcome, PlantSpec, RunSpec, Verdict, joined
 
 Rule = Callable[[frozenset[str]], str]
 """From the changes of a candidate to the `what` of its failure, "" if it passes."""

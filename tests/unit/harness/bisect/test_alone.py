@@ -7,8 +7,7 @@ import pytest
 from harness.bisect.causes import find_causes
 from harness.bisect.experiments import OutOfBudget
 from harness.bisect.repro import leave_alone, read_back
-from harness.plant_spec import PlantSpec
-from harness.records import CaseSpec
+from harness.records import CaseSpec, PlantSpec
 from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, case_of, run, verdict_of
 
 

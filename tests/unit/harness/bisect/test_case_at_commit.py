@@ -9,8 +9,7 @@ import pytest
 
 from harness.bisect.commit_runs import PROBE, Known, read_probe, translated
 from harness.bisect.differences import config_of, leaves_of
-from harness.plant_spec import PlantSpec, joined
-from harness.records import CaseSpec
+from harness.records import CaseSpec, PlantSpec, joined
 from harness.store import LEGS
 from tests.unit.harness.bisect.made_up_asker import case_of, run
 

@@ -10,8 +10,7 @@ from fsdp_core.config import FsdpConfig, OptimConfig
 from harness.bisect.causes import FoundCauses, find_causes
 from harness.bisect.differences import LegChanges
 from harness.bisect.experiments import OutOfBudget
-from harness.plant_spec import PlantSpec
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, PlantSpec, RunSpec
 from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, Rule, case_of, run, verdict_of
 
 ULP, NAN = PlantSpec(fault="ulp", step=3), PlantSpec(fault="nan", step=4)

@@ -15,8 +15,7 @@ from harness.bisect.differences import (
     why_illegal,
     with_plants,
 )
-from harness.plant_spec import PlantSpec
-from harness.records import RunSpec
+from harness.records import PlantSpec, RunSpec
 
 PARALLEL = ParallelConfig(dp=2)
 

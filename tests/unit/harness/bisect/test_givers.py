@@ -7,8 +7,7 @@ import pytest
 
 from harness.bisect.found import Location
 from harness.bisect.locate import between
-from harness.given import GIVEN, GivenCall
-from harness.records import EventRecord, RunResult
+from harness.records import GIVEN, EventRecord, GivenCall, RunResult
 from tests.unit.harness.bisect.small_model import (
     WEIGHTS,
     WORLD,

@@ -8,8 +8,7 @@ from fsdp_core.config import ParallelConfig, model_from_preset
 from harness.bisect.causes import find_causes
 from harness.bisect.experiments import Budget, OutOfBudget
 from harness.bisect.least import LayerRange, find_layer_range
-from harness.plant_spec import PlantSpec
-from harness.records import CaseSpec
+from harness.records import CaseSpec, PlantSpec
 from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, case_of, run, verdict_of
 
 NUM_LAYERS = 16

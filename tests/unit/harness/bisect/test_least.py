@@ -6,8 +6,7 @@ from typing import Any
 from fsdp_core.config import FsdpConfig, ParallelConfig, model_from_preset
 from harness.bisect.experiments import Judged, failure_of
 from harness.bisect.least import LeastCase, find_least
-from harness.plant_spec import PlantSpec
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, PlantSpec, RunSpec
 from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, case_of, run, verdict_of
 
 WIDE: dict[str, Any] = {

@@ -10,8 +10,7 @@ import yaml
 from fsdp_core.config import FsdpConfig, ParallelConfig, model_from_preset
 from harness.bisect.experiments import Failure, Judged
 from harness.bisect.repro import Repro, find_repro, read_back, scenarios, write_repro
-from harness.plant_spec import PlantSpec
-from harness.records import CaseSpec, RunSpec
+from harness.records import CaseSpec, PlantSpec, RunSpec
 from tests.unit.harness.bisect.made_up_asker import MadeUpAsker, case_of, run
 
 DIVERGED = Failure(outcome="failed", what="diverged")

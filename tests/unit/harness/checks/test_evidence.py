@@ -17,7 +17,7 @@ from harness.checks.evidence import (
     step_table,
 )
 from harness.codec import MAX_INT, RecordError
-from harness.float_bits import FloatBits, ulp_distance
+from harness.records import FloatBits, ulp_distance
 
 
 def test_tables_hold_every_rank_and_step(make_lab: Any) -> None:

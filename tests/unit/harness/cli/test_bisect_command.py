@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import commit, provenance
+from harness import provenance
 from harness.bisect.experiments import Asker
 from harness.cli import main
 from harness.records import RunSpec, StepRecord
@@ -209,7 +209,7 @@ def test_records_of_other_code_are_said_first(
 ) -> None:
     """Further runs are made by today's code: where that is another, it may have been mended."""
     failed_run(engine)
-    monkeypatch.setattr(commit, "describe", lambda: "2" * 40)
+    monkeypatch.setattr(provenance, "describe", lambda: "2" * 40)
     command = ["bisect", "dp2-attn", "r", "--no-element", "--until", "place", "--out", "b"]
     code, found = run_json(capsys, *command)
     assert code == 1

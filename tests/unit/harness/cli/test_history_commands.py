@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness import commit
+from harness import provenance
 from harness.cli import history as history_commands
 from harness.cli import main
 from harness.history import History, compare, flaky_cases, trends
@@ -54,7 +54,7 @@ def test_a_run_is_in_the_history_beside_its_folder(
 ) -> None:
     """`run` and `rerun` record, at the default place and at another; the commit is known."""
     engine.spoil = unequal
-    monkeypatch.setattr(commit, "describe", lambda: "3f1c")
+    monkeypatch.setattr(provenance, "describe", lambda: "3f1c")
     assert run_json(capsys, "run", "small.yaml")[0] == 1
     assert run_json(capsys, "rerun", "dp1-attn", "--history", "other.sqlite")[0] == 1
     with History.open(Path("out") / "history.sqlite") as history:

@@ -26,7 +26,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     monkeypatch.setattr(report_commands, "build_reports", lambda folder, *_: {})
     monkeypatch.setattr(provenance, "installed_packages", lambda: {"torch": "2.12"})
     monkeypatch.setattr(provenance, "code", lambda: "old")
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "a" * 40)
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "a" * 40)
     engine.environment |= {"commit": "a" * 40}
     assert main(["run", "s.yaml", "--out", "run", "--slots", "2", "--no-history"]) == 0
     with RunFolder.open(Path("run")) as folder:
@@ -38,7 +38,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 def other_code(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "code", lambda: "new")
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "b" * 40)
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "b" * 40)
     engine.environment = {"fingerprint": {"torch": "x", "code": "new"}, "commit": "b" * 40}
 
 
@@ -68,7 +68,7 @@ def test_another_commit_of_the_same_code_goes_on(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit that touched no file of the packages is the same code; another GPU is no matter."""
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "b" * 40)
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "b" * 40)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert main([*RESUME, "--no-history"]) == 0
     assert len(engine.made) == 1

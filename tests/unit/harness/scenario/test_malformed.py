@@ -104,7 +104,7 @@ EXPECTED: dict[str, str] = {
     "unknown_nested_key": "@:3: base.optim.learning_rate: expected a known key, got 'learning_rate'; legal values: ",  # noqa: E501
     "unknown_section": "@:8: basis: expected a known key, got 'basis' (did you mean base?); legal values: ",  # noqa: E501
     "tier_unknown": "@:8: tier: expected one of the legal values, got 'nighly' (did you mean nightly?); legal values: smoke, pr, nightly, weekly",  # noqa: E501
-    "select_list": "@:8: select: expected a string, got the list ['pairwise']; legal values: all, pairwise, changed",  # noqa: E501
+    "select_list": "@:8: select: expected a string, got the list ['pairwise']; legal values: all, pairwise",  # noqa: E501
     "why_empty": "@:2: why: expected a sentence that says what is at stake, got an empty string",
     "world_size_product": "@:3: world_size: expected 4, the product of the degrees (dp=4), got 8",
     "base_setting_twice": "@:3: base.fsdp.pool: expected each setting once, got it again (first on line 3)",  # noqa: E501
@@ -117,7 +117,7 @@ EXPECTED: dict[str, str] = {
     "exclude_scalar": "@:8: exclude: expected a list of mappings, got 'dp2'",
     "graph_in_base_dynamic_pool": "@:3: fsdp.persistent_on_miss: expected true for the partial graph scope attn, got false; legal values: true; rule: partial_scopes_need_persistence",  # noqa: E501
     "loss_null": "@:6: checks.loss: expected an empty mapping, {}, got nothing",
-    "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes or max_growth_bytes or max_unexplained, got an empty mapping; legal values: max_ratio, max_bytes, max_growth_bytes, max_unexplained",  # noqa: E501
+    "peak_memory_empty": "@:6: checks.peak_memory: expected max_ratio or max_bytes or max_growth_bytes, got an empty mapping; legal values: max_ratio, max_bytes, max_growth_bytes",  # noqa: E501
     "plant_chance_over_one": "@:3: base.plant.chance: expected a number > 0, at most 1, got 1.5",
     "plant_chance_zero": "@:3: base.plant.chance: expected a number > 0, got 0",
     "plant_fault_twice": "@:3: base.plant: expected each fault once, got ulp 2 times",

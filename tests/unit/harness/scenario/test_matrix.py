@@ -1,8 +1,12 @@
-"""Contracts of harness.scenario.matrix and harness.scenario.case_id."""
+"""Contracts of harness.scenario.matrix and case_id: which cases, which runs, and their names."""
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +15,114 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from fsdp_core.config import SCOPES, ParallelConfig, model_from_preset
+from fsdp_core.layouts import legal_layouts
 from harness.errors import NothingSelected, ScenarioError
-from harness.plant_spec import PlantSpec, each_of
-from harness.records import CaseSpec
+from harness.records import CaseSpec, each_of
 from harness.samples import NUM_SAMPLES, samples_of
 from harness.scenario.case_id import MAX_ID_CHARS
-from harness.scenario.matrix import count, named
-from harness.scenario.schema import load_scenario
+from harness.scenario.matrix import count, expand, named
+from harness.scenario.schema import Overrides, load_scenario
 from tests.unit.harness.scenario.small_scenario import DPS, GRAPHS, cases, ids
 
+SCENARIOS = Path(__file__).parents[4] / "scenarios"
+FULL = ["full_iteration"]
+TWO = {"graph": ["eager", ["attn"]]}
+TEXT = {"base": {"data.kind": "text"}}
 
-def test_axes_multiply_and_the_reference_is_no_case(tmp_path: Path) -> None:
-    """Every combination but the reference value is a case, in the order of the file."""
-    assert ids(tmp_path) == ["dp2-attn", "dp2-full_iteration", "dp4-attn", "dp4-full_iteration"]
+
+def compare(axis: str, reference: Any, expect: Any = "bitwise") -> dict[str, Any]:
+    return {"axis": axis, "reference": reference, "expect": expect}
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "the reference is no case": (
+        {}, ["dp2-attn", "dp2-full_iteration", "dp4-attn", "dp4-full_iteration"]),
+    "exclude one axis": (
+        {"exclude": [{"graph": ["attn"]}]}, ["dp2-full_iteration", "dp4-full_iteration"]),
+    "exclude one case": (
+        {"exclude": [{"graph": ["attn"], "parallel": {"dp": 2}}]},
+        ["dp2-full_iteration", "dp4-attn", "dp4-full_iteration"]),
+    "include what is on no axis": (
+        {"exclude": [{"graph": ["attn"]}], "include": [{"parallel": {"dp": 16}, "graph": FULL}]},
+        ["dp2-full_iteration", "dp4-full_iteration", "dp16-full_iteration"]),
+    "include brings back": (
+        {"exclude": [{"parallel": {"dp": 2}}],
+         "include": [{"parallel": {"dp": 2}, "graph": ["attn"]}]},
+        ["dp4-attn", "dp4-full_iteration", "dp2-attn"]),
+    "compared last, parallel first": (
+        {"axes": {"graph": ["eager", ["attn"]], "fsdp.strategy": ["optim_grads"],
+                  "parallel": [{"dp_outer": 4, "dp": 2}]}}, ["dp2_dp_outer4-optim_grads-attn"]),
+    "compiled with compiled": (
+        {"axes": {"compile": ["none", ["mlp"]]} | TWO}, ["no_compile-attn", "compile_mlp-attn"]),
+    "compiled within a tolerance": (
+        {"axes": {"compile": ["none", ["mlp"]]}, "base": {"compile_backend": "aot_eager"},
+         "compare": compare("compile", "none", {"rtol": 1e-5})}, ["compile_mlp"]),
+    "compiled within rounding": (
+        {"axes": {"compile": ["none", ["mlp"]]}, "base": {"compile_backend": "aot_eager"},
+         "compare": compare("compile", "none", "rounding")}, ["compile_mlp"]),
+    "seeds": ({"axes": {"seed": [1, 2]} | TWO}, ["seed1-attn", "seed2-attn"]),
+    "numbers": ({"axes": {"optim.lr": [0.1, 1e-5]} | TWO}, ["lr0.1-attn", "lr1e-05-attn"]),
+    "words": ({"axes": {"dtype": ["bf16", "fp32"]} | TWO}, ["bf16-attn", "fp32-attn"]),
+    "bools": ({"axes": {"fsdp.reshard_after_forward": [True, False]} | TWO},
+              ["reshard_after_forward-attn", "no_reshard_after_forward-attn"]),
+    "models": ({"axes": {"model": ["dense_small", {"preset": "dense_tiny", "layers": 3}]} | TWO},
+               ["dense_small-attn", "dense_tiny_layers3-attn"]),
+    "parts": ({"axes": {"fsdp": [{"pool": "double", "strategy": "no_shard"}]} | TWO},
+              ["no_shard_pool_double-attn"]),
+    "nothing of a kind": ({"axes": {"stress": ["none", ["jitter", "poison"]]} | TWO},
+                          ["no_stress-attn", "stress_jitter+poison-attn"]),
+    "plants": (
+        {"axes": {"plant": [None, {"fault": "ulp", "step": 3},
+                            {"fault": "hang", "step": 1, "rank": "last", "chance": 0.3}]},
+         "compare": compare("plant", "none")}, ["ulp_s3_rlast", "hang_s1_rlast_p0.3"]),
+    "a listed axis": (
+        {"axes": {"parallel": {"legal_layouts": 4, "dp_outer": 1, "cp": 1}} | TWO},
+        ["dp4-attn", "dp2_tp2-attn", "dp2_tp2_sequence_parallel-attn", "dp2_pp2-attn",
+         "tp2_pp2-attn", "tp2_pp2_sequence_parallel-attn"]),
+    "dynamic sizes, several": (
+        {"axes": {"parallel": {"legal_layouts": 8, "tp": 1, "pp": 1, "dp_outer": 1, "cp": 1,
+                               "dynamic_cp": [[], [2]]}} | TWO},
+        ["dp8-attn", "dp8_dynamic_cp_2-attn"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_cases_there_are(name: str, tmp_path: Path) -> None:
+    """Axes multiply, exclude removes, include adds; ids are readable, and in the file's order."""
+    sections, expected = CASES[name]
+    assert ids(tmp_path, **sections) == expected
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "alike": ({"axes": {"parallel": [{"dp": 2}, {"dp": 2, "tp": 1}]},
+               "compare": compare("parallel", {"dp": 2})}, "a value that changes the run"),
+    "steps": ({"axes": {"steps": [3, 4]}, "compare": compare("steps", 3)}, "to compare one to one"),
+    "microbatches": ({"axes": {"microbatches": [3, 4]}, "compare": compare("microbatches", 3)},
+                     "to compare one to one"),
+    "compiled": ({"axes": {"compile": ["none", ["mlp"]]}, "compare": compare("compile", "none")},
+                 "compiled parts, none, to compare one to one, got mlp"),
+    "graphs do not round": (
+        {"axes": {"seed": [1, 2]}, "base": {"graph": ["attn"]},
+         "compare": compare("seed", 1, "rounding")}, "reference with graph none, for rounding"),
+    "te does not round": (
+        {"axes": {"seed": [1, 2]}, "base": {"backend": "te"},
+         "compare": compare("seed", 1, "rounding")}, "reference with backend torch, for rounding"),
+    "engines": ({"axes": {"engine": ["ours", "ddp"]}, "compare": compare("engine", "ours"),
+                 "checks": {"state": {}}}, "expected no state, as ranks of two engines"),
+    "plant of our engine": (
+        {"axes": {"plant": ["none", {"fault": "step_count", "step": 1}]},
+         "base": {"engine": "ddp"}, "compare": compare("plant", "none")},
+        "engine: expected ours, for step_count to be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_proves_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    """Before anything runs, in one line."""
+    sections, said = REFUSED[name]
+    with pytest.raises(ScenarioError, match=re.escape(said)):
+        ids(tmp_path, **sections)
 
 
 def test_the_three_runs_of_a_case(tmp_path: Path) -> None:
@@ -39,131 +138,22 @@ def test_the_three_runs_of_a_case(tmp_path: Path) -> None:
     assert CaseSpec.from_json(case.to_json()) == case
 
 
-def test_cases_share_their_reference(tmp_path: Path) -> None:
-    """Cases that differ in the compared axis only have one reference run between them."""
-    first, second, *_ = cases(tmp_path)
-    assert first.reference.key == second.reference.key
-    assert first.control.key == second.control.key
-
-
-def test_exclude_removes_what_matches_in_part(tmp_path: Path) -> None:
-    """An entry that names one axis removes all its cases; one that names two, one case."""
-    assert ids(tmp_path, exclude=[{"graph": ["attn"]}]) == [
-        "dp2-full_iteration", "dp4-full_iteration",
-    ]  # fmt: skip
-    assert ids(tmp_path, exclude=[{"graph": ["attn"], "parallel": {"dp": 2}}]) == [
-        "dp2-full_iteration", "dp4-attn", "dp4-full_iteration",
-    ]  # fmt: skip
-
-
 def test_include_extends_the_cases_that_agree_in_both_legs(tmp_path: Path) -> None:
-    """Other settings of an entry go into candidate and reference of the cases that it fits."""
-    found = cases(tmp_path, include=[{"parallel": {"dp": 4}, "steps": 9}])
-    steps = {case.id: (case.candidate.config["steps"], case.reference.config["steps"])
-             for case in found}  # fmt: skip
-    assert steps == {
-        "dp2-attn": (4, 4), "dp2-full_iteration": (4, 4),
-        "dp4-steps9-attn": (9, 9), "dp4-steps9-full_iteration": (9, 9),
-    }  # fmt: skip
-
-
-def test_include_without_axes_extends_every_case(tmp_path: Path) -> None:
-    """An entry that names no axis fits all; a later entry wins over an earlier one."""
-    found = cases(tmp_path, include=[{"steps": 5}, {"steps": 6, "graph": ["attn"]}])
-    assert [case.candidate.config["steps"] for case in found] == [6, 5, 6, 5]
-
-
-def test_include_adds_what_no_case_agrees_with(tmp_path: Path) -> None:
-    """An entry that fits no case is a case of its own, with values that need not be on the axis."""
-    found = cases(tmp_path, include=[{"parallel": {"dp": 16}, "graph": ["attn"]}])
-    assert found[-1].id == "dp16-attn"
-    assert len(found) == 5
-    assert found[-1].reference.world_size == 16
-
-
-def test_include_brings_back_what_exclude_removed(tmp_path: Path) -> None:
-    """Exclude comes first."""
-    found = ids(
-        tmp_path,
-        exclude=[{"parallel": {"dp": 2}}],
-        include=[{"parallel": {"dp": 2}, "graph": ["attn"]}],
-    )
-    assert found == ["dp4-attn", "dp4-full_iteration", "dp2-attn"]
-
-
-def test_include_does_not_extend_cases_that_include_added(tmp_path: Path) -> None:
-    """Entries see the cases of the product only."""
+    """Those of the product only, in candidate and reference; a later entry wins."""
     added = {"parallel": {"dp": 16}, "graph": ["attn"]}
-    found = cases(tmp_path, include=[added, {"seed": 7}])
-    assert [case.candidate.config["seed"] for case in found] == [7, 7, 7, 7, 1234]
+    include = [{"steps": 5}, {"parallel": {"dp": 4}, "steps": 9}, added]
+    found = {c.id: (c.candidate.config["steps"], c.reference.config["steps"])
+             for c in cases(tmp_path, include=include)}  # fmt: skip
+    assert found == {
+        "dp2-steps5-attn": (5, 5), "dp2-steps5-full_iteration": (5, 5),
+        "dp4-steps9-attn": (9, 9), "dp4-steps9-full_iteration": (9, 9), "dp16-attn": (4, 4),
+    }  # fmt: skip
 
 
 def test_nothing_left_is_not_a_pass(tmp_path: Path) -> None:
     """A matrix without a case is an error of its own kind."""
     with pytest.raises(NothingSelected, match="exclude leaves no case"):
         ids(tmp_path, exclude=[{"parallel": {"dp": 2}}, {"parallel": {"dp": 4}}])
-
-
-def test_candidate_and_reference_may_not_be_the_same_run(tmp_path: Path) -> None:
-    """A comparison of a run with itself proves nothing and is refused."""
-    with pytest.raises(ScenarioError, match="a value that changes the run"):
-        ids(
-            tmp_path,
-            axes={"parallel": [{"dp": 2}, {"dp": 2, "tp": 1}]},
-            compare={"axis": "parallel", "reference": {"dp": 2}, "expect": "bitwise"},
-        )
-
-
-@pytest.mark.parametrize("axis", ["steps", "microbatches"])
-def test_legs_must_pair_up(axis: str, tmp_path: Path) -> None:
-    """Legs whose records have no partners are refused before anything runs."""
-    with pytest.raises(ScenarioError, match="to compare one to one"):
-        ids(
-            tmp_path,
-            axes={axis: [3, 4]},
-            compare={"axis": axis, "reference": 3, "expect": "bitwise"},
-        )
-
-
-def test_compiled_legs_are_compared_with_compiled_ones(tmp_path: Path) -> None:
-    """Compiled code is another program than its Python, and another than other compilers'."""
-    with pytest.raises(ScenarioError, match="compiled parts, none, to compare one to one, got mlp"):
-        ids(
-            tmp_path,
-            axes={"compile": ["none", ["mlp"]]},
-            compare={"axis": "compile", "reference": "none", "expect": "bitwise"},
-        )
-    both = {"compile": ["none", ["mlp"]], "graph": ["eager", ["attn"]]}
-    assert ids(tmp_path, axes=both) == ["no_compile-attn", "compile_mlp-attn"]
-
-
-def test_compiled_code_may_be_compared_within_a_tolerance(tmp_path: Path) -> None:
-    """Where bits are not due, a compiled candidate has an eager reference."""
-    for expect in ("rounding", {"rtol": 1e-5}):
-        compare = {"axis": "compile", "reference": "none", "expect": expect}
-        assert ids(
-            tmp_path, base={"compile_backend": "aot_eager"}, compare=compare,
-            axes={"compile": ["none", ["mlp"]]},
-        ) == ["compile_mlp"]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("base", "expected"),
-    [
-        ({"graph": ["attn"]}, "graph none, for rounding to be measured, got .*attn"),
-        ({"compile": ["mlp"]}, "compile none, for rounding to be measured, got .*mlp"),
-        ({"backend": "te"}, "backend torch, for rounding to be measured, got te"),
-    ],
-)
-def test_a_reference_that_cannot_round_at_random_is_refused(
-    tmp_path: Path, base: dict[str, Any], expected: str
-) -> None:
-    """Replays and compiled kernels round as they do: one line says what is expected instead."""
-    compare = {"axis": "seed", "reference": 1, "expect": "rounding"}
-    with pytest.raises(
-        ScenarioError, match=rf"compare\.expect: expected a reference with {expected}"
-    ):
-        ids(tmp_path, base=base, axes={"seed": [1, 2]}, compare=compare)
 
 
 def test_samples_are_the_reference_but_for_what_decides_no_loss(tmp_path: Path) -> None:
@@ -182,129 +172,49 @@ def test_samples_are_the_reference_but_for_what_decides_no_loss(tmp_path: Path) 
         assert spec.timeout_s > case.reference.timeout_s
 
 
-def test_a_plant_goes_into_the_candidate_alone(tmp_path: Path) -> None:
-    """The reference and the control stay clean unless the plant names them."""
-    case = cases(tmp_path, base={"plant": {"fault": "ulp", "step": 3}})[0]
-    assert case.candidate.plant == PlantSpec(fault="ulp", step=3)
-    assert case.reference.plant is None
-    assert case.control.plant is None
-
-
-def test_a_plant_goes_into_the_legs_it_names(tmp_path: Path) -> None:
-    """`legs` says where, and nowhere else."""
-    plant = {"fault": "nan", "step": 3, "legs": ["control"]}
+@pytest.mark.parametrize(
+    ("plant", "legs"),
+    [
+        ({"fault": "ulp", "step": 3}, [[], [], ["ulp"]]),
+        ({"fault": "nan", "step": 3, "legs": ["control"]}, [[], ["nan"], []]),
+        ({"fault": "negative_zero", "step": 2},
+         [["positive_zero"], ["positive_zero"], ["negative_zero"]]),
+        ([{"fault": "negative_zero", "step": 2},
+          {"fault": "ulp", "step": 3, "legs": ["candidate", "control"]}],
+         [["positive_zero"], ["ulp", "positive_zero"], ["negative_zero", "ulp"]]),
+    ],
+)  # fmt: skip
+def test_faults_go_where_they_say(plant: Any, legs: list[list[str]], tmp_path: Path) -> None:
+    """Into reference, control and candidate; other legs get the counterpart, if there is one."""
     case = cases(tmp_path, base={"plant": plant})[0]
-    assert [run.plant is not None for run in (case.reference, case.control, case.candidate)] == [
-        False, True, False,
+    runs = (case.reference, case.control, case.candidate)
+    assert [[fault.fault for fault in each_of(run.plant)] for run in runs] == legs
+
+
+def test_a_compared_plant_has_its_counterpart_in_the_reference(tmp_path: Path) -> None:
+    """With plants as the compared axis too, a negative zero is compared with a positive one."""
+    plants = [None, {"fault": "ulp", "step": 1}, {"fault": "negative_zero", "step": 1}]
+    compare = {"axis": "plant", "reference": None, "expect": "bitwise"}
+    found = cases(tmp_path, axes={"plant": plants}, compare=compare)
+    assert [case.reference.plant and case.reference.plant.fault for case in found] == [
+        None, "positive_zero",
     ]  # fmt: skip
-
-
-def test_negative_zero_has_positive_zero_in_the_other_legs(tmp_path: Path) -> None:
-    """The legs differ in the sign of a zero and in nothing else."""
-    plant = {"fault": "negative_zero", "step": 2, "rank": 1, "tensor": "x"}
-    case = cases(tmp_path, base={"plant": plant})[0]
-    faults = [
-        run.plant.fault if run.plant else ""
-        for run in (case.reference, case.control, case.candidate)
-    ]
-    assert faults == ["positive_zero", "positive_zero", "negative_zero"]
-    assert case.reference.plant is not None
-    assert (case.reference.plant.step, case.reference.plant.tensor) == (2, "x")
-
-
-def test_each_fault_of_several_goes_where_it_says(tmp_path: Path) -> None:
-    """Faults planted together keep legs of their own, and counterparts of their own."""
-    plant = [
-        {"fault": "negative_zero", "step": 2},
-        {"fault": "ulp", "step": 3, "legs": ["candidate", "control"]},
-    ]
-    case = cases(tmp_path, base={"plant": plant})[0]
-    legs = (case.reference, case.control, case.candidate)
-    assert [[fault.fault for fault in each_of(run.plant)] for run in legs] == [
-        ["positive_zero"], ["ulp", "positive_zero"], ["negative_zero", "ulp"],
-    ]  # fmt: skip
-
-
-def test_a_plant_can_be_the_compared_axis(tmp_path: Path) -> None:
-    """A planted run against the clean one: ids name the fault."""
-    plants = [None, {"fault": "ulp", "step": 3}, {"fault": "hang", "step": 1, "rank": "last"}]
-    found = cases(
-        tmp_path,
-        axes={"plant": plants},
-        compare={"axis": "plant", "reference": "none", "expect": "bitwise"},
-    )
-    assert [case.id for case in found] == ["ulp_s3_rlast", "hang_s1_rlast"]
-    flaky = {"fault": "hang", "step": 1, "rank": "last", "chance": 0.3}
-    several = [None, [plants[1], flaky]]
-    (case,) = cases(
-        tmp_path,
-        axes={"plant": several},
-        compare={"axis": "plant", "reference": "none", "expect": "bitwise"},
-    )
-    assert case.id == "ulp_s3_rlast+hang_s1_rlast_p0.3"
-    assert all(case.reference.plant is None for case in found)
+    assert found[0].reference.key != found[1].reference.key
 
 
 @pytest.mark.parametrize(
-    ("axis", "values", "expected"),
-    [
-        ("seed", [1, 2], ["seed1-attn", "seed2-attn"]),
-        ("optim.lr", [0.1, 1e-5], ["lr0.1-attn", "lr1e-05-attn"]),
-        ("dtype", ["bf16", "fp32"], ["bf16-attn", "fp32-attn"]),
-        ("fsdp.strategy", ["optim_grads"], ["optim_grads-attn"]),
-        ("fsdp.reshard_after_forward", [True, False],
-         ["reshard_after_forward-attn", "no_reshard_after_forward-attn"]),
-        ("model", ["dense_small", {"preset": "dense_tiny", "layers": 3}],
-         ["dense_small-attn", "dense_tiny_layers3-attn"]),
-        ("data", [{"kind": "text"}], ["kind_text-attn"]),
-        ("fsdp", [{"pool": "double", "strategy": "no_shard"}], ["no_shard_pool_double-attn"]),
-    ],
-)  # fmt: skip
-def test_ids_are_readable(
-    axis: str, values: list[Any], expected: list[str], tmp_path: Path
-) -> None:
-    """Each kind of value has a short form that a person recognises."""
-    assert ids(tmp_path, axes={axis: values, "graph": ["eager", ["attn"]]}) == expected
+    "paths", [["../a b", "..%a b", "../a*b"], ["a", "A"], ["x" * 300 + "1", "x" * 300 + "2"]]
+)
+def test_ids_are_safe_and_differ(paths: list[str], tmp_path: Path) -> None:
+    """On file systems that ignore case, too; long ones end in a hash of what they hold."""
+    found = ids(tmp_path, axes={"data.path": paths} | TWO, **TEXT)
+    assert len({name.casefold() for name in found}) == len(paths)
+    assert all(re.fullmatch(rf"[A-Za-z0-9._+=-]{{1,{MAX_ID_CHARS}}}", name) for name in found)
 
 
-def test_the_compared_axis_comes_last_and_parallel_first(tmp_path: Path) -> None:
-    """`dp2_dp_outer4-optim_grads-attn`, whatever the order in the file."""
-    axes = {"graph": ["eager", ["attn"]], "fsdp.strategy": ["optim_grads"],
-            "parallel": [{"dp_outer": 4, "dp": 2}]}  # fmt: skip
-    assert ids(tmp_path, axes=axes) == ["dp2_dp_outer4-optim_grads-attn"]
-
-
-def test_paths_cannot_leave_the_folder(tmp_path: Path) -> None:
-    """Characters that mean something to a file system are replaced, and the ids stay distinct."""
-    found = ids(
-        tmp_path,
-        base={"data.kind": "text"},
-        axes={"data.path": ["../a b", "..%a b", "../a*b"], "graph": ["eager", ["attn"]]},
-    )
-    assert len(set(found)) == 3
-    assert all(re.fullmatch(r"[A-Za-z0-9._+=-]+", name) for name in found)
-
-
-def test_ids_that_differ_in_case_only_are_told_apart(tmp_path: Path) -> None:
-    """Two cases never share a folder on a file system that ignores letter case."""
-    found = ids(
-        tmp_path,
-        base={"data.kind": "text"},
-        axes={"data.path": ["a", "A"], "graph": ["eager", ["attn"]]},
-    )
-    assert len({name.casefold() for name in found}) == 2
-
-
-def test_long_ids_are_cut_and_stay_unique(tmp_path: Path) -> None:
-    """An id that would be too long for a file name ends in a hash of what it holds."""
-    values = ["x" * 300 + "1", "x" * 300 + "2"]
-    found = ids(
-        tmp_path,
-        base={"data.kind": "text"},
-        axes={"data.path": values, "graph": ["eager", ["attn"]]},
-    )
-    assert all(len(name) <= MAX_ID_CHARS for name in found)
-    assert len(set(found)) == 2
+def test_an_id_does_not_depend_on_other_cases(tmp_path: Path) -> None:
+    """Taking a value off an axis keeps the ids of the cases that stay."""
+    assert set(ids(tmp_path, axes={"parallel": DPS[1:], "graph": GRAPHS})) < set(ids(tmp_path))
 
 
 AXES = st.fixed_dictionaries(
@@ -404,41 +314,6 @@ def test_exclude_takes_away_exactly_what_it_matches(tmp_path: Path, data: st.Dat
     ] == left  # fmt: skip
 
 
-def test_an_id_does_not_depend_on_other_cases(tmp_path: Path) -> None:
-    """Taking a value off an axis keeps the ids of the cases that stay."""
-    whole = set(ids(tmp_path))
-    assert set(ids(tmp_path, axes={"parallel": DPS[1:], "graph": GRAPHS})) < whole
-
-
-def test_a_compared_plant_has_its_counterpart_in_the_reference(tmp_path: Path) -> None:
-    """With plants as the compared axis too, a negative zero is compared with a positive one."""
-    plants = [None, {"fault": "ulp", "step": 1}, {"fault": "negative_zero", "step": 1}]
-    compare = {"axis": "plant", "reference": None, "expect": "bitwise"}
-    found = cases(tmp_path, axes={"plant": plants}, compare=compare)
-    assert [case.reference.plant and case.reference.plant.fault for case in found] == [
-        None, "positive_zero",
-    ]  # fmt: skip
-    assert found[0].reference.key != found[1].reference.key
-
-
-@pytest.mark.parametrize(
-    ("values", "labels"),
-    [
-        ({"compile": ["none", ["mlp", "attn"]]},
-         {"no_compile-attn": "none", "compile_attn+mlp-attn": "attn+mlp"}),
-        ({"stress": ["none", ["jitter", "poison"]]},
-         {"no_stress-attn": "none", "stress_jitter+poison-attn": "jitter+poison"}),
-    ],
-)  # fmt: skip
-def test_nothing_of_a_kind_is_called_none(
-    values: dict[str, Any], labels: dict[str, str], tmp_path: Path
-) -> None:
-    """In labels and ids, not by the word for no graph."""
-    (name,) = values
-    found = cases(tmp_path, axes={"graph": ["eager", ["attn"]]} | values)
-    assert {case.id: case.labels[name] for case in found} == labels
-
-
 def test_a_count_is_the_number_of_cases() -> None:
     """Whatever axes, exclude and include entries a file has."""
     ruled = 0
@@ -448,3 +323,183 @@ def test_a_count_is_the_number_of_cases() -> None:
             assert number == sum(1 for _ in named(scenario)), path
             ruled += bool(scenario.exclude) + bool(scenario.include)
     assert ruled > 10
+
+
+# --- layouts that the rules list ---
+
+
+def layouts(found: tuple[CaseSpec, ...]) -> list[ParallelConfig]:
+    """The layout of each case."""
+    plain = [case.candidate.config["parallel"] for case in found]
+    return [ParallelConfig(**p | {"dynamic_cp": tuple(p["dynamic_cp"])}) for p in plain]
+
+
+def listed(folder: Path, options: Overrides, **sections: Any) -> tuple[CaseSpec, ...]:
+    """The cases of an axis of legal layouts of 8 ranks."""
+    axes = {"parallel": {"legal_layouts": 8}} | TWO
+    cases(folder, **{"axes": axes} | sections)
+    return expand(load_scenario(folder / "case.yaml", overrides=options), "cpu")
+
+
+@pytest.mark.parametrize("preset", ["dense_tiny", "moe_tiny"])
+def test_every_legal_layout_is_a_value(preset: str, tmp_path: Path) -> None:
+    """In the order of the rules, for the model as it is, `--set` over the file included."""
+    found = listed(tmp_path, Overrides(), base={"steps": 4, "model": preset})
+    assert layouts(found) == list(legal_layouts(8, model_from_preset(preset)))
+    assert len({case.id for case in found}) == len(found)
+    if preset == "dense_tiny":
+        wide = listed(tmp_path, Overrides(sets=("model={kv_heads: 4}",)))
+        assert [max(p.tp for p in layouts(each)) for each in (found, wide)] == [2, 4]
+
+
+def test_keys_and_microbatches_restrict_it(tmp_path: Path) -> None:
+    """A field with a value, or a list, has no other; two chunks need rounds of pp microbatches."""
+    axis = {"legal_layouts": 8, "tp": [1, 2], "dp_outer": 1, "sequence_parallel": False}
+    found = layouts(listed(tmp_path, Overrides(), axes={"parallel": axis} | TWO))
+    whole = legal_layouts(8, model_from_preset("dense_tiny"))
+    assert found == [p for p in whole if p.dp_outer == 1 and not p.sequence_parallel]
+    axis = {"legal_layouts": 8, "pp_chunks": [1, 2]}
+    base = {"steps": 4, "model": {"layers": 8}, "microbatches": 2}
+    found = layouts(listed(tmp_path, Overrides(), axes={"parallel": axis} | TWO, base=base))
+    assert {p.pp for p in found if p.pp_chunks == 2} == {2}
+    assert {p.pp for p in found if p.pp_chunks == 1} == {1, 2, 4, 8}
+
+
+def test_too_many_layouts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list is cut short before it fills the memory, and the limit is said."""
+    monkeypatch.setattr("harness.scenario.settings.MAX_LAYOUTS", 33)
+    with pytest.raises(ScenarioError, match=r"axes\.parallel: expected at most 33 layouts"):
+        listed(tmp_path, Overrides())
+
+
+ABOUT: dict[str, tuple[str, set[str]]] = {
+    # file: (model, scopes that none of its layouts can have)
+    "layouts_dense": ("qwen3_8b", {"moe_router", "moe_preprocess", "moe"}),
+    "layouts_dense_llama3": ("llama3_8b", {"moe_router", "moe_preprocess", "moe"}),
+    "layouts_dynamic_cp": ("moonlight_16b_a3b", {"full_iteration"}),
+    "layouts_mla_moe": ("moonlight_16b_a3b", set()),
+    "layouts_moe": ("qwen3_30b_a3b", {"mlp"}),
+    "layouts_moe_dropless": ("qwen3_30b_a3b", {"mlp", "moe", "layer", "full_iteration"}),
+}
+
+
+def test_sixty_four_ranks_and_all_scopes_list_at_once_without_torch() -> None:
+    """A laptop lists the nightly files, 95,284 cases of 64 ranks, and torch is not imported."""
+    code = (
+        "import sys\n"
+        "from harness.cli import main\n"
+        "from tests.pace import in_paces\n"
+        "codes = []\n"
+        "work = lambda: codes.append(main(['list', '--count', *sys.argv[1:]]))\n"
+        "paces = in_paces(work, times=1)\n"
+        "print(codes[0], paces, 'torch' in sys.modules)"
+    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[4])}
+    paths = [str(SCENARIOS / "nightly" / f"{name}.yaml") for name in ABOUT]
+    command = [sys.executable, "-c", code, *paths]
+    said = subprocess.check_output(command, text=True, env=environment).splitlines()
+    exit_code, paces, torch = said[-1].split()
+    assert (exit_code, torch) == ("0", "False")
+    numbers = [1525, 1525, 8142, 37_400, 31_128, 15_564]
+    rows = [line.split() for line in said[:-2]]
+    assert rows == [[f"{n:,}", p] for p, n in zip(paths, numbers, strict=True)]
+    assert said[-2].startswith(f"{sum(numbers)} cases in 6 files")
+    assert float(paces) < 20
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_nightly_files_have_every_layout_and_scope(name: str) -> None:
+    """A nightly file is all legal layouts of its model times each scope that the model can have."""
+    path = SCENARIOS / "nightly" / f"{name}.yaml"
+    dynamic = ", cp: 1, dynamic_cp: [1, 2]" if "dynamic" in name else ""
+    option = Overrides(axes=(f"parallel={{legal_layouts: 8{dynamic}}}",))
+    found = expand(load_scenario(path, overrides=option), "cpu")
+    preset, impossible = ABOUT[name]
+    model = found[0].candidate.config["model"]
+    assert model["preset"] == preset
+    scopes = {scope for case in found for scope in case.candidate.config["graph"]}
+    assert scopes == set(SCOPES) - impossible
+    if not dynamic:
+        own = model_from_preset(preset)
+        assert dict.fromkeys(layouts(found)) == dict.fromkeys(legal_layouts(8, own))
+
+
+def test_the_scenarios_of_8_hold_every_layout_and_scope() -> None:
+    """DP8, TP2 x DP4, EP2 x ETP2, both with TP2, EP8, CP8, dynamic CP 1/2/4/8, TP2 x PP2 x DP2."""
+    names = ("alignment_of_8_moe", "alignment_of_8_dense")
+    paths = [SCENARIOS / "nightly" / f"{name}.yaml" for name in names]
+    held = [case for path in paths for case in expand(load_scenario(path), "cuda")]
+    assert len(held) == 190
+    degrees = ("dp", "tp", "ep", "etp", "cp", "pp")
+    found = {
+        (
+            *(case.candidate.config["parallel"][name] for name in degrees),
+            tuple(case.candidate.config["parallel"]["dynamic_cp"]),
+            case.candidate.config["backend"],
+        )
+        for case in held
+        if case.candidate.config["model"]["experts"]
+    }
+    layouts = {
+        (8, 1, 1, 1, 1, 1, ()), (4, 2, 1, 2, 1, 1, ()), (8, 1, 2, 2, 1, 1, ()),
+        (4, 2, 2, 2, 1, 1, ()), (8, 1, 8, 1, 1, 1, ()), (1, 1, 1, 1, 8, 1, ()),
+        (8, 1, 1, 1, 1, 1, (1, 2, 4, 8)), (2, 2, 1, 2, 1, 2, ()),
+    }  # fmt: skip
+    assert found == {(*layout, backend) for layout in layouts for backend in ("torch", "te")}
+    configs = [case.candidate.config for case in held]
+    scopes = {(scope, config["backend"]) for config in configs for scope in config["graph"]}
+    assert scopes == {(scope, backend) for scope in SCOPES for backend in ("torch", "te")}
+    assert {(c.candidate.world_size, c.candidate.config["steps"]) for c in held} == {(8, 100)}
+    assert all({"loss", "state", "finite", "peak_memory"} <= set(c.checks) for c in held)
+
+
+# --- size ---
+
+
+def test_ten_thousand_cases_are_planned_at_once_without_torch(tmp_path: Path) -> None:
+    """A laptop plans and prints a matrix of 10,000 cases at once, and needs no torch for it."""
+    cases(tmp_path, axes={"seed": [1], "graph": GRAPHS})
+    path = tmp_path / "case.yaml"
+    axes = {"seed": list(range(100)), "steps": list(range(3, 53)), "graph": GRAPHS}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"axes": axes}))
+    code = (
+        "import sys\n"
+        "from harness.scenario.matrix import expand\n"
+        "from harness.scenario.schema import load_scenario\n"
+        "from harness.runner.plan import make_plan\n"
+        "from tests.pace import in_paces\n"
+        "from harness.runner.display import make_console, print_plan\n"
+        "cases = lambda: expand(load_scenario(sys.argv[1]), 'cpu')\n"
+        "console = make_console(); console.file = open(sys.argv[2], 'w')\n"
+        "c = []; work = lambda: c.append(make_plan(cases(), slots=8))\n"
+        "shown = lambda: (work(), print_plan(console, c[0]))\n"
+        "paces = in_paces(shown, times=1); console.file.close()\n"
+        "print(len(c[0].runs), paces, 'torch' in sys.modules)"
+    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[4])}
+    command = [sys.executable, "-c", code, str(path), str(tmp_path / "plan.txt")]
+    count, paces, torch = subprocess.check_output(command, text=True, env=environment).split()
+    assert (count, torch) == ("20000", "False")  # 10,000 candidates, 5,000 references, twice each
+    lines = (tmp_path / "plan.txt").read_text().splitlines()
+    assert len(lines) == 20_001
+    assert lines[-1].startswith("10000 cases, 20000 runs on 8 slots, about ")
+    assert float(paces) < 40  # 25 measured; a pace is 0.06 s where nothing else runs
+
+
+def test_too_many_combinations_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    """The product is counted, not built."""
+    numbers = list(range(1, 500))
+    began = time.process_time()
+    with pytest.raises(ScenarioError, match="at most 50,000 combinations"):
+        ids(tmp_path, axes={"seed": numbers, "steps": numbers, "microbatches": numbers,
+                            "graph": GRAPHS})  # fmt: skip
+    assert time.process_time() - began < 1
+
+
+def test_many_rules_on_many_cases_stay_fast(tmp_path: Path) -> None:
+    """Excluding is a look-up, not a product of rules and cases."""
+    axes = {"seed": list(range(100)), "steps": list(range(3, 53)), "graph": GRAPHS}
+    rules = [{"seed": n, "steps": m} for n in range(90) for m in range(3, 13)]
+    began = time.process_time()
+    assert len(ids(tmp_path, axes=axes, exclude=rules)) == 10_000 - 2 * len(rules)
+    assert time.process_time() - began < 8

@@ -1,5 +1,6 @@
-"""Contracts of the scenario decoder: positions, typed values, settings, sections, schema."""
+"""Contracts of the scenario decoder: values and their places, sections, options, refusals."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fsdp_core.config import MODEL_PRESETS, ParallelConfig, TrainConfig
-from harness.errors import ScenarioError
-from harness.records import PlantSpec
+from fsdp_core.config import ParallelConfig, TrainConfig
+from harness.cli import main
+from harness.engine.slurm_job import OURS, SlurmOptions, device_on_slurm, stored_options
+from harness.errors import ScenarioError, UsageError
+from harness.records import CaseSpec, ExitCode, PlantSpec
+from harness.runner import plan as planning
+from harness.runner.launch import Request, prepare
+from harness.runner.plan import estimate_s, make_plan
 from harness.scenario import settings
 from harness.scenario.matrix import expand
-from harness.scenario.schema import Overrides, Scenario, load_scenario
+from harness.scenario.schema import SLURM, Overrides, Scenario, load_scenario
 from harness.scenario.yaml_source import Origin, parse_bytes, parse_text
+from harness.soaking import SoakSpec, turn_of
+from tests.unit.harness.scenario.small_scenario import cases
 
-ROOT = Path(__file__).parents[4]
-SMOKE = ROOT / "scenarios" / "smoke" / "fsdp_cudagraph_alignment.yaml"
 LINES = {
     "name": "name: case",
     "why": "why: A sentence.",
@@ -43,24 +49,6 @@ def load(folder: Path, options: Overrides | None = None, **lines: str) -> Scenar
 def value_of(scenario: Scenario, leaf: str) -> Any:
     """The last value that `base` gives a leaf."""
     return [s.value for s in scenario.base if s.leaf == leaf][-1]
-
-
-def test_the_shipped_smoke_scenario_says_what_it_says() -> None:
-    """Every section of the shipped example is decoded, order kept, bytes kept."""
-    scenario = load_scenario(SMOKE)
-    assert scenario.name == "fsdp_cudagraph_alignment"
-    assert scenario.why.startswith("Graphing must not change one bit")
-    assert [axis.name for axis in scenario.axes] == ["parallel", "graph"]
-    assert [c.leaves["parallel.dp"] for c in scenario.axes[0].choices] == [2, 4, 8]
-    assert [c.leaves["graph"] for c in scenario.axes[1].choices] == [
-        (), ("attn",), ("full_iteration",),
-    ]  # fmt: skip
-    assert scenario.compare.reference.leaves == {"graph": ()}
-    assert scenario.checks == {
-        "loss": {}, "state": {}, "finite": {}, "peak_memory": {"max_ratio": 2.0},
-    }  # fmt: skip
-    assert (scenario.launch.device, scenario.launch.timeout_s) == ("auto", 300.0)
-    assert scenario.source == SMOKE.read_bytes()
 
 
 def test_every_field_of_the_configuration_is_a_legal_leaf() -> None:
@@ -120,12 +108,6 @@ def test_legal_values_decode(text: str, leaf: str, value: Any, tmp_path: Path) -
     assert (decoded, type(decoded)) == (value, type(value))
 
 
-def test_a_quoted_number_is_a_string(tmp_path: Path) -> None:
-    """Quotes mean a string, so a quoted exponent is not taken for a number."""
-    with pytest.raises(ScenarioError, match=r"optim.lr: expected a number, got '1e-3'"):
-        load(tmp_path, base='base: {optim: {lr: "1e-3"}}')
-
-
 def test_set_replaces_a_base_value_and_launch(tmp_path: Path) -> None:
     """`--set` wins over the file, for base keys and for launch."""
     scenario = load(
@@ -178,22 +160,13 @@ def test_a_wrong_option_is_named(
 
 def test_a_rule_broken_by_an_axis_value_points_at_its_line(tmp_path: Path) -> None:
     """The line of a broken rule is that of the value that brought it in."""
-    from harness.scenario.matrix import expand
-
     axes = "axes:\n  graph: [eager, [attn]]\n  model.heads:\n    - 4\n    - 5"
     with pytest.raises(ScenarioError, match="a divisor of hidden=64, got 5") as caught:
         expand(load(tmp_path, axes=axes), "cpu")
     assert (caught.value.line, caught.value.key) == (8, "model.heads")
 
 
-def test_a_file_that_lies_about_its_size_is_read_no_further_than_the_limit() -> None:
-    """A file of stated size 0 that goes on is refused by what was read."""
-    with pytest.raises(ScenarioError, match="file: expected"):
-        load_scenario("/proc/self/mem")
-
-
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 30))
-"""Each alias one level deeper than the last."""
 
 
 @pytest.mark.parametrize("text", ["[" * 500_000, "{a: " * 200_000, "- " * 400_000, CHAIN])
@@ -214,20 +187,19 @@ def test_aliases_may_be_used_within_the_limit(tmp_path: Path) -> None:
     assert scenario.exclude[0].choices["parallel"].leaves == {"parallel.dp": 2}
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """A named pipe is refused, not read."""
-    import os
-
-    path = tmp_path / "pipe.yaml"
-    os.mkfifo(path)
-    with pytest.raises(ScenarioError, match="got not a regular file"):
-        load_scenario(path)
-
-
-def test_a_path_with_a_null_byte_is_a_usage_error() -> None:
-    """What the system refuses to look up is refused in one line too."""
-    with pytest.raises(ScenarioError, match="expected a readable file"):
-        load_scenario("a\0b")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pipe", "not a regular file"),
+        ("a\0b", "a readable file"),
+        ("/proc/self/mem", "file: expected"),
+    ],
+)
+def test_what_is_no_file_is_not_read(name: str, said: str, tmp_path: Path) -> None:
+    """A pipe is not waited for; a file that lies about its size is read to the limit."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ScenarioError, match=said):
+        load_scenario(tmp_path / name)
 
 
 @given(data=st.binary(max_size=300))
@@ -263,18 +235,9 @@ def test_what_yaml_writes_is_read_back(value: Any) -> None:
     assert parse_text(text, Origin("f", 1)).plain() == value
 
 
-def test_presets_are_the_legal_models(tmp_path: Path) -> None:
-    """The legal values of `model` are the presets that exist."""
-    with pytest.raises(ScenarioError) as caught:
-        load(tmp_path, base="base: {model: huge}")
-    assert caught.value.legal == tuple(MODEL_PRESETS)
-
-
 @pytest.mark.parametrize(("product", "dp"), [("world_size: 4", 4), ("world_size: 2", 2)])
 def test_a_world_size_that_fits_is_accepted(product: str, dp: int, tmp_path: Path) -> None:
     """`world_size` is checked against the degrees and changes nothing else."""
-    from harness.scenario.matrix import expand
-
     axes = "axes: {graph: [eager, [attn]]}"
     scenario = load(tmp_path, base=f"base: {{parallel: {{dp: {dp}}}, {product}}}", axes=axes)
     without = load(tmp_path, base=f"base: {{parallel: {{dp: {dp}}}}}", axes=axes)
@@ -353,6 +316,124 @@ def test_more_ranks_than_there_are_is_a_usage_error(
     assert f"got {told} ranks" in str(caught.value)
 
 
+# --- soak ---
+
+CHECKS: dict[str, Any] = {"state": {}, "soak": {}}
+
+
+BASE = {"steps": 64}
+
+
+def soaked(folder: Path, soak: dict[str, Any], **sections: Any) -> tuple[CaseSpec, ...]:
+    return cases(folder, **{"base": BASE, "soak": soak, "checks": CHECKS} | sections)
+
+
+def test_graphed_runs_soak_and_eager_references_stop(tmp_path: Path) -> None:
+    """By replays and by duration the reference has the steps that are compared, and no more."""
+    for soak, by in (({"replays": 500}, "replays"), ({"duration_s": 9}, "duration")):
+        for case in soaked(tmp_path, soak):
+            spec = case.candidate.soak
+            assert spec is not None
+            assert (spec.by, spec.amount) == (by, next(iter(soak.values())))
+            assert case.reference.soak is None
+            assert case.control.soak is None
+            assert case.candidate.config["steps"] == 64
+
+
+def test_by_steps_every_run_has_them(tmp_path: Path) -> None:
+    """All steps are compared, turns are taken in every run."""
+    (case, *_) = soaked(tmp_path, {"steps": 300, "period": 50}, base={})
+    for spec in (case.reference, case.control, case.candidate):
+        assert spec.config["steps"] == 300
+        assert spec.soak == SoakSpec(by="steps", amount=300, turn_steps=50)
+
+
+def test_without_graphs_all_soak(tmp_path: Path) -> None:
+    """A comparison of stress with none, eager, by duration."""
+    sections = {
+        "axes": {"stress": ["none", ["poison"]]},
+        "compare": {"axis": "stress", "reference": "none", "expect": "bitwise"},
+    }
+    (case,) = soaked(tmp_path, {"duration_s": 5}, **sections)
+    assert case.reference.soak == case.candidate.soak == SoakSpec(by="duration", amount=5)
+    with pytest.raises(ScenarioError, match=r"soak\.replays: expected a graph in every candidate"):
+        soaked(tmp_path, {"replays": 5}, **sections)
+
+
+def test_who_rotates_is_under_stress(tmp_path: Path) -> None:
+    """`rotate` is short for stress in base, in the order of the stressors."""
+    (case, *_) = soaked(tmp_path, {"replays": 9, "rotate": ["scramble", "jitter"], "period": 8})
+    assert case.candidate.config["stress"] == ["jitter", "scramble"]
+    assert case.reference.config["stress"] == ["jitter", "scramble"]
+
+
+@pytest.mark.parametrize(
+    ("soak", "told"),
+    [
+        ({}, "soak: expected one of steps, replays, duration_s, got none"),
+        ({"replays": 5, "duration_s": 5}, "got replays and duration_s"),
+        ({"replays": 0}, "soak.replays: expected an integer >= 1"),
+        ({"duration_s": 300}, "soak.duration_s: expected less than launch.timeout_s, 300"),
+        ({"replays": 5, "rotate": ["jitter"]}, "soak.period: expected the steps of a stressor's"),
+        ({"replays": 5, "rotate": ["races"], "period": 5}, "legal values: jitter, poison, scram"),
+        (
+            {"steps": 96, "rotate": ["jitter", "poison", "scramble"], "period": 48},
+            "soak.period: expected less, as 3 stressors are to have a turn in 96 steps",
+        ),
+        ({"replays": 5, "rotate": ["jitter"] * 2, "period": 5}, "expected each stressor once"),
+        ({"replays": 5, "perod": 5}, "soak.perod: expected a known key"),
+        ({"steps": 100}, "soak.steps: expected steps in one place, got steps in base, too"),
+        ({"replays": 5, "stall_s": 0}, "soak.stall_s: expected a number > 0"),
+        ({"replays": 5, "stall_s": 1e300}, "soak.stall_s: expected a number > 0 and at most"),
+    ],
+)
+def test_a_soak_that_cannot_be_is_refused(tmp_path: Path, soak: dict[str, Any], told: str) -> None:
+    """In one line that says what was expected."""
+    with pytest.raises(ScenarioError) as error:
+        soaked(tmp_path, soak)
+    assert told in str(error.value)
+
+
+def test_section_and_check_go_together(tmp_path: Path) -> None:
+    """A soak that nobody judges, and a bound without a soak, are both mistakes."""
+    with pytest.raises(ScenarioError, match="got the section alone"):
+        soaked(tmp_path, {"replays": 5}, checks={"state": {}})
+    with pytest.raises(ScenarioError, match="got the check alone"):
+        cases(tmp_path, base=BASE, checks=CHECKS)
+
+
+def test_too_few_steps_to_see_memory_grow_are_refused(tmp_path: Path) -> None:
+    """Before a run is made, not after it."""
+    with pytest.raises(ScenarioError, match=r"expected 64 steps at least, .* got steps 63"):
+        soaked(tmp_path, {"replays": 5}, base={"steps": 63})
+
+
+def test_each_stressor_has_one_turn_a_cycle() -> None:
+    """The order is another each cycle, by the seed alone; races are always on."""
+    names = ("jitter", "poison", "scramble", "races")
+    turns = [turn_of(names, 5, number) for number in range(30)]
+    assert turns == [turn_of(names, 5, number) for number in range(30)]
+    assert turns != [turn_of(names, 6, number) for number in range(30)]
+    for cycle in range(0, 30, 3):
+        assert {turn[0] for turn in turns[cycle : cycle + 3]} == {"jitter", "poison", "scramble"}
+    assert len({tuple(turns[cycle : cycle + 3]) for cycle in range(0, 30, 3)}) > 1
+    assert {turn[1:] for turn in turns} == {("races",)}
+    assert turn_of(("races",), 0, 3) == ("races",)
+    assert turn_of((), 0, 3) == ()
+
+
+def test_a_soak_is_expected_to_take_what_it_asks_for(tmp_path: Path) -> None:
+    """Seconds are seconds, beside the start; replays are steps of that many."""
+    seconds = []
+    for soak in ({"duration_s": 200}, {"replays": 10_000}, {"replays": 1}):
+        (case, *_) = soaked(tmp_path, soak)
+        seconds.append(estimate_s(case.candidate, 8))
+    assert 200 < seconds[0] < 210
+    (plain, *_) = cases(tmp_path, base=BASE)
+    assert seconds[2] == estimate_s(plain.candidate, 8)
+    assert seconds[1] > 100 * seconds[2]
+
+
 def test_an_option_says_how_long_a_soak_is_instead_of_the_file(tmp_path: Path) -> None:
     """Another length replaces the file's; a section that the file lacks is made."""
     base, checks = "base: {steps: 64}", "checks: {state: {}, soak: {}}"
@@ -362,3 +443,134 @@ def test_an_option_says_how_long_a_soak_is_instead_of_the_file(tmp_path: Path) -
         assert scenario.soak is not None
         spec = scenario.soak.spec
         assert (spec.by, spec.amount, spec.stall_s) == ("duration", 7.0, 9.0)
+
+
+# --- slurm ---
+
+FULL = (
+    "{engine: slurm, slurm: {partition: gpu, account: me, walltime_s: 90, pending_s: 60, "
+    "nodes: 2, "
+    "ranks_per_node: 4, gpus_per_node: 8, cpus_per_rank: 3, requeue: true, args: [--qos=high]}}"
+)
+
+
+def options_of(folder: Path, text: str, *sets: str) -> SlurmOptions:
+    """`launch.slurm` of a scenario whose launch section is the text given."""
+    return load(folder, Overrides(sets=sets), launch=f"launch: {text}").launch.slurm
+
+
+def test_every_key_of_slurm_is_taken(tmp_path: Path) -> None:
+    """A scenario can say all that a job may ask; options of the command line win key by key."""
+    whole = SlurmOptions(
+        partition="gpu", account="me", walltime_s=90.0, pending_s=60.0, nodes=2,
+        ranks_per_node=4, gpus_per_node=8, cpus_per_rank=3, requeue=True, args=("--qos=high",),
+    )  # fmt: skip
+    assert options_of(tmp_path, FULL) == whole
+    sets = ("launch.slurm.partition=other", "launch.slurm.args=[]")
+    options = options_of(tmp_path, FULL, *sets)
+    assert (options.partition, options.account, options.args) == ("other", "me", ())
+    assert options_of(tmp_path, "{}", "launch.slurm.nodes=2") == SlurmOptions(nodes=2)
+    assert load(tmp_path, launch="launch: {}").launch.engine == "local"
+    assert {key for key in OURS.values() if key} <= SLURM.keys()
+    assert all(key.doc for key in SLURM.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{engine: slrum}", "did you mean slurm"),
+        ("{slurm: {partitions: x}}", "did you mean partition"),
+        ("{slurm: {nodes: 0}}", "launch.slurm.nodes: expected an integer >= 1, got 0"),
+        ("{slurm: {walltime_s: 0}}", "a number > 0"),
+        ("{slurm: {pending_s: 0}}", "a number > 0"),
+        ("{slurm: {pending_s: 1e300}}", "at most 2592000"),
+        ("{slurm: {walltime_s: 1e300}}", "at most 2592000"),
+        ("{slurm: {partition: a b}}", "a name without spaces"),
+        ("{slurm: {requeue: 1}}", "expected a bool"),
+        ("{slurm: {args: --qos=high}}", "a list of options of sbatch"),
+        ("{slurm: {args: [qos]}}", "each with its value"),
+        ("{slurm: {args: ['--partition=x']}}", "launch.slurm.partition, as the engine says"),
+        ("{slurm: {args: [-px]}}", "launch.slurm.partition, as the engine says"),
+        ("{slurm: {args: ['-Q']}}", "an option that is not its own"),
+        ("{slurm: {args: ['--array=1-3']}}", "an option that is not its own"),
+        ("{slurm: {args: ['--arr=1-3']}}", "an option that is not its own"),
+    ],
+)
+def test_slurm_options_that_cannot_be_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    """A misspelt key, a wrong type, an option that would undo the engine's own."""
+    with pytest.raises(ScenarioError, match="launch") as refused:
+        options_of(tmp_path, text)
+    assert told in str(refused.value)
+
+
+def test_the_device_is_not_that_of_the_machine_at_hand() -> None:
+    """On Slurm, auto is cuda exactly where GPUs are asked for; cuda without them is a mistake."""
+    gpus = SlurmOptions(gpus_per_node=8)
+    assert device_on_slurm("auto", SlurmOptions()) == "cpu"
+    assert device_on_slurm("auto", gpus) == device_on_slurm("cuda", gpus) == "cuda"
+    assert device_on_slurm("cpu", gpus) == "cpu"
+    with pytest.raises(UsageError, match="gpus_per_node"):
+        device_on_slurm("cuda", SlurmOptions())
+
+
+def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> None:
+    """`--engine slurm --slurm nodes=2` plans every run at once, GPUs or none on this machine."""
+    axes = "axes: {parallel: [{dp: 1}, {dp: 2}], graph: [eager, [full_iteration]]}"
+    path = write(tmp_path, axes=axes, launch="launch: {slurm: {gpus_per_node: 8}}")
+    prepared = prepare(Request(scenario=path, engine="slurm", slurm=("nodes=2",)))
+    assert prepared.slurm == SlurmOptions(nodes=2, gpus_per_node=8)
+    assert (prepared.device, prepared.devices) == ("cuda", ())
+    assert prepared.plan.slots == 3 * (1 + 2)
+    assert not prepared.plan.skipped
+    assert prepare(Request(scenario=path, device="cpu")).slurm is None
+    with pytest.raises(UsageError, match="these go to Slurm"):
+        prepare(Request(scenario=path, engine="slurm", ranks_per_gpu=2))
+
+
+def test_what_was_asked_is_read_back_from_the_manifest() -> None:
+    """`--resume` goes to the same place; a damaged entry is an error, not this machine."""
+    options = SlurmOptions(partition="x", nodes=3)
+    assert stored_options({"slurm": options.to_json()}) == options
+    assert stored_options({"slurm": None}) is None
+    assert stored_options({}) is None
+    with pytest.raises(UsageError, match="damaged"):
+        stored_options({"slurm": {"nodes": "3"}})
+
+
+# --- engines ---
+
+AXIS: dict[str, Any] = {
+    "base": {"steps": 4, "parallel": {"dp": 2}, "taps": ["norm"]},
+    "axes": {"engine": ["fsdp2", "ours", "ddp", "megatron_fsdp"]},
+    "compare": {"axis": "engine", "reference": "fsdp2", "expect": "bitwise"},
+    "checks": {"loss": {}, "taps": {}, "finite": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "reason"),
+    [
+        ("cpu", "0.6.1", "engine megatron_fsdp needs a GPU, this run is on cpu"),
+        ("cuda", "", "engine megatron_fsdp needs megatron-fsdp, which is not installed"),
+        ("cuda", "0.6.1", ""),
+    ],
+)
+def test_megatron_fsdp_is_skipped_where_it_is_missing(
+    device: str, version: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason; other engines run."""
+    monkeypatch.setattr(planning, "package_version", lambda name: version)
+    found = cases(tmp_path, **AXIS)
+    for case in found:
+        for spec in (case.reference, case.control, case.candidate):
+            object.__setattr__(spec, "device", device)
+    assert [case.skip_reason for case in make_plan(found, slots=4).cases] == ["", "", reason]
+
+
+def test_memory_is_predicted_for_our_engine_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another engine's would be a guess."""
+    cases(tmp_path, **AXIS)
+    assert main(["predict", str(tmp_path / "case.yaml")]) == ExitCode.USAGE
+    assert "expected engine ours to predict, got fsdp2" in capsys.readouterr().err

@@ -1,14 +1,23 @@
-"""Contracts of several scenarios in one run, tiers, selections, shards and their merging."""
+"""Contracts of what is run together: scenarios, tiers, `-k`, pairs of values, shards, merging."""
 
+import itertools
 import json
+import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness.cli import main
+from harness.errors import UsageError
+from harness.records import CaseSpec, RunSpec
 from harness.runner.occupancy import load
+from harness.scenario.suite import num_pairs, pairwise, select
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
@@ -80,34 +89,6 @@ def test_selections_are_said_and_legs_stay(
     assert run_json(capsys, "run", str(folder / "wide.yaml"), *narrow)[1]["num_cases"] == 1
 
 
-def test_changed_leaves_out_what_has_passed_as_it_is(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Passed: left out. Failed, other code, other limits, another environment: run again."""
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "c" * 40)
-    file = str(folder / "free.yaml")
-    engine.spoil = unequal
-    assert main(["run", file]) == 1
-    changed = ("run", file, "--select", "changed")
-    code, answer = run_json(capsys, *changed)
-    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (1, ["dp1-attn", "dp2-attn"])
-    engine.spoil = lambda spec, record: record
-    # An answer that was no stays in the history: one pass does not outweigh it.
-    assert run_json(capsys, *changed)[1]["num_cases"] == 2
-    assert main([*changed, "-k", "full_iteration"]) == 5
-    assert "2 cases of free have passed as they are now" in capsys.readouterr().err
-    text = Path(file).read_text()
-    Path(file).write_text(text.replace("state: {}", "state: {}, finite: {}"))
-    assert run_json(capsys, *changed)[1]["num_cases"] == 4
-    Path(file).write_text(text)
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert run_json(capsys, *changed)[1]["num_cases"] == 4
-    monkeypatch.delenv("NCCL_ALGO")
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "d" * 40)
-    assert run_json(capsys, *changed)[1]["num_cases"] == 4
-
-
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
@@ -121,7 +102,7 @@ def test_changed_leaves_out_what_has_passed_as_it_is(
         (("scenarios", "--shard", "1/99999"), 4, "from 1 to 1000 shards"),
         (("scenarios/free.yaml", "--shard", "4/4"), 5, "shard 4/4 holds no case"),
         (("scenarios/free.yaml", "--shard", "1/2", "-k", "nothing"), 5, "selects none"),
-        (("scenarios/free.yaml", "--shard", "1/2", "--select", "changed"), 4, "histories differ"),
+        (("--select", "changed"), 4, "'--select': 'changed' is not one of 'all', 'pairwise'"),
         (("--resume", "r", "--shard", "1/2"), 4, "--resume: expected no --shard"),
         (("--resume", "r", "--tier", "pr"), 4, "--resume: expected no --tier"),
         (("scenarios/free.yaml", "scenarios/free.yaml", "scenarios/again.yaml"), 4, "the name of"),
@@ -238,29 +219,18 @@ def test_a_shard_of_another_commit_does_not_answer_for_this_one(
     folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """What an earlier night left in the workspace is refused; an unknown commit is not another."""
+    """What an earlier run left in the workspace is refused; an unknown commit is not another."""
     for index, commit in ((1, "a" * 40), (2, "b" * 40)):
-        monkeypatch.setattr("harness.commit.describe", lambda root=None, commit=commit: commit)
+        monkeypatch.setattr("harness.provenance.describe", lambda root=None, commit=commit: commit)
         assert main(["run", *SMOKE, "--shard", f"{index}/2", "--out", f"s{index}"]) == 0
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "")
+    monkeypatch.setattr("harness.provenance.describe", lambda root=None: "")
     assert main(["run", *SMOKE, "--shard", "2/2", "--out", "unknown"]) == 0
     capsys.readouterr()
     assert main(["merge", "s1", "s2", "--out", "m"]) == 4
     said = capsys.readouterr().err
     assert f"s2 was made by commit {'b' * 40}, " in said
-    assert f"s1 by {'a' * 40}: expected shards of one night" in said
+    assert f"s1 by {'a' * 40}: expected shards of one commit" in said
     assert main(["merge", "s1", "unknown", "--out", "m"]) == 0
-
-
-def test_a_list_is_cut_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shards of a shard are none that `harness run` knows, and what has changed is not cut."""
-    file = folder / "free.yaml"
-    assert main(["list", str(file), "--shards", "2", "--shard", "1/2"]) == 4
-    assert "expected no --shard 1/2 with it" in capsys.readouterr().err
-    file.write_text(SCENARIO + "select: changed\n")
-    for args in (("--shards", "2"), ("--shard", "1/2")):
-        assert main(["list", str(file), *args]) == 4
-        assert "histories differ" in capsys.readouterr().err
 
 
 def test_what_does_not_go_together_is_refused(
@@ -346,3 +316,112 @@ def test_costs_order_the_runs(
     assert sum(part["expected_slot_s"] for part in told[0]) > 6.0
     assert [part["expected_slot_s"] for part in told[1]] == [4 * 0.5 * 2, 4 * 0.5 * 1]
     assert main(["run", str(folder / "free.yaml"), "--shard", "1/2", *by]) == 0
+
+
+# --- -k and pairs ---
+
+RUN = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1.0)
+
+
+def _case(name: str, **labels: str) -> Any:
+    return SimpleNamespace(id=name, labels=labels)
+
+
+CASES = (
+    _case("dp2-attn", parallel="dp2", graph="attn"),
+    _case("dp4-attn", parallel="dp4", graph="attn"),
+    _case("dp4-full_iteration", parallel="dp4", graph="full_iteration"),
+)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("dp4", [1, 2]),
+        ("DP4", [1, 2]),
+        ("not dp4", [0]),
+        ("dp4 and not attn", [2]),
+        ("dp2 or full_iteration", [0, 2]),
+        ("dp2 or dp4 and full_iteration", [0, 2]),
+        ("(dp2 or dp4) and attn", [0, 1]),
+        ("not not dp2", [0]),
+        ("not (dp2 or attn)", [2]),
+        ("graph=attn", [0, 1]),
+        ("parallel=dp4 and graph=attn", [1]),
+        ("nowhere", []),
+    ],
+)
+def test_expressions_select_as_in_pytest(expression: str | None, expected: list[int]) -> None:
+    """Words are parts of ids or axis=value labels; not binds before and, and before or."""
+    assert list(select(CASES, expression)) == [CASES[i] for i in expected]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", " ", "and", "a and", "a b", "not", "(a", "a)", "()", "or a", "a or or b",
+     "a(b)", "lambda: a", "(" * 500 + "a", "not " * 50 + "a", "x" * 5000],
+)  # fmt: skip
+def test_a_bad_expression_is_one_usage_error(expression: str) -> None:
+    """What cannot be read is refused, however deep or long, and selects nothing by accident."""
+    with pytest.raises(UsageError, match=r"^-k .*: expected words with .*, got ") as caught:
+        select(CASES, expression)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_word_does_not_reach_from_one_label_into_the_next() -> None:
+    """Texts of a case are matched one by one."""
+    assert select(CASES, "attnparallel") == ()
+
+
+def case(name: str, labels: dict[str, str]) -> CaseSpec:
+    return CaseSpec(
+        id=name, scenario="s", labels=labels, reference=RUN, control=RUN, candidate=RUN,
+        expect="bitwise", checks={},
+    )  # fmt: skip
+
+
+def product(*lengths: int) -> list[CaseSpec]:
+    rows = itertools.product(*map(range, lengths))
+    return [
+        case("-".join(map(str, row)), {f"a{n}": str(value) for n, value in enumerate(row)})
+        for row in rows
+    ]
+
+
+def pairs_of(cases: Sequence[CaseSpec]) -> set[tuple[tuple[str, str], ...]]:
+    """Written apart from the module: unordered pairs of (axis, value) that share a case."""
+    return {pair for one in cases for pair in itertools.combinations(sorted(one.labels.items()), 2)}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 2**16))
+def test_every_pair_that_some_case_has_is_covered(lengths: list[int], seed: int) -> None:
+    """Whatever was excluded, the chosen are of the cases, in their order, with all their pairs."""
+    draw = random.Random(seed)
+    held = [one for one in product(*lengths) if draw.random() < 0.7]
+    keep = {one.id for one in held if draw.random() < 0.1}
+    chosen = pairwise(held, keep=keep)
+    assert pairs_of(chosen) == pairs_of(held)
+    places = [held.index(one) for one in chosen]
+    assert places == sorted(set(places))
+    assert keep <= {one.id for one in chosen}
+    assert pairwise(held, keep=keep) == chosen
+
+
+def test_few_are_chosen() -> None:
+    """Of 3^4 cases at most 12 are needed for greed to cover 54 pairs (9 is the least)."""
+    assert 9 <= len(pairwise(product(3, 3, 3, 3))) <= 12
+    assert num_pairs(product(3, 3, 3, 3)) == 6 * 9
+
+
+def test_one_axis_is_all_its_values_and_nothing_is_nothing() -> None:
+    """Without pairs every value is covered; no cases are no cases."""
+    assert len(pairwise(product(5))) == 5
+    assert pairwise([]) == ()
+
+
+def test_values_that_read_alike_are_all_kept() -> None:
+    """Two values with one label must not stand for each other."""
+    alike = [case("x1", {"a": "v", "b": "w"}), case("x2", {"a": "v", "b": "w"})]
+    assert pairwise([*product(2, 2), *alike])[-2:] == tuple(alike)

@@ -6,14 +6,7 @@ import pytest
 
 from harness.records import KeepSpec, RecordError, RunOutcome, RunSpec
 from harness.store import save_outcome
-from harness.store.contents import (
-    Index,
-    KeptTensor,
-    Place,
-    contents_path,
-    read_contents,
-    write_contents,
-)
+from harness.store.contents import KeptTensor, Place, contents_path, read_contents, write_contents
 
 KEEP = KeepSpec(step=2, names=("grads:a", "weights:*"))
 BOX = Place(name="a", shape=(4,), offsets=(1,), local_offsets=(0,), sizes=(3,))
@@ -110,25 +103,6 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert read_contents(tmp_path, spec(None)).problems == (
         "the run was not asked to keep anything",
     )
-
-
-def test_an_index_that_cannot_be_is_refused() -> None:
-    """A dtype that there is not, and a box outside of its tensor, are damage."""
-    about, _ = entry("grads:a", GRAD, places=(BOX,))
-    plain = Index(run="r", rank=0, step=2, tensors=(about,)).to_json()
-    plain["tensors"][0]["dtype"] = "float31"
-    with pytest.raises(RecordError, match="dtype: expected one of"):
-        Index.from_json(plain)
-    plain["tensors"][0]["dtype"] = "float32"
-    plain["tensors"][0]["places"][0]["offsets"] = (2,)
-    with pytest.raises(RecordError, match=r"places: expected a box inside of \(4,\)"):
-        Index.from_json(plain)
-
-
-def test_what_is_kept_is_part_of_a_runs_key() -> None:
-    """Runs that keep something else are other runs; the wish comes back with the specification."""
-    assert len({spec(None).key, spec().key, spec(KeepSpec(step=1, names=KEEP.names)).key}) == 3
-    assert RunSpec.from_json(spec().to_json()) == spec()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.given import GivenCall, given_in
-from harness.records import RankRecords
+from harness.records import GivenCall, RankRecords, given_in
 from harness.worker.given import Given
 
 _RECORDS = RankRecords(
