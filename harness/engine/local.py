@@ -2,14 +2,18 @@
 
 The server is started with the first run and lives as long as the engine. If it dies, the runs that
 were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
-only a leader dies, its run is `crashed`, or `killed` by a SIGKILL. Where runs share GPUs under MPS,
-an end that may be another's doing is told once it is known whose (`gpus.SharedGpus`).
+only a leader dies, its run is `crashed`, or `killed` by a SIGKILL.
+
+Under CUDA's MPS the processes on a GPU share a server: a rank that faults or is killed there takes
+the ranks of other runs with it. A run that failed while it shared a GPU is therefore kept as an
+attempt, undecided on the disk, and made again once, alone: that outcome counts.
 
 The server is a subprocess that speaks JSON lines over a socket pair; the protocol is in
 `harness.worker.serve`, which this side never imports: torch lives there.
 """
 
 import json
+import math
 import os
 import secrets
 import select
@@ -21,22 +25,28 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.engine.base import Closing, Slots
-from harness.engine.evidence import DUMP_S, tail_of
-from harness.engine.gpus import RECOVERY_S, SharedGpus, mps_runs
-from harness.engine.leader import NO_PROCESS, NOT_RUN
-from harness.engine.outcome import num_memory_kills, signal_name, with_sender
+from harness.engine.base import Closing, Slots, mps_runs
+from harness.engine.evidence import tail_of
+from harness.engine.leader import LOST, NO_PROCESS, NOT_RUN
+from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
 from harness.engine.process import kill_group, kill_marked, server_environment
 from harness.engine.ranks import Limits, limit_options
 from harness.errors import Infrastructure
-from harness.infrastructure import no_process
+from harness.infrastructure import machine_failure, no_process
 from harness.provenance import code_variables
 from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
-from harness.store import begin_run, read_outcome, save_outcome
+from harness.store import (
+    begin_run,
+    load_run_folder,
+    num_kept,
+    read_outcome,
+    save_outcome,
+    set_aside,
+)
 
 ENTRY = "harness.worker.main:rank_main"
 LEADER_SLACK_S = 60.0
@@ -44,6 +54,8 @@ LEADER_SLACK_S = 60.0
 START_TIMEOUT_S = 300.0
 """How long the server may take to import torch; a cold network file system is slow."""
 STOP_TIMEOUT_S = 10.0
+RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""How long to wait before each further start of a run alone: after a fault MPS gives out no GPU."""
 MARK_VARIABLE = "HARNESS_ENGINE"
 """In the environment of a server and of all that comes from it; a value for each server."""
 
@@ -174,6 +186,10 @@ class _Active:
     memory_kills: int | None = field(default_factory=num_memory_kills)
     leader_pid: int | None = None
     num_kills: int = 0
+    devices: tuple[str, ...] = ()
+    shared_with: set[str] = field(default_factory=set)
+    refusals: int | None = None
+    """How often a run that is made alone was given no GPU; None: it is not made alone."""
 
     @property
     def overdue_s(self) -> float:
@@ -217,8 +233,9 @@ class LocalEngine(Closing):
         self._slots = Slots(slots, devices, jobs)
         self._entry = entry
         self._limits = limits or Limits()
-        patience_s = self._limits.grace_s + 2 * max(self._limits.stacks_s, DUMP_S)
-        self._sharing = SharedGpus(devices, mps, patience_s, recovery_s)
+        self._mps, self._recovery_s = mps, recovery_s
+        self._shares = len(set(devices)) < len(devices)
+        self._to_repeat: list[_Active] = []
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
         self._failure: Infrastructure | None = None
@@ -240,37 +257,34 @@ class LocalEngine(Closing):
 
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now."""
-        return self._slots.fits(spec) and not self._sharing.closed()
+        alone = any(run.refusals is not None for run in self._active.values())
+        return self._slots.fits(spec) and not alone and not self._to_repeat
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
-        folder = folder.absolute()
-        if not (attempt and self._sharing.asks(spec, folder)):
-            self._begin(spec, folder, attempt)
+        self._begin(_Active(spec, folder.absolute(), attempt))
 
-    def _begin(self, spec: RunSpec, folder: Path, attempt: int) -> None:
-        devices = self._slots.take(spec)
+    def _begin(self, run: _Active) -> None:
+        spec, key = run.spec, run.spec.key
+        run.devices = self._slots.take(spec)
+        shares = self._shares and bool(run.devices) and run.refusals is None and self._mps()
+        for other in self._active.values() if shares else ():
+            if set(other.devices) & set(run.devices):
+                other.shared_with.add(key)
+                run.shared_with.add(other.spec.key)
         # Known before the server hears of it: a signal in between must find it to cancel.
-        self._active[spec.key] = _Active(spec=spec, folder=folder, attempt=attempt)
+        self._active[key] = run
         try:
-            begin_run(folder, spec)
-            command = {
-                "start": spec.key,
-                "folder": str(folder),
-                "devices": devices,
-                "attempt": attempt,
-                "undecided": self._sharing.started(spec.key, devices),
-            }
-            self._send_start(command)
+            begin_run(run.folder, spec)
+            self._send_start({
+                "start": key, "folder": str(run.folder), "devices": run.devices,
+                "attempt": run.attempt, "shares_gpus": shares,
+            })  # fmt: skip
         except BaseException:
-            if spec.key in self._active:
-                self._release(spec.key)
+            if key in self._active:
+                self._release(key)
             raise
-
-    def adopt(self, spec: RunSpec, folder: Path) -> bool:
-        """Never: what an earlier harness started here died with it."""
-        return False
 
     def _send_start(self, command: Mapping[str, Any]) -> None:
         """Send to the server; to a new one if it turns out to be dead."""
@@ -297,34 +311,34 @@ class LocalEngine(Closing):
         Raises:
             Infrastructure: an outcome cannot be written.
         """
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ended and self._failure is None and self._go_on():
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ended and self._failure is None and (self._active or self._to_repeat):
+            if not self._active:
+                self._repeat_alone(self._to_repeat.pop(0))
             now_s = time.monotonic()
-            if deadline_s is not None and now_s > deadline_s:
+            if now_s > deadline_s:
                 break
             self._end_overdue(now_s)
-            until_s = [run.overdue_s for run in self._active.values()]
-            until_s += [at_s for at_s in (deadline_s, self._sharing.due_s()) if at_s is not None]
-            self._take_messages(max(min(until_s) - now_s, 0.001))
+            until_s = min(deadline_s, *(run.overdue_s for run in self._active.values()))
+            self._take_messages(max(until_s - now_s, 0.001))
         if not self._ended and self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         ended, self._ended = self._ended, []
         return ended
 
-    def _go_on(self) -> bool:
-        """Tell what is known by now of runs that shared GPUs; whether there is more to wait for."""
-        self._ended += self._sharing.settled()
-        if self._ended:
-            return False
-        if not self._active and (alone := self._sharing.next_alone()) is not None:
-            self._begin(*alone)
-        return bool(self._active) or self._sharing.due_s() is not None
+    def _repeat_alone(self, run: _Active) -> None:
+        refusals = run.refusals or 0
+        if refusals:
+            time.sleep(self._recovery_s[refusals - 1])
+        set_aside(run.folder)
+        attempt = num_kept(run.folder)
+        again = _Active(run.spec, run.folder, attempt, refusals=refusals)
+        again.shared_with = run.shared_with
+        self._begin(again)
 
     def _take_messages(self, patience_s: float) -> None:
-        if self._server is None:
-            time.sleep(patience_s)  # nobody is left to hear of
-            return
+        assert self._server is not None
         try:
             messages = self._server.receive(patience_s)
         except ServerGoneError:
@@ -384,13 +398,37 @@ class LocalEngine(Closing):
                 self._conclude(run, "interrupted", told, machine="forkserver_died")
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
-        told = self._sharing.ended(run.spec, run.folder, outcome)
-        if told is not None:
-            self._ended.append(told)
+        """Hand an outcome out, unless the run is to be made alone."""
+        failed = outcome.what not in ("", *LOST)
+        refusals = run.refusals
+        if refusals is not None and failed and refusals < len(self._recovery_s):
+            result = load_run_folder(run.folder, run.spec)
+            if machine_failure(result) == "device_unavailable":
+                run.refusals = refusals + 1
+                self._to_repeat.append(run)
+                return
+        if refusals is None and failed and run.shared_with:
+            self._save(run, replace(outcome, undecided=True))
+            self._to_repeat.append(run)
+            return
+        if outcome.undecided:
+            outcome = replace(outcome, undecided=False)
+            self._save(run, outcome)
+        if refusals is not None and failed:
+            company = ", ".join(sorted(run.shared_with))
+            words = f"{outcome.message}; this time alone, before that on a GPU with {company}"
+            outcome = replace(outcome, message=words)
+            self._save(run, outcome)
+        self._ended.append(outcome)
+
+    def _save(self, run: _Active, outcome: RunOutcome) -> None:
+        try:
+            save_outcome(run.folder, outcome)
+        except Infrastructure as error:
+            self._failure = error
 
     def _release(self, key: str) -> _Active:
         self._slots.release(key)
-        self._sharing.left(key)
         return self._active.pop(key)
 
     def _conclude(
@@ -408,15 +446,12 @@ class LocalEngine(Closing):
             attempt=run.attempt,
             ending=Ending(machine=machine, signal=signal_),
         )
-        outcome = with_sender(outcome, run.memory_kills)
+        outcome = with_sender(outcome, memory_kills_since(run.memory_kills))
         with suppress(OSError):
             for half_written in list(run.folder.glob(".*.tmp")):  # by the leader, as it was killed
                 half_written.unlink(missing_ok=True)
-        try:
-            save_outcome(run.folder, outcome)
-        except Infrastructure as error:
-            self._failure = error
-        else:
+        self._save(run, outcome)
+        if self._failure is None:
             self._tell(run, outcome)
 
     def _end_overdue(self, now_s: float) -> None:
@@ -449,7 +484,7 @@ class LocalEngine(Closing):
                 run.kill()
         for key in list(self._active):
             self._release(key)
-        self._sharing.clear()
+        self._to_repeat.clear()
         self._ended.clear()
 
     def close(self) -> None:

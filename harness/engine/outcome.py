@@ -441,23 +441,25 @@ def num_memory_kills() -> int | None:
         return None
 
 
-def with_sender(outcome: RunOutcome, before: int | None) -> RunOutcome:
+def memory_kills_since(before: int | None) -> int | None:
+    """What the kernel has killed since then; None: not told."""
+    now = num_memory_kills()
+    return None if before is None or now is None else now - before
+
+
+def with_sender(outcome: RunOutcome, kills: int | None) -> RunOutcome:
     """The outcome, and of one that a SIGKILL brought about who sent that, as far as it is known.
 
     Args:
-        outcome: of a run that has ended on this machine.
-        before: `num_memory_kills` when it began.
+        outcome: of a run that has ended.
+        kills: what the kernel killed for want of memory where and while it ran; None: not known.
     """
     # Without a culprit it was the leader of the ranks that died.
     codes = [state.code for state in outcome.ranks if state.rank == outcome.culprit_rank]
-    by_sigkill = codes in ([], [-signal.SIGKILL])
-    now = num_memory_kills()
-    if outcome.what != "killed" or not by_sigkill or before is None or now is None:
+    if outcome.what != "killed" or codes not in ([], [-signal.SIGKILL]) or kills is None:
         return outcome
-    words = NOT_THE_KERNEL
-    if now != before:
-        words = f"the kernel killed {now - before} for want of memory meanwhile"
-    return replace(outcome, message=f"{outcome.message}; {words}", from_outside=now == before)
+    words = f"the kernel killed {kills} for want of memory meanwhile" if kills else NOT_THE_KERNEL
+    return replace(outcome, message=f"{outcome.message}; {words}", from_outside=not kills)
 
 
 # --- who failed first, in the run's store -----------------------------------------------------

@@ -28,12 +28,12 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process with SIGKILL when its parent dies.
+def die_with_parent(parent_pid: int, *, gently: bool = False) -> None:
+    """Have the kernel end this process when its parent dies: with SIGKILL, or gently SIGTERM.
 
     The parent may have died between the fork and this call; then exit at once.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if gently else signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 

@@ -36,13 +36,13 @@ from types import FrameType
 
 import psutil
 
+from harness.engine.base import gpu_environment
 from harness.engine.evidence import (
     ask_for_dumps,
     dumps_take_s,
     evidence_environment,
     prepare_to_ask,
 )
-from harness.engine.gpus import gpu_environment
 from harness.engine.outcome import FirstFailure, claim, signal_name
 from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
 from harness.masking import MAX_HELD_BYTES, Masker, Stream
@@ -94,8 +94,7 @@ class Job:
         first_local_rank: LOCAL_RANK of the first of them.
         local_world_size: ranks on this machine, None if they are all in `ranks`.
         stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
-        undecided: which ends the engine has to decide upon (`gpus.SharedGpus`): runs that `failed`,
-            runs that `finished`, or none.
+        shares_gpus: whether a failure may be that of another run on its GPUs: it is undecided.
     """
 
     spec: RunSpec
@@ -106,7 +105,7 @@ class Job:
     first_local_rank: int = 0
     local_world_size: int | None = None
     stops_on_sigterm: bool = False
-    undecided: str = ""
+    shares_gpus: bool = False
 
     def __post_init__(self) -> None:
         if not self.ranks:

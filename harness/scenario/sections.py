@@ -14,7 +14,7 @@ soak, tier and select.
              period                       steps of a stressor's turn; without it all are always on
              stall_s                      seconds without a record after which a run counts as hung
 
-`launch.slurm` is described in `harness.engine.slurm_job`. A scenario without a tier is run by
+`launch.slurm` is described in `harness.engine.slurm`. A scenario without a tier is run by
 its name only. Every refusal is a `ScenarioError`.
 """
 
@@ -31,7 +31,7 @@ from harness.checks.memory import (
     names_in,
 )
 from harness.checks.registry import CHECKS, Option, defaults
-from harness.engine.slurm_job import DEFAULT_OPTIONS, OURS, SlurmOptions
+from harness.engine.slurm import DEFAULT_OPTIONS, OURS, SlurmOptions
 from harness.scenario.decode import (
     Taker,
     dotted,

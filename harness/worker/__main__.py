@@ -1,9 +1,8 @@
-"""`python -m harness.worker serve | job | node | join`: how engines and launchers start ranks.
+"""`python -m harness.worker serve | node | join`: how engines and launchers start ranks.
 
-serve  a forkserver on this machine     started by the local engine
-job    the batch script of a Slurm job  started by Slurm
-node   the agent of one of its nodes    started by `job` through srun
-join   one rank of a run                started by people through torchrun
+serve  a forkserver on this machine          started by the local engine
+node   the agent of one node of a Slurm step  started by the Slurm engine through srun
+join   one rank of a run                     started by people through torchrun
 
 `predict` starts none: it tells the memory of configurations on stdin (`harness predict`).
 """
@@ -29,14 +28,13 @@ def main(arguments: Sequence[str]) -> int:
         output_cap_bytes=chosen.output_cap_bytes,
     )
     try:
-        return _do(chosen, limits, list(arguments))
+        return _do(chosen, limits)
     except HarnessError as error:
         sys.stderr.write(f"harness: {error}\n")
         return error.exit_code
 
 
-def _do(chosen: argparse.Namespace, limits: Limits, arguments: list[str]) -> int:
-    # Each imports only what it needs: the batch script of a job is there in a moment.
+def _do(chosen: argparse.Namespace, limits: Limits) -> int:
     if chosen.command == "serve":
         from harness.worker.serve import serve
 
@@ -45,12 +43,6 @@ def _do(chosen: argparse.Namespace, limits: Limits, arguments: list[str]) -> int
         from harness.worker.predict import predict
 
         return predict()
-    if chosen.command == "job":
-        from harness.worker.job import run_job
-
-        node = ["node", *arguments[1:]]
-        agent = [sys.executable, "-P", "-m", "harness.worker", *node]
-        return run_job(chosen.folder, chosen.name, agent)
     from harness.worker.node import run_node, run_torchrun_rank
 
     if chosen.command == "node":
@@ -72,10 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         "serve", help="fork runs for the harness at the other end of FD", parents=[patience]
     )
     serving.add_argument("--fd", type=int, required=True)
-    for name, text in (("job", "a job of Slurm"), ("node", "the ranks of a node of a job")):
-        one = commands.add_parser(name, help=text, parents=[patience])
-        one.add_argument("--folder", type=Path, required=True)
-        one.add_argument("--name", required=True)
+    one = commands.add_parser("node", help="the ranks of a node of a step", parents=[patience])
+    one.add_argument("--folder", type=Path, required=True)
+    one.add_argument("--name", required=True)
     commands.add_parser("predict", help="memory of configurations on stdin", parents=[patience])
     joining = commands.add_parser(
         "join", help="one rank of a run on several machines, under torchrun", parents=[patience]

@@ -29,7 +29,7 @@ PATTERNS = {
     "harness/pytest_plugin/collection.py": (1, NAMES),
     "harness/engine/evidence.py": (3, "dumps of NCCL's recorder and CUDA's driver"),
     "harness/engine/outcome.py": (1, "faulthandler's stacks of a process that answers no more"),
-    "harness/engine/node_reports.py": (1, "srun's log"),
+    "harness/engine/leader.py": (1, "srun's log"),
     "harness/engine/slurm_calls.py": (2, "sbatch's and scontrol's output"),
     "harness/worker/job.py": (1, "scontrol's output"),
     "harness/program/packages.py": (17, "pip's output, and the grammar of requirements"),

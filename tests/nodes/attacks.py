@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_job import SlurmOptions
+from harness.engine.slurm import SlurmOptions
 from harness.records import RunOutcome, RunSpec
 from tests.nodes import local_slurm
 from tests.nodes.local_slurm import LocalSlurm

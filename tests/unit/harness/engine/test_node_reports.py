@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.node_reports import NodeReport, Word, last_of_log, needs_word, put_together
+from harness.engine.leader import NodeReport, Word, last_of_log, needs_word, put_together
 from harness.records import ErrorRecord, RankExit, RunOutcome, RunSpec, dumps
 from tests.planted.stub_ranks import start_record, step_record
 from tests.unit.harness.engine.nccl_dump import GATHER, dump

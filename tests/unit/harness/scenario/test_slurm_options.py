@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.engine.slurm_job import OURS, SlurmOptions, device_on_slurm, stored_options
+from harness.engine.slurm import OURS, SlurmOptions, device_on_slurm, stored_options
 from harness.errors import ScenarioError, UsageError
 from harness.repeats import confirming_runs
 from harness.runner import launch

@@ -14,7 +14,7 @@ from harness import cli
 from harness.checks.complete import find_flaw
 from harness.engine.collective_log import read_place
 from harness.engine.evidence import tail_of
-from harness.engine.slurm_job import load_submission
+from harness.engine.slurm import load_submission
 from harness.errors import Infrastructure
 from harness.masking import MASK
 from harness.records import RunResult, Verdict
