@@ -4,8 +4,8 @@
                                                                         node<K>.json, of one of many
 
 A leader must fork its ranks before it starts a thread (the store does). That of a local run is
-forked from the warm server. Those of several nodes do not know of each other: srun or torchrun ends
-them all with SIGTERM when one fails; then a leader asks its ranks for their stacks, kills them, and
+forked from the warm server. Those of several nodes do not know of each other: srun ends them all
+with SIGTERM when one fails; then a leader asks its ranks for their stacks, kills them, and
 reports. Who reads the reports concludes:
 
     reports of all nodes, nobody stopped        as `outcome.classify` says

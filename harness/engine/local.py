@@ -77,28 +77,21 @@ class ServerProcess:
             sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
             "--entry", entry, *limit_options(limits),
         ]  # fmt: skip
-        environment = server_environment(os.environ) | code_variables()
+        mine = {MARK_VARIABLE: self._mark}
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    command,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log,
-                    stderr=self._log,
-                    env=environment | {MARK_VARIABLE: self._mark},
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
+                    stdout=self._log, stderr=self._log,
+                    env=server_environment(os.environ) | code_variables() | mine,
                     # Its own session: Ctrl-C at the terminal is for the harness to act on.
                     start_new_session=True,
-                )
+                )  # fmt: skip
             except OSError as error:
                 self._control.close()
                 self._log.close()
                 raise Infrastructure(f"cannot start the forkserver: {error}") from error
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until its imports are done.
@@ -113,16 +106,16 @@ class ServerProcess:
                     return
                 why = str(message.get("failed", message))
         except ServerGoneError:
-            why = self._last_words() or "it died without a word"
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace").split("\n")
+            why = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
         self.stop()
         raise Infrastructure(f"the forkserver could not start: {why}")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message.
-
-        Raises:
-            ServerGoneError: nobody listens.
-        """
+        """Send one message (`ServerGoneError`: nobody listens)."""
         try:
             self._control.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -138,8 +131,8 @@ class ServerProcess:
             return []
         try:
             data = self._control.recv(1 << 16)
-        except ConnectionResetError as error:
-            raise ServerGoneError from error
+        except ConnectionResetError:
+            data = b""
         if not data:
             raise ServerGoneError
         *lines, self._received = (self._received + data).split(b"\n")
@@ -166,21 +159,15 @@ class ServerProcess:
         """SIGKILL; its leaders and their ranks die with it."""
         self._process.kill()
 
-    def _last_words(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_TIMEOUT_S)
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
 
 @dataclass
 class _Active:
-    """A run under way."""
+    """A run under way; `alone` after that many refusals of a GPU, None if it is not made alone."""
 
     spec: RunSpec
     folder: Path
     attempt: int
+    alone: int | None = None
     started_unix_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.monotonic)
     memory_kills: int | None = field(default_factory=num_memory_kills)
@@ -188,8 +175,6 @@ class _Active:
     num_kills: int = 0
     devices: tuple[str, ...] = ()
     shared_with: set[str] = field(default_factory=set)
-    refusals: int | None = None
-    """How often a run that is made alone was given no GPU; None: it is not made alone."""
 
     @property
     def overdue_s(self) -> float:
@@ -207,15 +192,10 @@ class LocalEngine(Closing):
     """Runs in fresh processes on this machine, one slot a rank."""
 
     def __init__(
-        self,
-        slots: int,
-        jobs: int | None = None,
-        entry: str = ENTRY,
-        devices: Sequence[str] = (),
-        limits: Limits | None = None,
-        mps: Callable[[], bool] = mps_runs,
-        recovery_s: Sequence[float] = RECOVERY_S,
-    ) -> None:
+        self, slots: int, jobs: int | None = None, entry: str = ENTRY,
+        devices: Sequence[str] = (), limits: Limits | None = None,
+        mps: Callable[[], bool] = mps_runs, recovery_s: Sequence[float] = RECOVERY_S,
+    ) -> None:  # fmt: skip
         """Prepare; nothing is started yet.
 
         Args:
@@ -231,13 +211,12 @@ class LocalEngine(Closing):
             UsageError: counts that make no sense.
         """
         self._slots = Slots(slots, devices, jobs)
-        self._entry = entry
-        self._limits = limits or Limits()
+        self._entry, self._limits = entry, limits or Limits()
         self._mps, self._recovery_s = mps, recovery_s
         self._shares = len(set(devices)) < len(devices)
-        self._to_repeat: list[_Active] = []
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
+        self._to_repeat: list[_Active] = []
         self._failure: Infrastructure | None = None
         self._ended: list[RunOutcome] = []
 
@@ -257,7 +236,7 @@ class LocalEngine(Closing):
 
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now."""
-        alone = any(run.refusals is not None for run in self._active.values())
+        alone = any(run.alone is not None for run in self._active.values())
         return self._slots.fits(spec) and not alone and not self._to_repeat
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
@@ -266,9 +245,9 @@ class LocalEngine(Closing):
         self._begin(_Active(spec, folder.absolute(), attempt))
 
     def _begin(self, run: _Active) -> None:
-        spec, key = run.spec, run.spec.key
-        run.devices = self._slots.take(spec)
-        shares = self._shares and bool(run.devices) and run.refusals is None and self._mps()
+        key = run.spec.key
+        run.devices = self._slots.take(run.spec)
+        shares = self._shares and bool(run.devices) and run.alone is None and self._mps()
         for other in self._active.values() if shares else ():
             if set(other.devices) & set(run.devices):
                 other.shared_with.add(key)
@@ -276,7 +255,7 @@ class LocalEngine(Closing):
         # Known before the server hears of it: a signal in between must find it to cancel.
         self._active[key] = run
         try:
-            begin_run(run.folder, spec)
+            begin_run(run.folder, run.spec)
             self._send_start({
                 "start": key, "folder": str(run.folder), "devices": run.devices,
                 "attempt": run.attempt, "shares_gpus": shares,
@@ -328,57 +307,53 @@ class LocalEngine(Closing):
         return ended
 
     def _repeat_alone(self, run: _Active) -> None:
-        refusals = run.refusals or 0
-        if refusals:
-            time.sleep(self._recovery_s[refusals - 1])
+        if run.alone:
+            time.sleep(self._recovery_s[run.alone - 1])
         set_aside(run.folder)
-        attempt = num_kept(run.folder)
-        again = _Active(run.spec, run.folder, attempt, refusals=refusals)
+        again = _Active(run.spec, run.folder, num_kept(run.folder), alone=run.alone or 0)
         again.shared_with = run.shared_with
         self._begin(again)
 
     def _take_messages(self, patience_s: float) -> None:
-        assert self._server is not None
+        assert self._server is not None, "a run is under way"
         try:
             messages = self._server.receive(patience_s)
         except ServerGoneError:
             self._server_died()
             return
         for message in messages:
-            if "started" in message and message["started"] in self._active:
+            if message.get("started") in self._active:
                 self._active[message["started"]].leader_pid = message["pid"]
-            elif "exited" in message and message["exited"] in self._active:
+            elif message.get("exited") in self._active:
                 self._leader_ended(message["exited"], message["status"], message)
 
     def _leader_ended(self, key: str, status: int | None, message: Mapping[str, Any]) -> None:
         run = self._release(key)
         stderr = run.folder / "leader.stderr"
         words = tail_of(stderr).strip()
-        last = words.split("\n")[-1]
         if not words:
             with suppress(OSError):
                 stderr.unlink(missing_ok=True)
         outcome, missing = read_outcome(run.folder, key)
+        last = words.split("\n")[-1] or missing
         if outcome is not None:
             self._tell(run, outcome)
         elif status is None:
-            told = f"the run could not be started: {message.get('why', '')}"
-            self._conclude(run, "not_run", told, machine=no_process(message.get("errno", 0)))
+            why = f"the run could not be started: {message.get('why', '')}"
+            self._conclude(run, "not_run", why, machine=no_process(message.get("errno", 0)))
         elif status in (NOT_RUN, NO_PROCESS):
-            told = f"the run could not be led: {last or 'its leader does not say why'}"
-            machine = "no_process" if status == NO_PROCESS else ""
-            self._conclude(run, "not_run", told, machine=machine)
+            why = f"the run could not be led: {last}"
+            self._conclude(run, "not_run", why, machine="no_process" * (status == NO_PROCESS))
         elif status == ExitCode.NO_VERDICT:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
         elif status < 0:
             # What a rank does can kill its leader, but cannot make the leader's own code fail.
             what: What = "killed" if status == -signal.SIGKILL else "crashed"
             name = signal_name(-status)
-            told = f"the leader of the run died by {name}: {last or missing}"
-            self._conclude(run, what, told, signal_=name)
+            self._conclude(run, what, f"the leader of the run died by {name}: {last}", signal_=name)
         else:
-            told = f"the leader of the run exited with code {status}: {last or missing}"
-            self._conclude(run, "interrupted", told)
+            why = f"the leader of the run exited with code {status}: {last}"
+            self._conclude(run, "interrupted", why)
 
     def _server_died(self, spare: str = "") -> None:
         """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
@@ -394,38 +369,37 @@ class LocalEngine(Closing):
             if outcome is not None:
                 self._tell(run, outcome)
             else:
-                told = f"the forkserver {how} during the run"
-                self._conclude(run, "interrupted", told, machine="forkserver_died")
+                why = f"the forkserver {how} during the run"
+                self._conclude(run, "interrupted", why, machine="forkserver_died")
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
         """Hand an outcome out, unless the run is to be made alone."""
-        failed = outcome.what not in ("", *LOST)
-        refusals = run.refusals
-        if refusals is not None and failed and refusals < len(self._recovery_s):
-            result = load_run_folder(run.folder, run.spec)
-            if machine_failure(result) == "device_unavailable":
-                run.refusals = refusals + 1
-                self._to_repeat.append(run)
-                return
-        if refusals is None and failed and run.shared_with:
+        failed, alone = outcome.what not in ("", *LOST), run.alone
+        if failed and alone is None and run.shared_with:
             self._save(run, replace(outcome, undecided=True))
             self._to_repeat.append(run)
             return
-        if outcome.undecided:
-            outcome = replace(outcome, undecided=False)
-            self._save(run, outcome)
-        if refusals is not None and failed:
+        if failed and alone is not None and alone < len(self._recovery_s):
+            result = load_run_folder(run.folder, run.spec)
+            if machine_failure(result) == "device_unavailable":
+                run.alone = alone + 1
+                self._to_repeat.append(run)
+                return
+        decided = replace(outcome, undecided=False)
+        if failed and alone is not None:
             company = ", ".join(sorted(run.shared_with))
             words = f"{outcome.message}; this time alone, before that on a GPU with {company}"
-            outcome = replace(outcome, message=words)
-            self._save(run, outcome)
-        self._ended.append(outcome)
+            decided = replace(decided, message=words)
+        if decided != outcome:
+            self._save(run, decided)
+        self._ended.append(decided)
 
-    def _save(self, run: _Active, outcome: RunOutcome) -> None:
+    def _save(self, run: _Active, outcome: RunOutcome) -> bool:
         try:
             save_outcome(run.folder, outcome)
         except Infrastructure as error:
             self._failure = error
+        return self._failure is None
 
     def _release(self, key: str) -> _Active:
         self._slots.release(key)
@@ -436,22 +410,16 @@ class LocalEngine(Closing):
     ) -> None:
         """Write the outcome of a run whose leader could not."""
         outcome = RunOutcome(
-            key=run.spec.key,
-            what=what,
-            message=message,
-            culprit_rank=None,
+            key=run.spec.key, what=what, message=message, culprit_rank=None,
             ranks=tuple(RankExit(rank=rank, code=None) for rank in range(run.spec.world_size)),
-            started_unix_s=run.started_unix_s,
-            wall_s=time.monotonic() - run.started_s,
-            attempt=run.attempt,
-            ending=Ending(machine=machine, signal=signal_),
-        )
+            started_unix_s=run.started_unix_s, wall_s=time.monotonic() - run.started_s,
+            attempt=run.attempt, ending=Ending(machine=machine, signal=signal_),
+        )  # fmt: skip
         outcome = with_sender(outcome, memory_kills_since(run.memory_kills))
         with suppress(OSError):
             for half_written in list(run.folder.glob(".*.tmp")):  # by the leader, as it was killed
                 half_written.unlink(missing_ok=True)
-        self._save(run, outcome)
-        if self._failure is None:
+        if self._save(run, outcome):
             self._tell(run, outcome)
 
     def _end_overdue(self, now_s: float) -> None:

@@ -101,7 +101,7 @@ def test_whose_end_a_signal_was() -> None:
     clock.advance(11.0)
     clock.ended(3, -KILL, 11.1)
     assert [clock.exits[rank].killed_by_harness for rank in range(4)] == [False, True, False, True]
-    assert clock.failed_order == [0, 2]
+    assert list(clock.failed_s) == [0, 2]
     assert not clock.running
 
 
