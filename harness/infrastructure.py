@@ -17,7 +17,7 @@ What ended a run decides, never what a check said of it. A run whose records hol
 some rank saw an illegal access, ran out of memory or refused its graph is the program's, whatever
 else was printed: trying it again would hide what was seen.
 
-Ranks that share a GPU may bring each other down (`harness.engine.base`): then nobody is to blame
+Ranks that share a GPU may bring each other down (`harness.engine.local`): then nobody is to blame
 (`SHARED_GPU`), and their times mean nothing.
 
 What a rank printed counts for nothing. An exception counts if the rank at fault recorded it, blames

@@ -32,11 +32,7 @@ class Engine(Protocol):
         ...
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that could never start here.
-
-        Raises:
-            UsageError: more ranks than slots, or a device that is not there.
-        """
+        """Refuse a run that could never start here (`UsageError`): too many ranks, no device."""
         ...
 
     def can_start(self, spec: RunSpec) -> bool:
@@ -85,11 +81,7 @@ class Slots:
     def __init__(
         self, num_slots: int, devices: Sequence[str] = (), jobs: int | None = None
     ) -> None:
-        """Make `num_slots` free slots for at most `jobs` runs at a time.
-
-        Raises:
-            UsageError: a count below 1, or as many devices as slots are not given.
-        """
+        """Make free slots for at most `jobs` runs (`UsageError`: counts that cannot be)."""
         if num_slots < 1:
             raise UsageError(f"expected at least 1 slot, got {num_slots}")
         if jobs is not None and jobs < 1:
@@ -102,11 +94,7 @@ class Slots:
         self._taken: dict[str, tuple[int, ...]] = {}
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that could never start.
-
-        Raises:
-            UsageError: more ranks than slots, or a GPU run without GPUs.
-        """
+        """Refuse a run that could never start (`UsageError`)."""
         if spec.world_size < 1:
             raise UsageError(f"run {spec.key}: expected at least 1 rank, got {spec.world_size}")
         if spec.device == "cuda" and not self._devices:
@@ -143,11 +131,7 @@ class Slots:
 
 
 def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
-    """The GPU of each rank slot: every GPU once, then every GPU again.
-
-    Raises:
-        ValueError: less than one rank a GPU.
-    """
+    """The GPU of each rank slot: every GPU once, then again (`ValueError`: no rank a GPU)."""
     if ranks_per_gpu < 1:
         raise ValueError(f"Expected at least 1 rank a GPU, got {ranks_per_gpu}.")
     return tuple(gpus) * ranks_per_gpu

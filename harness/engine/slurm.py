@@ -38,12 +38,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from harness.codec import Json, dumps
 from harness.engine.base import Closing
+from harness.engine.evidence import tail_of
 from harness.engine.leader import (
     LOG_FILE,
     NO_WORD,
@@ -61,7 +62,7 @@ from harness.provenance import code_variables
 from harness.records import CaseSpec, RecordError, RunOutcome, RunSpec
 from harness.repeats import unique_runs
 from harness.store import begin_run, save_outcome
-from harness.store.files import read_tail, write_atomic
+from harness.store.files import write_atomic
 
 ENTRY = "harness.worker.main:rank_main"
 OURS = {
@@ -112,7 +113,6 @@ class SlurmOptions(Json):
 
 
 DEFAULT_OPTIONS = SlurmOptions()
-KEYS = tuple(entry.name for entry in fields(SlurmOptions))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +144,9 @@ def share_out(world_size: int, options: SlurmOptions, device: str) -> Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long to wait, in seconds.
-
-    Attributes:
-        poll_s: between two looks.
-        late_s: for files of a step that is over.
-        away_s: for a controller that does not answer.
-        cancel_s: for an allocation or a step that was cancelled to be gone.
-        leave_s: for a step to end when every node has reported.
-    """
+    """How long to wait, in seconds: between two looks; for files of a step that is over; for a
+    controller that does not answer; for what was cancelled to be gone; for a step to end when every
+    node has reported."""
 
     poll_s: float = 1.0
     late_s: float = 75.0
@@ -427,19 +421,14 @@ class SlurmEngine(Closing):
 
     def _request(self) -> list[str]:
         """Options of salloc."""
-        options, asked = self._options, []
-        if options.walltime_s is not None:
-            asked.append(f"--time={math.ceil(options.walltime_s / 60)}")
-        if options.gpus_per_node is not None and self._gpus:
-            asked.append(f"--gres=gpu:{options.gpus_per_node}")
-        if options.partition:
-            asked.append(f"--partition={options.partition}")
-        if options.account:
-            asked.append(f"--account={options.account}")
-        return [
-            f"--nodes={self._nodes}", "--ntasks-per-node=1", f"--cpus-per-task={self._cpus}",
-            *asked, *options.args,
-        ]  # fmt: skip
+        options = self._options
+        minutes = "" if options.walltime_s is None else math.ceil(options.walltime_s / 60)
+        wanted = {
+            "--nodes=": self._nodes, "--ntasks-per-node=": 1, "--cpus-per-task=": self._cpus,
+            "--time=": minutes, "--gres=gpu:": (options.gpus_per_node or "") if self._gpus else "",
+            "--partition=": options.partition, "--account=": options.account,
+        }  # fmt: skip
+        return [f"{name}{value}" for name, value in wanted.items() if value != ""] + [*options.args]
 
     @staticmethod
     def _environment() -> dict[str, str]:
@@ -496,13 +485,12 @@ class SlurmEngine(Closing):
 
     def _begins_again(self, run: _Active) -> bool:
         """Whether the step was started once more, as no controller was there to start it."""
-        log = read_tail(run.folder / LOG_FILE, 8 << 10).decode(errors="replace")
-        away_s = time.monotonic() - run.started_s
+        log, allocation = tail_of(run.folder / LOG_FILE), self._allocation
         began = "slurmstepd" in log or any(run.folder.glob("rank*"))
-        allocation = self._allocation
-        if run.srun.returncode == 0 or began or not _passes(log) or allocation is None:
+        late = time.monotonic() - run.started_s > self._patience.away_s
+        if run.srun.returncode == 0 or began or late or not _passes(log):
             return False
-        if away_s > self._patience.away_s or not allocation.is_held:
+        if allocation is None or not allocation.is_held:
             return False
         time.sleep(self._patience.poll_s)
         (run.folder / LOG_FILE).unlink()

@@ -108,7 +108,7 @@ def prepare(request: Request) -> Prepared:
         plan=make_plan(
             chosen,
             slots=slots,
-            jobs=request.jobs,
+            jobs=request.jobs if slurm is None else 1,
             seconds=seconds,
             memory_bytes=None if slurm else _memory_bytes(device, here),
         ),
@@ -210,7 +210,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
         plan=resume_plan(
             folder.cases,
             slots=slots,
-            jobs=request.jobs,
+            jobs=request.jobs if slurm is None else 1,
             finished=lambda key: key not in left,
             seconds=expected_here(request.history, kind_of(here)),
             repeats=open_repeats(folder, retries),

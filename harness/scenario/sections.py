@@ -202,7 +202,7 @@ def _word(node: Node, key: str) -> str:
 
 
 def _arguments(node: Node, key: str) -> tuple[str, ...]:
-    entries = take_list(node, key, "options of sbatch", may_be_empty=True)
+    entries = take_list(node, key, "options of salloc", may_be_empty=True)
     return tuple(_argument(entry, key) for entry in entries)
 
 
@@ -210,14 +210,14 @@ def _argument(node: Node, key: str) -> str:
     text = take_str(node, key)
     # `-pname` and `--partition=name` are one argument each; `-p` and `name` would be two.
     option = text.partition("=")[0] if text.startswith("--") else text[:2]
-    # sbatch takes the beginning of an option's name for the option: --arr for --array.
+    # salloc takes the beginning of an option's name for the option: --arr for --array.
     option = next((ours for ours in OURS if len(option) > 2 and ours.startswith(option)), option)
     if option in OURS:
         ours = OURS[option]
         instead = f"launch.slurm.{ours}" if ours else "an option that is not its own"
         raise refuse(node, key, f"{instead}, as the engine says {option} itself")
     if not text.startswith("-") or "\n" in text:
-        raise refuse(node, key, "options of sbatch, each with its value (--qos=high)")
+        raise refuse(node, key, "options of salloc, each with its value (--qos=high)")
     return text
 
 

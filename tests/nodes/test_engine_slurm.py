@@ -152,9 +152,9 @@ def test_nodes_that_do_not_come_are_given_up(slurm: LocalSlurm, tmp_path: Path) 
     """After `pending_s`, with the reason, and the request is taken back."""
     slurm.call("scontrol", "update", "PartitionName=all", "State=DOWN")
     try:
-        with engine(SlurmOptions(nodes=2, pending_s=2.0)) as made:
-            with pytest.raises(Infrastructure, match=r"did not start job \d+ in 2 s .*Partition"):
-                made.start(spec(), tmp_path / "run")
+        told = pytest.raises(Infrastructure, match=r"did not start job \d+ in 2 s .*Partition")
+        with engine(SlurmOptions(nodes=2, pending_s=2.0)) as made, told:
+            made.start(spec(), tmp_path / "run")
         until(lambda: not jobs(slurm), "still queued")
     finally:
         slurm.call("scontrol", "update", "PartitionName=all", "State=UP")
@@ -214,9 +214,9 @@ def test_an_allocation_that_is_left_over_is_cancelled(slurm: LocalSlurm, tmp_pat
     """Harness and salloc killed at once: whoever goes on with the folder cancels it first."""
     dead = engine()
     dead.start(spec(HANG), tmp_path / "a")
-    assert dead._allocation is not None  # noqa: SLF001
-    assert dead._allocation.salloc is not None  # noqa: SLF001
-    dead._allocation.salloc.kill()  # noqa: SLF001
+    assert dead._allocation is not None
+    assert dead._allocation.salloc is not None
+    dead._allocation.salloc.kill()
     (left,) = jobs(slurm)
     with engine() as made:
         assert finish(made, spec(), tmp_path / "b").what == ""
@@ -233,4 +233,3 @@ def test_too_few_nodes_of_ones_own(
         monkeypatch.setenv(name, value)
     with engine(TWO_BY_TWO) as made, pytest.raises(UsageError, match="2 nodes, Slurm job 7 has 1"):
         made.check(spec())
-

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.base import Slots
-from harness.engine.base import gpu_environment, mps_runs, shared
+from harness.engine.base import Slots, gpu_environment, mps_runs, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
 

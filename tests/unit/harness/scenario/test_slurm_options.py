@@ -1,14 +1,11 @@
 """`launch.slurm` and `--slurm`: what is taken, what is refused, what wins."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.engine.slurm import OURS, SlurmOptions, device_on_slurm, stored_options
 from harness.errors import ScenarioError, UsageError
-from harness.repeats import confirming_runs
-from harness.runner import launch
 from harness.runner.launch import Request, prepare
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.sections import Launch
@@ -25,7 +22,7 @@ launch: LAUNCH
 FULL = (
     "{engine: slurm, slurm: {partition: gpu, account: me, walltime_s: 90, pending_s: 60, "
     "nodes: 2, "
-    "ranks_per_node: 4, gpus_per_node: 8, cpus_per_rank: 3, requeue: true, args: [--qos=high]}}"
+    "ranks_per_node: 4, gpus_per_node: 8, cpus_per_rank: 3, args: [--qos=high]}}"
 )
 
 
@@ -42,12 +39,12 @@ def launch_of(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_every_key_is_taken(launch_of) -> None:  # type: ignore[no-untyped-def]
-    """A scenario can say all that a job may ask of Slurm."""
+    """A scenario can say all that may be asked of Slurm."""
     launch = launch_of(FULL)
     assert launch.engine == "slurm"
     assert launch.slurm == SlurmOptions(
         partition="gpu", account="me", walltime_s=90.0, pending_s=60.0, nodes=2,
-        ranks_per_node=4, gpus_per_node=8, cpus_per_rank=3, requeue=True, args=("--qos=high",),
+        ranks_per_node=4, gpus_per_node=8, cpus_per_rank=3, args=("--qos=high",),
     )  # fmt: skip
 
 
@@ -75,14 +72,15 @@ def test_without_a_word_of_it_runs_are_local(launch_of) -> None:  # type: ignore
         ("{slurm: {pending_s: 1e300}}", "at most 2592000"),
         ("{slurm: {walltime_s: 1e300}}", "at most 2592000"),
         ("{slurm: {partition: a b}}", "a name without spaces"),
-        ("{slurm: {requeue: 1}}", "expected a bool"),
-        ("{slurm: {args: --qos=high}}", "a list of options of sbatch"),
+        ("{slurm: {same_nodes: true}}", "expected a known key"),
+        ("{slurm: {requeue: true}}", "expected a known key"),
+        ("{slurm: {args: --qos=high}}", "a list of options of salloc"),
         ("{slurm: {args: [qos]}}", "each with its value"),
         ("{slurm: {args: ['--partition=x']}}", "launch.slurm.partition, as the engine says"),
         ("{slurm: {args: [-px]}}", "launch.slurm.partition, as the engine says"),
         ("{slurm: {args: ['-Q']}}", "an option that is not its own"),
-        ("{slurm: {args: ['--array=1-3']}}", "an option that is not its own"),
-        ("{slurm: {args: ['--arr=1-3']}}", "an option that is not its own"),
+        ("{slurm: {args: ['--no-shell']}}", "an option that is not its own"),
+        ("{slurm: {args: ['--no-sh']}}", "an option that is not its own"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(  # type: ignore[no-untyped-def]
@@ -110,13 +108,13 @@ def test_the_device_is_not_that_of_the_machine_at_hand() -> None:
 
 
 def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> None:
-    """`--engine slurm --slurm nodes=2` plans every run at once, GPUs or none on this machine."""
+    """`--engine slurm --slurm nodes=2` plans runs one by one, GPUs or none on this machine."""
     path = tmp_path / "s.yaml"
     path.write_text(SCENARIO.replace("LAUNCH", "{slurm: {gpus_per_node: 8}}"))
     prepared = prepare(Request(scenario=path, engine="slurm", slurm=("nodes=2",)))
     assert prepared.slurm == SlurmOptions(nodes=2, gpus_per_node=8)
     assert (prepared.device, prepared.devices) == ("cuda", ())
-    assert prepared.plan.slots == 3 * (1 + 2)
+    assert (prepared.plan.slots, prepared.plan.jobs) == (2, 1)
     assert not prepared.plan.skipped
     assert prepare(Request(scenario=path, device="cpu")).slurm is None
     with pytest.raises(UsageError, match="these go to Slurm"):
@@ -131,27 +129,3 @@ def test_what_was_asked_is_read_back_from_the_manifest() -> None:
     assert stored_options({}) is None
     with pytest.raises(UsageError, match="damaged"):
         stored_options({"slurm": {"nodes": "3"}})
-
-
-@pytest.mark.parametrize("same", ["false", "true"])
-def test_every_run_of_a_case_is_sent_to_the_nodes_of_its_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: str
-) -> None:
-    """Control, candidate and the repeats that confirm a difference; only where it is asked for."""
-    path = tmp_path / "s.yaml"
-    path.write_text(
-        SCENARIO.replace(
-            "LAUNCH", f"{{engine: slurm, confirm: true, slurm: {{same_nodes: {same}}}}}"
-        )
-    )
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(launch, "SlurmEngine", lambda options, **more: given.update(more))
-    prepared = prepare(Request(scenario=path))
-    launch.make_engine(prepared)
-    expected = {
-        spec.key: case.reference.key
-        for case in prepared.plan.cases
-        for spec in (case.control, case.candidate, *confirming_runs(case).values())
-    }
-    assert len(expected) == 2 * 4
-    assert given["references"] == (expected if same == "true" else None)
