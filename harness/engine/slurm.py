@@ -117,7 +117,7 @@ DEFAULT_OPTIONS = SlurmOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Json):
-    """A run as its agents find it in step.json; no other step has its `name`."""
+    """A run as agents find it in step.json; no other step has its `name`."""
 
     name: str
     num_nodes: int
@@ -292,14 +292,9 @@ class SlurmEngine(Closing):
     """Runs on the nodes of one allocation, one at a time."""
 
     def __init__(
-        self,
-        options: SlurmOptions,
-        *,
-        slots: int = 1 << 16,
-        entry: str = ENTRY,
-        limits: Limits | None = None,
-        patience: Patience | None = None,
-    ) -> None:
+        self, options: SlurmOptions, *, slots: int = 1 << 16, entry: str = ENTRY,
+        limits: Limits | None = None, patience: Patience | None = None,
+    ) -> None:  # fmt: skip
         """Prepare; nothing is asked for yet.
 
         Args:

@@ -160,7 +160,7 @@ def main() -> int:
             if wanted and name not in wanted:
                 continue
             began_s = time.monotonic()
-            with engine(LEFT, replace(PATIENCE, leave_s=5.0)) as made:
+            with engine(LEFT, replace(PATIENCE, leave_s=5.0, cancel_s=10.0)) as made:
                 outcome = attack(Attack(slurm, Path(out) / name / "run", made))
             took_s = time.monotonic() - began_s
             wrong += outcome.what not in expected

@@ -78,7 +78,7 @@ def test_what_is_asked_for_is_what_the_largest_run_needs(programs: Path, tmp_pat
     with SlurmEngine(options, patience=PATIENCE) as engine:
         engine.check(replace(RUN, world_size=8))
         for name in "ab":
-            engine.start(RUN, tmp_path / "runs" / name)
+            engine.start(replace(RUN, world_size=1), tmp_path / "runs" / name)
             engine.cancel()
     (asked,) = (programs / "salloc.asked").read_text().splitlines()
     head, _, rest = asked.partition(" --nodes=2 ")
@@ -88,24 +88,23 @@ def test_what_is_asked_for_is_what_the_largest_run_needs(programs: Path, tmp_pat
     )
 
 
-def test_a_controller_that_is_away_is_asked_again(programs: Path, tmp_path: Path) -> None:
+AWAY = "Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize(("began", "calls"), [("", 3), ("slurmstepd: error: x; ", 1)])
+def test_a_controller_that_is_away_is_asked_again(
+    programs: Path, tmp_path: Path, began: str, calls: int
+) -> None:
     """For nodes as for a step; what has begun is not started twice."""
-    away = "Unable to contact slurm controller (connect failure)"
-    play(
-        programs,
-        "salloc",
-        f'[ -e $0.1 ] || {{ touch $0.1; echo "{away}" >&2; exit 1; }}; {GRANTED}',
-    )
-    play(
-        programs,
-        "srun",
-        f'echo x >> $0.calls; [ $(wc -l < $0.calls) = 3 ] || {{ echo "{away}" >&2; exit 1; }}',
-    )
+    first = f'[ -e $0.1 ] || {{ touch $0.1; echo "{AWAY}" >&2; exit 1; }}; '
+    play(programs, "salloc", first + GRANTED)
+    until_3 = f'[ $(wc -l < $0.calls) = 3 ] || {{ echo "{began}{AWAY}" >&2; exit 1; }}'
+    play(programs, "srun", f"echo x >> $0.calls; {until_3}")
     with SlurmEngine(SlurmOptions(), patience=PATIENCE) as engine:
         engine.start(RUN, tmp_path / "runs" / "a")
         (outcome,) = engine.wait()
     assert outcome.what == "interrupted"
-    assert (programs / "srun.calls").read_text().count("x") == 3
+    assert (programs / "srun.calls").read_text().count("x") == calls
 
 
 def test_a_step_that_stays_is_ended(programs: Path, tmp_path: Path) -> None:
