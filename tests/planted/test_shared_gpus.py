@@ -204,7 +204,7 @@ def test_what_is_cut_short_is_asked_on(machine: Machine, folder: RunFolder) -> N
     flaws = [find_flaw(folder.load_run(run)) for run in runs]
     assert all(says_nothing(folder.finished(run.key)) for run in runs)
     assert "shared_gpu" in {flaw.what for flaw in flaws if flaw is not None}
-    found = {}
+    found: dict[str, str] = {}
     for run in runs:
         folder.set_aside(run.key)
         attempt = folder.num_attempts(run.key)
