@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsdp_core.config import ParallelConfig, TrainConfig
-from harness.engine.gpus import gpu_environment, shared
+from harness.engine.base import gpu_environment, shared
 from harness.engine.local import LocalEngine
 from harness.records import EndRecord, RunSpec, StartRecord, dumps, parse_record
 

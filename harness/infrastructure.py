@@ -17,7 +17,7 @@ What ended a run decides, never what a check said of it. A run whose records hol
 some rank saw an illegal access, ran out of memory or refused its graph is the program's, whatever
 else was printed: trying it again would hide what was seen.
 
-Ranks that share a GPU may bring each other down (`harness.engine.gpus`): then nobody is to blame
+Ranks that share a GPU may bring each other down (`harness.engine.local`): then nobody is to blame
 (`SHARED_GPU`), and their times mean nothing.
 
 What a rank printed counts for nothing. An exception counts if the rank at fault recorded it, blames
@@ -37,7 +37,7 @@ SHARED_GPU: What = "shared_gpu"
 """What is said of a run where nobody knows whose doing its end was."""
 HOST_KEY = "NCCL_HOSTID"
 SHARED_HOST = "shared-gpus"
-"""How its value begins where ranks share GPUs (`harness/engine/gpus.py` has the reason)."""
+"""How its value begins where ranks share GPUs (`harness/engine/base.py` has the reason)."""
 
 
 @dataclass(frozen=True, kw_only=True)

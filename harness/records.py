@@ -537,7 +537,7 @@ class RunOutcome(Json):
     first (the others often only report a lost connection). `from_outside`: a SIGKILL ended it that
     neither the harness sent nor, by the kernel's own count, the kernel for want of memory.
     `undecided`: nobody knows yet whether its end was its own or that of one of the runs `tied`
-    (`harness.engine.gpus`).
+    (`harness.engine.local`).
     """
 
     key: str

@@ -85,7 +85,7 @@ _engine = _options(
     click.option(
         "--engine",
         type=click.Choice(ENGINES),
-        help="Start runs on this machine or as Slurm jobs; overrides launch.engine.",
+        help="Start runs on this machine or in an allocation of Slurm; overrides launch.engine.",
     ),
     click.option(
         "--slurm",

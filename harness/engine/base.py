@@ -1,15 +1,26 @@
-"""What an engine is: slots, runs started and waited for; and who gets which slot.
+"""What an engine is: slots, runs started and waited for; who gets which slot, and which GPU.
 
 A run takes one slot a rank. With devices, slot i stands for device i: runs that are under way at
-the same time share one only if it is named more than once (`gpus.shared`).
+the same time share one only if it is named more than once (`shared`).
+
+NCCL refuses two ranks of one communicator on one GPU, as it sees by host and bus. Ranks that share
+GPUs are therefore put on hosts of their own, by NCCL_HOSTID: the first rank of each GPU makes up
+the first host, the second rank of each the next, and so on. Ranks of one such host talk as ever;
+hosts talk through sockets on the loopback device: NCCL's own kernels and bits, and times that mean
+nothing.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
 from harness.errors import UsageError
+from harness.infrastructure import HOST_KEY, SHARED_HOST
 from harness.records import RunOutcome, RunSpec
+
+MPS_PIPES = "/tmp/nvidia-mps"
+"""Folder of the pipes of CUDA's MPS, unless CUDA_MPS_PIPE_DIRECTORY names another."""
 
 
 class Engine(Protocol):
@@ -21,11 +32,7 @@ class Engine(Protocol):
         ...
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that could never start here.
-
-        Raises:
-            UsageError: more ranks than slots, or a device that is not there.
-        """
+        """Refuse a run that could never start here (`UsageError`): too many ranks, no device."""
         ...
 
     def can_start(self, spec: RunSpec) -> bool:
@@ -38,17 +45,6 @@ class Engine(Protocol):
         Raises:
             UsageError: see `check`.
             Infrastructure: the engine or the disk refused.
-        """
-        ...
-
-    def adopt(self, spec: RunSpec, folder: Path) -> bool:
-        """Go on with a run that an earlier harness started in `folder`, where engines can.
-
-        `can_start` must be true. If the answer is yes the run counts as started: `wait` gives its
-        outcome, even if it has ended in the meantime. If it is no, nothing has changed.
-
-        Raises:
-            Infrastructure: it cannot be found out.
         """
         ...
 
@@ -85,11 +81,7 @@ class Slots:
     def __init__(
         self, num_slots: int, devices: Sequence[str] = (), jobs: int | None = None
     ) -> None:
-        """Make `num_slots` free slots for at most `jobs` runs at a time.
-
-        Raises:
-            UsageError: a count below 1, or as many devices as slots are not given.
-        """
+        """Make free slots for at most `jobs` runs (`UsageError`: counts that cannot be)."""
         if num_slots < 1:
             raise UsageError(f"expected at least 1 slot, got {num_slots}")
         if jobs is not None and jobs < 1:
@@ -102,11 +94,7 @@ class Slots:
         self._taken: dict[str, tuple[int, ...]] = {}
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that could never start.
-
-        Raises:
-            UsageError: more ranks than slots, or a GPU run without GPUs.
-        """
+        """Refuse a run that could never start (`UsageError`)."""
         if spec.world_size < 1:
             raise UsageError(f"run {spec.key}: expected at least 1 rank, got {spec.world_size}")
         if spec.device == "cuda" and not self._devices:
@@ -140,3 +128,37 @@ class Slots:
     def release(self, key: str) -> None:
         """Give the slots of a run back."""
         self._free |= set(self._taken.pop(key))
+
+
+def shared(gpus: Sequence[str], ranks_per_gpu: int) -> tuple[str, ...]:
+    """The GPU of each rank slot: every GPU once, then again (`ValueError`: no rank a GPU)."""
+    if ranks_per_gpu < 1:
+        raise ValueError(f"Expected at least 1 rank a GPU, got {ranks_per_gpu}.")
+    return tuple(gpus) * ranks_per_gpu
+
+
+def gpu_environment(devices: Sequence[str], rank: int) -> dict[str, str]:
+    """Variables of one rank: the GPUs that it sees, and its own as LOCAL_RANK.
+
+    Args:
+        devices: GPU of each rank, as CUDA_VISIBLE_DEVICES names it; empty for ranks without.
+        rank: whose environment.
+    """
+    if not devices:
+        return {"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": str(rank)}
+    # CUDA sees no GPU at all where one is named twice.
+    seen = list(dict.fromkeys(devices))
+    found = {
+        "CUDA_VISIBLE_DEVICES": ",".join(seen),
+        "LOCAL_RANK": str(seen.index(devices[rank])),
+    }
+    if len(seen) < len(devices):
+        host = devices[:rank].count(devices[rank])
+        found |= {HOST_KEY: f"{SHARED_HOST}-{host}", "NCCL_SOCKET_IFNAME": "lo"}
+    return found
+
+
+def mps_runs() -> bool:
+    """Whether processes that use CUDA here go through MPS: its daemon has made its control pipe."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_PIPES
+    return os.path.exists(os.path.join(folder, "control"))  # noqa: PTH110, PTH118 - never raises

@@ -15,7 +15,7 @@ vain: one has called another collective than it should, or has left one out.
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,13 +30,7 @@ IN_CAPTURE = "a capture"
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Json):
-    """A collective that a rank has entered, over or not.
-
-    Attributes:
-        key: of its group, as `Place.entered` has it.
-        number: of the collectives of the group.
-        operator, step, sizes, called_at: as in `Place`.
-    """
+    """A collective that a rank has entered, over or not, the `number`-th of the group `key`."""
 
     key: str
     number: int
@@ -48,20 +42,20 @@ class Recorded(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Json):
-    """Where a rank is.
+    """Where a rank is. What is not known is "", a step -1.
 
     Attributes:
         step: of the training.
         operator: the collective that it entered last, as torch calls it.
-        label: whose it is, as far as that is known: `layers.1`, or `IN_CAPTURE`.
+        label: whose it is: `layers.1`, or `IN_CAPTURE`.
         group: global ranks that take part in it.
         is_inside: whether it has not come back from it.
         entered: how many collectives of each group it has entered, by ranks as `0,1`.
-        module: innermost module that was running, in the step that captures graphs; else "".
+        module: innermost module that was running, in the step that captures graphs.
         name: of the group where it is not the one of all ranks; two groups may have the same ranks.
-        sizes: of the tensors that it takes, where all ranks must have the same; "" if not known.
-        called_at: line of the program that called it, as `train.py:7 in main`; "" if not known.
-        phase: forward, backward or optimizer, whatever the rank was in; "" if not known.
+        sizes: of the tensors that it takes, where all ranks must have the same.
+        called_at: line of the program that called it, as `train.py:7 in main`.
+        phase: forward, backward or optimizer, whatever the rank was in.
         at: line of the program that the rank was at.
         recent: what torch's flight recorder has of the last collectives of all groups.
     """
@@ -94,16 +88,14 @@ class Place(Json):
     def as_entered(self) -> Entered:
         """The collective, as an outcome names it."""
         in_capture = self.label == IN_CAPTURE
-        operator = self.operator.rpartition("::")[2].strip("_")
-        label = "" if in_capture else self.label
         return Entered(
-            operator=operator, label=label, in_capture=in_capture, sizes=self.sizes,
+            operator=self.operator.rpartition("::")[2].strip("_"),
+            label="" if in_capture else self.label, in_capture=in_capture, sizes=self.sizes,
             called_at=self.called_at,
         )  # fmt: skip
 
     def words(self, number: int) -> str:
         """The same with its step and its number in the group."""
-        # NCCL's recorder counts no steps.
         when = f" in step {self.step}" if self.step >= 0 else ""
         group = f"ranks {group_key(self.group)}" + (f", group {self.name}" if self.name else "")
         called = f", called at {self.called_at}" if self.called_at else ""
@@ -130,11 +122,7 @@ class PlaceFile:
     """Writes one rank's place."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file.
-
-        Raises:
-            OSError: the disk refused.
-        """
+        """Make the file (`OSError`: the disk refused)."""
         self._path = path
         path.write_bytes(bytes(SIZE_BYTES))
         with path.open("r+b") as file:
@@ -155,8 +143,7 @@ class PlaceFile:
 def read_place(path: Path) -> Place | None:
     """Where a rank was last; None if it did not say, or nothing that decodes."""
     try:
-        line = read_plain(path, SIZE_BYTES).partition(b"\n")[0]
-        return Place.from_json(json.loads(line))
+        return Place.from_json(json.loads(read_plain(path, SIZE_BYTES).partition(b"\n")[0]))
     except (OSError, ValueError, RecordError, RecursionError):
         return None
 
@@ -199,17 +186,19 @@ class Fault:
     def __str__(self) -> str:
         mine, words = self.place, self.expected.words(self.number)
         if mine is None:
-            return f"{_names(self.ranks)} never entered {words}"
+            return f"{rank_names(self.ranks)} never entered {words}"
         told = mine.collective
         if told == self.expected.collective and mine.sizes != self.expected.sizes:
             told += f" of sizes {mine.sizes}, not {self.expected.sizes},"
         called = f", called at {mine.called_at}," if mine.called_at else ""
-        others = f"where {_names(self.others)} entered {words}"
-        return f"{_names(self.ranks)} entered {told}{called} {others}"
+        others = f"where {rank_names(self.others)} entered {words}"
+        return f"{rank_names(self.ranks)} entered {told}{called} {others}"
 
 
-def _names(ranks: tuple[int, ...]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+def rank_names(ranks: Iterable[int]) -> str:
+    """`rank 1`, or `ranks 0, 2`."""
+    numbers = list(ranks)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
 
 
 def find_mismatch(places: Mapping[int, Place]) -> Fault | None:
@@ -218,40 +207,32 @@ def find_mismatch(places: Mapping[int, Place]) -> Fault | None:
     NCCL enqueues: a rank goes on after a collective that can never end, and is found in a later
     one. So the first that ranks recorded differently counts before those they wait in.
     """
-    waiting = {
-        rank: {place.key: {place.entered.get(place.key, 0): place}}
-        for rank, place in places.items()
-        if place.is_inside and place.group
-    }
-    return _first_mismatch({rank: _by_number(place) for rank, place in places.items()}) or (
-        _first_mismatch(waiting)
-    )
-
-
-def _by_number(place: Place) -> dict[str, dict[int, Place]]:
-    """What a rank recorded, each as the place it was in; by group and number."""
-    found: dict[str, dict[int, Place]] = {}
-    for each in place.recent:
-        ranks, _, name = each.key.partition(" ")
-        # Without its label: ranks whose modules differ in name have met, if operators agree.
-        found.setdefault(each.key, {})[each.number] = Place(
-            step=each.step, operator=each.operator, label="", is_inside=True, name=name,
-            group=tuple(map(int, ranks.split(","))) if ranks else (), sizes=each.sizes,
-            entered={each.key: each.number}, called_at=each.called_at,
-        )  # fmt: skip
-    return found
-
-
-def _first_mismatch(entered: Mapping[int, Mapping[str, Mapping[int, Place]]]) -> Fault | None:
-    met: dict[tuple[str, int], dict[int, Place]] = {}
-    for rank, groups in sorted(entered.items()):
-        for key, places in groups.items():
-            for number, place in places.items():
-                met.setdefault((key, number), {})[rank] = place
-    for (_, number), places in sorted(met.items(), key=lambda item: item[0][1]):
-        if (mismatch := _mismatch(places, number)) is not None:
-            return mismatch
+    recorded = [
+        (each.key, each.number, rank, _as_place(each))
+        for rank, place in sorted(places.items()) for each in place.recent
+    ]  # fmt: skip
+    waiting = [
+        (place.key, place.entered.get(place.key, 0), rank, place)
+        for rank, place in sorted(places.items()) if place.is_inside and place.group
+    ]  # fmt: skip
+    for entered in (recorded, waiting):
+        met: dict[tuple[int, str], dict[int, Place]] = {}
+        for key, number, rank, place in entered:
+            met.setdefault((number, key), {})[rank] = place
+        for (number, _), there in sorted(met.items(), key=lambda item: item[0][0]):
+            if (mismatch := _mismatch(there, number)) is not None:
+                return mismatch
     return None
+
+
+def _as_place(each: Recorded) -> Place:
+    """Without its label: ranks whose modules differ in name have met, if operators agree."""
+    ranks, _, name = each.key.partition(" ")
+    return Place(
+        step=each.step, operator=each.operator, label="", is_inside=True, name=name,
+        group=tuple(map(int, ranks.split(","))) if ranks else (), sizes=each.sizes,
+        entered={each.key: each.number}, called_at=each.called_at,
+    )  # fmt: skip
 
 
 def _mismatch(places: Mapping[int, Place], number: int) -> Fault | None:
@@ -276,21 +257,18 @@ def _mismatch(places: Mapping[int, Place], number: int) -> Fault | None:
 def find_missing(places: Mapping[int, Place]) -> Fault | None:
     """Who never entered a collective that others wait in; None if places do not tell."""
     waiting = {rank: place for rank, place in places.items() if place.is_inside}
-    lacking: dict[int, list[int]] = {}
-    for rank, place in waiting.items():
+    lacking: dict[int, list[Place]] = {}
+    for place in waiting.values():
         number = place.entered.get(place.key, 0)
         for other in place.group:
             there = places.get(other)
             if there is not None and there.entered.get(place.key, 0) < number:
-                lacking.setdefault(other, []).append(rank)
+                lacking.setdefault(other, []).append(place)
     at_fault = [rank for rank in lacking if rank not in waiting]
     if not at_fault:
         return None
     # The earliest that is lacking: what comes after it in the same group only follows.
-    first = min(
-        (waiting[rank] for rank in lacking[at_fault[0]]),
-        key=lambda place: (place.step, place.entered[place.key]),
-    )
+    first = min(lacking[at_fault[0]], key=lambda place: (place.step, place.entered[place.key]))
     number = first.entered[first.key]
     late = (rank for rank in at_fault if places[rank].entered.get(first.key, 0) < number)
     ranks = tuple(sorted(rank for rank in late if rank in first.group))

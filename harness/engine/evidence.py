@@ -41,8 +41,8 @@ _COREDUMP_FLAGS = (
 )
 DEFAULT_GROUP = "default_pg"
 _NOT_UNDERSTOOD = (
-    OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError, KeyError, TypeError,
-    AttributeError, IndexError,
+    OSError, EOFError, pickle.UnpicklingError, ValueError, SyntaxError, LookupError, TypeError,
+    AttributeError,
 )  # fmt: skip
 """What comes of a dump that is damaged, or of another version."""
 NOT_OF_PROGRAM = re.compile(r"/(site|dist)-packages/torch/|/harness/recorder/|^<|^\?\?")
@@ -59,19 +59,15 @@ def evidence_environment(
     if spec.device != "cuda" or not (_is_program(spec) or spec.soak is not None):
         return {}
     prefix = str(folder.absolute() / "nccl_rank")
-    wanted = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(BUFFER_ENTRIES),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
-        "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": prefix,
-    }
+    files = ("NCCL_DEBUG_INFO_TEMP_FILE", "FR_DUMP_TEMP_FILE", "NCCL_DEBUG_INFO_PIPE_FILE")
+    wanted = {f"TORCH_{name}": prefix for name in files} | {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(BUFFER_ENTRIES), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }  # fmt: skip
     if spec.soak is not None:
         # A core dump takes time, and in a program an error may be meant to be caught.
-        wanted |= {
-            "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
-            "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1",
-            "CUDA_COREDUMP_SHOW_PROGRESS": "1",
+        switches = ("ENABLE_COREDUMP_ON_EXCEPTION", "ENABLE_LIGHTWEIGHT_COREDUMP",
+                    "COREDUMP_SHOW_PROGRESS")  # fmt: skip
+        wanted |= {f"CUDA_{name}": "1" for name in switches} | {
             "CUDA_COREDUMP_GENERATION_FLAGS": _COREDUMP_FLAGS,
             "CUDA_COREDUMP_FILE": str(folder.absolute() / f"cuda{rank}.core"),
         }
@@ -99,10 +95,7 @@ def prepare_to_ask(spec: RunSpec, folder: Path, ranks: Iterable[int]) -> None:
 
 
 def ask_for_dumps(folder: Path, ranks: Iterable[int]) -> None:
-    """Ask ranks where they are, by NCCL's watchdogs and by the recorder's own threads.
-
-    A rank that has neither is passed over.
-    """
+    """Ask ranks where they are: NCCL's watchdogs and the recorder's threads, if there are any."""
     names = ("nccl_rank{}.pipe", "rank{}.ask")
     for path in (folder / name.format(rank) for rank in ranks for name in names):
         try:

@@ -1,38 +1,67 @@
-"""The leader of the ranks that a run has on one machine: forks them, waits, reports.
+"""The leader of the ranks that a run has on one machine, and what leaders saw, put together.
 
     fork the ranks -> host the rendezvous store -> watch -> a report -> outcome.json, of a local run
                                                                         node<K>.json, of one of many
 
 A leader must fork its ranks before it starts a thread (the store does). That of a local run is
-forked from the warm server. Those of several nodes do not know of each other: what started them,
-srun or torchrun, ends them all with SIGTERM when one exits with a code that is not 0; then a leader
-asks its ranks for their stacks, kills them, and reports. Who reads the reports concludes.
+forked from the warm server. Those of several nodes do not know of each other: srun ends them all
+with SIGTERM when one fails; then a leader asks its ranks for their stacks, kills them, and
+reports. Who reads the reports concludes:
+
+    reports of all nodes, nobody stopped        as `outcome.classify` says
+    Slurm: OUT_OF_MEMORY                        oom
+    NODE_FAIL, TIMEOUT, CANCELLED, ...          interrupted: says nothing of the program
+    a rank failed, others were stopped          as `outcome.classify` says
+    a node without a report                     crashed if its agent was killed, else interrupted
+    a hang, or all gave up, once suspended      interrupted: time went by without the program
+
+On a shared folder a file that is whole on one node may look absent or short on another for a while
+(attribute caches of NFS): a report says how long each record file is, so that a reader can tell.
 """
 
 import errno
+import json
 import os
+import re
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from harness.engine.evidence import (
-    remove_pipes,
+from harness.engine.evidence import kernel_words, last_module, last_place, remove_pipes, tail_of
+from harness.engine.outcome import (
+    Answer,
+    RankEvidence,
+    classify,
+    culprit_of,
+    ending_of,
+    memory_kills_since,
+    num_memory_kills,
+    with_sender,
 )
-from harness.engine.gpus import LOST
-from harness.engine.node_reports import NodeReport, put_together, record_sizes, report_path
-from harness.engine.outcome import num_memory_kills, with_sender
 from harness.engine.process import adopt_orphans, die_with_parent, kill_children
 from harness.engine.ranks import Crew, Job, Limits, Meeting, RankMain, flush_output, redirect
 from harness.errors import HarnessError
 from harness.infrastructure import no_process
-from harness.records import ExitCode, dumps
+from harness.records import (
+    ExitCode,
+    Json,
+    RankExit,
+    RecordError,
+    RunOutcome,
+    RunSpec,
+    What,
+    dumps,
+)
 from harness.store import save_outcome
-from harness.store.files import write_atomic
+from harness.store.files import MAX_FILE_BYTES, read_plain, write_atomic
+from harness.store.streams import rank_path, read_ranks
 
 OpenStore = Callable[[socket.socket], object]
 """Hosts the rendezvous store on a listening socket, until the returned object dies."""
@@ -41,15 +70,74 @@ NOT_RUN = 75
 NO_PROCESS = 76
 """The same where the kernel had no process or no memory left: a failure of the machine."""
 NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+LOST: tuple[What, ...] = ("interrupted", "not_run")
+"""Ends that say nothing of the program."""
+LOG_FILE = "job.log"
+"""What srun and the agents print."""
+OF_THE_MACHINE = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED")
+STEP_ENDS = {
+    "oom_kill event": "OUT_OF_MEMORY", ": out of memory": "OUT_OF_MEMORY",
+    "due to node failure": "NODE_FAIL", "node failure on": "NODE_FAIL",
+    "due to preemption": "PREEMPTED", "due to time limit": "TIMEOUT",
+}  # fmt: skip
+"""What srun and slurmstepd say, in lower case, of a step that ended while its job lives."""
+_NOISE = (
+    "mpi/pmix", "support for cpu binding", "unable to resolve", "srun: got sigcont",
+    "force terminated", "*** job ",
+)  # fmt: skip
+_FIRST_END = re.compile(
+    r"^(?:\d+: )?(?:.*\*\*\* STEP .*CANCELLED|(?P<task>srun: error: \S+: tasks? ))", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Post:
-    """Which node of which job a leader is on; see `NodeReport`."""
+class NodeReport(Json):
+    """What became of the ranks of one node.
 
+    Attributes:
+        job: name of the step; "" of a local run.
+        node: number of the node in the step.
+        failed_unix_s: when each rank that failed did.
+        stopped_by: signal that ended ranks which were still running, "" if none did.
+        record_bytes: length of each rank's record file.
+        problem: why output was lost, "" if none was.
+        stalled_s: seconds without a record for which its ranks were ended, None if they were not.
+        suspended: whether Slurm had stopped the ranks for a while.
+        memory_kills: what the kernel killed there for want of memory meanwhile; None: not known.
+    """
+
+    exits: tuple[RankExit, ...]
+    started_unix_s: float
     job: str = ""
     node: int = 0
-    restart: int = 0
+    failed_unix_s: dict[str, float] = field(default_factory=dict)
+    timed_out: bool = False
+    stopped_by: str = ""
+    record_bytes: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
+    wall_s: float = 0.0
+    stalled_s: float | None = None
+    suspended: bool = False
+    memory_kills: int | None = None
+
+
+Reports = Mapping[int, NodeReport]
+"""Of a run, by node."""
+
+
+class Word(NamedTuple):
+    """What Slurm says: how the allocation ended, "" while it lives, a sentence of it, and the
+    signal that killed an agent."""
+
+    state: str = ""
+    text: str = ""
+    killed_by: int = 0
+
+
+NO_WORD = Word()
+
+
+# --- leading --------------------------------------------------------------------------------------
 
 
 def lead(
@@ -60,27 +148,26 @@ def lead(
     Raises:
         OSError: no port, no pipe, or the outcome cannot be written; ranks are dead by then.
     """
-    memory_kills = num_memory_kills()
     os.setsid()
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         meeting = Meeting(address="127.0.0.1", port=listener.getsockname()[1], listener=listener)
-        report = _lead(job, Post(), meeting, rank_main, open_store, limits)
+        report = _lead(job, "", 0, meeting, rank_main, open_store, limits)
     outcome = put_together(job.spec, Path(), {0: report}, attempt=job.attempt)
     remove_pipes(Path(), job.ranks, all_went_well=not outcome.what)
-    undecided = job.undecided == ("failed" if outcome.what else "finished")
-    outcome = replace(outcome, undecided=undecided and outcome.what not in LOST)
-    save_outcome(Path(), with_sender(outcome, memory_kills))
+    in_doubt = job.shares_gpus and outcome.what not in ("", *LOST)
+    save_outcome(Path(), replace(outcome, undecided=in_doubt))
 
 
 def lead_share(
-    job: Job, post: Post, meeting: Meeting, rank_main: RankMain, open_store: OpenStore,
-    limits: Limits | None = None,
+    job: Job, name: str, node: int, meeting: Meeting, rank_main: RankMain,
+    open_store: OpenStore, limits: Limits | None = None,
 ) -> int:  # fmt: skip
-    """Run the ranks of one node to their end and write its report; the exit code.
+    """Run the ranks of one node to their end and write its report.
 
     Args:
         job: the run and which of its ranks are here.
-        post: who we are, for the report.
+        name: of the step.
+        node: our number in it.
         meeting: where all ranks find each other; the store is hosted here if it has a listener.
         rank_main: runs one rank.
         open_store: hosts the store.
@@ -93,18 +180,18 @@ def lead_share(
         OSError: no pipe, or no process. Ranks are dead by then.
         Infrastructure: the report cannot be written.
     """
-    report = _lead(job, post, meeting, rank_main, open_store, limits)
+    report = _lead(job, name, node, meeting, rank_main, open_store, limits)
     remove_pipes(Path(), job.ranks, all_went_well=False)
-    write_atomic(report_path(post.node), dumps(report) + "\n")
+    write_atomic(report_path(node), dumps(report) + "\n")
     return int(any(state.code != 0 for state in report.exits))
 
 
 def _lead(
-    job: Job, post: Post, meeting: Meeting, rank_main: RankMain, open_store: OpenStore,
-    limits: Limits | None,
+    job: Job, name: str, node: int, meeting: Meeting, rank_main: RankMain,
+    open_store: OpenStore, limits: Limits | None,
 ) -> NodeReport:  # fmt: skip
     """What became of the ranks of `job`; from then on the run's folder is the working directory."""
-    started_unix_s, started_s = time.time(), time.monotonic()
+    started_unix_s, started_s, kills = time.time(), time.monotonic(), num_memory_kills()
     adopt_orphans()
     # Inherited by the ranks: a request for stacks must not kill one that has no handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -123,9 +210,8 @@ def _lead(
     exits = tuple(watch.exits[rank] for rank in job.ranks)
     ended = any(state.killed_by_harness for state in exits)
     return NodeReport(
-        job=post.job,
-        restart=post.restart,
-        node=post.node,
+        job=name,
+        node=node,
         exits=exits,
         failed_unix_s={
             str(rank): started_unix_s + failed_s - started_s
@@ -135,18 +221,12 @@ def _lead(
         stalled_s=watch.patience_s if watch.stalled else None,
         stopped_by="SIGTERM" if crew.told_to_stop and ended else "",
         suspended=crew.was_suspended,
-        record_bytes=record_sizes(Path(), job.ranks),
+        memory_kills=memory_kills_since(kills),
+        record_bytes={str(rank): _size(rank_path(Path(), rank)) for rank in job.ranks},
         problem=next(iter(crew.close_outputs()), ""),
         started_unix_s=started_unix_s,
         wall_s=time.monotonic() - started_s,
-        nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
     )
-
-
-def _is_of_the_disk(error: HarnessError | OSError) -> bool:
-    """Whether what stopped a leader will stop every other, too."""
-    refusal = error if isinstance(error, OSError) else error.__cause__
-    return not isinstance(refusal, OSError) or refusal.errno in NO_DISK
 
 
 def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path) -> None:
@@ -165,10 +245,230 @@ def die_as_child_of(parent_pid: int, work: Callable[[], None], stderr_path: Path
         code = 0
     except (HarnessError, OSError) as error:
         sys.stderr.write(f"{error}\n")
+        refusal = error if isinstance(error, OSError) else error.__cause__
+        of_disk = not isinstance(refusal, OSError) or refusal.errno in NO_DISK
         refused = NO_PROCESS if no_process(getattr(error, "errno", 0)) else NOT_RUN
-        code = int(ExitCode.NO_VERDICT) if _is_of_the_disk(error) else refused
+        code = int(ExitCode.NO_VERDICT) if of_disk else refused
     except BaseException:  # noqa: BLE001 - the last frame of a process: report, then exit
         traceback.print_exc()
     finally:
         flush_output()
         os._exit(code)
+
+
+# --- reading reports ------------------------------------------------------------------------------
+
+
+def report_path(node: int) -> Path:
+    """Name of a node's report in the run folder."""
+    return Path(f"node{node}.json")
+
+
+def read_reports(folder: Path, job: str, num_nodes: int) -> dict[int, NodeReport]:
+    """Reports of a step, by node; those of other steps do not count."""
+    look_again(folder)
+    found: dict[int, NodeReport] = {}
+    for node in range(num_nodes):
+        with suppress(OSError, ValueError, RecordError, RecursionError):
+            text = read_plain(folder / report_path(node), MAX_FILE_BYTES).decode()
+            report = NodeReport.from_json(json.loads(text))
+            if report.job == job and report.node == node:
+                found[node] = report
+    return found
+
+
+def look_again(folder: Path) -> None:
+    """Have a file system that caches names ask its server again: opening a folder does."""
+    with suppress(OSError):
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _size(path: Path) -> int:
+    # Opened, not only looked at: NFS asks the server again for a file that is opened.
+    try:
+        with path.open("rb") as file:
+            return file.seek(0, os.SEEK_END)
+    except OSError:
+        return 0
+
+
+def not_yet_visible(folder: Path, reports: Reports) -> str:
+    """The first record file that is not as long as its node says, in words; "" if all are."""
+    look_again(folder)
+    for node, report in sorted(reports.items()):
+        for rank, there in report.record_bytes.items():
+            if (here := _size(rank_path(folder, int(rank)))) < there:
+                told = f"the records of rank {rank} on node {node}"
+                return f"{told} have {there} bytes there, {here} here"
+    return ""
+
+
+def needs_word(reports: Iterable[NodeReport]) -> bool:
+    """Whether the reports leave open what Slurm had to do with the end of the run.
+
+    It ended ranks that were still running, or may be who killed one (for the memory it used).
+    """
+    return any(
+        report.stopped_by
+        or any(state.code == -signal.SIGKILL and not state.killed_by_harness
+               for state in report.exits)
+        for report in reports
+    )  # fmt: skip
+
+
+def put_together(
+    spec: RunSpec, folder: Path, reports: Reports, word: Word = NO_WORD, *,
+    num_nodes: int = 1, attempt: int = 0,
+) -> RunOutcome:  # fmt: skip
+    """Say what happened to a run; every record file that a report speaks of is visible here.
+
+    Args:
+        spec: the run.
+        folder: of the run.
+        reports: of the nodes that made one.
+        word: what Slurm says.
+        num_nodes: that the run had.
+        attempt: the outcome's.
+    """
+    exits = {state.rank: state for report in reports.values() for state in report.exits}
+    ranks = [
+        RankEvidence(
+            exit=exits.get(records.rank, RankExit(rank=records.rank, code=None)),
+            records=records,
+            stderr_tail=tail_of(folder / f"rank{records.rank}.stderr"),
+            place=last_place(folder, records.rank),
+            module=last_module(folder, records.rank),
+        )
+        for records in read_ranks(folder, spec.world_size)
+    ]
+    concluder = _Concluder(spec, folder, reports, ranks, word, num_nodes)
+    answer = concluder.answer()
+    what, message, culprit, _ = answer
+    if what == "illegal_access" and culprit is not None:
+        words = kernel_words(tail_of(folder / f"rank{culprit}.stderr"), folder, culprit)
+        message += f"; {words}" if words else ""
+    if problem := next((report.problem for report in reports.values() if report.problem), ""):
+        message = f"{message}; output lost: {problem}".removeprefix("; ")
+    by_machine = what == "interrupted" and concluder.state in OF_THE_MACHINE
+    outcome = RunOutcome(
+        key=spec.key,
+        what=what,
+        message=message,
+        culprit_rank=culprit,
+        ranks=tuple(rank.exit for rank in ranks),
+        started_unix_s=min((r.started_unix_s for r in reports.values()), default=0.0),
+        wall_s=max((report.wall_s for report in reports.values()), default=0.0),
+        attempt=attempt,
+        ending=ending_of(answer, ranks, machine="node_failure" if by_machine else ""),
+    )
+    there = (r for r in reports.values() if any(state.rank == culprit for state in r.exits))
+    return with_sender(outcome, next((report.memory_kills for report in there), None))
+
+
+@dataclass(frozen=True)
+class _Concluder:
+    """The table of the module's docstring."""
+
+    spec: RunSpec
+    folder: Path
+    reports: Reports
+    ranks: Sequence[RankEvidence]
+    word: Word
+    num_nodes: int
+
+    def answer(self) -> Answer:
+        """The same answer, unless it only says that time went by: Slurm had taken that away."""
+        answer = self._answer()
+        known = [rank for rank in self.ranks if rank.exit.code is not None]
+        only_waited = answer.what == "hang" or (
+            answer.what == "crashed" and culprit_of(known, self._failed_order) is None
+        )
+        if not only_waited or not any(report.suspended for report in self.reports.values()):
+            return answer
+        told = f"the run was suspended while it ran; {answer.message}"
+        return Answer("interrupted", told, None, answer.fault)
+
+    @property
+    def state(self) -> str:
+        """How Slurm ended the step, "" if it did not."""
+        return self.word.state or step_state(self.folder)
+
+    def _answer(self) -> Answer:
+        absent = [node for node in range(self.num_nodes) if node not in self.reports]
+        if not absent and not needs_word(self.reports.values()):
+            return self._classified(self.ranks)
+        if self.state == "OUT_OF_MEMORY":
+            killed = [r.rank for r in self.ranks if r.exit.code == -9 and not r.still_running]
+            return Answer("oom", self._said, killed[0] if len(killed) == 1 else None)
+        if self.state:
+            return Answer("interrupted", self._said, None)
+        if absent:
+            return self._without_report(absent)
+        answer = self._classified(self.ranks)
+        if answer.what not in ("", "interrupted"):
+            return answer
+        return answer._replace(message=self._said, culprit=None)
+
+    def _classified(self, ranks: Sequence[RankEvidence]) -> Answer:
+        """What ranks tell by themselves."""
+        steps = self.spec.config.get("steps")
+        reports = self.reports.values()
+        return classify(
+            ranks,
+            timed_out=any(report.timed_out for report in reports),
+            timeout_s=self.spec.timeout_s,
+            failed_order=self._failed_order,
+            stalled_s=max((r.stalled_s for r in reports if r.stalled_s), default=None),
+            steps=steps if isinstance(steps, int) and self.spec.soak is None else None,
+        )
+
+    @property
+    def _failed_order(self) -> list[int]:
+        when = {r: at for report in self.reports.values() for r, at in report.failed_unix_s.items()}
+        return [int(rank) for rank in sorted(when, key=lambda rank: when[rank])]
+
+    def _without_report(self, absent: Sequence[int]) -> Answer:
+        """Nodes that did not say how their ranks ended: killed, or they never got so far."""
+        nodes = f"node {absent[0]}" if len(absent) == 1 else f"nodes {', '.join(map(str, absent))}"
+        known = [rank for rank in self.ranks if rank.exit.code is not None]
+        if culprit_of(known, self._failed_order) is not None:
+            # A rank elsewhere failed by itself, so the rest is collateral: an agent that is told to
+            # stop before it has forked its ranks has nothing to report.
+            answer = self._classified(known)
+            return answer._replace(message=f"{answer.message}; {nodes} left no report")
+        # What a rank does can get its agent killed, not make the agent leave without a report.
+        began = any(rank.records.start is not None for rank in self.ranks)
+        by_rank = began and self.word.killed_by in (6, 7, 9, 11, 15)
+        what: What = "crashed" if by_rank else "interrupted"
+        return Answer(what, f"{nodes} left no report; {self._said}", None)
+
+    @property
+    def _said(self) -> str:
+        """The step's end in one sentence: Slurm's words, the last of the log."""
+        log = last_of_log(self.folder)
+        ending = self.word.text or f"the step ended ({self.state or 'Slurm says no more'})"
+        return f"{ending}; {LOG_FILE}: {log}" if log else ending
+
+
+def step_state(folder: Path) -> str:
+    """How Slurm, or somebody, ended the step while its job lives; "" if a task ended it.
+
+    srun tells of a task that failed first, then ends the others; whoever else ends a step is first
+    heard of by Slurm's word on the step, and its tasks' ends follow.
+    """
+    log = tail_of(folder / LOG_FILE)
+    lines = [line.lower() for line in log.splitlines() if "error:" in line]
+    for phrase, state in STEP_ENDS.items():
+        if any(phrase in line for line in lines):
+            return state
+    first = _FIRST_END.search(log)
+    return "CANCELLED" if first is not None and first.group("task") is None else ""
+
+
+def last_of_log(folder: Path) -> str:
+    """The line of the log that says most: Slurm's own word, else the last one."""
+    lines = [line.strip() for line in tail_of(folder / LOG_FILE, 8 << 10).splitlines()]
+    lines = [line for line in lines if line]
+    slurm = [line for line in lines if "***" in line and "CANCELLED" in line]
+    plain = [line for line in lines if not any(noise in line.lower() for noise in _NOISE)]
+    return next(iter(slurm or plain[-1:]), "")[:300]

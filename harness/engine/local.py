@@ -2,14 +2,18 @@
 
 The server is started with the first run and lives as long as the engine. If it dies, the runs that
 were under way end as `interrupted` (it was not their doing) and the next run starts a new one. If
-only a leader dies, its run is `crashed`, or `killed` by a SIGKILL. Where runs share GPUs under MPS,
-an end that may be another's doing is told once it is known whose (`gpus.SharedGpus`).
+only a leader dies, its run is `crashed`, or `killed` by a SIGKILL.
+
+Under CUDA's MPS the processes on a GPU share a server: a rank that faults or is killed there takes
+the ranks of other runs with it. A run that failed while it shared a GPU is therefore kept as an
+attempt, undecided on the disk, and made again once, alone: that outcome counts.
 
 The server is a subprocess that speaks JSON lines over a socket pair; the protocol is in
 `harness.worker.serve`, which this side never imports: torch lives there.
 """
 
 import json
+import math
 import os
 import secrets
 import select
@@ -21,22 +25,28 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.engine.base import Closing, Slots
-from harness.engine.evidence import DUMP_S, tail_of
-from harness.engine.gpus import RECOVERY_S, SharedGpus, mps_runs
-from harness.engine.leader import NO_PROCESS, NOT_RUN
-from harness.engine.outcome import num_memory_kills, signal_name, with_sender
+from harness.engine.base import Closing, Slots, mps_runs
+from harness.engine.evidence import tail_of
+from harness.engine.leader import LOST, NO_PROCESS, NOT_RUN
+from harness.engine.outcome import memory_kills_since, num_memory_kills, signal_name, with_sender
 from harness.engine.process import kill_group, kill_marked, server_environment
 from harness.engine.ranks import Limits, limit_options
 from harness.errors import Infrastructure
-from harness.infrastructure import no_process
+from harness.infrastructure import machine_failure, no_process
 from harness.provenance import code_variables
 from harness.records import Ending, ExitCode, RankExit, RunOutcome, RunSpec, What
-from harness.store import begin_run, read_outcome, save_outcome
+from harness.store import (
+    begin_run,
+    load_run_folder,
+    num_kept,
+    read_outcome,
+    save_outcome,
+    set_aside,
+)
 
 ENTRY = "harness.worker.main:rank_main"
 LEADER_SLACK_S = 60.0
@@ -44,6 +54,8 @@ LEADER_SLACK_S = 60.0
 START_TIMEOUT_S = 300.0
 """How long the server may take to import torch; a cold network file system is slow."""
 STOP_TIMEOUT_S = 10.0
+RECOVERY_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""How long to wait before each further start of a run alone: after a fault MPS gives out no GPU."""
 MARK_VARIABLE = "HARNESS_ENGINE"
 """In the environment of a server and of all that comes from it; a value for each server."""
 
@@ -65,28 +77,21 @@ class ServerProcess:
             sys.executable, "-P", "-m", "harness.worker", "serve", "--fd", str(theirs.fileno()),
             "--entry", entry, *limit_options(limits),
         ]  # fmt: skip
-        environment = server_environment(os.environ) | code_variables()
+        mine = {MARK_VARIABLE: self._mark}
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    command,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log,
-                    stderr=self._log,
-                    env=environment | {MARK_VARIABLE: self._mark},
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
+                    stdout=self._log, stderr=self._log,
+                    env=server_environment(os.environ) | code_variables() | mine,
                     # Its own session: Ctrl-C at the terminal is for the harness to act on.
                     start_new_session=True,
-                )
+                )  # fmt: skip
             except OSError as error:
                 self._control.close()
                 self._log.close()
                 raise Infrastructure(f"cannot start the forkserver: {error}") from error
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until its imports are done.
@@ -101,16 +106,16 @@ class ServerProcess:
                     return
                 why = str(message.get("failed", message))
         except ServerGoneError:
-            why = self._last_words() or "it died without a word"
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace").split("\n")
+            why = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
         self.stop()
         raise Infrastructure(f"the forkserver could not start: {why}")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message.
-
-        Raises:
-            ServerGoneError: nobody listens.
-        """
+        """Send one message (`ServerGoneError`: nobody listens)."""
         try:
             self._control.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -126,8 +131,8 @@ class ServerProcess:
             return []
         try:
             data = self._control.recv(1 << 16)
-        except ConnectionResetError as error:
-            raise ServerGoneError from error
+        except ConnectionResetError:
+            data = b""
         if not data:
             raise ServerGoneError
         *lines, self._received = (self._received + data).split(b"\n")
@@ -154,26 +159,22 @@ class ServerProcess:
         """SIGKILL; its leaders and their ranks die with it."""
         self._process.kill()
 
-    def _last_words(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_TIMEOUT_S)
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
 
 @dataclass
 class _Active:
-    """A run under way."""
+    """A run under way; `alone` after that many refusals of a GPU, None if it is not made alone."""
 
     spec: RunSpec
     folder: Path
     attempt: int
+    alone: int | None = None
     started_unix_s: float = field(default_factory=time.time)
     started_s: float = field(default_factory=time.monotonic)
     memory_kills: int | None = field(default_factory=num_memory_kills)
     leader_pid: int | None = None
     num_kills: int = 0
+    devices: tuple[str, ...] = ()
+    shared_with: set[str] = field(default_factory=set)
 
     @property
     def overdue_s(self) -> float:
@@ -191,15 +192,10 @@ class LocalEngine(Closing):
     """Runs in fresh processes on this machine, one slot a rank."""
 
     def __init__(
-        self,
-        slots: int,
-        jobs: int | None = None,
-        entry: str = ENTRY,
-        devices: Sequence[str] = (),
-        limits: Limits | None = None,
-        mps: Callable[[], bool] = mps_runs,
-        recovery_s: Sequence[float] = RECOVERY_S,
-    ) -> None:
+        self, slots: int, jobs: int | None = None, entry: str = ENTRY,
+        devices: Sequence[str] = (), limits: Limits | None = None,
+        mps: Callable[[], bool] = mps_runs, recovery_s: Sequence[float] = RECOVERY_S,
+    ) -> None:  # fmt: skip
         """Prepare; nothing is started yet.
 
         Args:
@@ -215,12 +211,12 @@ class LocalEngine(Closing):
             UsageError: counts that make no sense.
         """
         self._slots = Slots(slots, devices, jobs)
-        self._entry = entry
-        self._limits = limits or Limits()
-        patience_s = self._limits.grace_s + 2 * max(self._limits.stacks_s, DUMP_S)
-        self._sharing = SharedGpus(devices, mps, patience_s, recovery_s)
+        self._entry, self._limits = entry, limits or Limits()
+        self._mps, self._recovery_s = mps, recovery_s
+        self._shares = len(set(devices)) < len(devices)
         self._server: ServerProcess | None = None
         self._active: dict[str, _Active] = {}
+        self._to_repeat: list[_Active] = []
         self._failure: Infrastructure | None = None
         self._ended: list[RunOutcome] = []
 
@@ -240,37 +236,34 @@ class LocalEngine(Closing):
 
     def can_start(self, spec: RunSpec) -> bool:
         """Whether there is room for the run now."""
-        return self._slots.fits(spec) and not self._sharing.closed()
+        alone = any(run.alone is not None for run in self._active.values())
+        return self._slots.fits(spec) and not alone and not self._to_repeat
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         """Start a run in its own folder; see `Engine.start`."""
         self.check(spec)
-        folder = folder.absolute()
-        if not (attempt and self._sharing.asks(spec, folder)):
-            self._begin(spec, folder, attempt)
+        self._begin(_Active(spec, folder.absolute(), attempt))
 
-    def _begin(self, spec: RunSpec, folder: Path, attempt: int) -> None:
-        devices = self._slots.take(spec)
+    def _begin(self, run: _Active) -> None:
+        key = run.spec.key
+        run.devices = self._slots.take(run.spec)
+        shares = self._shares and bool(run.devices) and run.alone is None and self._mps()
+        for other in self._active.values() if shares else ():
+            if set(other.devices) & set(run.devices):
+                other.shared_with.add(key)
+                run.shared_with.add(other.spec.key)
         # Known before the server hears of it: a signal in between must find it to cancel.
-        self._active[spec.key] = _Active(spec=spec, folder=folder, attempt=attempt)
+        self._active[key] = run
         try:
-            begin_run(folder, spec)
-            command = {
-                "start": spec.key,
-                "folder": str(folder),
-                "devices": devices,
-                "attempt": attempt,
-                "undecided": self._sharing.started(spec.key, devices),
-            }
-            self._send_start(command)
+            begin_run(run.folder, run.spec)
+            self._send_start({
+                "start": key, "folder": str(run.folder), "devices": run.devices,
+                "attempt": run.attempt, "shares_gpus": shares,
+            })  # fmt: skip
         except BaseException:
-            if spec.key in self._active:
-                self._release(spec.key)
+            if key in self._active:
+                self._release(key)
             raise
-
-    def adopt(self, spec: RunSpec, folder: Path) -> bool:
-        """Never: what an earlier harness started here died with it."""
-        return False
 
     def _send_start(self, command: Mapping[str, Any]) -> None:
         """Send to the server; to a new one if it turns out to be dead."""
@@ -297,74 +290,70 @@ class LocalEngine(Closing):
         Raises:
             Infrastructure: an outcome cannot be written.
         """
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ended and self._failure is None and self._go_on():
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ended and self._failure is None and (self._active or self._to_repeat):
+            if not self._active:
+                self._repeat_alone(self._to_repeat.pop(0))
             now_s = time.monotonic()
-            if deadline_s is not None and now_s > deadline_s:
+            if now_s > deadline_s:
                 break
             self._end_overdue(now_s)
-            until_s = [run.overdue_s for run in self._active.values()]
-            until_s += [at_s for at_s in (deadline_s, self._sharing.due_s()) if at_s is not None]
-            self._take_messages(max(min(until_s) - now_s, 0.001))
+            until_s = min(deadline_s, *(run.overdue_s for run in self._active.values()))
+            self._take_messages(max(until_s - now_s, 0.001))
         if not self._ended and self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         ended, self._ended = self._ended, []
         return ended
 
-    def _go_on(self) -> bool:
-        """Tell what is known by now of runs that shared GPUs; whether there is more to wait for."""
-        self._ended += self._sharing.settled()
-        if self._ended:
-            return False
-        if not self._active and (alone := self._sharing.next_alone()) is not None:
-            self._begin(*alone)
-        return bool(self._active) or self._sharing.due_s() is not None
+    def _repeat_alone(self, run: _Active) -> None:
+        if run.alone:
+            time.sleep(self._recovery_s[run.alone - 1])
+        set_aside(run.folder)
+        again = _Active(run.spec, run.folder, num_kept(run.folder), alone=run.alone or 0)
+        again.shared_with = run.shared_with
+        self._begin(again)
 
     def _take_messages(self, patience_s: float) -> None:
-        if self._server is None:
-            time.sleep(patience_s)  # nobody is left to hear of
-            return
+        assert self._server is not None, "a run is under way"
         try:
             messages = self._server.receive(patience_s)
         except ServerGoneError:
             self._server_died()
             return
         for message in messages:
-            if "started" in message and message["started"] in self._active:
+            if message.get("started") in self._active:
                 self._active[message["started"]].leader_pid = message["pid"]
-            elif "exited" in message and message["exited"] in self._active:
+            elif message.get("exited") in self._active:
                 self._leader_ended(message["exited"], message["status"], message)
 
     def _leader_ended(self, key: str, status: int | None, message: Mapping[str, Any]) -> None:
         run = self._release(key)
         stderr = run.folder / "leader.stderr"
         words = tail_of(stderr).strip()
-        last = words.split("\n")[-1]
         if not words:
             with suppress(OSError):
                 stderr.unlink(missing_ok=True)
         outcome, missing = read_outcome(run.folder, key)
+        last = words.split("\n")[-1] or missing
         if outcome is not None:
             self._tell(run, outcome)
         elif status is None:
-            told = f"the run could not be started: {message.get('why', '')}"
-            self._conclude(run, "not_run", told, machine=no_process(message.get("errno", 0)))
+            why = f"the run could not be started: {message.get('why', '')}"
+            self._conclude(run, "not_run", why, machine=no_process(message.get("errno", 0)))
         elif status in (NOT_RUN, NO_PROCESS):
-            told = f"the run could not be led: {last or 'its leader does not say why'}"
-            machine = "no_process" if status == NO_PROCESS else ""
-            self._conclude(run, "not_run", told, machine=machine)
+            why = f"the run could not be led: {last}"
+            self._conclude(run, "not_run", why, machine="no_process" * (status == NO_PROCESS))
         elif status == ExitCode.NO_VERDICT:
             self._failure = Infrastructure(words or "the leader of a run had no disk to write to")
         elif status < 0:
             # What a rank does can kill its leader, but cannot make the leader's own code fail.
             what: What = "killed" if status == -signal.SIGKILL else "crashed"
             name = signal_name(-status)
-            told = f"the leader of the run died by {name}: {last or missing}"
-            self._conclude(run, what, told, signal_=name)
+            self._conclude(run, what, f"the leader of the run died by {name}: {last}", signal_=name)
         else:
-            told = f"the leader of the run exited with code {status}: {last or missing}"
-            self._conclude(run, "interrupted", told)
+            why = f"the leader of the run exited with code {status}: {last}"
+            self._conclude(run, "interrupted", why)
 
     def _server_died(self, spare: str = "") -> None:
         """Turn every run under way but `spare` into an outcome; `start` makes a new server."""
@@ -380,17 +369,40 @@ class LocalEngine(Closing):
             if outcome is not None:
                 self._tell(run, outcome)
             else:
-                told = f"the forkserver {how} during the run"
-                self._conclude(run, "interrupted", told, machine="forkserver_died")
+                why = f"the forkserver {how} during the run"
+                self._conclude(run, "interrupted", why, machine="forkserver_died")
 
     def _tell(self, run: _Active, outcome: RunOutcome) -> None:
-        told = self._sharing.ended(run.spec, run.folder, outcome)
-        if told is not None:
-            self._ended.append(told)
+        """Hand an outcome out, unless the run is to be made alone."""
+        failed, alone = outcome.what not in ("", *LOST), run.alone
+        if failed and alone is None and run.shared_with:
+            self._save(run, replace(outcome, undecided=True))
+            self._to_repeat.append(run)
+            return
+        if failed and alone is not None and alone < len(self._recovery_s):
+            result = load_run_folder(run.folder, run.spec)
+            if machine_failure(result) == "device_unavailable":
+                run.alone = alone + 1
+                self._to_repeat.append(run)
+                return
+        decided = replace(outcome, undecided=False)
+        if failed and alone is not None:
+            company = ", ".join(sorted(run.shared_with))
+            words = f"{outcome.message}; this time alone, before that on a GPU with {company}"
+            decided = replace(decided, message=words)
+        if decided != outcome:
+            self._save(run, decided)
+        self._ended.append(decided)
+
+    def _save(self, run: _Active, outcome: RunOutcome) -> bool:
+        try:
+            save_outcome(run.folder, outcome)
+        except Infrastructure as error:
+            self._failure = error
+        return self._failure is None
 
     def _release(self, key: str) -> _Active:
         self._slots.release(key)
-        self._sharing.left(key)
         return self._active.pop(key)
 
     def _conclude(
@@ -398,25 +410,16 @@ class LocalEngine(Closing):
     ) -> None:
         """Write the outcome of a run whose leader could not."""
         outcome = RunOutcome(
-            key=run.spec.key,
-            what=what,
-            message=message,
-            culprit_rank=None,
+            key=run.spec.key, what=what, message=message, culprit_rank=None,
             ranks=tuple(RankExit(rank=rank, code=None) for rank in range(run.spec.world_size)),
-            started_unix_s=run.started_unix_s,
-            wall_s=time.monotonic() - run.started_s,
-            attempt=run.attempt,
-            ending=Ending(machine=machine, signal=signal_),
-        )
-        outcome = with_sender(outcome, run.memory_kills)
+            started_unix_s=run.started_unix_s, wall_s=time.monotonic() - run.started_s,
+            attempt=run.attempt, ending=Ending(machine=machine, signal=signal_),
+        )  # fmt: skip
+        outcome = with_sender(outcome, memory_kills_since(run.memory_kills))
         with suppress(OSError):
             for half_written in list(run.folder.glob(".*.tmp")):  # by the leader, as it was killed
                 half_written.unlink(missing_ok=True)
-        try:
-            save_outcome(run.folder, outcome)
-        except Infrastructure as error:
-            self._failure = error
-        else:
+        if self._save(run, outcome):
             self._tell(run, outcome)
 
     def _end_overdue(self, now_s: float) -> None:
@@ -449,7 +452,7 @@ class LocalEngine(Closing):
                 run.kill()
         for key in list(self._active):
             self._release(key)
-        self._sharing.clear()
+        self._to_repeat.clear()
         self._ended.clear()
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
-from harness.engine.collective_log import Fault, Place, find_mismatch, find_missing
+from harness.engine.collective_log import Fault, Place, find_mismatch, find_missing, rank_names
 from harness.errors import cut
 from harness.infrastructure import library_failures, no_process
 from harness.recorder import UNRECORDED
@@ -93,11 +93,6 @@ class RankEvidence:
         return self.exit.code != 0 and not self.still_running and self.records.error is None
 
     @property
-    def has_ended(self) -> bool:
-        """Whether its program is over, though its process may not have exited."""
-        return self.records.end is not None and self.records.error is None
-
-    @property
     def left_early(self) -> bool:
         """Whether it exited with 0 without an end record."""
         return self.exit.code == 0 and self.records.end is None and self.records.error is None
@@ -122,18 +117,15 @@ class RankEvidence:
     @property
     def inside(self) -> str:
         """The innermost frame of its stack in words, without the folder."""
-        if not self.stack:
-            return ""
-        name, _, place = self.stack[0].partition(" (")
-        return f" in {name} ({PurePath(place).name}"
+        name, _, place = (*self.stack, "")[0].partition(" (")
+        return f" in {name} ({PurePath(place).name}" if name else ""
 
     @property
     def where(self) -> str:
         """How far it came, by its records."""
         if self.last_step is not None:
             return f"after step {self.last_step}"
-        begun = self.records.start is not None
-        return "before its first step" if begun else "before its first record"
+        return f"before its first {'record' if self.records.start is None else 'step'}"
 
     @property
     def where_now(self) -> str:
@@ -146,6 +138,17 @@ class RankEvidence:
         phase = f", {place.phase}{module}" if place.phase else ""
         return f"{step}{phase}" + (f" at {place.at}" if place.at else "")
 
+    @property
+    def left(self) -> str:
+        """How it left, of one that exited with 0."""
+        if self.left_early and self.records.start is None:
+            return f"rank {self.rank} exited with code 0 before its end record: it recorded nothing"
+        end = " before its end record" if self.left_early else ""
+        return f"rank {self.rank} exited with code 0{end} {self.where}"
+
+
+Ranks = Sequence[RankEvidence]
+
 
 class Answer(NamedTuple):
     """What happened, one sentence, the rank that failed first, why ranks waited in vain."""
@@ -156,7 +159,7 @@ class Answer(NamedTuple):
     fault: Fault | None = None
 
 
-def ending_of(answer: Answer, ranks: Sequence[RankEvidence], *, machine: str = "") -> Ending | None:
+def ending_of(answer: Answer, ranks: Ranks, *, machine: str = "") -> Ending | None:
     """The answer's evidence in fields; None if nothing happened.
 
     Args:
@@ -184,14 +187,9 @@ def ending_of(answer: Answer, ranks: Sequence[RankEvidence], *, machine: str = "
 
 
 def classify(
-    ranks: Sequence[RankEvidence],
-    *,
-    timed_out: bool,
-    timeout_s: float,
-    failed_order: Sequence[int] = (),
-    stalled_s: float | None = None,
-    steps: int | None = None,
-) -> Answer:
+    ranks: Ranks, *, timed_out: bool, timeout_s: float, failed_order: Sequence[int] = (),
+    stalled_s: float | None = None, steps: int | None = None,
+) -> Answer:  # fmt: skip
     """Say what happened to a run. `what` is empty if every rank exited with 0 and said no error.
 
     Args:
@@ -204,13 +202,12 @@ def classify(
     """
     place, ordered = _in_order(ranks, failed_order)
     running = [r for r in ordered if r.still_running]
-    culprit = _culprit(ordered, place)
-    if culprit is not None:
+    if (culprit := _culprit(ordered, place)) is not None:
         return _blame(culprit, ordered)
     victims = [r for r in ordered if r.records.error is not None]
     if (left := _left_behind(ordered)) is not None:
         return left
-    stays = bool(running) and all(r.has_ended for r in ranks)
+    stays = bool(running) and all(r.records.end and r.records.error is None for r in ranks)
     if running and (timed_out or stalled_s is not None or victims or stays):
         waited = f"time was up after {timeout_s:g} s" if timed_out else ""
         if stalled_s is not None:
@@ -220,12 +217,10 @@ def classify(
         return _hang(running, victims, waited=waited)
     if victims:
         return _blame_victims(victims, ordered, steps)
-    if running:
-        return _ended_by_harness(running, ordered)
-    return Answer("", "", None)
+    return _ended_by_harness(running, ordered) if running else Answer("", "", None)
 
 
-def culprit_of(ranks: Sequence[RankEvidence], failed_order: Sequence[int] = ()) -> int | None:
+def culprit_of(ranks: Ranks, failed_order: Sequence[int] = ()) -> int | None:
     """The first rank to fail by itself; None if those that failed did so because others left."""
     place, ordered = _in_order(ranks, failed_order)
     culprit = _culprit(ordered, place)
@@ -233,37 +228,35 @@ def culprit_of(ranks: Sequence[RankEvidence], failed_order: Sequence[int] = ()) 
 
 
 def _in_order(
-    ranks: Sequence[RankEvidence], failed_order: Sequence[int]
+    ranks: Ranks, failed_order: Sequence[int]
 ) -> tuple[dict[int, int], list[RankEvidence]]:
     """The place of each rank that failed, and all of them in that order."""
     place = {rank: i for i, rank in enumerate(failed_order)}
     return place, sorted(ranks, key=lambda r: (place.get(r.rank, len(place)), r.rank))
 
 
-def _culprit(ordered: Sequence[RankEvidence], place: dict[int, int]) -> RankEvidence | None:
+def _culprit(ordered: Ranks, place: dict[int, int]) -> RankEvidence | None:
     """The first rank to fail by itself, victims aside."""
     silent = [r for r in ordered if r.silent]
-    first_silent = min((place.get(r.rank, len(place)) for r in silent), default=None)
-    own = [
-        r
-        for r in ordered
-        if r.records.error is not None
-        and not _is_victim(r.records.error, place.get(r.rank, len(place)), first_silent)
-    ]
-    return next(iter(own + silent), None)
+    first = min((place.get(r.rank, len(place)) for r in silent), default=len(place) + 1)
+
+    def is_own(r: RankEvidence) -> bool:
+        error = r.records.error
+        return error is not None and not _is_victim(error, place.get(r.rank, len(place)), first)
+
+    return next(iter([r for r in ordered if is_own(r)] + silent), None)
 
 
-def _is_victim(error: ErrorRecord, place: int, first_silent: int | None) -> bool:
+def _is_victim(error: ErrorRecord, place: int, first_silent: int) -> bool:
     if error.blames not in (None, error.rank):
         return True
     if error.what not in ("", "crashed", "hang"):
         return False
-    if error.what == "hang" or "peer_lost" in library_failures(error):
-        return True
-    return first_silent is not None and first_silent < place
+    lost = error.what == "hang" or "peer_lost" in library_failures(error)
+    return lost or first_silent < place
 
 
-def _blame(culprit: RankEvidence, ranks: Sequence[RankEvidence]) -> Answer:
+def _blame(culprit: RankEvidence, ranks: Ranks) -> Answer:
     what, how = _how(culprit)
     mismatch = find_mismatch(_places(ranks)) if "mismatched" in culprit.failures else None
     if mismatch is not None and culprit.rank in (*mismatch.ranks, *mismatch.others):
@@ -282,13 +275,13 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
     """What ended this rank, and one clause that says so."""
     error, code, name = rank.records.error, rank.exit.code, f"rank {rank.rank}"
     if error is not None:
-        told = _first_line(error.message)
+        told = _line(error.message, 0)
         if error.type and error.what not in _SPEAKING:
             told = f"{error.type}: {told}"
         when = f"at step {error.step}" if error.step >= 0 else "before its first step"
         return error.what or "crashed", f"{name} {when}: {told}"
     if code is None:
-        return "not_run", f"{name} could not be started: {_first_line(rank.stderr_tail)}"
+        return "not_run", f"{name} could not be started: {_line(rank.stderr_tail, 0)}"
     if code == UNRECORDED and rank.records.end is None:
         return "interrupted", f"{name} could not write its records: no space left on the disk"
     return _how_silent(rank, code)
@@ -297,9 +290,8 @@ def _how(rank: RankEvidence) -> tuple[What, str]:
 def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
     """The same of a rank that left no error record: its exit code and what it printed."""
     verb = f"died by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    how = f"rank {rank.rank} {verb} {rank.where}"
-    if rank.module:
-        how += f" in module {rank.module}"
+    module = f" in module {rank.module}" if rank.module else ""
+    how = f"rank {rank.rank} {verb} {rank.where}{module}"
     if "illegal_access" in rank.failures:
         return "illegal_access", f"{how}: CUDA illegal memory access"
     if "out_of_memory" in rank.failures:
@@ -308,13 +300,11 @@ def _how_silent(rank: RankEvidence, code: int) -> tuple[What, str]:
         return "killed", f"{how}, not sent by the harness"
     if code < 0:
         return "crashed", f"{how}{rank.inside}"
-    last = _last_line(rank.stderr_tail)
+    last = _line(rank.stderr_tail, -1)
     return "crashed", f"{how}: {last}" if last else how
 
 
-def _hang(
-    running: Sequence[RankEvidence], victims: Sequence[RankEvidence], *, waited: str
-) -> Answer:
+def _hang(running: Ranks, victims: Ranks, *, waited: str) -> Answer:
     by_rank = sorted(running, key=lambda r: r.rank)
     where = ", ".join(f"rank {r.rank} {r.where_now}{r.inside}" for r in by_rank)
     message = f"still running: {where}"
@@ -322,7 +312,7 @@ def _hang(
         message = f"{waited}; {message}"
     else:
         error = victims[0].records.error
-        told = _first_line(error.message) if error is not None else ""
+        told = _line(error.message, 0) if error is not None else ""
         message += f"; rank {victims[0].rank} waited and gave up: {told}"
     # Victims, too, say where they were: they gave up there.
     places = _places((*running, *victims))
@@ -335,18 +325,18 @@ def _hang(
     return Answer("hang", f"{told}; {message}", hung.rank)
 
 
-def _ended_by_harness(running: Sequence[RankEvidence], ranks: Sequence[RankEvidence]) -> Answer:
+def _ended_by_harness(running: Ranks, ranks: Ranks) -> Answer:
     """Ranks that went on after one had left; any other reason would be on record."""
     names = _names(running)
     if (left := next((r for r in ranks if r.left_early), None)) is not None:
         # As where the others had the time to end: the steps that it left out are what is wrong.
         missing = 0 if left.last_step is None else left.last_step + 1
-        told = f"{_left(left)}: step {missing} is missing; {names} ended by the harness"
+        told = f"{left.left}: step {missing} is missing; {names} ended by the harness"
         return Answer("missing_step", told, left.rank)
     return Answer("interrupted", f"the harness ended {names} for no reason on record", None)
 
 
-def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
+def _left_behind(ranks: Ranks) -> Answer | None:
     """Ranks that ended with 0 while others waited for them in a collective; None if none did."""
     gone = {r.rank: r for r in ranks if r.exit.code == 0 and r.records.error is None}
     if len(gone) == len(ranks) and not any(r.left_early for r in ranks):
@@ -355,10 +345,10 @@ def _left_behind(ranks: Sequence[RankEvidence]) -> Answer | None:
     if missing is None or not set(missing.ranks) <= set(gone):
         return None
     first = gone[missing.ranks[0]]
-    return Answer("hang", f"{missing}; {_left(first)}", first.rank, missing)
+    return Answer("hang", f"{missing}; {first.left}", first.rank, missing)
 
 
-def _places(ranks: Sequence[RankEvidence]) -> dict[int, Place]:
+def _places(ranks: Ranks) -> dict[int, Place]:
     """Where ranks are; those that gave up waiting are still in what they waited for."""
     found = {r.rank: r.place for r in ranks if r.place is not None}
     for r in ranks:
@@ -367,7 +357,7 @@ def _places(ranks: Sequence[RankEvidence]) -> dict[int, Place]:
     return found
 
 
-def _hung(running: Sequence[RankEvidence]) -> RankEvidence | None:
+def _hung(running: Ranks) -> RankEvidence | None:
     """The one rank that the others waited for, if the evidence singles it out."""
     steps = [-1 if r.last_step is None else r.last_step for r in running]
     behind = [r for r, step in zip(running, steps, strict=True) if step == min(steps)]
@@ -379,49 +369,32 @@ def _hung(running: Sequence[RankEvidence]) -> RankEvidence | None:
     return elsewhere[0] if waiting and all_known and len(elsewhere) == 1 else None
 
 
-def _blame_victims(
-    victims: Sequence[RankEvidence], ranks: Sequence[RankEvidence], steps: int | None
-) -> Answer:
+def _blame_victims(victims: Ranks, ranks: Ranks, steps: int | None) -> Answer:
     """All that failed say that a peer went away: look for one that left, else take the first."""
     left = next((r for r in ranks if r.left_early), None)
     if left is None and steps is not None:
         ends = ((r, r.records.end) for r in ranks if r.exit.code == 0)
         left = next((r for r, end in ends if end is not None and end.steps < steps), None)
     if left is not None:
-        return Answer("crashed", f"{_left(left)}; then {_names(victims)} failed", left.rank)
+        return Answer("crashed", f"{left.left}; then {_names(victims)} failed", left.rank)
     return _blame(victims[0], ranks)
-
-
-def _left(rank: RankEvidence) -> str:
-    if rank.left_early and rank.records.start is None:
-        return f"rank {rank.rank} exited with code 0 before its end record: it recorded nothing"
-    end = " before its end record" if rank.left_early else ""
-    return f"rank {rank.rank} exited with code 0{end} {rank.where}"
 
 
 def signal_name(number: int) -> str:
     """SIGKILL for 9; 'signal 77' for a number without a name."""
-    try:
+    with suppress(ValueError):
         return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return f"signal {number}"
 
 
-def _names(ranks: Sequence[RankEvidence]) -> str:
-    numbers = sorted(r.rank for r in ranks)
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
+def _names(ranks: Ranks) -> str:
+    return rank_names(sorted(r.rank for r in ranks))
 
 
-def _lines(text: str) -> list[str]:
-    return [cut(line.strip(), MESSAGE_CHARS) for line in text.splitlines() if line.strip()]
-
-
-def _first_line(text: str) -> str:
-    return next(iter(_lines(text)), "")
-
-
-def _last_line(text: str) -> str:
-    return next(iter(_lines(text)[-1:]), "")
+def _line(text: str, index: int) -> str:
+    """One of the lines that are not empty, "" if there is none."""
+    lines = [cut(line.strip(), MESSAGE_CHARS) for line in text.splitlines() if line.strip()]
+    return lines[index] if lines else ""
 
 
 # --- who sent a SIGKILL -----------------------------------------------------------------------
@@ -441,23 +414,25 @@ def num_memory_kills() -> int | None:
         return None
 
 
-def with_sender(outcome: RunOutcome, before: int | None) -> RunOutcome:
+def memory_kills_since(before: int | None) -> int | None:
+    """What the kernel has killed since then; None: not told."""
+    now = num_memory_kills()
+    return None if before is None or now is None else now - before
+
+
+def with_sender(outcome: RunOutcome, kills: int | None) -> RunOutcome:
     """The outcome, and of one that a SIGKILL brought about who sent that, as far as it is known.
 
     Args:
-        outcome: of a run that has ended on this machine.
-        before: `num_memory_kills` when it began.
+        outcome: of a run that has ended.
+        kills: what the kernel killed for want of memory where and while it ran; None: not known.
     """
     # Without a culprit it was the leader of the ranks that died.
     codes = [state.code for state in outcome.ranks if state.rank == outcome.culprit_rank]
-    by_sigkill = codes in ([], [-signal.SIGKILL])
-    now = num_memory_kills()
-    if outcome.what != "killed" or not by_sigkill or before is None or now is None:
+    if outcome.what != "killed" or codes not in ([], [-signal.SIGKILL]) or kills is None:
         return outcome
-    words = NOT_THE_KERNEL
-    if now != before:
-        words = f"the kernel killed {now - before} for want of memory meanwhile"
-    return replace(outcome, message=f"{outcome.message}; {words}", from_outside=now == before)
+    words = f"the kernel killed {kills} for want of memory meanwhile" if kills else NOT_THE_KERNEL
+    return replace(outcome, message=f"{outcome.message}; {words}", from_outside=not kills)
 
 
 # --- who failed first, in the run's store -----------------------------------------------------

@@ -12,7 +12,6 @@ import signal
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 import harness
 
@@ -22,27 +21,24 @@ _MAX_ROUNDS = 10
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process with SIGKILL when its parent dies.
+def die_with_parent(parent_pid: int, *, gently: bool = False) -> None:
+    """Have the kernel end this process when its parent dies: with SIGKILL, or gently SIGTERM.
 
     The parent may have died between the fork and this call; then exit at once.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if gently else signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def wake_as_parent_dies() -> None:
-    """Have the kernel send SIGCONT when this process' parent dies: one that is stopped goes on.
-
-    For a process that cleans up when it sees that its parent is gone, which it must be awake for.
-    """
+    """Have the kernel send SIGCONT when this process' parent dies: one that is stopped goes on,
+    sees that its parent is gone, and cleans up."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
@@ -89,22 +85,19 @@ def code_of_zombie(pid: int) -> int | None:
 
 def kill_children(spare: Collection[int] = ()) -> None:
     """SIGKILL every child but `spare`, and what they leave behind, and wait for all of them."""
-    while True:
-        doomed = [pid for pid in children() if pid not in spare]
-        if not doomed:
-            return
+    while doomed := [pid for pid in children() if pid not in spare]:
         for pid in doomed:
             signal_quietly(pid, signal.SIGKILL)
         for pid in doomed:
-            wait_quietly(pid)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def kill_marked(mark: str) -> None:
     """SIGKILL every process of ours that has `mark`, NAME=VALUE, in its first environment."""
     for _ in range(_MAX_ROUNDS):  # what is killed may have forked meanwhile
         found = [pid for pid in processes() if pid != os.getpid() and has_mark(pid, mark)]
-        killed = [signal_quietly(pid, signal.SIGKILL) for pid in found]
-        if not any(killed):
+        if sum(signal_quietly(pid, signal.SIGKILL) for pid in found) == 0:
             return
 
 
@@ -126,7 +119,8 @@ class ChildWakeup:
         """Take over SIGCHLD of this process."""
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _ignore_but_wake)
+        # A Python-level handler must exist for the descriptor to be written.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def drain(self) -> None:
         """Make the descriptor wait for the next child."""
@@ -146,10 +140,6 @@ class ChildWakeup:
         os.close(self._write_fd)
 
 
-def _ignore_but_wake(number: int, frame: FrameType | None) -> None:
-    """A Python-level handler must exist for the wake-up descriptor to be written."""
-
-
 def signal_quietly(pid: int, number: int) -> bool:
     """Send a signal; False if the process is gone already."""
     try:
@@ -165,15 +155,6 @@ def kill_group(leader_pid: int) -> None:
         os.killpg(leader_pid, signal.SIGKILL)
 
 
-def wait_quietly(pid: int) -> int | None:
-    """Wait for a child; its exit code (negative: signal), None if it was waited for before."""
-    try:
-        _, status = os.waitpid(pid, 0)
-    except ChildProcessError:
-        return None
-    return os.waitstatus_to_exitcode(status)
-
-
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Environment of the forkserver: the harness' own, with what forking and repeating needs.
 
@@ -184,9 +165,5 @@ def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
     paths = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if root.name not in ("site-packages", "dist-packages") and str(root) not in paths:
         paths.append(str(root))
-    return {
-        "PYTHONHASHSEED": "0",
-        **environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {"PYTHONHASHSEED": "0", **environ, **fixed}

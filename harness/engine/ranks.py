@@ -29,20 +29,20 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from harness.engine.base import gpu_environment
 from harness.engine.evidence import (
     ask_for_dumps,
     dumps_take_s,
     evidence_environment,
     prepare_to_ask,
 )
-from harness.engine.gpus import gpu_environment
 from harness.engine.outcome import FirstFailure, claim, signal_name
 from harness.engine.process import ChildWakeup, die_with_parent, signal_quietly
 from harness.masking import MAX_HELD_BYTES, Masker, Stream
@@ -78,10 +78,8 @@ class Limits:
 
 def limit_options(limits: Limits) -> list[str]:
     """The same as options of `python -m harness.worker`."""
-    return [
-        "--grace-s", str(limits.grace_s), "--stacks-s", str(limits.stacks_s),
-        "--leave-s", str(limits.leave_s), "--output-cap-bytes", str(limits.output_cap_bytes),
-    ]  # fmt: skip
+    values = asdict(limits).items()
+    return [text for key, value in values for text in (f"--{key.replace('_', '-')}", str(value))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +89,8 @@ class Job:
     Attributes:
         devices: GPU of each rank here, as CUDA_VISIBLE_DEVICES names it; empty without.
         ranks: those that run here; all of the run by default.
-        first_local_rank: LOCAL_RANK of the first of them.
-        local_world_size: ranks on this machine, None if they are all in `ranks`.
         stops_on_sigterm: whether SIGTERM ends the ranks, their stacks first.
-        undecided: which ends the engine has to decide upon (`gpus.SharedGpus`): runs that `failed`,
-            runs that `finished`, or none.
+        shares_gpus: whether a failure may be that of another run on its GPUs: it is undecided.
     """
 
     spec: RunSpec
@@ -103,10 +98,8 @@ class Job:
     devices: tuple[str, ...] = ()
     attempt: int = 0
     ranks: range = range(0)
-    first_local_rank: int = 0
-    local_world_size: int | None = None
     stops_on_sigterm: bool = False
-    undecided: str = ""
+    shares_gpus: bool = False
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -115,10 +108,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the ranks find each other: the address of the rendezvous store.
-
-    `listener` is its socket where the store is hosted here, None where it is on another node.
-    """
+    """The address of the rendezvous store, and its socket where it is hosted here."""
 
     address: str
     port: int
@@ -144,6 +134,7 @@ class Watch:
     `stall_s` None: ranks may be silent for as long as they have time. A stall is seen between once
     and twice that long after the last record: it is looked for when it may be there, not all along.
     `window_s`: what the steps that ranks record together take; silence within it is no stall.
+    `failed_s`: when each rank failed by itself, in the order in which they were seen to.
     """
 
     ranks: Sequence[int]
@@ -169,11 +160,6 @@ class Watch:
         return None if self.stall_s is None else max(self.stall_s, WINDOWS * self.window_s)
 
     @property
-    def failed_order(self) -> list[int]:
-        """Ranks that failed by themselves, in the order in which they were seen to."""
-        return list(self.failed_s)
-
-    @property
     def running(self) -> list[int]:
         """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank not in self.exits]
@@ -196,14 +182,9 @@ class Watch:
         return waits and self.stall_s is not None and now_s >= self.deadline_s
 
     def ended(
-        self,
-        rank: int,
-        code: int | None,
-        now_s: float,
-        *,
-        left_early: bool = False,
+        self, rank: int, code: int | None, now_s: float, *, left_early: bool = False,
         number: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take note that a rank ended; the first failure starts the grace of the others.
 
         So does one that left with 0 and without an end record: the others may wait for it. `number`
@@ -237,8 +218,7 @@ class Watch:
     def stop(self, now_s: float) -> None:
         """End every rank left now, stacks first, whatever time there was."""
         if self.phase in (Phase.RUNNING, Phase.GRACE):
-            self.phase = Phase.GRACE
-            self.deadline_s = now_s
+            self.phase, self.deadline_s = Phase.GRACE, now_s
 
 
 # --- what ranks print and record ------------------------------------------------------------------
@@ -248,12 +228,7 @@ class CappedOutput:
     """Copies what arrives at `read_fd` into `path`; owns the descriptor."""
 
     def __init__(
-        self,
-        read_fd: int,
-        path: Path,
-        *,
-        cap_bytes: int = CAP_BYTES,
-        masker: Masker | None = None,
+        self, read_fd: int, path: Path, *, cap_bytes: int = CAP_BYTES, masker: Masker | None = None
     ) -> None:
         self._masker = masker or Masker({})
         self._stream = Stream(self._masker)
@@ -290,21 +265,18 @@ class CappedOutput:
         os.close(self.read_fd)
         self._store(self._stream.rest())
         if self._beyond_bytes:
-            tail = self._masked_tail()
-            dropped = self._beyond_bytes - len(tail)
+            tail, cut = bytes(self._tail), max(len(self._tail) - TAIL_BYTES, 0)
+            # The beginning of a tail that was cut there may be the end of a secret: it only shows
+            # whether the first byte that is stored is inside of one.
+            cut = self._masker.parted(tail, cut) if cut else 0
+            tail = self._masker.data(tail[cut:])[-TAIL_BYTES:]
+            told = (self._cap_bytes, self._beyond_bytes - len(tail), len(tail))
             self._write(
                 b"\n[harness: output above %d bytes: %d bytes dropped here, the last %d follow]\n"
-                % (self._cap_bytes, dropped, len(tail))
+                % told
+                + tail
             )
-            self._write(tail)
         self._file.close()
-
-    def _masked_tail(self) -> bytes:
-        tail, cut = bytes(self._tail), max(len(self._tail) - TAIL_BYTES, 0)
-        # The beginning of a tail that was cut there may be the end of a secret: it only shows
-        # whether the first byte that is stored is inside of one.
-        cut = self._masker.parted(tail, cut) if cut else 0
-        return self._masker.data(tail[cut:])[-TAIL_BYTES:]
 
     def abandon(self) -> None:
         """Close without copying: in a forked process, to which this belongs only by inheritance."""
@@ -314,16 +286,12 @@ class CappedOutput:
     def _store(self, data: bytes) -> None:
         room = max(self._cap_bytes - self._written_bytes, 0)
         head, rest = data[:room], data[room:]
-        if head:
-            self._write(head)
-            self._written_bytes += len(head)
-        if rest:
-            self._beyond_bytes += len(rest)
-            self._tail += rest
-            # More than is stored: a secret that its end begins inside of is seen whole.
-            kept = TAIL_BYTES + MAX_HELD_BYTES
-            if len(self._tail) > kept:
-                del self._tail[:-kept]
+        self._write(head)
+        self._written_bytes += len(head)
+        self._beyond_bytes += len(rest)
+        self._tail += rest
+        # More than is stored: a secret that its end begins inside of is seen whole.
+        del self._tail[: -TAIL_BYTES - MAX_HELD_BYTES]
 
     def _write(self, data: bytes) -> None:
         """Write all of `data`; a full disk is noted once and must not stop the draining."""
@@ -502,7 +470,7 @@ class Crew:
                 left_early = code == 0 and not has_end_record(rank_path(Path(), rank))
                 self.watch.ended(rank, code, time.monotonic(), left_early=left_early)
                 # Whoever exits with 1 has told the others itself, or is one of them.
-                if code not in (0, 1) and rank in self.watch.failed_order:
+                if code not in (0, 1) and rank in self.watch.failed_s:
                     how = f"died by {signal_name(-code)}" if code < 0 else f"exited with {code}"
                     claim(self.store, FirstFailure(rank, how))
 
@@ -533,7 +501,7 @@ def rank_environment(job: Job, rank: int, port: int, address: str = "127.0.0.1")
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(job.spec.world_size),
-        "LOCAL_WORLD_SIZE": str(job.local_world_size or len(job.ranks)),
+        "LOCAL_WORLD_SIZE": str(len(job.ranks)),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         # Left to itself gloo takes the address that this machine's name stands for, which on many
@@ -541,7 +509,7 @@ def rank_environment(job: Job, rank: int, port: int, address: str = "127.0.0.1")
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         # A harness that was itself started by torchrun must not lend its store to the ranks.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        **gpu_environment(job.devices, job.first_local_rank + rank - job.ranks.start),
+        **gpu_environment(job.devices, rank - job.ranks.start),
         **evidence_environment(job.spec, job.folder, rank, os.environ),
     }
 

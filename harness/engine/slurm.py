@@ -1,29 +1,53 @@
-"""Runs as jobs of Slurm: one job a run, an agent on each of its nodes, results in the run folder.
+"""Runs on the nodes of one allocation of Slurm, one after the other, each a step of agents.
 
-    start   slurm.json, then sbatch under a name that is only this job's
-    wait    look into the folders, ask squeue for all jobs at once, until a run is over
-    adopt   a job that an earlier harness submitted is found by its name and waited for
-    cancel  scancel
+    first run   the allocation that the harness is in (SLURM_JOB_ID), or one from `salloc`, with the
+                nodes that the largest run needs
+    start       step.json into the run's folder, then srun: one agent (`harness.worker node`) a node
+    wait        until srun has ended: the nodes' reports, and Slurm's word where one is missing
+    close       the allocation is given back
 
-What a run wrote is the truth; the state of its job only explains what is missing there. Nothing is
-concluded from a command that fails: a controller that is away is waited for, with a bound, and its
-jobs go on. The run folder must lie on a file system that the nodes share.
+Every step begins at the first node, so both runs of a case run on the same nodes. `salloc` holds
+the allocation as long as we hold its standard input: however the harness ends, so does the
+allocation. One that is left all the same has a name that only this run folder gives, and is
+cancelled before another is asked for. The run folder must lie on a file system of all nodes.
+
+`launch.slurm`, what is asked for:
+
+partition       as salloc knows it; the cluster's default if left out
+account         the same
+walltime_s      limit of the allocation; the partition's default if left out
+pending_s       how long it may wait in the queue; a day by default
+nodes           over how many nodes a run is spread, one rank a node at least
+ranks_per_node  ranks that a node holds at most; by default its GPUs, or no limit
+gpus_per_node   GPUs of each node
+cpus_per_rank   processors of a rank
+args            more options of salloc, as they are
+
+Ranks go on nodes in blocks of neighbours, as even as they come; 8 on 3 nodes: [0 1 2] [3 4 5] [6 7]
 """
 
+import hashlib
 import math
-import shlex
+import os
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO, Any, Literal
 
-from harness.engine.base import Closing, Slots
-from harness.engine.node_reports import (
+from harness.codec import Json, dumps
+from harness.engine.base import Closing
+from harness.engine.evidence import tail_of
+from harness.engine.leader import (
     LOG_FILE,
-    OUTSIDE,
+    NO_WORD,
     NodeReport,
     Word,
     needs_word,
@@ -31,449 +55,522 @@ from harness.engine.node_reports import (
     put_together,
     read_reports,
 )
+from harness.engine.process import die_with_parent, server_environment
 from harness.engine.ranks import Limits, limit_options
-from harness.engine.slurm_calls import JobState, NoAnswer, QueueFull, SlurmCalls
-from harness.engine.slurm_job import (
-    SlurmOptions,
-    Submission,
-    load_submission,
-    request,
-    save_submission,
-    share_out,
-)
-from harness.errors import Infrastructure, UsageError
-from harness.records import RunOutcome, RunSpec
+from harness.errors import Infrastructure, UsageError, one_line
+from harness.provenance import code_variables
+from harness.records import CaseSpec, RecordError, RunOutcome, RunSpec
+from harness.repeats import unique_runs
 from harness.store import begin_run, save_outcome
+from harness.store.files import write_atomic
 
 ENTRY = "harness.worker.main:rank_main"
-DEFAULT_SLOTS = 1 << 16
-"""Ranks in the queue of Slurm at a time, if nothing is said: as many as there are."""
-DEFAULT_JOBS = 500
+OURS = {
+    "--job-name": "", "-J": "", "--no-shell": "", "--kill-command": "", "-K": "", "--quiet": "",
+    "-Q": "", "--overcommit": "", "-O": "", "--no-kill": "", "-k": "", "--chdir": "", "-D": "",
+    "--nodes": "nodes", "-N": "nodes", "--ntasks": "nodes", "-n": "nodes",
+    "--ntasks-per-node": "ranks_per_node", "--cpus-per-task": "cpus_per_rank",
+    "-c": "cpus_per_rank", "--time": "walltime_s", "-t": "walltime_s",
+    "--partition": "partition", "-p": "partition", "--account": "account", "-A": "account",
+    "--gres": "gpus_per_node", "--gpus-per-node": "gpus_per_node", "--gpus": "gpus_per_node",
+    "-G": "gpus_per_node",
+}  # fmt: skip
+"""Options of salloc that the engine sets, and the key of `launch.slurm` to say instead."""
+PASSING = (
+    "unable to contact slurm controller", "socket timed out", "connection refused",
+    "connection reset", "connection timed out", "temporarily", "standby", "zero bytes were",
+    "communication", "transport endpoint", "try again", "munge", "plugin_init", "insane message",
+)  # fmt: skip
+"""What the commands say, in lower case, of trouble that has nothing to do with the request."""
+STUCK = (
+    "launch failed requeued held", "badconstraints", "invalidaccount", "invalidqos",
+    "dependencyneversatisfied", "partitionconfig", "partitiontimelimit", "partitionnodelimit",
+)  # fmt: skip
+"""Reasons, in lower case, for which a pending job would wait for ever. Nodes that are down, limits
+of an account and jobs held by hand are none: these pass."""
+SETTINGS = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+"""Variables that say which Slurm; all others of that name are of a job that we may be in."""
+_OF_OTHERS = ("SLURM_", "SQUEUE_", "SCANCEL_", "SRUN_")
+START_S = 300.0
+"""What a step may take beyond its run's timeout: cold imports, file systems, stacks."""
+STEP_FILE = "step.json"
+MANIFEST_KEY = "slurm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(Json):
+    """See the module's docstring."""
+
+    partition: str = ""
+    account: str = ""
+    walltime_s: float | None = None
+    pending_s: float = 86_400.0
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_rank: int = 1
+    args: tuple[str, ...] = ()
+
+
+DEFAULT_OPTIONS = SlurmOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Json):
+    """A run as agents find it in step.json; no other step has its `name`."""
+
+    name: str
+    num_nodes: int
+    ranks_per_node: int
+
+    def ranks(self, node: int, world_size: int) -> range:
+        """Ranks of a node, never none."""
+        first = node * self.ranks_per_node
+        return range(first, min(first + self.ranks_per_node, world_size))
+
+
+def share_out(world_size: int, options: SlurmOptions, device: str) -> Step:
+    """Spread a run over as few nodes as the options allow."""
+    most = options.ranks_per_node
+    if most is None and device == "cuda":
+        most = options.gpus_per_node
+    wanted = min(options.nodes, world_size)
+    if most is not None:
+        wanted = max(wanted, -(-world_size // most))
+    each = -(-world_size // wanted)
+    # Blocks of that size may fill fewer nodes than were asked for; none is left empty.
+    return Step(name=uuid.uuid4().hex, num_nodes=-(-world_size // each), ranks_per_node=each)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long to wait, in seconds.
-
-    Attributes:
-        poll_s: between two looks at the jobs.
-        late_s: for files of a job that is over, or a job that squeue does not know (yet).
-        answer_s: for one command.
-        away_s: for a controller that does not answer.
-        cancel_s: for cancelled jobs to be gone.
-        full_s: between two tries to submit while Slurm takes no more jobs of ours.
-        leave_s: for a job to leave when every node has reported.
-    """
+    """How long to wait, in seconds: between two looks; for files of a step that is over; for a
+    controller that does not answer; for what was cancelled to be gone; for a step to end when every
+    node has reported."""
 
     poll_s: float = 1.0
     late_s: float = 75.0
-    answer_s: float = 60.0
     away_s: float = 900.0
-    cancel_s: float = 30.0
-    full_s: float = 10.0
+    cancel_s: float = 60.0
     leave_s: float = 60.0
+
+
+# --- the allocation -------------------------------------------------------------------------------
+
+
+def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what would change a command or, handed on, a step: variables of a job of ours."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in SETTINGS or not name.startswith(_OF_OTHERS)
+    }
+
+
+def ask(*command: str) -> str:
+    """What a command of Slurm prints; "" if it fails or does not answer."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=60,
+            stdin=subprocess.DEVNULL, env=own_environment(os.environ), start_new_session=True,
+        )  # fmt: skip
+        return done.stdout if done.returncode == 0 else ""
+    return ""
+
+
+def _passes(words: str) -> bool:
+    return any(phrase in words.lower() for phrase in PASSING)
+
+
+@dataclass
+class Allocation:
+    """Nodes of Slurm; `salloc` None: those of the job that we are in."""
+
+    job_id: str
+    num_nodes: int
+    salloc: "subprocess.Popen[bytes] | None" = None
+    words: IO[bytes] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether Slurm has not taken it back, as far as salloc knows."""
+        return self.salloc is None or self.salloc.poll() is None
+
+    @property
+    def said(self) -> str:
+        """What salloc printed."""
+        if self.words is None:
+            return ""
+        self.words.seek(0)
+        text = self.words.read().decode(errors="replace")
+        return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+
+    def read_state(self, late_s: float, poll_s: float) -> Word:
+        """What became of it; `state` "" while it lives, or where nobody knows."""
+        until_s = time.monotonic() + late_s
+        while True:
+            told = ask("scontrol", "-o", "show", "job", self.job_id)
+            found = dict(re.findall(r"(\w+)=(\S+)", told))
+            state = found.get("JobState", "")
+            if state != "COMPLETING" or time.monotonic() > until_s:
+                break
+            time.sleep(poll_s)
+        if state in ("", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING"):
+            return NO_WORD
+        reason, nodes = found.get("Reason", ""), found.get("NodeList", "?")
+        return Word(state, f"Slurm job {self.job_id} ended as {state} ({reason}, nodes {nodes})")
+
+    def give_back(self, patience_s: float) -> None:
+        """End it, if it is ours, and wait until it is gone."""
+        if self.salloc is None:
+            return
+        assert self.salloc.stdin is not None
+        with suppress(OSError):
+            self.salloc.stdin.close()
+        if not self.job_id:
+            self.salloc.terminate()  # it waits in the queue still
+        try:
+            self.salloc.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.salloc.kill()
+            self.salloc.wait()
+        if self.job_id:
+            ask("scancel", "--quiet", self.job_id)  # salloc may have been killed
+        if self.words is not None:
+            self.words.close()
+
+
+def cancel_leftovers(name: str, patience: Patience) -> None:
+    """Cancel this user's jobs of that name, and wait until they are gone."""
+    mine = (f"--user={os.getuid()}", f"--name={name}")
+    until_s = time.monotonic() + patience.cancel_s
+    while ask("squeue", "--noheader", "--format=%A", *mine).strip():
+        ask("scancel", "--quiet", *mine)
+        if time.monotonic() > until_s:
+            raise Infrastructure(f"Slurm did not cancel the jobs named {name}: scancel them")
+        time.sleep(patience.poll_s)
+
+
+# --- the engine -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Active:
-    """A job that was submitted, or is about to be.
-
-    Attributes:
-        open_since_s: since when it is over with something missing.
-        queued_since_s: since when it waits in the queue, as far as this harness has seen.
-        put_off: Slurm takes no more jobs of ours now.
-        is_held: not submitted yet: it waits for its reference to end, to run on the same nodes.
-    """
+    """The run under way, and the process of its srun."""
 
     spec: RunSpec
     folder: Path
-    submission: Submission
-    open_since_s: float | None = None
-    queued_since_s: float | None = None
-    put_off: bool = False
-    is_held: bool = False
+    attempt: int
+    step: Step
+    srun: "subprocess.Popen[bytes]"
+    started_unix_s: float = field(default_factory=time.time)
+    started_s: float = field(default_factory=time.monotonic)
+    whole_s: float | None = None
 
     def reports(self) -> dict[int, NodeReport]:
         """Of its nodes, as far as they show."""
-        return read_reports(self.folder, self.submission.name, self.submission.num_nodes)
+        return read_reports(self.folder, self.step.name, self.step.num_nodes)
 
-    def conclude(self, reports: Mapping[int, NodeReport], word: Word) -> RunOutcome:
-        """What happened to it."""
-        submission = self.submission
-        nodes, attempt = submission.num_nodes, submission.attempt
-        found = put_together(
-            self.spec, self.folder, reports, word, num_nodes=nodes, attempt=attempt
-        )
-        return found if reports else replace(found, started_unix_s=submission.submitted_unix_s)
+    def is_overdue(self, now_s: float, leave_s: float) -> bool:
+        """Whether its srun waits for what will not come."""
+        if self.whole_s is None and len(self.reports()) == self.step.num_nodes:
+            self.whole_s = now_s
+        late = self.whole_s is not None and now_s - self.whole_s > leave_s
+        return late or now_s - self.started_s > self.spec.timeout_s + START_S
+
+    def stop(self, patience_s: float) -> None:
+        """End the step: srun kills its tasks on SIGTERM."""
+        self.srun.terminate()
+        try:
+            self.srun.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.srun.kill()
+            self.srun.wait()
 
 
 class SlurmEngine(Closing):
-    """Runs on the nodes of a cluster, each as a job of its own."""
+    """Runs on the nodes of one allocation, one at a time."""
 
     def __init__(
-        self,
-        options: SlurmOptions,
-        *,
-        slots: int = DEFAULT_SLOTS,
-        jobs: int | None = None,
-        entry: str = ENTRY,
-        limits: Limits | None = None,
-        patience: Patience | None = None,
-        references: Mapping[str, str] | None = None,
-    ) -> None:
-        """Prepare; nothing is submitted yet.
+        self, options: SlurmOptions, *, slots: int = 1 << 16, entry: str = ENTRY,
+        limits: Limits | None = None, patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        """Prepare; nothing is asked for yet.
 
         Args:
-            options: what each job asks for.
-            slots: ranks that may be submitted at the same time.
-            jobs: jobs that may be, None for a number that schedulers bear well.
+            options: what to ask for.
+            slots: ranks that a run may have.
             entry: `module:function` of a `RankMain`.
             limits: how patient agents are.
             patience: how patient this engine is.
-            references: by key of a run, the key of the run whose nodes it is to have.
-
-        Raises:
-            UsageError: counts that make no sense.
         """
-        self._room = Slots(slots, ("",) * slots, jobs or DEFAULT_JOBS)
+        self.slots = slots
         self._options, self._entry = options, entry
         self._limits, self._patience = limits or Limits(), patience or Patience()
-        self._calls = SlurmCalls(answer_s=self._patience.answer_s, away_s=self._patience.away_s)
-        self._active: dict[str, _Active] = {}
-        self._references = references or {}
-        self._would_take: set[tuple[str, ...]] = set()
-        self._answered_s = time.monotonic()
-        self._full_s = -math.inf
-        # Jobs whose runs are concluded, and since when: their nodes are free once they have left.
-        self._leaving_s: dict[str, float] = {}
-
-    @property
-    def slots(self) -> int:
-        """How many ranks may be submitted at the same time."""
-        return self._room.num_slots
+        self._nodes, self._cpus, self._gpus = 1, 1, False
+        self._allocation: Allocation | None = None
+        self._active: _Active | None = None
+        self._outer = os.environ.get("SLURM_JOB_ID", "")
 
     def check(self, spec: RunSpec) -> None:
-        """Refuse a run that Slurm would never start.
+        """Refuse a run that could never start; the allocation will have the nodes that it needs.
 
         Raises:
-            UsageError: more ranks than slots, GPUs not asked for, or Slurm's own refusal.
-            Infrastructure: no Slurm, or no answer.
+            UsageError: more ranks than slots, GPUs not asked for, more nodes than there are.
+            Infrastructure: no Slurm here.
         """
-        self._room.check(spec)
+        if not 1 <= spec.world_size <= self.slots:
+            raise UsageError(
+                f"run {spec.key} needs {spec.world_size} slots, there are {self.slots}"
+            )
         if spec.device == "cuda" and self._options.gpus_per_node is None:
             raise UsageError(
                 f"run {spec.key} needs GPUs: expected launch.slurm.gpus_per_node, got nothing"
             )
-        shape = tuple(request(spec, self._options))
-        if shape not in self._would_take:
-            self._calls.would_take(shape, script(["true"]))
-            self._would_take.add(shape)
+        for program in ("salloc", "srun", "scontrol"):
+            if shutil.which(program) is None:
+                raise Infrastructure(
+                    f"engine slurm: {program} was not found on PATH; legal values of --engine "
+                    "here: local"
+                )
+        step = share_out(spec.world_size, self._options, spec.device)
+        if self._outer and step.num_nodes > (there := self._outer_nodes()):
+            raise UsageError(
+                f"run {spec.key} needs {step.num_nodes} nodes, Slurm job {self._outer} has {there}"
+            )
+        self._nodes = max(self._nodes, step.num_nodes)
+        self._cpus = max(self._cpus, step.ranks_per_node * self._options.cpus_per_rank)
+        self._gpus = self._gpus or spec.device == "cuda"
 
     def can_start(self, spec: RunSpec) -> bool:
-        """Whether one more job may be submitted now."""
-        # Each try at a full queue may take as long as `answer_s`.
-        return self._room.fits(spec) and not any(run.put_off for run in self._active.values())
+        """Whether no run is under way."""
+        return self._active is None
 
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
-        """Submit the job of a run; see `Engine.start`."""
-        self._room.take(spec)
-        shares = share_out(spec.world_size, self._options, spec.device)
-        submission = Submission(
-            name=f"harness-{spec.key}-{uuid.uuid4().hex[:10]}",
-            num_nodes=shares.num_nodes,
-            ranks_per_node=shares.ranks_per_node,
-            submitted_unix_s=time.time(),
-            attempt=attempt,
-        )
-        reference = self._active.get(self._references.get(spec.key, ""))
-        held = not attempt and reference is not None and not reference.is_held
-        run = _Active(spec, folder.absolute(), submission, is_held=held)
-        # Known before Slurm hears of it: a signal in between must find it to cancel.
-        self._active[spec.key] = run
-        if not held:
-            self._begin(run)
-
-    def _begin(self, run: _Active) -> None:
-        submission = run.submission
-        try:
-            begin_run(run.folder, run.spec)
-            save_submission(run.folder, submission)
-            self._submit(run)
-        except (UsageError, Infrastructure):
-            self._release(run.spec.key)
-            with suppress(Infrastructure):
-                # Should Slurm have heard of it after all, the job finds this and leaves.
-                save_submission(run.folder, replace(submission, cancelled=True))
-            raise
-
-    def _submit(self, run: _Active) -> None:
-        """Hand a job to Slurm; put it off if Slurm takes no more now and others are on their way.
-
-        Raises:
-            UsageError: refused for good.
-            Infrastructure: no answer.
-        """
-        name = run.submission.name
-        options = [*identity(name, run.folder), *request(run.spec, self._options)]
-        options += self._same_nodes(run)
-        command = [
-            sys.executable, "-P", "-m", "harness.worker", "job", "--folder", str(run.folder),
-            "--name", name, "--entry", self._entry, *limit_options(self._limits),
-        ]  # fmt: skip
-        try:
-            job_id = self._calls.submit(options, script(command), name, run.put_off)
-        except QueueFull:
-            # With nothing of ours in the queue there may be no end to wait for.
-            if not run.put_off and sum(not other.is_held for other in self._active.values()) == 1:
-                raise
-            run.put_off, self._full_s = True, time.monotonic()
-            return
-        run.put_off = False
-        run.submission = replace(run.submission, job_id=job_id)
-        save_submission(run.folder, run.submission)
-
-    def _same_nodes(self, run: _Active) -> list[str]:
-        """The option of sbatch for the nodes that the reference had, if it told of as many."""
-        key = self._references.get(run.spec.key)
-        # A later attempt goes where it may: those nodes may be what kept the first from starting.
-        if key is None or run.submission.attempt:
-            return []
-        folder = run.folder.with_name(key)
-        theirs = load_submission(folder)
-        if theirs is None or theirs.num_nodes != run.submission.num_nodes:
-            return []
-        reports = read_reports(folder, theirs.name, theirs.num_nodes).values()
-        return [f"--nodelist={nodes}" for nodes in {report.nodes for report in reports} - {""}]
-
-    def _begin_more(self) -> None:
-        """Submit what waited for its reference, and try again, oldest first, what was put off."""
-        for run in list(self._active.values()):
-            if run.is_held and self._references[run.spec.key] not in self._active:
-                run.is_held = False
-                self._begin(run)
-            elif run.put_off and time.monotonic() - self._full_s >= self._patience.full_s:
-                self._submit(run)
-
-    def adopt(self, spec: RunSpec, folder: Path) -> bool:
-        """Go on with the job of a run that an earlier harness submitted; see `Engine.adopt`."""
+        """Start the step of a run, and wait for the allocation first; see `Engine.start`."""
+        self.check(spec)
         folder = folder.absolute()
-        submission = load_submission(folder)
-        if submission is None or submission.cancelled:
-            return False
-        run = _Active(spec, folder, submission)
-        state = self._calls.patiently(self._calls.states).get(submission.name)
-        if not self._is_worth_waiting(run, state):
-            return False
-        if state is not None and submission.job_id is None:
-            run.submission = replace(submission, job_id=state.job_id)
-            save_submission(folder, run.submission)
-        self._room.take(spec)
-        self._active[spec.key] = run
-        return True
+        allocation = self._allocated(folder.parent)
+        step = share_out(spec.world_size, self._options, spec.device)
+        begin_run(folder, spec)
+        write_atomic(folder / STEP_FILE, dumps(step) + "\n")
+        srun = self._begin(allocation, step, folder)
+        self._active = _Active(spec, folder, attempt, step, srun)
 
-    def _is_worth_waiting(self, run: _Active, state: JobState | None) -> bool:
-        """Whether there will be an outcome that says something of the program."""
-        if state is not None and state.state not in OUTSIDE:
-            return True
-        reports = run.reports()
-        if len(reports) == run.submission.num_nodes and not needs_word(reports):
-            return True
-        if state is not None:
-            return False
-        # Out of squeue's memory: sacct may know better, and a failure must not be forgotten.
-        outcome = run.conclude(reports, self._word(run, None))
-        return outcome.what not in ("", "interrupted", "not_run")
+    def _allocated(self, root: Path) -> Allocation:
+        """The allocation; another one if there is none any more, or it has too few nodes."""
+        held = self._allocation
+        if held is not None and held.is_held and held.num_nodes >= self._nodes:
+            return held
+        self.close()
+        if self._outer:
+            word = Allocation(self._outer, 0).read_state(0.0, 0.0)
+            if word.state:
+                raise Infrastructure(f"{word.text}; go on with --resume in another one")
+            self._allocation = Allocation(self._outer, self._outer_nodes())
+            return self._allocation
+        name = f"harness-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}"
+        cancel_leftovers(name, self._patience)
+        until_s = time.monotonic() + self._options.pending_s
+        while (made := self._ask_for_nodes(name, until_s)) is None:
+            time.sleep(self._patience.poll_s)
+        return made
+
+    def _ask_for_nodes(self, name: str, until_s: float) -> Allocation | None:
+        """Nodes by salloc; None if Slurm did not answer, and there is time to ask again."""
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the allocation
+        salloc = subprocess.Popen(
+            ["salloc", "--kill-command", f"--job-name={name}", *self._request(), "cat"],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=words,
+            env=self._environment(), start_new_session=True,
+        )  # fmt: skip
+        # Known at once: a signal from now on must find it to give back.
+        made = self._allocation = Allocation("", self._nodes, salloc, words)
+        told, asked_s = "", -math.inf
+        while (granted := re.search(r"Granted job allocation (\d+)", made.said)) is None:
+            pending = re.search(r"Pending job allocation (\d+)", made.said)
+            job_id, now_s = pending.group(1) if pending else "", time.monotonic()
+            if salloc.poll() is not None:
+                said = one_line("; ".join(made.said.splitlines()))[:500]
+                self.close()
+                if _passes(said) and now_s <= until_s:
+                    return None
+                raise UsageError(f"salloc refused: {said}")
+            if job_id and now_s - asked_s > min(10 * self._patience.poll_s, until_s - now_s):
+                asked_s, before = now_s, told
+                told = ask("squeue", "-h", "-o%r", f"-j{job_id}").strip() or told
+                if told.lower().startswith(STUCK):
+                    self.close()
+                    raise UsageError(f"Slurm will not start job {job_id} by itself: {told}")
+                if told not in (before, "None"):
+                    sys.stderr.write(f"harness: Slurm job {job_id} waits: {told}\n")
+            if now_s > until_s:
+                self.close()
+                raise Infrastructure(
+                    f"Slurm did not start job {job_id} in {self._options.pending_s:g} s "
+                    f"(launch.slurm.pending_s): {told or made.said}"
+                )
+            time.sleep(min(self._patience.poll_s, 0.1))
+        made.job_id = granted.group(1)
+        return made
+
+    def _request(self) -> list[str]:
+        """Options of salloc."""
+        options = self._options
+        minutes = "" if options.walltime_s is None else math.ceil(options.walltime_s / 60)
+        wanted = {
+            "--nodes=": self._nodes, "--ntasks-per-node=": 1, "--cpus-per-task=": self._cpus,
+            "--time=": minutes, "--gres=gpu:": (options.gpus_per_node or "") if self._gpus else "",
+            "--partition=": options.partition, "--account=": options.account,
+        }  # fmt: skip
+        return [f"{name}{value}" for name, value in wanted.items() if value != ""] + [*options.args]
+
+    @staticmethod
+    def _environment() -> dict[str, str]:
+        return server_environment(own_environment(os.environ)) | code_variables()
+
+    @staticmethod
+    def _outer_nodes() -> int:
+        return int(os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1")))
+
+    def _begin(self, allocation: Allocation, step: Step, folder: Path) -> "subprocess.Popen[bytes]":
+        """Start one agent a node, on the first nodes; a failing one ends the others."""
+        command = [
+            "srun", f"--jobid={allocation.job_id}", f"--nodes={step.num_nodes}", "--relative=0",
+            f"--ntasks={step.num_nodes}", "--ntasks-per-node=1", "--overlap", "--whole",
+            "--cpu-bind=none", "--distribution=block", "--mpi=none", "--label", "--export=ALL",
+            # The first to end well must not start a countdown for the others.
+            "--kill-on-bad-exit=1", "--wait=0", "--input=none",
+            sys.executable, "-P", "-m", "harness.worker", "node", "--folder", str(folder),
+            "--name", step.name, "--entry", self._entry, *limit_options(self._limits),
+        ]  # fmt: skip
+        mine = os.getpid()
+        with (folder / LOG_FILE).open("ab") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=self._environment(), start_new_session=True,
+                # It ends its step, which outlives us otherwise where the allocation is not ours.
+                preexec_fn=lambda: die_with_parent(mine, gently=True),
+            )  # fmt: skip
 
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
-        """Runs that have ended; see `Engine.wait`.
+        """The run that has ended; see `Engine.wait`.
 
         Raises:
-            Infrastructure: the controller is away for too long, or an outcome cannot be written.
+            Infrastructure: the outcome cannot be written.
         """
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            self._begin_more()
-            # The files first: they may say it all, and squeue may take long to say nothing.
-            ended = self._look_at_all(None)
-            if not ended and self._active:
-                ended = self._look_at_all(self._ask_states())
+        while (run := self._active) is not None:
             left_s = until_s - time.monotonic()
-            if ended or not self._active or left_s <= 0:
-                return ended
-            time.sleep(min(self._patience.poll_s, left_s))
+            if self._has_ended(run, max(min(left_s, self._patience.poll_s), 0.0)):
+                if not self._begins_again(run):
+                    return [self._conclude(run)]
+            elif left_s <= 0:
+                break
+        return []
 
-    def _look_at_all(self, states: Mapping[str, JobState] | None) -> list[RunOutcome]:
-        """Outcomes of runs that are over; `states` None: by their files alone."""
-        submitted = [run for run in self._active.values() if not (run.put_off or run.is_held)]
-        looks = (self._look(run, states) for run in submitted)
-        return [outcome for outcome in looks if outcome is not None]
+    def _has_ended(self, run: _Active, patience_s: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            run.srun.wait(patience_s)
+            return True
+        if run.is_overdue(time.monotonic(), self._patience.leave_s):
+            run.stop(self._patience.cancel_s)
+            return True
+        return False
 
-    def _ask_states(self) -> dict[str, JobState] | None:
-        """State of every job; None while the controller is away."""
-        try:
-            states = self._calls.states()
-        except (NoAnswer, UsageError) as error:
-            away_s = time.monotonic() - self._answered_s
-            if away_s > self._patience.away_s:
-                raise Infrastructure(
-                    f"Slurm has not answered for {away_s:.0f} s, its jobs go on without us; "
-                    f"when it does, go on with --resume: {error}"
-                ) from None
-            return None
-        self._answered_s = time.monotonic()
-        self._end_leftovers(states)
-        return states
+    def _begins_again(self, run: _Active) -> bool:
+        """Whether the step was started once more, as no controller was there to start it."""
+        log, allocation = tail_of(run.folder / LOG_FILE), self._allocation
+        began = "slurmstepd" in log or any(run.folder.glob("rank*"))
+        late = time.monotonic() - run.started_s > self._patience.away_s
+        if run.srun.returncode == 0 or began or late or not _passes(log):
+            return False
+        if allocation is None or not allocation.is_held:
+            return False
+        time.sleep(self._patience.poll_s)
+        (run.folder / LOG_FILE).unlink()
+        run.srun = self._begin(allocation, run.step, run.folder)
+        return True
 
-    def _end_leftovers(self, states: Mapping[str, JobState]) -> None:
-        """Cancel jobs that stay when their runs are concluded, until their time is up otherwise.
-
-        So does one whose step has lost the process that Slurm had watch it.
-        """
-        overdue = []
-        for name, since_s in list(self._leaving_s.items()):
-            state = states.get(name)
-            late = time.monotonic() - since_s > self._patience.leave_s
-            if state is None or state.leaving or late:
-                del self._leaving_s[name]
-            if state is not None and not state.leaving and late:
-                overdue.append(state.job_id)
-        if overdue:
-            self._cancel_quietly(overdue, [])
-
-    def _look(self, run: _Active, states: Mapping[str, JobState] | None) -> RunOutcome | None:
-        """The outcome of a run if it is over."""
-        reports = run.reports()
-        whole = len(reports) == run.submission.num_nodes
-        if whole and not needs_word(reports):
-            return self._conclude_when_visible(run, reports, Word)
-        if states is None:
-            return None
-        state = states.get(run.submission.name)
-        if state is not None and not state.ended:
-            run.open_since_s = None
-            return self._give_up(run, state)
-        if state is not None and whole:
-            return self._conclude_when_visible(run, reports, lambda: self._word(run, state))
-        # Over, or unknown, with something missing: the files, or the answer, may come late.
-        if not self._waited_enough(run):
-            return None
-        return self._finish(run, run.conclude(reports, self._word(run, state)))
-
-    def _give_up(self, run: _Active, state: JobState) -> RunOutcome | None:
-        """Cancel a job that is in the queue in vain."""
-        told = self._why_never(run, state)
-        if not told:
-            return None
-        self._cancel_quietly([state.job_id], [])
-        outcome = run.conclude({}, Word(state.state))
-        return self._finish(run, replace(outcome, what="not_run", message=told))
-
-    def _why_never(self, run: _Active, state: JobState) -> str:
-        """Why a job in the queue is not waited for any longer; "" if it started, or may still."""
-        if state.state != "PENDING":
-            run.queued_since_s = None
-            return ""
-        if state.stuck:
-            return f"Slurm will not start job {state.job_id} by itself: {state.reason}"
-        now_s, most_s = time.monotonic(), self._options.pending_s
-        run.queued_since_s = now_s if run.queued_since_s is None else run.queued_since_s
-        if now_s - run.queued_since_s <= most_s:
-            return ""
-        return (
-            f"Slurm did not start job {state.job_id} in {most_s:g} s "
-            f"(launch.slurm.pending_s): {state.reason}"
-        )
-
-    def _conclude_when_visible(
-        self, run: _Active, reports: Mapping[int, NodeReport], word: Callable[[], Word]
-    ) -> RunOutcome | None:
-        """Conclude once every record is here as its node left it, or has had the time to be."""
-        missing = not_yet_visible(run.folder, reports)
-        if not missing:
-            return self._finish(run, run.conclude(reports, word()))
-        if not self._waited_enough(run):
-            return None
-        told = f"after {self._patience.late_s:g} s {missing}: the shared folder does not show them"
-        outcome = run.conclude(reports, word())
-        return self._finish(run, replace(outcome, what="interrupted", message=told))
-
-    def _waited_enough(self, run: _Active) -> bool:
-        now_s = time.monotonic()
-        run.open_since_s = now_s if run.open_since_s is None else run.open_since_s
-        return now_s - run.open_since_s > self._patience.late_s
-
-    def _word(self, run: _Active, state: JobState | None) -> Word:
-        """What Slurm says of a job that is over."""
-        name = run.submission.name
-        job_id = state.job_id if state is not None else run.submission.job_id
-        if job_id is None:
-            return Word(job=f"Slurm job {name} of unknown id")
-        known = self._calls.account(job_id, name)
-        ended_as = state.state if state is not None else known.state
-        return Word(ended_as, known.text, known.exit_code, f"Slurm job {job_id}")
-
-    def _finish(self, run: _Active, outcome: RunOutcome) -> RunOutcome:
+    def _conclude(self, run: _Active) -> RunOutcome:
+        """The outcome, once every record is here as its node left it, or has had the time to be."""
+        allocation, patience, step = self._allocation, self._patience, run.step
+        word, reports = NO_WORD, run.reports()
+        whole = len(reports) == step.num_nodes
+        if allocation is not None and not (whole and not needs_word(reports.values())):
+            word = allocation.read_state(patience.late_s, patience.poll_s)
+        until_s = time.monotonic() + (0.0 if word.state else patience.late_s)
+        while not whole or not_yet_visible(run.folder, reports):
+            if time.monotonic() > until_s:
+                break
+            time.sleep(min(patience.poll_s, 0.2))
+            reports = run.reports()
+            whole = len(reports) == step.num_nodes
+        code = run.srun.returncode
+        outcome = put_together(
+            run.spec, run.folder, reports, word._replace(killed_by=max(code - 128, 0)),
+            num_nodes=step.num_nodes, attempt=run.attempt,
+        )  # fmt: skip
+        if not word.state and (missing := not_yet_visible(run.folder, reports)):
+            told = f"after {patience.late_s:g} s {missing}: the shared folder does not show them"
+            outcome = replace(outcome, what="interrupted", message=told)
+        if not reports:
+            outcome = replace(outcome, started_unix_s=run.started_unix_s)
         save_outcome(run.folder, outcome)
-        self._release(run.spec.key)
-        self._leaving_s[run.submission.name] = time.monotonic()
+        self._active = None
+        if word.state:
+            self.close()
         return outcome
 
-    def _release(self, key: str) -> None:
-        self._room.release(key)
-        del self._active[key]
-
     def cancel(self) -> None:
-        """Cancel every job. What they recorded stays; they get no outcome."""
-        runs = [run for run in self._active.values() if not run.is_held]
-        for key in list(self._active):
-            self._release(key)
-        if not runs:
-            return
-        nameless = [run for run in runs if run.submission.job_id is None]
-        for run in nameless:
-            # It may be on its way still: when it starts it will find this, and leave.
-            save_submission(run.folder, replace(run.submission, cancelled=True))
-        ids = [run.submission.job_id for run in runs if run.submission.job_id is not None]
-        self._cancel_quietly(ids, [run.submission.name for run in nameless])
-        self._await_gone({run.submission.name for run in runs})
-
-    def _cancel_quietly(self, ids: list[int], names: list[str]) -> None:
-        """Cancel as far as Slurm answers: what it does not hear of, `--resume` finds again."""
-        try:
-            self._calls.cancel(job_ids=ids, names=names)
-        except (NoAnswer, UsageError, Infrastructure) as error:
-            sys.stderr.write(f"harness: jobs may go on, scancel failed: {error}\n")
-
-    def _await_gone(self, names: set[str]) -> None:
-        until_s = time.monotonic() + self._patience.cancel_s
-        with suppress(NoAnswer, UsageError, Infrastructure):
-            while time.monotonic() < until_s:
-                states = self._calls.states()
-                if all(name not in states or states[name].ended for name in names):
-                    return
-                time.sleep(self._patience.poll_s)
+        """Kill the run under way. What it recorded stays; it gets no outcome."""
+        run, self._active = self._active, None
+        if run is not None:
+            run.stop(self._patience.cancel_s)
 
     def close(self) -> None:
-        """Cancel every job; those whose runs are concluded have their time to leave."""
+        """Kill the run under way and give the allocation back."""
         self.cancel()
-        with suppress(Infrastructure):
-            while self._leaving_s and self._ask_states() is not None:
-                time.sleep(self._patience.poll_s if self._leaving_s else 0.0)
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            allocation.give_back(self._patience.cancel_s)
 
 
-def identity(name: str, folder: Path) -> list[str]:
-    """Options of sbatch that are only this job's.
+# --- what differs before a run is started -------------------------------------------------------
+# The machine at hand is then only where the harness waits: what it lacks says nothing.
+
+
+def device_on_slurm(wanted: str, options: SlurmOptions) -> Literal["cpu", "cuda"]:
+    """The device that `auto`, `cpu` or `cuda` means on nodes that nobody has seen yet.
 
     Raises:
-        UsageError: Slurm would not write to such a folder.
+        UsageError: GPUs wanted, but none asked for.
     """
-    if "\\" in str(folder):
-        # Slurm takes the backslashes out of the name of the file, and there is no way to quote one.
-        raise UsageError(f"engine slurm: expected a path without a backslash, got {folder}")
-    log = str(folder / LOG_FILE).replace("%", "%%")
-    return [f"--job-name={name}", f"--output={log}", "--open-mode=append", "--export=ALL"]
+    if wanted == "cpu" or (wanted == "auto" and options.gpus_per_node is None):
+        return "cpu"
+    if options.gpus_per_node is None:
+        raise UsageError(
+            "device cuda on Slurm: expected launch.slurm.gpus_per_node (--slurm "
+            "gpus_per_node=8), got nothing"
+        )
+    return "cuda"
 
 
-def script(command: list[str]) -> str:
-    """A batch script that becomes `command`."""
-    return f"#!/bin/sh\nexec {shlex.join(command)}\n"
+def slots_on_slurm(wanted: int | None, cases: Sequence[CaseSpec]) -> int:
+    """Ranks that a run may have: as many as the largest wants."""
+    return wanted or max((run.world_size for run in unique_runs(cases).values()), default=1)
+
+
+def stored_options(manifest: Mapping[str, Any]) -> SlurmOptions | None:
+    """What an earlier harness asked of Slurm; None if it ran on its own machine.
+
+    Raises:
+        UsageError: the manifest is damaged there.
+    """
+    stored = manifest.get(MANIFEST_KEY)
+    if stored is None:
+        return None
+    try:
+        return SlurmOptions.from_json(stored)
+    except RecordError as error:
+        raise UsageError(f"the run folder's manifest is damaged: {error}") from error

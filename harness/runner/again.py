@@ -1,7 +1,7 @@
 """Which runs `--resume` makes again, though they have an outcome.
 
     interrupted, not_run          they say nothing of the program
-    undecided, shared_gpu         nobody knows whose end it was (`harness.engine.gpus`)
+    undecided, shared_gpu         nobody knows whose end it was (`harness.engine.local`)
     killed, and not for memory    somebody did it: by its own count not the kernel
     killed, anything else         only if somebody asks for it (`--again-killed`)
     what the machine failed       as often as `launch.retries` allows (`harness.runner.retries`)

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness import machine
-from harness.engine.base import Engine
-from harness.engine.gpus import shared
+from harness.engine.base import Engine, shared
 from harness.engine.local import LocalEngine
-from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_job import (
+from harness.engine.slurm import (
     MANIFEST_KEY,
+    SlurmEngine,
     SlurmOptions,
     device_on_slurm,
-    references_of,
     slots_on_slurm,
     stored_options,
 )
@@ -105,7 +103,7 @@ def prepare(request: Request) -> Prepared:
         plan=make_plan(
             chosen,
             slots=slots,
-            jobs=request.jobs,
+            jobs=request.jobs if slurm is None else 1,
             seconds=seconds,
             memory_bytes=None if slurm else _memory_bytes(device, here),
         ),
@@ -207,7 +205,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
         plan=resume_plan(
             folder.cases,
             slots=slots,
-            jobs=request.jobs,
+            jobs=request.jobs if slurm is None else 1,
             finished=lambda key: key not in left,
             seconds=expected_here(request.history, kind_of(here)),
             repeats=open_repeats(folder, retries),
@@ -404,9 +402,7 @@ def make_engine(prepared: Prepared) -> Engine:
     """What makes the runs: this machine or Slurm; whoever asks closes it."""
     slots, jobs = prepared.plan.slots, prepared.plan.jobs
     if prepared.slurm is not None:
-        same = prepared.slurm.same_nodes
-        references = references_of(prepared.plan.cases) if same else None
-        return SlurmEngine(prepared.slurm, slots=slots, jobs=jobs, references=references)
+        return SlurmEngine(prepared.slurm, slots=slots)
     return LocalEngine(slots=slots, jobs=jobs, devices=prepared.devices)
 
 

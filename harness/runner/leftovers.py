@@ -3,8 +3,7 @@
     .NAME.PID.tmp    a file that was to be renamed into place (`disk.write_atomic`)
     .CASE.tmp/       a case that was being sealed (`store.RunFolder.seal_case`)
 
-Below `runs` nothing is looked for: jobs of Slurm may be at work there, and a run that was under way
-is set aside as a whole.
+Below `runs` nothing is looked for: a run that was under way is set aside as a whole.
 """
 
 import re

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from harness.engine.slurm_job import SlurmOptions
+from harness.engine.slurm import SlurmOptions
 from harness.errors import Interrupted
 from harness.machine import Machine
 from harness.records import Verdict

@@ -1,6 +1,6 @@
 """Carrying out a plan: unique runs once, on the engine's slots, each case judged when it can be.
 
-    finished runs are read, those under way adopted, unfinished ones set aside      (resume)
+    finished runs are read, unfinished ones set aside                               (resume)
     -> runs start as slots allow, in the order of `harness.runner.schedule`
     -> a run ends -> cases whose three runs are finished: seal, judge, store the verdict
     -> bits differ and the case says `confirm` -> both sides once more -> the verdict says so, too
@@ -298,9 +298,6 @@ class _Matrix:
 
     def _start(self, spec: RunSpec) -> None:
         self._under_way.add(spec.key)
-        if self._engine.adopt(spec, self._folder.run_folder(spec.key)):
-            self._progress.run_started(spec)
-            return
         self._folder.set_aside(spec.key)
         attempt = self._folder.num_attempts(spec.key)
         self._engine.start(spec, self._folder.run_folder(spec.key), attempt=attempt)

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from fsdp_core.config import STRESSORS
 from harness.checks.memory import FORMULA_NAMES, FormulaError, names_in
 from harness.checks.registry import CHECKS, Option, defaults
-from harness.engine.slurm_job import DEFAULT_OPTIONS, OURS, SlurmOptions
+from harness.engine.slurm import DEFAULT_OPTIONS, OURS, SlurmOptions
 from harness.scenario import decode as take
 from harness.scenario.case_id import Choice
 from harness.scenario.decode import Key, Taker, dotted, one_of, refuse
@@ -509,11 +509,11 @@ def _name(node: Node, key: str) -> str:
 
 
 def _arguments(node: Node, key: str) -> tuple[str, ...]:
-    words = take.take_words(node, key, what="options of sbatch", may_be_empty=True)
+    words = take.take_words(node, key, what="options of salloc", may_be_empty=True)
     for text in words:
         # `-pname` and `--partition=name` are one argument each; `-p` and `name` would be two.
         option = text.partition("=")[0] if text.startswith("--") else text[:2]
-        # sbatch takes the beginning of an option's name for the option: --arr for --array.
+        # salloc takes the beginning of an option's name for the option: --arr for --array.
         option = next((o for o in OURS if len(option) > 2 and o.startswith(option)), option)
         if option in OURS:
             ours = OURS[option]
@@ -522,13 +522,13 @@ def _arguments(node: Node, key: str) -> tuple[str, ...]:
                 node, key, f"{instead}, as the engine says {option} itself", got=repr(text)
             )
         if not text.startswith("-") or "\n" in text:
-            raise refuse(node, key, "options of sbatch, each with its value (--qos=high)",
+            raise refuse(node, key, "options of salloc, each with its value (--qos=high)",
                          got=repr(text))  # fmt: skip
     return words
 
 
 SLURM: Mapping[str, Key] = {
-    "partition": Key(_name, "as sbatch knows it; the cluster's default if left out"),
+    "partition": Key(_name, "as salloc knows it; the cluster's default if left out"),
     "account": Key(_name, "the same"),
     "walltime_s": Key(take.take_seconds, "limit of a job; the run's timeout and time to start"),
     "pending_s": Key(take.take_seconds, "how long a job may wait in the queue; a day"),
@@ -536,8 +536,7 @@ SLURM: Mapping[str, Key] = {
     "ranks_per_node": Key(take.take_count, "at most; by default a node's GPUs, or no limit"),
     "gpus_per_node": Key(take.take_count, "that a job takes of each node"),
     "cpus_per_rank": Key(take.take_count, "processors of a rank; 1"),
-    "requeue": Key(take.take_bool, "whether Slurm may start a job again; false"),
-    "args": Key(_arguments, "more options of sbatch, as they are"),
+    "args": Key(_arguments, "more options of salloc, as they are"),
 }
 LAUNCH: Mapping[str, Key] = {
     "device": Key(one_of("auto", "cpu", "cuda"), "where runs train; auto: GPUs where there are"),

@@ -187,7 +187,7 @@ class _Server:
                 folder=folder,
                 devices=tuple(command["devices"]),
                 attempt=command["attempt"],
-                undecided=command["undecided"],
+                shares_gpus=command["shares_gpus"],
             )
             lead(job, self._rank_main, open_store, self._limits)
 

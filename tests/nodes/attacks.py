@@ -1,10 +1,10 @@
-"""What people, daemons and schedulers do to jobs, on a real Slurm; each must end in the right word.
+"""What people, daemons and schedulers do to allocations, on a real Slurm; each has its word.
 
     python -m tests.nodes.attacks [NAME ...]
 
 Starts a cluster of four nodes of its own, with daemons that give up on each other after 10 s.
-Prints a Markdown row an attack, and ends with 1 if an outcome is not one of those expected. Three
-minutes; what takes no time is in the tests.
+Prints a Markdown row an attack, and ends with 1 if an outcome is not the one expected. Two minutes;
+what takes no time is in the tests.
 """
 
 import os
@@ -16,50 +16,36 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.engine.slurm import SlurmEngine
-from harness.engine.slurm_job import SlurmOptions
-from harness.records import RunOutcome, RunSpec
+from harness.engine.slurm import SlurmEngine, SlurmOptions
+from harness.records import RunOutcome
 from tests.nodes import local_slurm
 from tests.nodes.local_slurm import LocalSlurm
-from tests.nodes.runs import LIMIT_S, PATIENCE, engine, job_id_of, spec, wait_for
+from tests.nodes.runs import LIMIT_S, PATIENCE, engine, finish, spec
 
-LEFT, RIGHT = ("--nodelist=n1,n2",), ("--nodelist=n3,n4",)
-OUTER_JOB = {
-    "SLURM_JOB_ID": "99", "SLURM_RESTART_COUNT": "1", "SLURM_MEM_PER_CPU": "100",
-    "SLURM_MEM_PER_NODE": "9", "SLURM_NTASKS_PER_NODE": "8", "SLURM_EXCLUSIVE": "x",
-    "SLURM_PARTITION": "nowhere", "SQUEUE_PARTITION": "other", "SBATCH_ARRAY_INX": "0-1",
-}  # fmt: skip
+RIGHT = SlurmOptions(nodes=2, args=("--nodelist=n3,n4",))
+LEFT = SlurmOptions(nodes=2, args=("--nodelist=n1,n2",))
 
 
 @dataclass
 class Attack:
-    """One run under way, or about to be: on which cluster, and where."""
+    """A cluster, an engine on it, and where its run is."""
 
     slurm: LocalSlurm
     folder: Path
+    engine: SlurmEngine
 
-    def started(self, run: RunSpec, sign: str, options: SlurmOptions) -> SlurmEngine:
-        """An engine whose run has come to where each rank gives a sign."""
-        made = engine(options, replace(PATIENCE, leave_s=5.0))
-        made.start(run, self.folder)
-        wait_for(*(self.folder / f"{sign}{rank}" for rank in range(run.world_size)))
-        return made
-
-    def ended(
-        self, options: SlurmOptions, act: Callable[[], object], timeout_s: float = LIMIT_S
-    ) -> RunOutcome:
+    def ended(self, act: Callable[[], object], timeout_s: float = LIMIT_S) -> RunOutcome:
         """What becomes of hanging ranks when `act` is done to them."""
-        with self.started(spec({"*": "hang"}, timeout_s=timeout_s), "hanging", options) as made:
-            act()
-            return made.wait(LIMIT_S)[0]
+        run = spec({"*": "hang"}, timeout_s=timeout_s)
+        return finish(self.engine, run, self.folder, "hanging", act)
 
     @property
     def job(self) -> str:
-        """The job's id."""
-        return str(job_id_of(self.folder))
+        """The allocation's id."""
+        return self.slurm.call("squeue", "-h", "-o", "%A").split()[0]
 
-    def kill_daemons(self, word: str) -> None:
-        """SIGKILL the processes of Slurm that work for the job."""
+    def kill(self, word: str) -> None:
+        """SIGKILL the processes of Slurm that have this word in their command."""
         for entry in Path("/proc").iterdir():
             try:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -70,108 +56,88 @@ class Attack:
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
-def cancelled(at: Attack) -> RunOutcome:
-    """Somebody's scancel."""
-    return at.ended(SlurmOptions(nodes=2), lambda: at.slurm.call("scancel", at.job))
-
-
-def step_cancelled(at: Attack) -> RunOutcome:
-    """Of the step alone: Slurm calls the job FAILED."""
-    return at.ended(SlurmOptions(nodes=2), lambda: at.slurm.call("scancel", f"{at.job}.0"))
-
-
 def suspended(at: Attack) -> RunOutcome:
     """For longer than the run has time."""
 
     def act() -> None:
-        at.slurm.call("scontrol", "suspend", at.job)
+        job = at.job
+        at.slurm.call("scontrol", "suspend", job)
         time.sleep(8)
-        at.slurm.call("scontrol", "resume", at.job)
+        at.slurm.call("scontrol", "resume", job)
 
-    return at.ended(SlurmOptions(nodes=2), act, timeout_s=6.0)
+    return at.ended(act, timeout_s=6.0)
+
+
+def time_limit(at: Attack) -> RunOutcome:
+    """Of the allocation, which Slurm looks at every 30 s."""
+    return at.ended(lambda: at.slurm.call("scontrol", "update", f"JobId={at.job}", "EndTime=now+1"))
+
+
+def salloc_killed(at: Attack) -> RunOutcome:
+    """The step goes on; the next run has another allocation, and the first is not left over."""
+    run = spec({"*": "await_go"})
+
+    def act() -> None:
+        at.kill("salloc ")
+        (at.folder / "go").touch()
+
+    first, before = finish(at.engine, run, at.folder, "waiting", act), at.job
+    second = finish(at.engine, spec(), at.folder.with_name("second"))
+    assert second.what == "", second.message
+    assert at.job != before
+    return first
 
 
 def srun_killed(at: Attack) -> RunOutcome:
-    """With the job's script and the agents: all that holds the step together."""
-    return at.ended(SlurmOptions(nodes=2), lambda: at.kill_daemons(f"--folder {at.folder}"))
+    """With the agents: all that holds the step together."""
+    return at.ended(lambda: at.kill(f"--folder {at.folder}"))
 
 
 def stepd_killed(at: Attack) -> RunOutcome:
-    """Ranks go on, and the job would stay for ever: it is cancelled once the run is concluded."""
-    act = lambda: at.kill_daemons(f"slurmstepd: [{at.job}.0]")  # noqa: E731
-    outcome = at.ended(SlurmOptions(nodes=2, args=LEFT), act, timeout_s=10.0)
-    assert not at.slurm.call("squeue", "-h", "-t", "R", "-j", at.job, check=False).strip()
-    return outcome
+    """Ranks go on, and srun would stay for ever: it is ended once the run is concluded."""
+    return at.ended(lambda: at.kill(f"slurmstepd: [{at.job}.0]"), timeout_s=10.0)
 
 
 def node_daemon_killed(at: Attack) -> RunOutcome:
     """A node that does not answer is down after a while, with all that runs there."""
+    at.engine = engine(RIGHT)
     try:
-        return at.ended(SlurmOptions(nodes=2, args=RIGHT), lambda: at.slurm.kill("n4"))
+        with at.engine:
+            return at.ended(lambda: at.slurm.kill("n4"))
     finally:
         at.slurm.start_node("n4")
 
 
 def controller_killed(at: Attack) -> RunOutcome:
-    """And started again: nothing happened to the job."""
+    """And started again while the next run is: nothing happened to either."""
     run = spec({"*": "await_go"})
-    with at.started(run, "waiting", SlurmOptions(nodes=2, args=LEFT)) as made:
+
+    def act() -> None:
         time.sleep(6)  # it saves what it knows every 5 s
         at.slurm.kill("slurmctld")
-        at.slurm.start_controller()
         (at.folder / "go").touch()
-        return made.wait(LIMIT_S)[0]
 
-
-def pending(at: Attack) -> RunOutcome:
-    """A partition that is down: given up after `pending_s`, with the reason."""
-    at.slurm.call("scontrol", "update", "PartitionName=all", "State=DOWN")
-    try:
-        with engine(SlurmOptions(nodes=2, pending_s=2.0)) as made:
-            made.start(spec(), at.folder)
-            return made.wait(LIMIT_S)[0]
-    finally:
-        at.slurm.call("scontrol", "update", "PartitionName=all", "State=UP")
-
-
-def held_after_requeue(at: Attack) -> RunOutcome:
-    """Requeued and held by an administrator."""
-    options = SlurmOptions(nodes=2, requeue=True, pending_s=5.0)
-    return at.ended(options, lambda: at.slurm.call("scontrol", "requeuehold", at.job))
-
-
-def inside_a_job(at: Attack) -> RunOutcome:
-    """The harness has the variables of a job of its own, restarted once."""
-    before = dict(os.environ)
-    os.environ.update(OUTER_JOB)
-    try:
-        with engine(SlurmOptions(nodes=2)) as made:
-            made.check(spec())
-            made.start(spec(), at.folder)
-            return made.wait(LIMIT_S)[0]
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    first = finish(at.engine, run, at.folder, "waiting", act)
+    assert first.what == "", first.message
+    at.engine.start(spec(), at.folder.with_name("next"))
+    time.sleep(3)
+    at.slurm.start_controller()
+    return at.engine.wait(LIMIT_S)[0]
 
 
 def odd_path(at: Attack) -> RunOutcome:
     """A folder whose name every shell and every pattern would take for something else."""
-    with engine(SlurmOptions(nodes=2)) as made:
-        made.start(spec(), at.folder / "a b%j'\"$HOME;&*\n-x")
-        return made.wait(LIMIT_S)[0]
+    return finish(at.engine, spec(), at.folder / "a b%j'\"$HOME;&*\\\n-x")
 
 
 ATTACKS: dict[Callable[[Attack], RunOutcome], tuple[str, ...]] = {
-    cancelled: ("interrupted",),
-    step_cancelled: ("interrupted",),
     suspended: ("interrupted",),
+    time_limit: ("interrupted",),
+    salloc_killed: ("",),
     srun_killed: ("interrupted",),
     stepd_killed: ("hang",),  # these ranks do: their own time was up
     node_daemon_killed: ("interrupted",),
     controller_killed: ("",),
-    pending: ("not_run",),
-    held_after_requeue: ("not_run",),
-    inside_a_job: ("",),
     odd_path: ("",),
 }
 
@@ -194,7 +160,8 @@ def main() -> int:
             if wanted and name not in wanted:
                 continue
             began_s = time.monotonic()
-            outcome = attack(Attack(slurm, Path(out) / name))
+            with engine(LEFT, replace(PATIENCE, leave_s=5.0, cancel_s=10.0)) as made:
+                outcome = attack(Attack(slurm, Path(out) / name / "run", made))
             took_s = time.monotonic() - began_s
             wrong += outcome.what not in expected
             words = outcome.message.replace("|", " ").replace(out, "")[:200]

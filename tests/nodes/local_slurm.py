@@ -18,12 +18,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from harness.engine.process import die_with_parent
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "squeue", "scontrol", "scancel")
 PACKAGE = "slurm-wlm"
 START_LIMIT_S = 300.0
 CALL_LIMIT_S = 120.0
@@ -111,24 +110,15 @@ class LocalSlurm:
         self.started_in_s = time.monotonic() - began
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def call(self, *command: str, check: bool = True) -> str:
         """Standard output of a Slurm command."""
         done = subprocess.run(
-            command,
-            env=self._environment(),
-            capture_output=True,
-            text=True,
-            timeout=CALL_LIMIT_S,
-            check=False,
-        )
+            command, env=self._environment(), capture_output=True, text=True,
+            timeout=CALL_LIMIT_S, check=False,
+        )  # fmt: skip
         assert not check or done.returncode == 0, (command, done.stderr)
         return done.stdout
 
@@ -136,22 +126,13 @@ class LocalSlurm:
         """Nodes that are up with nothing to do."""
         return sorted(self.call("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split())
 
-    def start_controller(self, *, forgetful: bool = False) -> None:
-        """Start slurmctld, again if need be; what it had saved it remembers, or not.
-
-        Called by the main thread: a daemon dies with the thread that started it.
-        """
-        self._start("slurmctld", ["-D", "-c" if forgetful else "-i"])
+    def start_controller(self) -> None:
+        """Start slurmctld, again if need be, by the main thread: it dies with who started it."""
+        self._start("slurmctld", ["-D", "-i"])
 
     def start_node(self, name: str) -> None:
         """Start the slurmd of a node."""
         self._start("slurmd", ["-D", "-N", name], name)
-
-    def stop_controller(self) -> None:
-        """End slurmctld as its administrator would: it saves what it knows."""
-        process = self._daemons.pop("slurmctld")
-        process.terminate()
-        process.wait(STOP_LIMIT_S)
 
     def kill(self, daemon: str) -> None:
         """SIGKILL `slurmctld` or a node's slurmd, by the node's name."""

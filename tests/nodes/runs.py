@@ -1,25 +1,21 @@
 """Runs for a Slurm: ranks that misbehave, an engine in a hurry, waiting for files."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from harness.engine.ranks import Limits
-from harness.engine.slurm import Patience, SlurmEngine
-from harness.engine.slurm_job import SlurmOptions, load_submission
+from harness.engine.slurm import Patience, SlurmEngine, SlurmOptions
 from harness.records import RunOutcome, RunSpec
 
 ENTRY = "tests.planted.stub_ranks:rank_main"
 LIMITS = Limits(grace_s=0.5, stacks_s=0.5)
 TWO_BY_TWO = SlurmOptions(nodes=2)
-SAFE = ("--nodelist=n1,n2",)
-"""Options for nodes that no test takes down."""
 LIMIT_S = 600.0
 """How long to wait for what must happen, and what runs may take; reached only by a failing test,
 however busy the machine."""
-PATIENCE = Patience(
-    poll_s=0.05, late_s=3.0, answer_s=LIMIT_S, away_s=LIMIT_S, cancel_s=LIMIT_S, leave_s=LIMIT_S
-)
+PATIENCE = Patience(poll_s=0.05, late_s=3.0, away_s=LIMIT_S, cancel_s=LIMIT_S, leave_s=LIMIT_S)
 
 
 def spec(
@@ -34,27 +30,32 @@ def spec(
     return RunSpec.from_json(plain | more)
 
 
-def engine(
-    options: SlurmOptions = TWO_BY_TWO, patience: Patience = PATIENCE, **more: Any
-) -> SlurmEngine:
-    return SlurmEngine(options, entry=ENTRY, limits=LIMITS, patience=patience, **more)
+def engine(options: SlurmOptions = TWO_BY_TWO, patience: Patience = PATIENCE) -> SlurmEngine:
+    return SlurmEngine(options, entry=ENTRY, limits=LIMITS, patience=patience)
 
 
-def job_id_of(folder: Path) -> int:
-    submission = load_submission(folder)
-    assert submission is not None
-    assert submission.job_id is not None
-    return submission.job_id
-
-
-def finish(engine: SlurmEngine, run: RunSpec, folder: Path) -> RunOutcome:
+def finish(
+    engine: SlurmEngine,
+    run: RunSpec,
+    folder: Path,
+    sign: str = "",
+    act: Callable[[], object] = lambda: None,
+) -> RunOutcome:
+    """The outcome of a run, to which `act` is done once each rank has given the sign."""
     engine.start(run, folder)
+    if sign:
+        wait_for(*(folder / f"{sign}{rank}" for rank in range(run.world_size)))
+        act()
     (outcome,) = engine.wait(LIMIT_S)
     return outcome
 
 
 def wait_for(*paths: Path) -> None:
+    until(lambda: all(path.exists() for path in paths), paths)
+
+
+def until(done: Callable[[], object], otherwise: object) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, paths
+    while not done():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Runs that share a GPU under MPS: a fault in one ends the others, and only it is accused.
+"""Runs that share a GPU under MPS: what fails there is made again, alone, and that counts.
 
 No GPU is needed: the runs say what ranks on one would record, and wait for each other by files.
 `acts` says what becomes of each attempt of a run; the last of them also of all later ones.
@@ -6,22 +6,17 @@ No GPU is needed: the runs say what ranks on one would record, and wait for each
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.bisect.experiments import judged_by
 from harness.checks.complete import find_flaw
-from harness.checks.judge import exit_code
-from harness.engine import gpus
 from harness.engine.local import LocalEngine
 from harness.engine.ranks import Limits
 from harness.infrastructure import machine_failure
 from harness.records import CaseSpec, EndRecord, ErrorRecord, RunOutcome, RunSpec, Verdict, What
 from harness.runner.again import says_nothing
 from harness.runner.retries import beside_attempts, earlier_attempts
-from harness.runner.run import Silent, execute
 from harness.store import RunFolder, num_kept
 from tests.planted import stub_ranks
 from tests.planted.local_runs import until
@@ -33,21 +28,19 @@ CUDA = "CUDA error: an illegal memory access was encountered"
 REFUSED = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 LAST_WORDS: dict[str, tuple[What, str, str]] = {
     "fault": ("illegal_access", "AcceleratorError", CUDA),
-    "later_fault": ("illegal_access", "AcceleratorError", CUDA),
-    "raise": ("crashed", "ValueError", "planted"),
     "refused": ("crashed", "AcceleratorError", REFUSED),
     "victim": ("crashed", "AcceleratorError", "CUDA error: MPS client failed"),
 }
 
 
 def rank_main(spec: RunSpec, folder: Path, rank: int, store_port: int) -> int:
-    """A stub rank that acts, as its attempt does, before its step 1, or 3 if it is `later`."""
+    """A stub rank that acts, as its attempt does, before its step 1."""
     acts = spec.config["acts"]
     act = acts[min(num_kept(folder), len(acts) - 1)]
     stream, server = stub_ranks.Stream(folder, rank), Path(spec.config["server"])
     stream.write(stub_ranks.start_record(spec, rank))
     stream.write(stub_ranks.initial_record(rank))
-    step = {"later_fault": 3, "refused": 0}.get(act, 1)
+    step = 0 if act == "refused" else 1
     for number in range(spec.config["steps"] if act == "ok" else step):
         stream.write(stub_ranks.step_record(number, rank))
     (server / f"{spec.config['name']}{spec.replica}").touch()
@@ -84,21 +77,6 @@ class Machine:
             "beside": beside, "server": str(self.server),
         }  # fmt: skip
         return RunSpec(config=config, device="cuda", world_size=1, timeout_s=10 * PATIENCE_S)
-
-    def pair(self, *acts: str) -> list[RunSpec]:
-        """A run that faults first and one that falls with it, and ends well alone."""
-        return [
-            self.run("a", "fault", *acts, beside=2), self.run("b", "victim", "ok", beside=2),
-        ]  # fmt: skip
-
-    def runs(self, *acts: str) -> CaseSpec:
-        """A case whose legs end as victims of its candidate, if at all."""
-        reference = self.run("ref", "victim", "ok")
-        control = replace(reference, replica=1)
-        return CaseSpec(
-            id="case", scenario="s", labels={}, reference=reference, control=control,
-            candidate=self.run("candidate", *acts), expect="bitwise", checks={"loss": {}},
-        )  # fmt: skip
 
     def outcomes(self, folder: RunFolder, *runs: RunSpec) -> dict[str, RunOutcome]:
         """What becomes of runs that are started together, by name."""
@@ -137,43 +115,22 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield made
 
 
-def causes(folder: RunFolder, run: RunSpec) -> list[str]:
-    return [attempt.cause for attempt in earlier_attempts(folder, run)]
-
-
 Rows = dict[str, tuple[dict[str, tuple[str, ...]], dict[str, str], dict[str, list[str]]]]
 SHARED = ["shared_gpu"]
+REFUSED_ONCE = ["device_unavailable"]
 UNDER_MPS: Rows = {
-    "the innocent are cleared and the culprit is named": (
+    "the innocent are cleared": (
         {"a": ("fault",), "b": ("victim", "ok"), "c": ("victim", "ok")},
         {"a": "illegal_access", "b": "", "c": ""}, {"a": SHARED, "b": SHARED, "c": SHARED},
-    ),
-    "a fault that does not come back leaves nobody passed": (
-        {"a": ("fault", "ok"), "b": ("victim", "ok")},
-        {"a": "shared_gpu", "b": "shared_gpu"}, {"a": SHARED, "b": SHARED},
-    ),
-    "one that fails alone elsewhere explains nothing": (
-        {"a": ("fault", "later_fault"), "b": ("victim", "ok")},
-        {"a": "illegal_access", "b": "shared_gpu"}, {"a": SHARED, "b": SHARED},
-    ),
-    "two that fail alone both stand": (
-        {"a": ("fault",), "b": ("victim", "raise")},
-        {"a": "illegal_access", "b": "crashed"}, {"a": SHARED, "b": SHARED},
-    ),
-    "an error of the program needs no second run": (
-        {"a": ("raise",), "b": ("victim", "ok")}, {"a": "crashed", "b": ""}, {"a": [], "b": SHARED},
     ),
     "MPS recovers from a fault only by and by": (
         {"a": ("fault", "refused", "refused", "fault"), "b": ("victim", "refused", "ok")},
         {"a": "illegal_access", "b": ""},
-        {"a": [*SHARED, *2 * ["device_unavailable"]], "b": [*SHARED, "device_unavailable"]},
-    ),
-    "a run that got no GPU said nothing": (
-        {"a": ("refused", "ok"), "b": ("ok",)}, {"a": "", "b": ""},
-        {"a": ["device_unavailable"], "b": []},
+        {"a": [*SHARED, *2 * REFUSED_ONCE], "b": [*SHARED, *REFUSED_ONCE]},
     ),
     "a GPU that is never given out is asked for some times": (
-        {"a": ("refused",)}, {"a": "crashed"}, {"a": 2 * ["device_unavailable"]},
+        {"a": ("fault", "refused"), "b": ("ok",)}, {"a": "crashed", "b": ""},
+        {"a": [*SHARED, *2 * REFUSED_ONCE], "b": []},
     ),
     "one without company has nobody to blame": (
         {"a": ("fault", "ok")}, {"a": "illegal_access"}, {"a": []},
@@ -183,9 +140,6 @@ WITHOUT_MPS: Rows = {
     "contexts of their own share no fault": (
         {"a": ("fault", "ok"), "b": ("victim",)}, {"a": "illegal_access", "b": "crashed"},
         {"a": [], "b": []},
-    ),
-    "a GPU that is not given out is the machine's failure": (
-        {"a": ("refused",)}, {"a": "crashed"}, {"a": []},
     ),
 }  # fmt: skip
 
@@ -198,32 +152,26 @@ def test_what_becomes_of_runs_on_one_gpu(machine: Machine, folder: RunFolder, ro
     runs = {name: machine.run(name, *act, beside=len(acts)) for name, act in acts.items()}
     found = machine.outcomes(folder, *runs.values())
     assert {name: outcome.what for name, outcome in found.items()} == whats
-    assert {name: causes(folder, run) for name, run in runs.items()} == why
+    causes = {
+        name: [attempt.cause for attempt in earlier_attempts(folder, run)]
+        for name, run in runs.items()
+    }
+    assert causes == why
     for name, outcome in found.items():
-        assert outcome.attempt == len(why[name])
-        assert not outcome.undecided
-        if SHARED[0] in why[name]:
-            assert all(run.key in outcome.message for n, run in runs.items() if n != name)
-        assert ("without MPS" in outcome.message) == (outcome.what == "shared_gpu")
-        if outcome.what == "crashed" and acts[name] == ("refused",):
+        assert (outcome.attempt, outcome.undecided) == (len(why[name]), False)
+        if why[name] and outcome.what:
+            others = (run.key for n, run in runs.items() if n != name)
+            assert all(key in outcome.message for key in others)
+        if outcome.what == "crashed" and row in UNDER_MPS:
             assert machine_failure(folder.load_run(runs[name])) == "device_unavailable"
 
 
-def test_a_fault_long_before_explains_nothing(
-    machine: Machine, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ends that are too far apart are not each other's doing, though the runs met on the GPU."""
-    monkeypatch.setattr(gpus, "NOTICE_S", -10 * PATIENCE_S)
-    found = machine.outcomes(folder, *machine.pair())
-    assert [found[name].what for name in "ab"] == ["illegal_access", "shared_gpu"]
-
-
-def test_a_fault_on_another_gpu_explains_nothing(machine: Machine, folder: RunFolder) -> None:
-    """Only who was on the same GPU can have ended a run; `c` and `d` were on one of their own."""
-    acts = {"a": ("fault",), "b": ("victim", "ok"), "c": ("fault", "ok"), "d": ("ok",)}
-    runs = [machine.run(name, *act, beside=4) for name, act in acts.items()]
+def test_a_fault_on_another_gpu_is_no_company(machine: Machine, folder: RunFolder) -> None:
+    """Only who was on the same GPU is made again."""
+    acts = {"on 0": ("ok",), "on 1": ("fault", "ok"), "on 0, too": ("ok",)}
+    runs = [machine.run(name, *act) for name, act in acts.items()]
     with LocalEngine(
-        4, entry=ENTRY, devices=("0", "0", "1", "1"), limits=Limits(grace_s=PATIENCE_S),
+        3, entry=ENTRY, devices=("0", "1", "0"), limits=Limits(grace_s=PATIENCE_S),
         mps=lambda: True,
     ) as two_gpus:  # fmt: skip
         machine.engine, engine = two_gpus, machine.engine
@@ -231,98 +179,50 @@ def test_a_fault_on_another_gpu_explains_nothing(machine: Machine, folder: RunFo
             found = machine.outcomes(folder, *runs)
         finally:
             machine.engine = engine
-    assert [found[name].what for name in "abcd"] == ["illegal_access", "", "shared_gpu", ""]
+    assert [found[name].what for name in acts] == ["", "illegal_access", ""]
 
 
-def judged(machine: Machine, folder: RunFolder, *cases: CaseSpec) -> list[Verdict]:
-    """Retries of what the machine failed are left: none may make a run without an answer green."""
-    return list(execute(folder, cases, machine.engine, Silent(), retries=3))
-
-
-@pytest.mark.parametrize(
-    ("acts", "outcome", "what", "code"),
-    [(("fault",), "failed", "illegal_access", 1), (("fault", "ok"), "error", "shared_gpu", 6)],
-)
-def test_a_case_is_judged_by_what_its_runs_do_alone(
-    machine: Machine, folder: RunFolder, acts: tuple[str, ...], outcome: str, what: str, code: int
-) -> None:
-    """Its reference and control are cleared by a culprit; without one there is no verdict."""
-    (verdict,) = judged(machine, folder, machine.runs(*acts))
-    assert (verdict.outcome, verdict.what) == (outcome, what), verdict.message
-    assert exit_code([verdict]) == code
-    assert folder.load_verdict("case") == verdict
-
-
-@pytest.mark.parametrize("later", ["fault", "ok"])
-def test_what_is_cut_short_is_asked_on(machine: Machine, folder: RunFolder, later: str) -> None:
-    """Killed as runs are made alone, a resumed harness decides nothing from what was half known."""
-    runs = machine.pair(later)
+def test_what_is_cut_short_is_asked_on(machine: Machine, folder: RunFolder) -> None:
+    """Killed as runs are made alone, a failure in company decides nothing: --resume makes it."""
+    runs = [machine.run("a", "fault", beside=2), machine.run("b", "victim", "ok", beside=2)]
     stuck = machine.server.with_name("stuck")
     stuck.write_text("a b")
     for run in runs:
         machine.engine.start(run, folder.run_folder(run.key))
-    until(lambda: not machine.engine.wait(0.01) and any(map(again, paths(folder, runs))), "alone")
+
+    def alone() -> bool:
+        files = [folder.run_folder(run.key) / "rank0.jsonl" for run in runs]
+        return not machine.engine.wait(0.01) and any(
+            num_kept(file.parent) == 1 and file.exists() and '"step"' in file.read_text()
+            for file in files
+        )
+
+    until(alone, "alone")
+    assert not machine.engine.can_start(runs[0])
     machine.engine.cancel()
     stuck.unlink()
+    flaws = [find_flaw(folder.load_run(run)) for run in runs]
     assert all(says_nothing(folder.finished(run.key)) for run in runs)
+    assert "shared_gpu" in {flaw.what for flaw in flaws if flaw is not None}
+    found: dict[str, str] = {}
     for run in runs:
         folder.set_aside(run.key)
-        machine.engine.start(run, folder.run_folder(run.key), attempt=num(folder, run))
-    found: dict[str, str] = {}
+        attempt = folder.num_attempts(run.key)
+        machine.engine.start(run, folder.run_folder(run.key), attempt=attempt)
     while len(found) < 2:
-        ended = machine.engine.wait(PATIENCE_S)
-        assert ended, "nothing ended"
-        found |= {outcome.key: outcome.what for outcome in ended}
-    expected = ["illegal_access", ""] if later == "fault" else ["shared_gpu"] * 2
-    assert [found[run.key] for run in runs] == expected
-
-
-def test_who_ends_well_alone_has_not_passed_until_all_are_known(
-    machine: Machine, folder: RunFolder
-) -> None:
-    """What lies on the disk before another of the group was made alone is no outcome."""
-    runs = machine.pair("ok")
-    machine.server.with_name("stuck").write_text("b")
-    for run in runs:
-        machine.engine.start(run, folder.run_folder(run.key))
-    until(lambda: not machine.engine.wait(0.01) and again(paths(folder, runs)[1]), "alone")
-    machine.engine.cancel()
-    flaw = find_flaw(folder.load_run(runs[0]))
-    assert flaw is not None
-    assert flaw.what == "shared_gpu"
-    assert says_nothing(folder.finished(runs[0].key))
-
-
-def paths(folder: RunFolder, runs: list[RunSpec]) -> list[Path]:
-    return [folder.run_folder(run.key) for run in runs]
-
-
-def again(folder: Path) -> bool:
-    """Whether a second attempt of a run has come to where it acts."""
-    file = folder / "rank0.jsonl"
-    return num_kept(folder) == 1 and file.exists() and '"step"' in file.read_text()
-
-
-def num(folder: RunFolder, run: RunSpec) -> int:
-    return folder.num_attempts(run.key)
-
-
-def test_no_answer_is_asked_for_again_and_a_culprit_clears_the_others(
-    machine: Machine, folder: RunFolder
-) -> None:
-    """--resume makes runs without a verdict alone once more, and believes no pass before that."""
-    case = machine.runs("fault", "ok", "fault")
-    (verdict,) = judged(machine, folder, case)
-    assert verdict.outcome == "error"
-    (verdict,) = judged(machine, folder, case)
-    assert (verdict.outcome, verdict.what) == ("failed", "illegal_access")
+        found |= {outcome.key: outcome.what for outcome in machine.engine.wait(PATIENCE_S)}
+    assert [found[run.key] for run in runs] == ["illegal_access", ""]
 
 
 def test_other_bits_before_the_end_are_nobodys(machine: Machine, folder: RunFolder) -> None:
     """An attempt beside a faulty run does not accuse the one after it, and does not let it pass."""
-    case = machine.runs("victim", "ok")
-    bad = machine.run("bad", "fault")
-    found = machine.outcomes(folder, case.reference, case.candidate, bad)
+    reference = machine.run("ref", "victim", "ok")
+    candidate = machine.run("candidate", "victim", "ok")
+    case = CaseSpec(
+        id="case", scenario="s", labels={}, reference=reference, control=reference,
+        candidate=candidate, expect="bitwise", checks={"loss": {}},
+    )  # fmt: skip
+    found = machine.outcomes(folder, reference, candidate, machine.run("bad", "fault"))
     assert [found[name].what for name in ("ref", "candidate")] == ["", ""]
     kept = folder.run_folder(case.candidate.key)
     path = kept.with_name(f"{kept.name}.attempt0") / "rank0.jsonl"
@@ -333,17 +233,3 @@ def test_other_bits_before_the_end_are_nobodys(machine: Machine, folder: RunFold
                      wall_s=0.0)  # fmt: skip
     verdict = beside_attempts(folder, case, passed)
     assert (verdict.outcome, verdict.what) == ("incomparable", "shared_gpu"), verdict.message
-
-
-def test_a_search_takes_no_answer_from_a_run_without_one(
-    machine: Machine, folder: RunFolder
-) -> None:
-    """A candidate that finished alone, with no culprit known, did not show that all is well."""
-    case = machine.runs("fault", "ok")
-    judge = judged_by(lambda reference, candidate: "")
-    (verdict,) = execute(folder, [case], machine.engine, Silent(), judge=judge)
-    assert (verdict.outcome, verdict.what) == ("error", "shared_gpu"), verdict.message
-    candidate = folder.load_run(case.candidate)
-    whole = replace(candidate, outcome=replace(candidate.outcome, what=""))
-    assert judge(case, whole, whole, candidate).outcome == "error"
-    assert judge(case, whole, whole, whole).outcome == "passed"

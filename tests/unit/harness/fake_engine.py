@@ -116,9 +116,6 @@ class FakeEngine:
         before = {group: hashlib.md5(group.encode()).hexdigest() for group in OF_INITIAL}
         return [start, InitialRecord(rank=rank, digests=before, nonfinite={}), *steps, end]
 
-    def adopt(self, spec: RunSpec, folder: Path) -> bool:
-        return False
-
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         ended, self.ended = self.ended, []
         return ended

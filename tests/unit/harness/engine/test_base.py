@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.base import Slots
-from harness.engine.gpus import gpu_environment, mps_runs, shared
+from harness.engine.base import Slots, gpu_environment, mps_runs, shared
 from harness.errors import UsageError
 from harness.records import RunSpec
 
@@ -66,15 +65,15 @@ def test_a_run_that_can_never_start_is_refused(spec: RunSpec, told: str) -> None
         Slots(2).check(spec)
 
 
-@pytest.mark.parametrize(
-    ("slots", "devices", "jobs"), [(0, (), None), (2, ("0",), None), (1, (), 0)]
-)
+@pytest.mark.parametrize("wrong", [(0, (), None), (2, ("0",), None), (1, (), 0)])
 def test_counts_that_make_no_sense_are_refused(
-    slots: int, devices: tuple[str, ...], jobs: int | None
+    wrong: tuple[int, tuple[str, ...], int | None],
 ) -> None:
     """No slots, no jobs, or devices that do not match the slots are usage errors."""
     with pytest.raises(UsageError):
-        Slots(slots, devices, jobs)
+        Slots(*wrong)
+    with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
+        shared(("0",), 0)
 
 
 def test_a_gpu_a_rank_is_one_host() -> None:
@@ -94,12 +93,6 @@ def test_no_host_has_a_gpu_twice(ranks_per_gpu: int) -> None:
     places = {(rank["NCCL_HOSTID"], rank["LOCAL_RANK"]) for rank in ranks}
     assert len(places) == len(ranks) == 2 * ranks_per_gpu
     assert len({host for host, _ in places}) == ranks_per_gpu
-
-
-def test_less_than_one_rank_a_gpu_is_refused() -> None:
-    """No rank would have a GPU."""
-    with pytest.raises(ValueError, match="at least 1 rank a GPU, got 0"):
-        shared(("0",), 0)
 
 
 def test_mps_is_told_by_its_control_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

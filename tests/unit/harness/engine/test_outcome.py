@@ -1,7 +1,6 @@
 """What happened, and whose fault: one row a situation."""
 
 import errno
-import signal
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +19,8 @@ from harness.engine.outcome import (
     classify,
     ending_of,
     find,
+    memory_kills_since,
     num_memory_kills,
-    signal_name,
     with_sender,
 )
 from harness.records import (
@@ -47,43 +46,28 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
 def rank(
-    number: int,
-    code: int | None = 0,
-    *,
-    ours: bool = False,
-    steps: int = 3,
-    what: What | None = None,
-    message: str = "",
-    tail: str = "",
-    end: bool = False,
+    number: int, code: int | None = 0, *, ours: bool = False, steps: int = 3,
+    what: What | None = None, message: str = "", tail: str = "", end: bool = False,
     blames: int | None = None,
-) -> RankEvidence:
+) -> RankEvidence:  # fmt: skip
     """Evidence of one rank; `what` gives it an error record."""
     one = FloatBits(bits="3f800000", value=1.0)
+    start = StartRecord(
+        schema=SCHEMA_VERSION, rank=number, world_size=4, pid=1, device="cpu", tensors={},
+        environment={},
+    )  # fmt: skip
+    step = StepRecord(
+        step=0, rank=number, loss=one, microbatch_losses=(), grad_norm=one, digests={},
+        nonfinite={}, step_s=0.0, live_bytes=1, peak_bytes=1,
+    )  # fmt: skip
+    error = ErrorRecord(
+        rank=number, step=steps, what=what or "", type="E", message=message, traceback="",
+        blames=blames,
+    )  # fmt: skip
+    last = EndRecord(rank=number, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0)
     records = RankRecords(
-        rank=number,
-        start=StartRecord(
-            schema=SCHEMA_VERSION, rank=number, world_size=4, pid=1, device="cpu", tensors={},
-            environment={},
-        ),
-        steps=tuple(
-            StepRecord(
-                step=step, rank=number, loss=one, microbatch_losses=(), grad_norm=one, digests={},
-                nonfinite={}, step_s=0.0, live_bytes=1, peak_bytes=1,
-            )
-            for step in range(steps)
-        ),
-        events=(),
-        error=None
-        if what is None
-        else ErrorRecord(
-            rank=number, step=steps, what=what, type="E", message=message, traceback="",
-            blames=blames,
-        ),
-        end=EndRecord(rank=number, steps=steps, peak_bytes=1, startup_s=0.0, wall_s=0.0)
-        if end
-        else None,
-        problems=(),
+        rank=number, start=start, steps=tuple(replace(step, step=i) for i in range(steps)),
+        events=(), error=None if what is None else error, end=last if end else None, problems=(),
     )  # fmt: skip
     exit_state = RankExit(rank=number, code=code, killed_by_harness=ours)
     return RankEvidence(exit=exit_state, records=records, stderr_tail=tail)
@@ -181,17 +165,6 @@ def test_what_happened_and_whose_fault(row: str) -> None:
     assert "\n" not in got.message
 
 
-def test_a_hang_names_the_ranks_and_their_last_steps() -> None:
-    """A hang says who kept the others waiting, who was still running and how far each had come."""
-    ranks = [good(0), ended(1), ended(2, steps=0)]
-    message = classify(ranks, timed_out=True, timeout_s=5.0)[1]
-    expected = "rank 1 after step 2, rank 2 before its first step"
-    assert message == (
-        "the others waited for rank 2, before its first step; time was up after 5 s; "
-        f"still running: {expected}"
-    )
-
-
 def stack(*frames: tuple[str, int, str], more: str = "") -> str:
     """What faulthandler prints, after other output."""
     lines = [f'  File "{path}", line {line} in {name}' for path, line, name in frames]
@@ -255,12 +228,6 @@ def test_a_crash_tells_who_followed() -> None:
     assert message == (
         "rank 1 died by SIGSEGV after step 2; then rank 0 failed too; rank 2 ended by the harness"
     )
-
-
-def test_an_unnamed_signal_has_its_number() -> None:
-    """A real-time signal without a name is told by number."""
-    assert signal_name(signal.SIGSEGV) == "SIGSEGV"
-    assert signal_name(50) == "signal 50"
 
 
 def at(
@@ -417,21 +384,20 @@ def test_who_sent_a_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 1\noom_kill_more 9\noom_kill 7\n")
     monkeypatch.setattr(outcomes, "_COUNTERS", counters)
-    for outcome in (killed(), killed(culprit=None)):  # of a rank, or of the leader
-        told = with_sender(outcome, num_memory_kills())
-        assert told == replace(outcome, message=f"it died; {NOT_THE_KERNEL}", from_outside=True)
-    told = with_sender(killed(), 6)
-    assert not told.from_outside
-    assert told.message == "it died; the kernel killed 1 for want of memory meanwhile"
-    for other in (killed(what="crashed"), killed(code=-15)):
-        assert with_sender(other, 7) == other
-    assert with_sender(killed(), None) == killed()
+    assert [memory_kills_since(before) for before in (7, 5, None)] == [0, 2, None]
     for text in ("nr_free_pages 1\n", "oom_kill many\n", "oom_kill \n"):
         counters.write_text(text)
-        assert num_memory_kills() is None
-        assert with_sender(killed(), 7) == killed()
+        assert num_memory_kills() is memory_kills_since(7) is None
     counters.unlink()
-    assert with_sender(killed(), 7) == killed()
+    assert num_memory_kills() is None
+    for outcome in (killed(), killed(culprit=None)):  # of a rank, or of the leader
+        told = with_sender(outcome, 0)
+        assert told == replace(outcome, message=f"it died; {NOT_THE_KERNEL}", from_outside=True)
+    told = with_sender(killed(), 1)
+    assert (told.from_outside, with_sender(killed(), None)) == (False, killed())
+    assert told.message == "it died; the kernel killed 1 for want of memory meanwhile"
+    for other in (killed(what="crashed"), killed(code=-15)):
+        assert with_sender(other, 0) == other
 
 
 def test_the_first_to_say_that_it_failed_is_found() -> None:

@@ -101,7 +101,7 @@ def test_whose_end_a_signal_was() -> None:
     clock.advance(11.0)
     clock.ended(3, -KILL, 11.1)
     assert [clock.exits[rank].killed_by_harness for rank in range(4)] == [False, True, False, True]
-    assert clock.failed_order == [0, 2]
+    assert list(clock.failed_s) == [0, 2]
     assert not clock.running
 
 
@@ -143,33 +143,30 @@ def test_environment_of_a_rank() -> None:
 
 START, NAMES = '{"kind":"start"}\n', '{"kind":"names","step":-1}\n'
 INITIAL, STEP = '{"digests":{},"kind":"initial"}\n', '{"kind":"step","step":0}\n'
+END = '{"kind":"end"}\n'
 STEPS_OF_4_S = '{"kind":"step","step_s":9.0}\n{"kind":"step","step_s":4.0}\n{"kind":"step","st'
 
 
 @pytest.mark.parametrize(
-    ("text", "begun"),
-    [(None, False), ("", False), (START, False), (START + NAMES, False), (START + INITIAL, True),
-     (START + STEP, True)],
+    ("text", "begun", "ended"),
+    [(None, False, False), ("", False, False), (START, False, False),
+     (START + NAMES, False, False), (START + INITIAL, True, False), (START + STEP, True, False),
+     (START + STEP + END, True, True), (END + STEP, True, False)],
 )  # fmt: skip
-def test_a_rank_has_begun_with_its_state(text: str | None, begun: bool, tmp_path: Path) -> None:
-    """Importing and loading are no silence of a run that trains."""
+def test_what_a_rank_has_recorded(
+    text: str | None, begun: bool, ended: bool, tmp_path: Path
+) -> None:
+    """It has begun with its state: importing and loading are no silence of a run that trains.
+
+    Only a last line is an end.
+    """
     path = tmp_path / "rank0.jsonl"
     if text is not None:
         path.write_text(text)
+        assert has_end_record(path) == ended
     assert has_begun(path, is_builtin=False) == begun
     # The built-in trainer has yet to compile and capture when it records its state.
     assert has_begun(path, is_builtin=True) == (begun and text != START + INITIAL)
-
-
-@pytest.mark.parametrize(
-    ("text", "ended"),
-    [(START, False), (START + '{"kind":"end"}\n', True), ('{"kind":"end"}\n' + STEP, False)],
-)
-def test_only_a_last_line_is_an_end(text: str, ended: bool, tmp_path: Path) -> None:
-    """An end record that something follows is none."""
-    path = tmp_path / "rank0.jsonl"
-    path.write_text(text)
-    assert has_end_record(path) == ended
 
 
 def test_a_stall_is_looked_for_once_a_rank_has_begun(

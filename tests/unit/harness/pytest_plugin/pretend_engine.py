@@ -32,9 +32,6 @@ class PretendEngine:
     def can_start(self, spec: RunSpec) -> bool:
         return self._slots.fits(spec)
 
-    def adopt(self, spec: RunSpec, folder: Path) -> bool:
-        return False
-
     def start(self, spec: RunSpec, folder: Path, *, attempt: int = 0) -> None:
         self._slots.take(spec)
         begin_run(folder, spec)

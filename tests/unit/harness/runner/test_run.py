@@ -73,9 +73,6 @@ class PretendEngine:
         self._under_way.append((spec, folder, attempt))
         self.started.append(f"{spec.config['name']}{'*' if spec.replica else ''}")
 
-    def adopt(self, spec: RunSpec, folder: Path) -> bool:
-        return False
-
     def wait(self, timeout_s: float | None = None) -> list[RunOutcome]:
         self.before_wait()
         if not self._under_way:

@@ -10,10 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp_core.config import ParallelConfig, TrainConfig
-from harness.cli import main
-from harness.engine.slurm_job import OURS, SlurmOptions, device_on_slurm, stored_options
+from harness.engine.slurm import OURS, SlurmOptions, device_on_slurm, stored_options
 from harness.errors import ScenarioError, UsageError
-from harness.records import CaseSpec, ExitCode, PlantSpec
+from harness.records import CaseSpec, PlantSpec
 from harness.runner import plan as planning
 from harness.runner.launch import Request, prepare
 from harness.runner.plan import estimate_s, make_plan
@@ -450,7 +449,7 @@ def test_an_option_says_how_long_a_soak_is_instead_of_the_file(tmp_path: Path) -
 FULL = (
     "{engine: slurm, slurm: {partition: gpu, account: me, walltime_s: 90, pending_s: 60, "
     "nodes: 2, "
-    "ranks_per_node: 4, gpus_per_node: 8, cpus_per_rank: 3, requeue: true, args: [--qos=high]}}"
+    "ranks_per_node: 4, gpus_per_node: 8, cpus_per_rank: 3, args: [--qos=high]}}"
 )
 
 
@@ -463,7 +462,7 @@ def test_every_key_of_slurm_is_taken(tmp_path: Path) -> None:
     """A scenario can say all that a job may ask; options of the command line win key by key."""
     whole = SlurmOptions(
         partition="gpu", account="me", walltime_s=90.0, pending_s=60.0, nodes=2,
-        ranks_per_node=4, gpus_per_node=8, cpus_per_rank=3, requeue=True, args=("--qos=high",),
+        ranks_per_node=4, gpus_per_node=8, cpus_per_rank=3, args=("--qos=high",),
     )  # fmt: skip
     assert options_of(tmp_path, FULL) == whole
     sets = ("launch.slurm.partition=other", "launch.slurm.args=[]")
@@ -486,14 +485,15 @@ def test_every_key_of_slurm_is_taken(tmp_path: Path) -> None:
         ("{slurm: {pending_s: 1e300}}", "at most 2592000"),
         ("{slurm: {walltime_s: 1e300}}", "at most 2592000"),
         ("{slurm: {partition: a b}}", "a name without spaces"),
-        ("{slurm: {requeue: 1}}", "expected a bool"),
-        ("{slurm: {args: --qos=high}}", "a list of options of sbatch"),
+        ("{slurm: {same_nodes: true}}", "expected a known key"),
+        ("{slurm: {requeue: true}}", "expected a known key"),
+        ("{slurm: {args: --qos=high}}", "a list of options of salloc"),
         ("{slurm: {args: [qos]}}", "each with its value"),
         ("{slurm: {args: ['--partition=x']}}", "launch.slurm.partition, as the engine says"),
         ("{slurm: {args: [-px]}}", "launch.slurm.partition, as the engine says"),
         ("{slurm: {args: ['-Q']}}", "an option that is not its own"),
-        ("{slurm: {args: ['--array=1-3']}}", "an option that is not its own"),
-        ("{slurm: {args: ['--arr=1-3']}}", "an option that is not its own"),
+        ("{slurm: {args: ['--no-shell']}}", "an option that is not its own"),
+        ("{slurm: {args: ['--no-sh']}}", "an option that is not its own"),
     ],
 )
 def test_slurm_options_that_cannot_be_are_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -514,13 +514,13 @@ def test_the_device_is_not_that_of_the_machine_at_hand() -> None:
 
 
 def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> None:
-    """`--engine slurm --slurm nodes=2` plans every run at once, GPUs or none on this machine."""
+    """`--engine slurm --slurm nodes=2` plans runs one by one, GPUs or none on this machine."""
     axes = "axes: {parallel: [{dp: 1}, {dp: 2}], graph: [eager, [full_iteration]]}"
     path = write(tmp_path, axes=axes, launch="launch: {slurm: {gpus_per_node: 8}}")
     prepared = prepare(Request(scenario=path, engine="slurm", slurm=("nodes=2",)))
     assert prepared.slurm == SlurmOptions(nodes=2, gpus_per_node=8)
     assert (prepared.device, prepared.devices) == ("cuda", ())
-    assert prepared.plan.slots == 3 * (1 + 2)
+    assert (prepared.plan.slots, prepared.plan.jobs) == (2, 1)
     assert not prepared.plan.skipped
     assert prepare(Request(scenario=path, device="cpu")).slurm is None
     with pytest.raises(UsageError, match="these go to Slurm"):
@@ -565,12 +565,3 @@ def test_megatron_fsdp_is_skipped_where_it_is_missing(
         for spec in (case.reference, case.control, case.candidate):
             object.__setattr__(spec, "device", device)
     assert [case.skip_reason for case in make_plan(found, slots=4).cases] == ["", "", reason]
-
-
-def test_memory_is_predicted_for_our_engine_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another engine's would be a guess."""
-    cases(tmp_path, **AXIS)
-    assert main(["predict", str(tmp_path / "case.yaml")]) == ExitCode.USAGE
-    assert "expected engine ours to predict, got fsdp2" in capsys.readouterr().err
