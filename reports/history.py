@@ -113,7 +113,7 @@ def _suite(answers: Iterable[Answer]) -> tuple[SuiteRun, ...]:
 def _case(trend: CaseTrend, days: int) -> CasePast:
     answers = trend.answers[-MAX_RUNS:]
     words = [
-        f"{METRIC_NAMES[s.metric]} {s.change.ratio:+.1%} since {_when(s.first)}"
+        f"{METRIC_NAMES[s.metric]} {s.ratio:+.1%} since {_when(s.first)}"
         for s in trend.shifts
     ]
     if trend.first_bad is not None:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from harness.checks.memory import peak_bytes
 from harness.errors import HarnessError, one_line
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, inputs_of, name_of, work_of
-from harness.history.ledger import Damaged, Gone, History, Recorded, locked, make, set_aside
+from harness.history.ledger import History, Recorded
 from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint
 from harness.records import CaseSpec, RunResult, RunSpec, StepRecord, Verdict
@@ -52,8 +51,9 @@ def remember(folder: Path, database: Path) -> str:
     """
     note = folder / NOT_WRITTEN_FILE
     try:
-        _, warning = record_folder(folder, database)
+        record_folder(folder, database)
         note.unlink(missing_ok=True)
+        return ""
     except Exception as error:  # noqa: BLE001 - the run's verdicts stand, whatever is wrong here
         known = isinstance(error, HarnessError)
         why = str(error) if known else f"internal error: {type(error).__name__}: {error}"
@@ -65,32 +65,16 @@ def remember(folder: Path, database: Path) -> str:
     return warning
 
 
-def record_folder(folder: Path, database: Path) -> tuple[Recorded, str]:
-    """Record a run folder, in a new history if the one there is damaged, which is then renamed.
-
-    Returns:
-        What was added, and a line about the renamed one, "" if there is none.
+def record_folder(folder: Path, database: Path) -> Recorded:
+    """Record a run folder; what was added.
 
     Raises:
-        HarnessError: not a run folder, or the history cannot be written.
+        HarnessError: not a run folder, or the history is damaged or cannot be written.
     """
     with RunFolder.open(folder) as opened:
         entry = gather(opened)
-    with suppress(Damaged, Gone), History.open(database, create=True) as history:
-        return history.record(entry), ""
-    warning = ""
-    with locked(database):  # others may have seen the same damage and have replaced it by now
-        try:
-            make(database)
-            History.open(database).connection.close()
-        except Damaged as error:
-            warning = (
-                f"{error}; it is kept as {set_aside(database)}, a new history was begun, and "
-                f"`harness history --add RUN` brings older run folders into it"
-            )
-            make(database)
-        with History.open(database) as history:
-            return history.record(entry), warning
+    with History.open(database, create=True) as history:
+        return history.record(entry)
 
 
 def gather(folder: RunFolder) -> FolderEntry:
