@@ -40,8 +40,6 @@ from harness.store.verify import verified, verified_alone
 DATABASE_FILE = "history.sqlite"
 NOT_WRITTEN_FILE = "history_not_written.txt"
 MAX_TEXT_CHARS = 500
-MAX_INTEGER = 2**63 - 1
-"""The largest that SQLite stores."""
 
 
 def remember(folder: Path, database: Path) -> str:
@@ -84,14 +82,12 @@ def gather(folder: RunFolder) -> FolderEntry:
     answers = (answer for case in folder.cases for answer in _answers(folder, case, runs))
     said = {name: _text(manifest.get(name)) for name in ("created", "commit", "shard", "tier",
                                                          "device", "id", "scenario")}  # fmt: skip
-    planned = [manifest, [case.to_json() for case in folder.cases]]
-    said["id"] = said["id"] or name_of(_plain(planned))
     said["scenario"] = said["scenario"] or next((_text(c.scenario) for c in folder.cases), "")
     return FolderEntry(
         **said,
         num_cases=len(folder.cases),
-        machine=machine_kind(_mapping(manifest.get("machine"))),
-        slots=_count(manifest.get("slots")),
+        machine=machine_kind(manifest.get("machine") or {}),
+        slots=manifest.get("slots", 0),
         environment=environment_of(manifest),
         cases=tuple(answers),
         fingerprints=runs.fingerprints,
@@ -101,26 +97,24 @@ def gather(folder: RunFolder) -> FolderEntry:
 
 def machine_kind(machine: Mapping[str, Any]) -> str:
     """'8 cores, 4 x NVIDIA H200': machines on which a run takes about as long; "" if unknown."""
-    cores, gpus = machine.get("cores"), machine.get("gpus")
-    if not isinstance(cores, int):
+    if "cores" not in machine:
         return ""
-    names = [_text(_mapping(gpu).get("name")) for gpu in gpus] if isinstance(gpus, list) else []
+    names = [_text(gpu["name"]) for gpu in machine.get("gpus", ())]
     counted = [f"{names.count(name)} x {name}" for name in sorted(set(names))]
-    return ", ".join([f"{cores} cores", *counted])
+    return ", ".join([f"{machine['cores']} cores", *counted])
 
 
 def environment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What verdicts may depend on, of a manifest as it is read from its file."""
-    machine = _mapping(manifest.get("machine"))
+    machine = manifest.get("machine")
     if not machine:
         return {}
     found = facts(manifest)
-    environment: dict[str, Any] = _plain({
+    return {
         **found["hardware"],
         "variables": found.get("variables", {}),
         **{key: machine.get(key) for key in ("python", "versions", "gpu_driver")},
-    })  # fmt: skip
-    return environment
+    }
 
 
 class _Runs:
@@ -195,7 +189,7 @@ def _ranks_environment(result: RunResult) -> dict[str, Any]:
         {name: value for name, value in fingerprint(start.environment).items() if name != "code"}
         for start in starts
     )
-    told = {json.dumps(_plain(each), sort_keys=True) for each in compared}
+    told = {json.dumps(each, sort_keys=True) for each in compared}
     return {"ranks": [json.loads(text) for text in sorted(told)]}
 
 
@@ -215,8 +209,8 @@ def _run(result: RunResult, key: str, attempt: int, fingerprint: str, commit: st
         device=spec.device,
         world_size=spec.world_size,
         # A run that rounds at random says nothing of how long those of its preset take.
-        preset="" if spec.rounding else _text(_mapping(spec.config.get("model")).get("preset")),
-        steps=_count(spec.config.get("steps")),
+        preset="" if spec.rounding else _text(spec.config.get("model", {}).get("preset")),
+        steps=spec.config.get("steps", 0),
         started_unix_s=_seconds(outcome.started_unix_s),
         wall_s=_seconds(outcome.wall_s),
         fingerprint=fingerprint,
@@ -298,7 +292,7 @@ def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
         outcome=verdict.outcome,
         what=verdict.what,
         message=_text(verdict.message),
-        labels=_plain(case.labels),
+        labels=case.labels,
         causes=tuple(causes),
         difference=verdict.difference,
         wall_s=_seconds(verdict.wall_s),
@@ -312,12 +306,8 @@ def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
 def _damaged(case: CaseSpec, attempt: int, why: str) -> CaseEntry:
     return CaseEntry(
         case_id=case.id, attempt=attempt, outcome="error", what="corrupt_record",
-        message=_text(why), labels=_plain(case.labels),
+        message=_text(why), labels=case.labels,
     )  # fmt: skip
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _text(value: object) -> str:
@@ -325,21 +315,5 @@ def _text(value: object) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[: MAX_TEXT_CHARS - 1]}…"
 
 
-def _count(value: object) -> int:
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
-    return int(value) if whole else 0  # type: ignore[call-overload]
-
-
 def _seconds(value: float) -> float:
     return float(value) if math.isfinite(value) and value > 0 else 0.0
-
-
-def _plain(value: object) -> Any:
-    """The value as strict JSON has it; what JSON cannot say becomes text."""
-    if isinstance(value, Mapping):
-        return {_text(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, bool | int | None):
-        return value
-    return value if isinstance(value, float) and math.isfinite(value) else _text(value)
