@@ -10,11 +10,11 @@ from pathlib import Path
 from harness.errors import Infrastructure
 from harness.store.files import write_atomic
 from reports import html, json_report, junit, markdown
+from reports.json_report import differences
 from reports.reading import summarise
-from reports.same import differences, keep, normalised
 from reports.text import well_formed
 
-__all__ = ["REPORT_FOLDER", "build", "differences", "keep", "normalised", "summarise"]
+__all__ = ["REPORT_FOLDER", "build", "differences", "summarise"]
 
 REPORT_FOLDER = "report"
 

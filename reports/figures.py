@@ -81,7 +81,7 @@ def loss_figure(curve: LossCurve) -> str:
 
 
 def _delta(axes: "Axes", curve: LossCurve) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
     axes.set_ylabel("|Δloss|, ulp")
     highest = max((ulps for ulps in curve.delta_ulps if not math.isnan(ulps)), default=0.0)
@@ -91,14 +91,9 @@ def _delta(axes: "Axes", curve: LossCurve) -> None:
     )
     if highest > 100:
         axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(-0.2, highest * 3)
-        powers = math.floor(math.log10(highest))
-        axes.set_yticks([0, *(10.0**p for p in range(0, powers + 1, max(1, powers // 3)))])
-        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
         axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_ylim(-0.05 * max(highest, 1), max(highest, 1) * 1.15)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    axes.set_ylim(-0.05 * max(highest, 1), max(highest, 1) * 1.15)
     if curve.differing:
         first = curve.differing[0]
         axes.axvline(first, color=RIGHT, lw=1, ls=":")
@@ -107,11 +102,6 @@ def _delta(axes: "Axes", curve: LossCurve) -> None:
     if odd:
         axes.plot(odd, [0] * len(odd), color=RIGHT, marker="x", ls="", label="NaN or infinite")
         axes.legend(loc="center right")
-
-
-def _plain(value: float, _place: object) -> str:
-    # Matplotlib's own labels of a logarithmic axis are mathematics, which is switched off here.
-    return f"{value:.0f}" if value < 1e6 else f"{value:.0e}"
 
 
 def _data_uri(svg: str) -> str:

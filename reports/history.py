@@ -3,8 +3,6 @@
 Only runs up to the report's own are looked at, so that a report made again says the same.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,21 +41,11 @@ class CasePast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteRun:
-    """One earlier run of the scenario: its cases by outcome."""
-
-    created: str
-    commit: str
-    counts: dict[Outcome, int]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Past:
     """The history of a report's cases; `note` says why it cannot be read, "" if it can."""
 
     cases: dict[str, CasePast]
     flaky: tuple[Flaky, ...]
-    suite: tuple[SuiteRun, ...] = ()
     note: str = ""
 
 
@@ -83,9 +71,7 @@ def look_back(folder: Path, scenario: str, created: str, database: Path | None =
     except HarnessError as error:
         return Past(cases={}, flaky=(), note=one_line(f"no history is shown: {error}"))
     return Past(
-        cases={trend.case_id: _case(trend, days) for trend in found},
-        flaky=flaky_cases(found),
-        suite=_suite(answer for trend in found for answer in trend.answers),
+        cases={trend.case_id: _case(trend, days) for trend in found}, flaky=flaky_cases(found)
     )
 
 
@@ -95,26 +81,10 @@ def _days(history: History, scenario: str) -> int:
     return min(MOST_DAYS, max(MAX_RUNS, MOST_ANSWERS // max(1, row[0] or 0)))
 
 
-def _suite(answers: Iterable[Answer]) -> tuple[SuiteRun, ...]:
-    """Outcomes of the last runs, oldest first; none if there is but one run."""
-    counts: dict[tuple[str, str, str], Counter[Outcome]] = {}
-    for answer in answers:
-        key = (answer.created, answer.folder, answer.commit)
-        counts.setdefault(key, Counter())[answer.outcome] += 1
-    last = sorted(counts)[-MAX_RUNS:] if len(counts) > 1 else []
-    return tuple(
-        SuiteRun(
-            created=one_line(key[0], 60), commit=short_commit(key[2]), counts=dict(counts[key])
-        )
-        for key in last
-    )
-
-
 def _case(trend: CaseTrend, days: int) -> CasePast:
     answers = trend.answers[-MAX_RUNS:]
     words = [
-        f"{METRIC_NAMES[s.metric]} {s.change.ratio:+.1%} since {_when(s.first)}"
-        for s in trend.shifts
+        f"{METRIC_NAMES[s.metric]} {s.ratio:+.1%} since {_when(s.first)}" for s in trend.shifts
     ]
     if trend.first_bad is not None:
         good = trend.last_good

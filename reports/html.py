@@ -25,7 +25,7 @@ from harness.records import CheckResult, Outcome
 from harness.runner.progress import duration
 from reports.compared import BEFORE
 from reports.figures import loss_figure, state_figure
-from reports.history import LETTERS, MAX_RUNS, SuiteRun, short_commit
+from reports.history import LETTERS, MAX_RUNS, short_commit
 from reports.report import (
     COST_HEAD,
     COST_WORDS,
@@ -101,7 +101,6 @@ def render(report: Report) -> str:
         cost_rows=cost_rows(report),
         cost_words=COST_WORDS,
         max_flaky=MAX_FLAKY,
-        suite=[_suite_row(run) for run in reversed(report.past.suite)],
         causes=report.causes,
         max_causes=MAX_CAUSES,
         hidden_causes_cases=sum(len(cause.cases) for cause in report.causes[MAX_CAUSES:]),
@@ -153,16 +152,6 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
         ("Exit code", str(report.exit_code), ""),
     ]  # fmt: skip
     return [(name, value or "unknown", whole) for name, value, whole in found]
-
-
-def _suite_row(run: SuiteRun) -> dict[str, Any]:
-    return {
-        "created": run.created[:16].replace("T", " "),
-        "commit": run.commit,
-        "counts": [(outcome, run.counts[outcome]) for outcome in OUTCOME_ORDER
-                   if run.counts.get(outcome)],
-        "total": sum(run.counts.values()),
-    }  # fmt: skip
 
 
 class _Bodies:

@@ -1,6 +1,9 @@
 """The report for programs: everything that the other formats show, and a version to go by."""
 
 import json
+import re
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypedDict
 
 from harness.records import Verdict
@@ -11,6 +14,9 @@ from reports.report import Addresses, CaseReport, Output, Report
 from reports.text import well_formed
 
 REPORT_SCHEMA_VERSION = 2
+VARYING = ("run", "times", "attempts", "wall_s")
+"""Keys that differ between two run folders with the same results."""
+PLACE = "RUN-FOLDER"
 _TIME = float | None
 
 
@@ -84,7 +90,7 @@ class ReportJson(TypedDict):
 
 
 def render(report: Report) -> str:
-    """Indented JSON with sorted keys; what varies between equal results is in `reports.same`."""
+    """Indented JSON with sorted keys; see `VARYING` for what differs between equal results."""
     run = {key: report.__dict__[key] for key in RunFacts.__annotations__}
     facts = report.__dict__ | {
         "schema_version": REPORT_SCHEMA_VERSION,
@@ -131,3 +137,33 @@ def _storable(value: Any) -> Any:
     if isinstance(value, float) and value - value != 0:
         return repr(value)
     return value
+
+
+def differences(mine: tuple[Path, Path], other: tuple[Path, Path]) -> tuple[str, ...]:
+    """Where two report.json differ first, but for `VARYING` and the folders' paths; () if nowhere.
+
+    Args:
+        mine: a report.json and the run folder that it is of.
+        other: the same.
+    """
+    lines = zip_longest(*(normalised(*each).split("\n") for each in (mine, other)))
+    for number, (left, right) in enumerate(lines, start=1):
+        if left != right:
+            shown = (repr((line or "").strip()[:300]) for line in (left, right))
+            return (f"report.json: line {number}: {' is '.join(shown)} there",)
+    return ()
+
+
+def normalised(path: Path, folder: Path) -> str:
+    """The text of a report.json of `folder` without `VARYING` and the folder's path."""
+    place = json.dumps(str(folder.absolute()))[1:-1]
+    # A path that had to be quoted for the shell is the same place as one that had not.
+    quoted = re.compile(rf"'{PLACE}([A-Za-z0-9_+=,@./-]*)'")
+    text = quoted.sub(rf"{PLACE}\1", path.read_text("utf-8").replace(place, PLACE))
+    return json.dumps(_without_varying(json.loads(text)), indent=1, sort_keys=True)
+
+
+def _without_varying(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_varying(v) for k, v in value.items() if k not in VARYING}
+    return [_without_varying(entry) for entry in value] if isinstance(value, list) else value

@@ -1,9 +1,8 @@
 """The commands `harness history` and `harness compare`, and their tables."""
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checks.evidence import count
-from harness.errors import Infrastructure, NothingSelected, UsageError, did_you_mean, shown
+from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.history import (
     DATABASE_FILE,
     Answer,
@@ -36,7 +35,6 @@ from harness.records import OUTCOMES, ExitCode
 from harness.runner.display import cell, make_console, plain_table
 from harness.runner.progress import COLOURS
 from harness.store import RunFolder
-from harness.store.files import write_atomic
 from harness.store.verify import DEFAULT_OUT
 
 _PATH = click.Path(path_type=Path)
@@ -77,13 +75,10 @@ MIB = 1 << 20
     metavar="FILE",
     help="Merge another history file into this one.",
 )
-@click.option(
-    "--export", type=_PATH, metavar="FILE", help="Write all entries as JSON lines; - is stdout."
-)
 @_json
 def history_command(
     *, name: str | None, database: Path, days: int, flaky: bool, folders: tuple[Path, ...],
-    files: tuple[Path, ...], export: Path | None, as_json: bool,
+    files: tuple[Path, ...], as_json: bool,
 ) -> int:  # fmt: skip
     """What earlier runs say of a CASE or a SCENARIO, or of all of them.
 
@@ -92,30 +87,19 @@ def history_command(
     if folders or files:
         return _take_in(database, folders, files, as_json=as_json)
     with History.open(database) as history:
-        if export is not None:
-            if str(export) == "-":
-                sys.stdout.writelines(history.export())
-            else:
-                write_atomic(export, "".join(history.export()))
-        else:
-            _show(_chosen(history, name, days), name, flaky=flaky, as_json=as_json)
-        return _damage(history)
+        _show(_chosen(history, name, days), name, flaky=flaky, as_json=as_json)
+    return ExitCode.PASSED
 
 
 def _take_in(
     database: Path, folders: Iterable[Path], files: Iterable[Path], *, as_json: bool
 ) -> int:
-    added, code = Recorded(), ExitCode.PASSED
+    added = Recorded()
     for folder in folders:
-        new, warning = record_folder(folder, database)
-        added += new
-        if warning:
-            code = ExitCode.NO_VERDICT
-            click.echo(f"harness: {warning}", err=True)
+        added += record_folder(folder, database)
     for file in files:
         with open_import(file) as other, History.open(database, create=True) as history:
             added += history.merge(other)
-            code = max(code, _damage(other))
     if as_json:
         click.echo(json.dumps(added.to_json()))
     else:
@@ -127,13 +111,7 @@ def _take_in(
             f"{database}: {count(added.folders, 'run folder')}, {count(added.cases, 'answer')} and "
             f"{count(added.runs, 'attempt')} are new{differing}"
         )
-    return code
-
-
-def _damage(history: History) -> ExitCode:
-    for line in dict.fromkeys(history.damaged):
-        click.echo(f"harness: {history.path}: left out, damaged: {line}", err=True)
-    return ExitCode.NO_VERDICT if history.damaged else ExitCode.PASSED
+    return ExitCode.PASSED
 
 
 def _chosen(history: History, name: str | None, days: int) -> dict[str, tuple[CaseTrend, ...]]:
@@ -211,8 +189,6 @@ def _entry(name: str, database: Path) -> FolderEntry:
     if name and database.exists():
         with History.open(database) as history:
             found = list(history.entries(name, most=2))
-            if history.damaged:
-                raise Infrastructure(f"{history.path}: damaged: {history.damaged[0]}")
     if len(found) != 1:
         several = "several runs of" if found else "nothing, also in"
         raise UsageError(f"{shown(name)}: expected a run folder or an id, got {several} {database}")
@@ -245,7 +221,7 @@ def print_cases_of(console: Console, scenario: str, found: Sequence[CaseTrend]) 
         _row(
             table, trend.case_id, trend.num_runs, cell(last.verdict, COLOURS[last.outcome]),
             when(bad) if bad else "", short(good.commit) if good else "never", *values,
-            ", ".join(f"{METRIC_NAMES[s.metric]} {s.change.ratio:+.1%}" for s in trend.shifts),
+            ", ".join(f"{METRIC_NAMES[s.metric]} {s.ratio:+.1%}" for s in trend.shifts),
         )  # fmt: skip
     console.print(table)
 
@@ -272,20 +248,18 @@ def print_case_trend(console: Console, trend: CaseTrend) -> None:
             console.print(cell(f"{letter} is not compared with the series before it: {words}"))
     for shift in trend.shifts:
         console.print(shift_text(shift))
-    for metric, noise in trend.noise.items():
-        console.print(cell(f"{METRIC_NAMES[metric]} varies by {noise:.2%} from run to run", "dim"))
     console.print(turning_point(trend))
 
 
 def shift_text(shift: Shift) -> Text:
     """A lasting change in one sentence."""
-    change, form = shift.change, _FORMS.get(shift.metric, seconds)
+    form = mebibytes if shift.metric == "peak_bytes" else seconds
     return cell(
-        f"{METRIC_NAMES[shift.metric]} {change.ratio:+.1%} since {when(shift.first)} "
-        f"(series {shift.series}): {form(change.before)} became {form(change.after)}, noise "
-        f"{change.noise:.2%}, between {short(shift.last_before.commit)} and "
+        f"{METRIC_NAMES[shift.metric]} {shift.ratio:+.1%} since {when(shift.first)} "
+        f"(series {shift.series}): {form(shift.before)} became {form(shift.after)}, noise "
+        f"{shift.noise:.2%}, between {short(shift.last_before.commit)} and "
         f"{short(shift.first.commit)}",
-        "red" if change.ratio > 0 else "green",
+        "red" if shift.ratio > 0 else "green",
     )
 
 
@@ -315,13 +289,11 @@ def print_flaky(console: Console, found: Sequence[Flaky]) -> None:
             "one attempt"
         ))  # fmt: skip
         return
-    table = plain_table(
-        "case", "changed", "of repeats", "rate", "95 %", "verdicts", "retried", "last"
-    )
+    table = plain_table("case", "changed", "of repeats", "verdicts", "retried", "last")
     for entry in found:
         _row(
             table, f"{entry.scenario}/{entry.case_id}", entry.changes, entry.repeats,
-            f"{entry.rate:.1%}", f"{entry.low:.1%} to {entry.high:.1%}", ", ".join(entry.verdicts),
+            ", ".join(entry.verdicts),
             ", ".join(f"{times} x {name}" for name, times in entry.retried.items()),
             when(entry.last),
         )  # fmt: skip
@@ -410,8 +382,3 @@ def seconds(value: float | None) -> str:
 def mebibytes(value: float | None) -> str:
     """'40.0 MiB'."""
     return "" if value is None else f"{value / MIB:.1f} MiB"
-
-
-_FORMS: dict[str, Callable[[float], str]] = {
-    "peak_bytes": mebibytes, "step_ratio": lambda value: f"{value:.3f} times",
-}  # fmt: skip

@@ -50,22 +50,15 @@ def show_page(reports: dict[str, Path]) -> None:
 @click.command("report")
 @click.argument("folder", type=_PATH, metavar="RUN")
 @click.option(
-    "--normalised", type=_PATH, metavar="FOLDER",
-    help="Also write report.json to FOLDER without what varies from run to run: times, paths,"
-    " attempts.",
-)  # fmt: skip
-@click.option(
     "--same-as",
     "other",
     type=_PATH,
     metavar="RUN",
-    help="Fail if the normalised report.json of RUN differs.",
+    help="Fail if the results of RUN differ: report.json but for times, paths and attempts.",
 )
 @open_report
 @_json
-def report_command(
-    *, folder: Path, normalised: Path | None, other: Path | None, opens: bool, as_json: bool
-) -> int:
+def report_command(*, folder: Path, other: Path | None, opens: bool, as_json: bool) -> int:
     """Write the reports of a RUN folder again.
 
     Exit code 0 whatever they say; 6 if files are damaged or cases have no verdict.
@@ -73,7 +66,7 @@ def report_command(
     built = build_reports(RunFolder.open(folder).path)
     found = inspect(folder)
     tell_damage(found)
-    differences = _differences(folder, built, normalised, other)
+    differences = _differences(folder, built, other)
     for line in differences:
         click.echo(f"harness: not as in {other}: {line}", err=True)
     if as_json:
@@ -88,20 +81,13 @@ def report_command(
     return ExitCode.FAILED if differences else ExitCode.PASSED
 
 
-def _differences(
-    folder: Path, built: dict[str, Path], place: Path | None, other: Path | None
-) -> tuple[str, ...]:
-    """Keep normalised reports, and hold them against those of another run folder."""
-    if place is None and other is None:
+def _differences(folder: Path, built: dict[str, Path], other: Path | None) -> tuple[str, ...]:
+    """Where the results differ from those of another run folder."""
+    if other is None:
         return ()
     import reports
 
-    mine = reports.normalised(built["json"], folder)
-    if place is not None:
-        reports.keep(mine, place)
-    if other is None:
-        return ()
-    return reports.differences(mine, reports.normalised(reports.build(other)["json"], other))
+    return reports.differences((built["json"], folder), (reports.build(other)["json"], other))
 
 
 @click.command("merge")

@@ -20,7 +20,7 @@ from typing import Literal
 
 from harness.checks.within import quantile
 from harness.history.entries import FolderEntry, RunEntry
-from harness.history.trend import METRIC_NAMES, SIGMA_OF_MAD, facts_of
+from harness.history.trend import METRIC_NAMES, SIGMA_OF_MAD, SIGMA_OF_MEDIAN, facts_of
 from harness.provenance import changes, different, flat, told
 from harness.records import ExitCode, Json, Outcome
 
@@ -30,8 +30,6 @@ OF_WIDEST = 1.5
 """Part of the widest distance of two equal runs that a change must exceed: tails are heavy."""
 NOISY = 0.25
 """A threshold past this says nothing."""
-_OF_A_MEDIAN = 1.2533
-"""Standard deviation of a median of normal values over that of their mean."""
 Change = Literal["same", "better", "worse", "noisy"]
 State = Literal["worse", "incomparable", "added", "changed", "noisy", "alike"]
 _COMPARED = ("reference", "candidate")
@@ -277,7 +275,7 @@ def _spread(run: RunEntry) -> float:
     """Deviation of a run's median step as a part of it, from how its steps vary."""
     if not run.step_s or run.step_spread_s is None or not run.timed_steps:
         return 0.0
-    sigma = _OF_A_MEDIAN * SIGMA_OF_MAD * run.step_spread_s / math.sqrt(run.timed_steps)
+    sigma = SIGMA_OF_MEDIAN * SIGMA_OF_MAD * run.step_spread_s / math.sqrt(run.timed_steps)
     return sigma / run.step_s
 
 

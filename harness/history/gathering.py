@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from harness.checks.memory import peak_bytes
 from harness.errors import HarnessError, one_line
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, inputs_of, name_of, work_of
-from harness.history.ledger import Damaged, Gone, History, Recorded, locked, make, set_aside
+from harness.history.ledger import History, Recorded
 from harness.infrastructure import machine_failure
 from harness.provenance import facts, fingerprint
 from harness.records import CaseSpec, RunResult, RunSpec, StepRecord, Verdict
@@ -41,8 +40,6 @@ from harness.store.verify import verified, verified_alone
 DATABASE_FILE = "history.sqlite"
 NOT_WRITTEN_FILE = "history_not_written.txt"
 MAX_TEXT_CHARS = 500
-MAX_INTEGER = 2**63 - 1
-"""The largest that SQLite stores."""
 
 
 def remember(folder: Path, database: Path) -> str:
@@ -52,8 +49,9 @@ def remember(folder: Path, database: Path) -> str:
     """
     note = folder / NOT_WRITTEN_FILE
     try:
-        _, warning = record_folder(folder, database)
+        record_folder(folder, database)
         note.unlink(missing_ok=True)
+        return ""
     except Exception as error:  # noqa: BLE001 - the run's verdicts stand, whatever is wrong here
         known = isinstance(error, HarnessError)
         why = str(error) if known else f"internal error: {type(error).__name__}: {error}"
@@ -65,32 +63,16 @@ def remember(folder: Path, database: Path) -> str:
     return warning
 
 
-def record_folder(folder: Path, database: Path) -> tuple[Recorded, str]:
-    """Record a run folder, in a new history if the one there is damaged, which is then renamed.
-
-    Returns:
-        What was added, and a line about the renamed one, "" if there is none.
+def record_folder(folder: Path, database: Path) -> Recorded:
+    """Record a run folder; what was added.
 
     Raises:
-        HarnessError: not a run folder, or the history cannot be written.
+        HarnessError: not a run folder, or the history is damaged or cannot be written.
     """
     with RunFolder.open(folder) as opened:
         entry = gather(opened)
-    with suppress(Damaged, Gone), History.open(database, create=True) as history:
-        return history.record(entry), ""
-    warning = ""
-    with locked(database):  # others may have seen the same damage and have replaced it by now
-        try:
-            make(database)
-            History.open(database).connection.close()
-        except Damaged as error:
-            warning = (
-                f"{error}; it is kept as {set_aside(database)}, a new history was begun, and "
-                f"`harness history --add RUN` brings older run folders into it"
-            )
-            make(database)
-        with History.open(database) as history:
-            return history.record(entry), warning
+    with History.open(database, create=True) as history:
+        return history.record(entry)
 
 
 def gather(folder: RunFolder) -> FolderEntry:
@@ -100,14 +82,12 @@ def gather(folder: RunFolder) -> FolderEntry:
     answers = (answer for case in folder.cases for answer in _answers(folder, case, runs))
     said = {name: _text(manifest.get(name)) for name in ("created", "commit", "shard", "tier",
                                                          "device", "id", "scenario")}  # fmt: skip
-    planned = [manifest, [case.to_json() for case in folder.cases]]
-    said["id"] = said["id"] or name_of(_plain(planned))
     said["scenario"] = said["scenario"] or next((_text(c.scenario) for c in folder.cases), "")
     return FolderEntry(
         **said,
         num_cases=len(folder.cases),
-        machine=machine_kind(_mapping(manifest.get("machine"))),
-        slots=_count(manifest.get("slots")),
+        machine=machine_kind(manifest.get("machine") or {}),
+        slots=manifest.get("slots", 0),
         environment=environment_of(manifest),
         cases=tuple(answers),
         fingerprints=runs.fingerprints,
@@ -117,26 +97,24 @@ def gather(folder: RunFolder) -> FolderEntry:
 
 def machine_kind(machine: Mapping[str, Any]) -> str:
     """'8 cores, 4 x NVIDIA H200': machines on which a run takes about as long; "" if unknown."""
-    cores, gpus = machine.get("cores"), machine.get("gpus")
-    if not isinstance(cores, int):
+    if "cores" not in machine:
         return ""
-    names = [_text(_mapping(gpu).get("name")) for gpu in gpus] if isinstance(gpus, list) else []
+    names = [_text(gpu["name"]) for gpu in machine.get("gpus", ())]
     counted = [f"{names.count(name)} x {name}" for name in sorted(set(names))]
-    return ", ".join([f"{cores} cores", *counted])
+    return ", ".join([f"{machine['cores']} cores", *counted])
 
 
 def environment_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What verdicts may depend on, of a manifest as it is read from its file."""
-    machine = _mapping(manifest.get("machine"))
+    machine = manifest.get("machine")
     if not machine:
         return {}
     found = facts(manifest)
-    environment: dict[str, Any] = _plain({
+    return {
         **found["hardware"],
         "variables": found.get("variables", {}),
         **{key: machine.get(key) for key in ("python", "versions", "gpu_driver")},
-    })  # fmt: skip
-    return environment
+    }
 
 
 class _Runs:
@@ -211,7 +189,7 @@ def _ranks_environment(result: RunResult) -> dict[str, Any]:
         {name: value for name, value in fingerprint(start.environment).items() if name != "code"}
         for start in starts
     )
-    told = {json.dumps(_plain(each), sort_keys=True) for each in compared}
+    told = {json.dumps(each, sort_keys=True) for each in compared}
     return {"ranks": [json.loads(text) for text in sorted(told)]}
 
 
@@ -231,8 +209,8 @@ def _run(result: RunResult, key: str, attempt: int, fingerprint: str, commit: st
         device=spec.device,
         world_size=spec.world_size,
         # A run that rounds at random says nothing of how long those of its preset take.
-        preset="" if spec.rounding else _text(_mapping(spec.config.get("model")).get("preset")),
-        steps=_count(spec.config.get("steps")),
+        preset="" if spec.rounding else _text(spec.config.get("model", {}).get("preset")),
+        steps=spec.config.get("steps", 0),
         started_unix_s=_seconds(outcome.started_unix_s),
         wall_s=_seconds(outcome.wall_s),
         fingerprint=fingerprint,
@@ -314,7 +292,7 @@ def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
         outcome=verdict.outcome,
         what=verdict.what,
         message=_text(verdict.message),
-        labels=_plain(case.labels),
+        labels=case.labels,
         causes=tuple(causes),
         difference=verdict.difference,
         wall_s=_seconds(verdict.wall_s),
@@ -328,12 +306,8 @@ def _answer(case: CaseSpec, verdict: Verdict, attempt: int) -> CaseEntry:
 def _damaged(case: CaseSpec, attempt: int, why: str) -> CaseEntry:
     return CaseEntry(
         case_id=case.id, attempt=attempt, outcome="error", what="corrupt_record",
-        message=_text(why), labels=_plain(case.labels),
+        message=_text(why), labels=case.labels,
     )  # fmt: skip
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _text(value: object) -> str:
@@ -341,21 +315,5 @@ def _text(value: object) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[: MAX_TEXT_CHARS - 1]}…"
 
 
-def _count(value: object) -> int:
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
-    return int(value) if whole else 0  # type: ignore[call-overload]
-
-
 def _seconds(value: float) -> float:
     return float(value) if math.isfinite(value) and value > 0 else 0.0
-
-
-def _plain(value: object) -> Any:
-    """The value as strict JSON has it; what JSON cannot say becomes text."""
-    if isinstance(value, Mapping):
-        return {_text(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, bool | int | None):
-        return value
-    return value if isinstance(value, float) and math.isfinite(value) else _text(value)

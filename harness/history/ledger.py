@@ -2,17 +2,19 @@
 
     open     the file is ours, of this schema and whole, else an error in one line
     record   the entry of a run folder, in one transaction; what is there already is kept
-    rows     entries, each held against the digest of its row; damaged ones are noted and left out
+    rows     entries, each held against the digest of its row
     merge    everything of another history, in one transaction
 
 The journal is SQLite's rollback journal, not a write-ahead log: a log needs memory that processes
 share, which a network file system does not give. Writers take turns of up to `BUSY_S` seconds. A
-new file is made whole under a lock file, and so is a damaged one renamed: nothing is overwritten.
+damaged file is never written to, nor renamed.
 """
 
 import dataclasses
 import json
+import os
 import sqlite3
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -24,8 +26,8 @@ from urllib.parse import quote
 from harness.codec import strict_loads
 from harness.errors import Infrastructure, UsageError
 from harness.history.entries import CaseEntry, FolderEntry, RunEntry, name_of
-from harness.records import Json, dumps
-from harness.store.files import make_folder, open_plain, write_atomic
+from harness.records import Json
+from harness.store.files import make_folder, open_plain
 
 APPLICATION_ID = 0x44304A31
 """In the header of the file: another program's database is not taken for a history."""
@@ -50,10 +52,6 @@ class Damaged(Infrastructure):
     """The database cannot be trusted. It is not written to."""
 
 
-class Gone(Infrastructure):
-    """The file is not where it was: another process may be renaming it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Json):
     """What recording added. `differing`: rows that the history holds with other contents."""
@@ -73,13 +71,11 @@ class History:
     Attributes:
         path: of the database.
         connection: to it; `query` has errors in one line.
-        damaged: rows that were left out because they are not what was written, a line each.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.connection = connection
-        self.damaged: list[str] = []
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Self:
@@ -96,8 +92,7 @@ class History:
                     f"{path}: expected a history, got nothing; `harness run` makes one, "
                     f"`harness history --add RUN` too"
                 )
-            with locked(path):
-                make(path)
+            _make(path)
         with refusals("open", path):
             # mode=rw: SQLite would make an empty database where there is none.
             connection = sqlite3.connect(
@@ -127,9 +122,10 @@ class History:
             return self._record(entry)
 
     def merge(self, other: "History") -> Recorded:
-        """Record everything of another history; what is damaged there is left out and noted there.
+        """Record everything of another history.
 
         Raises:
+            Damaged: a row of the other is not what was written; nothing is added.
             Infrastructure: as `record`.
         """
         with self._transaction():
@@ -172,6 +168,9 @@ class History:
             kind: of which table.
             where: what follows `SELECT ... FROM table`.
             values: for its question marks.
+
+        Raises:
+            Damaged: a row is not what was written.
         """
         table = _TABLES[kind]
         for row in self.query(f"SELECT {table}.* FROM {table} {where}", values):
@@ -179,7 +178,9 @@ class History:
                 yield str(row[0]), _entry(kind, row)
             except (ValueError, TypeError, LookupError, RecursionError) as error:
                 names = " ".join(str(row[name]) for name in _KEYS[kind])
-                self.damaged.append(f"{table}: {names}: {error}")
+                raise Damaged(
+                    f"the history {self.path} is damaged: {table}: {names}: {error}"
+                ) from error
 
     def entries(self, prefix: str = "", most: int = -1) -> Iterator[FolderEntry]:
         """Every run folder, oldest first; or at most so many whose id begins with `prefix`."""
@@ -196,11 +197,6 @@ class History:
                     cases=tuple(case for _, case in self.rows(CaseEntry, owned, [folder])),
                     runs=tuple(run for _, run in self.rows(RunEntry, owned, [folder])),
                 )
-
-    def export(self) -> Iterator[str]:
-        """Every run folder as a line of JSON, for other programs."""
-        for entry in self.entries():
-            yield dumps(entry) + "\n"
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -237,7 +233,6 @@ def refusals(verb: str, path: Path) -> Iterator[None]:
 
     Raises:
         Damaged: the file is not whole.
-        Gone: it is not there.
         Infrastructure: anything else.
     """
     try:
@@ -247,39 +242,21 @@ def refusals(verb: str, path: Path) -> Iterator[None]:
         damaged = code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
         if damaged or "decode" in str(error):
             raise Damaged(f"the history {path} is damaged: {error}") from error
-        gone = code & 0xFF == sqlite3.SQLITE_CANTOPEN or code == sqlite3.SQLITE_READONLY_DBMOVED
         busy = code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
         hint = ", or lies where files cannot be locked (--history FILE)" if busy else ""
-        kind = Gone if gone else Infrastructure
-        raise kind(f"cannot {verb} the history {path}: {error}{hint}") from error
+        raise Infrastructure(f"cannot {verb} the history {path}: {error}{hint}") from error
     except UnicodeDecodeError as error:
         raise Damaged(f"the history {path} is damaged: {error}") from error
     except OSError as error:
-        kind = Gone if isinstance(error, FileNotFoundError) else Infrastructure
-        raise kind(f"cannot {verb} the history {path}: {error.strerror or error}") from error
+        raise Infrastructure(
+            f"cannot {verb} the history {path}: {error.strerror or error}"
+        ) from error
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Alone among those who make or rename the file; the kernel frees what a dead holder had.
-
-    Raises:
-        Infrastructure: the disk refused, or another process held it for `BUSY_S`.
-    """
+def _make(path: Path) -> None:
+    """Make an empty history, whole from the beginning, unless another process has made one."""
     make_folder(path.parent)
-    place = path.with_name(f"{path.name}.lock")
-    with refusals("lock", path):
-        held = sqlite3.connect(place, timeout=BUSY_S)
-        held.execute("BEGIN EXCLUSIVE")
-    with closing(held):
-        yield
-
-
-def make(path: Path) -> None:
-    """Make an empty history, whole from the beginning, unless there is one. Needs the lock."""
-    if path.exists():
-        return
-    with closing(sqlite3.connect(":memory:")) as made:
+    with refusals("make", path), closing(sqlite3.connect(":memory:")) as made:
         made.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         made.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         for kind, table in _TABLES.items():
@@ -290,25 +267,12 @@ def make(path: Path) -> None:
             made.execute(f"CREATE TABLE {table} ({names}, PRIMARY KEY ({keys}))")
         made.execute("CREATE INDEX folders_of_scenario ON folders (scenario, created)")
         made.commit()
-        write_atomic(path, made.serialize())
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a damaged history with its journal, to a name that is free; that name. Needs the lock.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
-    number, kept = 2, path.with_name(f"{path.name}.damaged")
-    while kept.exists():
-        number, kept = number + 1, path.with_name(f"{path.name}.damaged-{number}")
-    with refusals("set aside", path):
-        # The journal first: SQLite would play it back into a new database of that name.
-        journal = path.with_name(f"{path.name}-journal")
-        if journal.exists():
-            journal.rename(kept.with_name(f"{kept.name}-journal"))
-        path.rename(kept)
-    return kept
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as file:
+            file.write(made.serialize())
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(file.name, path)
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:

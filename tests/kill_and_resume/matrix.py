@@ -27,7 +27,7 @@ import psutil
 from harness.engine.outcome import num_memory_kills
 from harness.history import History
 from reports import build
-from reports.same import normalised
+from reports.json_report import normalised
 from tests.kill_and_resume.ranks import STARTS_FILE
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,8 @@ from junitparser.xunit2 import TestCase as ParsedCase
 
 from harness.records import ErrorRecord, RunOutcome, dumps
 from harness.store import RunFolder, begin_run, save_outcome
-from reports import build, junit, markdown, normalised
+from reports import build, junit, markdown
+from reports.json_report import normalised
 from reports.reading import summarise
 from reports.report import Report
 

@@ -18,7 +18,8 @@ import xmlschema
 from harness.errors import Infrastructure
 from harness.records import Verdict
 from harness.store import RunFolder
-from reports import build, markdown, normalised
+from reports import build, markdown
+from reports.json_report import normalised
 from reports.markdown import MAX_BYTES, escape, fenced
 from reports.reading import summarise
 from tests.pace import in_paces

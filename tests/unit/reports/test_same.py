@@ -8,7 +8,6 @@ import pytest
 from harness.cli import main
 from harness.cli import report as report_commands
 from harness.runner import launch
-from reports.same import differences, normalised
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, unequal
 
 
@@ -32,15 +31,11 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 
 
 def test_a_resumed_run_is_the_same_as_one_that_nobody_disturbed(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An attempt more, other times and another place are no difference; what is kept is equal."""
-    whole, resumed, kept = folders["whole"], str(folders["resumed"]), tmp_path / "kept"
-    assert main(["report", resumed, "--normalised", str(kept), "--same-as", str(whole)]) == 0
+    """An attempt more, other times and another place are no difference."""
+    assert main(["report", str(folders["resumed"]), "--same-as", str(folders["whole"])]) == 0
     assert "not as in" not in capsys.readouterr().err
-    (path,) = kept.iterdir()
-    assert path.read_text() == normalised(whole / "report" / "report.json", whole)
-    assert "attempt0" not in path.read_text()
 
 
 def test_other_results_are_told(
@@ -50,9 +45,3 @@ def test_other_results_are_told(
     assert main(["report", str(folders["other"]), "--same-as", str(folders["whole"])]) == 1
     told = capsys.readouterr().err
     assert f"not as in {folders['whole']}: report.json: line " in told
-
-
-def test_lines_beyond_the_end_count() -> None:
-    """Nothing is compared with nothing as if it were equal."""
-    assert differences("x\ny", "x\ny") == ()
-    assert differences("x", "x\n") == ("report.json: line 2: '(no line)' is '' there",)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from harness.errors import UsageError
 from harness.history import gather, machine_kind
 from harness.history.entries import FolderEntry, name_of
 from harness.records import StepRecord
@@ -262,23 +261,11 @@ def test_hostile_texts_and_numbers_are_stored(tmp_path: Path) -> None:
     verdict.pop(KEY)
     hostile = json.dumps(verdict | {"message": HOSTILE, "wall_s": 7}).replace(": 7", ": Infinity")
     verdict_path.write_text(hostile)
-    rewrite(path / "manifest.json", {"commit": HOSTILE, "slots": -1})
+    rewrite(path / "manifest.json", {"commit": HOSTILE})
     entry = gathered(path)
     assert entry.commit.isprintable()
-    assert entry.slots == 0
     (answer,) = entry.cases
     assert answer.message.isprintable()
     assert answer.wall_s == 0.0
     assert {run.peak_bytes for run in entry.runs if "attn" in run.key} == {None}
     assert name_of(entry.to_json())
-
-
-def test_a_folder_without_an_id_gets_one_from_its_plan(folder: Path, tmp_path: Path) -> None:
-    """An older manifest names no id: what was planned and when stands in, results do not."""
-    before = gathered(folder).id
-    (folder / "cases" / "dp1-attn" / "verdict.json").unlink()
-    assert gathered(folder).id == before
-    rewrite(folder / "manifest.json", {"created": "2031-02-04"})
-    assert gathered(folder).id != before
-    with pytest.raises(UsageError, match="is not a run folder"):
-        gathered(tmp_path)
