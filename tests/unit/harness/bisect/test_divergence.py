@@ -109,24 +109,6 @@ def test_the_step_that_captures_is_blamed_if_it_differs_from_its_beginning() -> 
     assert between(run_of(), later).phase == "forward"
 
 
-@pytest.mark.parametrize(
-    ("graph", "layers", "is_copied"),
-    [(("attn",), (), True), ((), (), False), (("mlp",), (), False), (("attn",), (1, 1), False)],
-)
-def test_what_a_captured_module_was_given_may_be_lost_on_its_way_into_the_graph(
-    graph: tuple[str, ...], layers: tuple[int, ...], is_copied: bool
-) -> None:
-    """Only where that module is captured, and from the capture on."""
-    candidate = run_of(graph=graph)
-    config = candidate.spec.config | {"graph_warmup_steps": 1, "graph_layers": list(layers)}
-    candidate = dataclasses.replace(
-        candidate, spec=dataclasses.replace(candidate.spec, config=config)
-    )
-    found = between(run_of(), edited(candidate, {1: calls_from("layers.0.attn.norm:input")}))
-    (told,) = (each for each in found.evidence if "its own work" in each)
-    assert ("memory that its graph reads" in told) == is_copied
-
-
 def test_a_call_that_differs_on_one_rank_first_is_its_origin() -> None:
     """What comes to another rank later in the step spread there; the evidence says with what."""
     found = place_in({0: calls_from("norm:input"), 1: calls_from("embedding:output")})
