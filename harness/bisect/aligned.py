@@ -7,9 +7,8 @@ module returns and another is given has one digest, so the reference's rows tell
 output; a gradient was computed by whoever consumed the output that it belongs to.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from harness.checks.evidence import (
     BEFORE,
@@ -22,12 +21,11 @@ from harness.checks.evidence import (
     with_same_copies,
 )
 from harness.checks.exact import quantities
-from harness.checks.taps import INPUT, OUTPUT, Both, in_program_order, shared_rows
+from harness.checks.taps import INPUT, OUTPUT, Both, Call, in_program_order, shared_rows
 from harness.program.spec import capabilities_of
 from harness.records import (
     DIGEST_HEX_CHARS,
     FloatBits,
-    InitialRecord,
     NamesRecord,
     RunResult,
     StartRecord,
@@ -40,18 +38,12 @@ MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Call):
     """One call of a tap on one rank: its digest in both runs, "" in one that did not make it."""
 
     rank: int
-    module: str
-    kind: str
-    number: int
-    stage: int
     reference: str
     candidate: str
-    microbatch: int | None
-    """None where it stands for several calls, this one the first."""
 
     @property
     def differs(self) -> bool:
@@ -62,16 +54,6 @@ class Row:
     def is_whole(self) -> bool:
         """Whether both runs made the call."""
         return bool(self.reference and self.candidate)
-
-    @property
-    def tap(self) -> str:
-        """`layers.0.attn:output`."""
-        return f"{self.module}:{self.kind}"
-
-    @property
-    def name(self) -> str:
-        """`layers.0.attn:output[1]`."""
-        return f"{self.tap}[{self.number}]"
 
 
 @dataclass(frozen=True)
@@ -127,7 +109,7 @@ class Legs:
         self.pairs = [key for key in shared_pairs(self.ours, self.theirs) if key[1] in self.starts]
         self._rows: dict[int, list[Row]] = {}
 
-    @cached_property
+    @property
     def has_taps(self) -> bool:
         """Whether anything was looked into."""
         return any(start.taps for start in self.starts.values())
@@ -148,18 +130,14 @@ class Legs:
 
     def first_step(self) -> int | None:
         """The first step in which any record differs on any rank; None if none does."""
-        for step in sorted({step for step, _ in self.pairs}):
-            if any(self._is_different(step, rank) for rank in self.ranks(step)):
-                return step
-        return None
+        return next((step for step, rank in self.pairs if self._is_different(step, rank)), None)
 
     def _is_different(self, step: int, rank: int) -> bool:
         ours, theirs = self.ours[step, rank], self.theirs[step, rank]
         if ours.digests != theirs.digests or bits(ours) != bits(theirs):
             return True
-        return ours.taps != theirs.taps and any(
-            row.differs for row in self.rows(step) if row.rank == rank
-        )
+        rows = self.rows(step) if ours.taps != theirs.taps else ()
+        return any(row.differs for row in rows if row.rank == rank)
 
     def rows(self, step: int) -> list[Row]:
         """Rows of all ranks in program order; without modules that ran in one run only."""
@@ -187,13 +165,13 @@ class Legs:
 
         Step `BEFORE` is the state before the first one.
         """
-        ours, theirs = self._states
-        found = [
-            tensor
-            for rank, start in self.starts.items()
-            if (step, rank) in ours and (step, rank) in theirs
-            for tensor in _tensors(ours[step, rank], theirs[step, rank], start, group)
-        ]
+        found = []
+        for rank, start in self.starts.items():
+            states = [held[step, rank] for held in self._states if (step, rank) in held]
+            texts = [state.digests.get(group, "") for state in states]
+            for place, name in enumerate(start.tensors.get(group, ()) if len(texts) == 2 else ()):
+                window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)
+                found.append(Tensor(rank, group, name, texts[0][window], texts[1][window]))
         order = {name: place for place, name in enumerate(dict.fromkeys(t.name for t in found))}
         return sorted(found, key=lambda tensor: (order[tensor.name], tensor.rank))
 
@@ -238,21 +216,8 @@ def bits(record: StepRecord) -> list[tuple[str, str]]:
 
 
 def _row(row: Both) -> Row:
-    call, a, b = row.call, row.reference, row.candidate
-    return Row(
-        row.rank, call.module, call.kind, call.number, call.stage,
-        a.digest if a.place else "", b.digest if b.place else "", call.microbatch,
-    )  # fmt: skip
-
-
-def _tensors(
-    ours: StepRecord | InitialRecord, theirs: StepRecord | InitialRecord, start: StartRecord,
-    group: str,
-) -> Iterator[Tensor]:  # fmt: skip
-    left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
-    for place, name in enumerate(start.tensors.get(group, ())):
-        window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)
-        yield Tensor(ours.rank, group, name, left[window], right[window])
+    ours, theirs = (c.digest if c.place else "" for c in (row.reference, row.candidate))
+    return Row(**vars(row.call), rank=row.rank, reference=ours, candidate=theirs)
 
 
 # --- names ------------------------------------------------------------------------------------

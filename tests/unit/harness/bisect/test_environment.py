@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.bisect.environment import (
+from harness.bisect.differences import (
     KINDS,
     LAUNCHED,
     of_legs,
