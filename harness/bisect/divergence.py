@@ -132,11 +132,12 @@ def _tensors_part(
         bad = sorted(legs.different(at.step, group), key=lambda t: t.name != STEP_COUNT)
         if bad:
             first, names = bad[0], list(dict.fromkeys(t.name for t in bad))
+            name = stem_of(first.name) if group == "optim" else first.name
             missing = [t.name for t in bad if ABSENT in (t.reference, t.candidate)]
             shown = f"of {group}, {_differ(names)} on {show_ranks({t.rank for t in bad})}"
             shown += f"; {listed(missing)} in one run alone" if missing else ""
             return at.saying(
-                *told, shown, phase=phase, module=module_of(first.name), tensor=stem_of(first.name),
+                *told, shown, phase=phase, module=module_of(first.name), tensor=name,
                 quantity=group, rank=first.rank, ranks=ranks_of(bad, first.name),
             )  # fmt: skip
     return None

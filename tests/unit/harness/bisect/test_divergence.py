@@ -10,12 +10,13 @@ from harness.bisect.found import Location
 from harness.bisect.locate import between, locate
 from harness.checks.evidence import BEFORE
 from harness.given import GIVEN, GivenCall
-from harness.records import COPIES, SAMPLES, EventRecord, RunResult, StepRecord
+from harness.records import COPIES, DIGEST_HEX_CHARS, SAMPLES, EventRecord, RunResult, StepRecord
 from tests.unit.harness.bisect.small_model import (
     BIAS,
     OTHER,
     ROWS,
     STEPS,
+    TENSORS,
     WEIGHTS,
     WORLD,
     Edit,
@@ -266,6 +267,49 @@ def test_of_two_engines_losses_calls_and_random_states_are_looked_at() -> None:
     assert (found.step, *brief(found)) == (2, "input", "embedding", "embedding:input")
     assert found.ranks == (1,)
     assert not any("weights" in text for text in found.evidence)
+
+
+def foreign(run: RunResult, *, extra: bool = False) -> RunResult:
+    """The run as one of somebody's program, with a group of its own, or one tensor more."""
+    program = {"kind": "script", "target": "x.py", "folder": "/x", "record": "auto"}
+    config = {"program": program, "steps": STEPS, "taps": []}
+    run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, config=config))
+    names = {g if g != "buffers" else "ema": held for g, held in TENSORS.items()}
+    names["weights"] += ("extra",) if extra else ()
+
+    def renamed(record: Any) -> Any:
+        held = {g if g != "buffers" else "ema": text for g, text in record.digests.items()}
+        held["weights"] += "e" * DIGEST_HEX_CHARS if extra else ""
+        return dataclasses.replace(record, digests=held)
+
+    for rank, records in enumerate(run.ranks):
+        steps = tuple(map(renamed, records.steps))
+        run = of_rank(run, rank, tensors=names, steps=steps, initial=renamed(records.initial))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (digests(grads=("norm.weight",)), ("backward", "grads", "norm.weight")),
+        (digests(buffers=("layers.0.mlp.router.balance_loss",)),
+         ("state", "ema", "layers.0.mlp.router.balance_loss")),
+        (digests(weights=("norm.weight",)), ("optimizer", "weights", "norm.weight")),
+    ],
+)  # fmt: skip
+def test_of_a_program_no_collective_is_named(edit: Edit, expected: Brief) -> None:
+    """Nobody knows how it distributes its work; groups of its own come last."""
+    found = between(foreign(run_of(taps=False)), foreign(edited(run_of(taps=False), {1: edit})))
+    assert (found.phase, found.quantity, found.tensor) == expected
+    assert (found.step, found.ranks, found.near, found.collective) == (2, (1,), "", "")
+
+
+def test_a_tensor_of_one_run_alone_is_named() -> None:
+    """Runs that hold other tensors are compared by name, not given up."""
+    found = between(foreign(run_of(taps=False)), foreign(run_of(taps=False), extra=True))
+    expected = {"phase": "initialisation", "tensor": "extra", "quantity": "weights", "step": -1}
+    assert fields_of(found, expected) == expected
+    assert any("one run alone" in told for told in found.evidence)
 
 
 # --- who gave what to a collective
