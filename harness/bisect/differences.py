@@ -135,7 +135,7 @@ class LegChanges:
             before, after = self._before.get(leaf), self._after.get(leaf)
             if before == after and type(before) is type(after):
                 continue
-            if not is_list_of_names(leaf):
+            if leaf_types().get(leaf) != tuple[str, ...]:
                 name = f"{leaf}: {_told(before)} -> {_told(after)}"
                 yield Change(name=name, leaf=leaf, before=before, after=after)
                 continue
@@ -203,11 +203,6 @@ def with_steps(spec: RunSpec, steps: int) -> RunSpec:
             return spec
         leaves[leaf] = stated + steps - leaves["steps"]
     return dataclasses.replace(spec, config=config_of(leaves | {"steps": steps}))
-
-
-def is_list_of_names(leaf: str) -> bool:
-    """Whether a leaf holds names that can be there one without the other."""
-    return bool(leaf_types().get(leaf) == tuple[str, ...])
 
 
 def world_size_of(config: dict[str, Any], stated: int = 1) -> int:

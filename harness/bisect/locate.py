@@ -179,12 +179,11 @@ def how_it_ended(run: RunResult) -> Location | None:
 def _speaker(run: RunResult, culprit: int | None) -> tuple[int | None, ErrorRecord | None]:
     """The rank that failed first, and what it said."""
     records = rank_table(run)
-    if culprit is not None and culprit in records:
+    if culprit in records:
         return culprit, records[culprit].error
-    for rank, each in records.items():
-        if each.error is not None and each.error.blames in (None, rank):
-            return rank, each.error
-    return culprit, None
+    said = ((rank, each.error) for rank, each in records.items() if each.error is not None)
+    own = ((rank, error) for rank, error in said if error.blames in (None, rank))
+    return next(own, (culprit, None))
 
 
 def _step(
