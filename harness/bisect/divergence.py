@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fsdp_core.config.scopes import BEGINS_AT
 from harness.bisect.aligned import (
     RNG,
     Legs,
@@ -57,6 +58,7 @@ from harness.records import ABSENT, COPIES, DIGEST_GROUPS, SAMPLES, RunResult
 LOSS, NORM = "loss", "grad_norm"
 STEP_COUNT = "step_count"
 """Of the optimizer, in its group."""
+CAPTURING = "graphs are captured in this step, before its passes, which replay them"
 REDUCTIONS = ("reduce_scatter", "allreduce", "all_reduce")
 GATHERS = ("allgather", "all_gather")
 SUM_HIDES_RANK = "rank: the sum over ranks does not show who added what is wrong"
@@ -243,8 +245,8 @@ def _calls_part(legs: Legs, at: Location, step: int) -> Location | None:
     ranks = tuple(sorted(row.rank for row in same if row.differs))
     what = f"{'gradient of the output' if first.kind == GRADIENT else first.kind} of {first.module}"
     found = at.saying(
-        f"first in program order differs the {what}, call {first.number}, on {show_ranks({*ranks})}"
-        if first.is_whole else _missing(first),
+        f"the first thing in program order that differs is the {what}, call {first.number}, on "
+        f"{show_ranks({*ranks})}" if first.is_whole else _missing(first),
         *([] if first is differing[0] else [_missing(differing[0])]),
         unknown="" if first.microbatch is not None
         else f"microbatch: {first.name} stands for several calls of the step",
@@ -298,8 +300,10 @@ def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs) -> Locat
     if around in [row.module for row in same if row.kind == INPUT]:
         told = f"{around} was given it as it should be and handed on something else: its own work"
         config = legs.candidate.spec.config
-        if config.get("graph") and (found.step or 0) >= config.get("graph_warmup_steps", 0):
-            told += "; if a graph begins there, or the copy into the memory that it reads"
+        scopes = {scope for scope, part in BEGINS_AT.items() if around.endswith(f".{part}")}
+        is_replayed = (found.step or 0) >= config.get("graph_warmup_steps", 0)
+        if is_replayed and scopes & set(config.get("graph", ())):
+            told += ", or the copy of what it was given into memory that its graph reads"
         return at.saying(told, module=around)
     if makers:
         return at.saying(f"{makers[-1]} returned it as the reference did: it changed on its way")
@@ -505,7 +509,7 @@ def _with_capture(found: Location, legs: Legs, step: int) -> Location:
     config = legs.candidate.spec.config
     if not config.get("graph") or step != config.get("graph_warmup_steps"):
         return found
-    found, why = found.saying("graphs are captured in this step, before its passes"), ""
+    found, why = found.saying(CAPTURING), ""
     rows = legs.rows(step)
     if found.phase in ("forward", "input"):
         begins = rows and found.tensor.startswith((f"{rows[0].module}:in", f"{rows[0].module}:out"))
