@@ -409,7 +409,7 @@ def _reduced(
     members = {t.name for t in tensors if unit_of(t.name) == unit_of(names[0])}
     is_whole = len(members) > 1 and members <= set(names)
     found = found.saying(collective="reduce-scatter of gradients")
-    if spared and len(wrong) == 1 and wrong[0] not in spared and len(names) > 1:
+    if spared and len(wrong) == 1 and len(names) > 1:
         told = "other ranks have right rows of the same tensors: its part of the reduction or later"
         return found.saying(told, phase="reduce", near="after")
     if len({module_of(name) for name in names}) == 1 and not is_whole:

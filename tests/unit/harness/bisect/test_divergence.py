@@ -241,6 +241,16 @@ def test_wrong_rows_of_one_rank_alone_came_after_the_collective() -> None:
     assert not found.unknown
 
 
+def test_a_loss_comes_before_gradients_and_a_norm_of_one_rank_after_its_sum() -> None:
+    """The loss was computed before any gradient; ranks share the sum, not what is made of it."""
+    found = place(both(LOSSES, calls_from("head:gradient"), digests(grads=WEIGHTS)))
+    assert brief(found) == ("input", "head", "microbatch_losses[0]")
+    found = place(both(calls_from("head:gradient"), digests(grads=WEIGHTS)), [1])
+    assert (found.module, found.near, found.collective) == ("head", "", "")  # reads no weights
+    found = place(floats(grad_norm=OTHER), [1])
+    assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
+
+
 def test_without_taps_nothing_is_claimed_of_modules() -> None:
     """A loss that differs may come from anything that went before: that is said."""
     found = place(both(LOSSES, digests(grads=WEIGHTS)), [0], taps=False)
@@ -440,10 +450,14 @@ def test_a_record_with_the_digests_of_the_step_before_is_not_the_programs_fault(
         "phase": "outside", "module": "", "quantity": "digests", "step": 2, "ranks": (1,),
     }  # fmt: skip
     assert fields_of(found, expected) == expected
-    later = edited(run_of(graph=("attn",)), {1: old_state})
-    later = edited(later, {1: digests(weights=WEIGHTS)}, step=3)
-    assert between(run_of(), later).phase == "reduce"
-    assert place(both(old_state, floats(loss=OTHER)), [1]).phase == "reduce"
+    # State that stays wrong, data of its own or other losses: something was computed otherwise.
+    old = edited(run_of(graph=("attn",)), {1: lambda r: dataclasses.replace(r, digests=before)})
+    for other in (
+        edited(old, {1: digests(weights=WEIGHTS)}, step=3),
+        edited(old, {1: floats(loss=OTHER)}),
+        edited(run_of(graph=("attn",)), {1: old_state}),
+    ):
+        assert between(run_of(), other).quantity != "digests"
 
 
 def test_another_environment_comes_before_any_difference() -> None:
