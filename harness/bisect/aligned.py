@@ -1,16 +1,14 @@
-"""Two runs side by side: rows of taps in program order, floats and digests, step by step.
+"""Two runs, record by record: calls in program order, floats and digests, step by step.
 
-    records of both legs -> shared (step, rank) pairs -> rows, floats, tensors -> what differs
+    records of both runs -> shared (step, rank) pairs -> rows, floats, tensors -> what differs
 
-Program order is that of `harness.checks.taps`, and so is what a row that stands for several calls
-of a module means. Who made what is read off the digests of what went through modules: what one
-returns and another is given has one digest, so the reference's rows tell who consumed whose output;
-a gradient was computed by whoever consumed the output that it belongs to.
+Program order, and rows that stand for several calls, are those of `harness.checks.taps`. What one
+module returns and another is given has one digest, so the reference's rows tell who consumed whose
+output; a gradient was computed by whoever consumed the output that it belongs to.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from harness.checks.evidence import (
     BEFORE,
@@ -23,12 +21,11 @@ from harness.checks.evidence import (
     with_same_copies,
 )
 from harness.checks.exact import quantities
-from harness.checks.taps import GRADIENT, INPUT, OUTPUT, Both, in_program_order, shared_rows
+from harness.checks.taps import INPUT, OUTPUT, Both, Call, in_program_order, shared_rows
 from harness.program.spec import capabilities_of
 from harness.records import (
     DIGEST_HEX_CHARS,
     FloatBits,
-    InitialRecord,
     NamesRecord,
     RunResult,
     StartRecord,
@@ -37,55 +34,26 @@ from harness.records import (
 from harness.store.streams import with_all_names
 
 RNG = "rng"
-STEP_COUNT = "step_count"
-"""Of the optimizer, in its group."""
+MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
-class Row:
-    """One call of a tap on one rank, as both legs saw it.
-
-    Attributes:
-        number: of the row among those of its tap.
-        stage: of the pipeline.
-        place: in the step, as the reference counted; "" if it never ran there.
-        microbatch: that it is of; None where it stands for several calls, this one the first.
-    """
+class Row(Call):
+    """One call of a tap on one rank: its digest in both runs, "" in one that did not make it."""
 
     rank: int
-    module: str
-    kind: str
-    number: int
-    stage: int
-    place: str
     reference: str
     candidate: str
-    microbatch: int | None
 
     @property
     def differs(self) -> bool:
-        """Whether the legs saw something else."""
+        """Whether the runs saw something else."""
         return self.reference != self.candidate
 
     @property
-    def tap(self) -> str:
-        """`layers.0.attn:output`."""
-        return f"{self.module}:{self.kind}"
-
-    @property
-    def name(self) -> str:
-        """`layers.0.attn:output[1]`."""
-        return f"{self.tap}[{self.number}]"
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether the backward pass computed it."""
-        return self.kind == GRADIENT
-
-    @property
-    def is_folded(self) -> bool:
-        """Whether it stands for several calls."""
-        return self.microbatch is None
+    def is_whole(self) -> bool:
+        """Whether both runs made the call."""
+        return bool(self.reference and self.candidate)
 
 
 @dataclass(frozen=True)
@@ -111,11 +79,11 @@ class Legs:
         reference, candidate: the runs.
         ours, theirs: their step records.
         pairs: the (step, rank) keys that both have.
-        starts: start records of the reference by rank, of ranks on which the legs name the same
+        starts: start records of the reference by rank, of ranks on which both name the same
             tensors and taps.
         has_layouts: whether it is known how a program distributes its work over ranks.
         shares_state: whether ranks hold the same parts of tensors. Those of two engines do not:
-            of their digests these tables have the random states alone.
+            of their digests the random states alone are compared.
     """
 
     def __init__(self, reference: RunResult, candidate: RunResult) -> None:
@@ -126,16 +94,22 @@ class Legs:
         engines = [run.spec.config.get("engine") for run in (reference, candidate)]
         self.shares_state = engines[0] == engines[1]
         if not self.shares_state:
-            reference, candidate = _without_state(reference), _without_state(candidate)
+            reference, candidate = _random_states_of(reference), _random_states_of(candidate)
         reference, candidate = with_same_copies(reference, candidate)
         self._states = state_table(reference), state_table(candidate)
         self.ours: StepTable = step_table(reference)
         self.theirs: StepTable = step_table(candidate)
-        self.starts = _same_starts(reference, candidate)
+        others = rank_table(candidate)
+        self.starts: dict[int, StartRecord] = {
+            rank: ours
+            for rank, records in rank_table(reference).items()
+            if rank in others and (ours := records.start) and (theirs := others[rank].start)
+            if (ours.tensors, ours.taps) == (theirs.tensors, theirs.taps)
+        }
         self.pairs = [key for key in shared_pairs(self.ours, self.theirs) if key[1] in self.starts]
         self._rows: dict[int, list[Row]] = {}
 
-    @cached_property
+    @property
     def has_taps(self) -> bool:
         """Whether anything was looked into."""
         return any(start.taps for start in self.starts.values())
@@ -145,39 +119,35 @@ class Legs:
         """Whether both runs recorded their state before the first step."""
         return all(any(step == BEFORE for step, _ in states) for states in self._states)
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the reference."""
+        return self.reference.spec.world_size
+
     def ranks(self, step: int) -> list[int]:
-        """Ranks of which both legs have the step."""
+        """Ranks of which both runs have the step."""
         return [rank for at, rank in self.pairs if at == step]
 
     def first_step(self) -> int | None:
         """The first step in which any record differs on any rank; None if none does."""
-        for step in sorted({step for step, _ in self.pairs}):
-            if any(self._is_different(step, rank) for rank in self.ranks(step)):
-                return step
-        return None
+        return next((step for step, rank in self.pairs if self._is_different(step, rank)), None)
 
     def _is_different(self, step: int, rank: int) -> bool:
         ours, theirs = self.ours[step, rank], self.theirs[step, rank]
-        if ours.digests != theirs.digests or _bits(ours) != _bits(theirs):
+        if ours.digests != theirs.digests or bits(ours) != bits(theirs):
             return True
-        return ours.taps != theirs.taps and any(
-            row.differs for row in self.rows(step) if row.rank == rank
-        )
+        rows = self.rows(step) if ours.taps != theirs.taps else ()
+        return any(row.differs for row in rows if row.rank == rank)
 
     def rows(self, step: int) -> list[Row]:
-        """Rows of all ranks in program order; without modules that ran in one leg only."""
+        """Rows of all ranks in program order; without modules that ran in one run only."""
         if step not in self._rows:
-            self._rows[step] = self._ordered(step)
+            specs, rows = (self.reference.spec, self.candidate.spec), list[Both]()
+            for key in ((step, rank) for rank in self.ranks(step)):
+                rows += shared_rows(self.ours[key], self.theirs[key], self.starts[key[1]], specs)[0]
+            ordered = in_program_order(rows)
+            self._rows[step] = [_row(row) for row in ordered if row.call.place]
         return self._rows[step]
-
-    def _ordered(self, step: int) -> list[Row]:
-        rows: list[Both] = []
-        for rank in self.ranks(step):
-            key = (step, rank)
-            legs = self.ours[key], self.theirs[key]
-            specs = (self.reference.spec, self.candidate.spec)
-            rows += shared_rows(*legs, self.starts[rank], specs)[0]
-        return [_row(row) for row in in_program_order(rows) if row.call.place]
 
     def floats(self, step: int) -> list[tuple[str, int, FloatBits, FloatBits]]:
         """Losses and norm of the step: quantity, rank, both values; only those that differ."""
@@ -195,15 +165,23 @@ class Legs:
 
         Step `BEFORE` is the state before the first one.
         """
-        ours, theirs = self._states
-        found = [
-            tensor
-            for rank, start in self.starts.items()
-            if (step, rank) in ours and (step, rank) in theirs
-            for tensor in _tensors(ours[step, rank], theirs[step, rank], start, group)
-        ]
+        found = []
+        for rank, start in self.starts.items():
+            states = [held[step, rank] for held in self._states if (step, rank) in held]
+            texts = [state.digests.get(group, "") for state in states]
+            for place, name in enumerate(start.tensors.get(group, ()) if len(texts) == 2 else ()):
+                window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)
+                found.append(Tensor(rank, group, name, texts[0][window], texts[1][window]))
         order = {name: place for place, name in enumerate(dict.fromkeys(t.name for t in found))}
         return sorted(found, key=lambda tensor: (order[tensor.name], tensor.rank))
+
+    def different(self, step: int, group: str) -> list[Tensor]:
+        """Those of a group that differ."""
+        return [tensor for tensor in self.tensors(step, group) if tensor.differs]
+
+    def names(self, group: str) -> set[str]:
+        """Of all tensors of a group, on any rank."""
+        return {name for start in self.starts.values() for name in start.tensors.get(group, ())}
 
 
 def _with_names_of_both(*runs: RunResult) -> list[RunResult]:
@@ -227,46 +205,29 @@ def _with_names_of_both(*runs: RunResult) -> list[RunResult]:
     return made
 
 
-def _without_state(run: RunResult) -> RunResult:
+def _random_states_of(run: RunResult) -> RunResult:
     alone = with_groups(run, lambda group: group == RNG)
     return replace(alone, ranks=tuple(replace(records, initial=None) for records in alone.ranks))
 
 
-def _same_starts(reference: RunResult, candidate: RunResult) -> dict[int, StartRecord]:
-    others = rank_table(candidate)
-    found = {}
-    for rank, records in rank_table(reference).items():
-        other = others.get(rank)
-        if records.start is None or other is None or other.start is None:
-            continue
-        if (records.start.tensors, records.start.taps) == (other.start.tensors, other.start.taps):
-            found[rank] = records.start
-    return found
-
-
-def _bits(record: StepRecord) -> tuple[str, ...]:
-    return tuple(value.bits for _, value in quantities(record))
+def bits(record: StepRecord) -> list[tuple[str, str]]:
+    """Losses and norm of a record by name, as bit patterns."""
+    return [(name, value.bits) for name, value in quantities(record)]
 
 
 def _row(row: Both) -> Row:
-    call, a, b = row.call, row.reference, row.candidate
-    return Row(
-        row.rank, call.module, call.kind, call.number, call.stage, a.place,
-        a.digest if a.place else "", b.digest if b.place else "", call.microbatch,
-    )  # fmt: skip
+    ours, theirs = (c.digest if c.place else "" for c in (row.reference, row.candidate))
+    return Row(**vars(row.call), rank=row.rank, reference=ours, candidate=theirs)
 
 
-def _tensors(
-    ours: StepRecord | InitialRecord, theirs: StepRecord | InitialRecord, start: StartRecord,
-    group: str,
-) -> Iterator[Tensor]:  # fmt: skip
-    left, right = ours.digests.get(group, ""), theirs.digests.get(group, "")
-    for place, name in enumerate(start.tensors.get(group, ())):
-        window = slice(place * DIGEST_HEX_CHARS, (place + 1) * DIGEST_HEX_CHARS)
-        yield Tensor(ours.rank, group, name, left[window], right[window])
+# --- names ------------------------------------------------------------------------------------
 
 
-_PARTS_OF_STATE = (".exp_avg_sq", ".exp_avg", ".main_weight", ".model_weight")
+def stem_of(tensor: str) -> str:
+    """The parameter that a tensor of the state belongs to."""
+    for part in (".exp_avg_sq", ".exp_avg", ".main_weight", ".model_weight"):
+        tensor = tensor.removesuffix(part)
+    return tensor
 
 
 def module_of(tensor: str) -> str:
@@ -277,9 +238,7 @@ def module_of(tensor: str) -> str:
     name, _, words = tensor.partition(" ")
     if words and (name == "root" or name.rpartition(".")[2].isdigit()):
         return "" if name == "root" else name  # a unit's own buffer
-    for part in _PARTS_OF_STATE:
-        name = name.removesuffix(part)
-    return name.rpartition(".")[0]
+    return stem_of(name).rpartition(".")[0]
 
 
 def unit_of(tensor: str) -> str:
@@ -294,90 +253,61 @@ def unit_of(tensor: str) -> str:
     return f"{unit} experts" if "experts" in parts[2:] else unit
 
 
-def parent_of(module: str, known: Iterable[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown, more = ", ".join(names[:MOST_NAMES]), len(names) - MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def parent_of(module: str, known: Collection[str]) -> str:
     """The closest module around it that was looked into; "" if there is none."""
-    names = set(known)
     while module := module.rpartition(".")[0]:
-        if module in names:
+        if module in known:
             return module
     return ""
 
 
-def is_inside(module: str, other: str) -> bool:
-    """Whether `module` is a part of `other`."""
-    return module.startswith(f"{other}.")
-
-
-def innermost(modules: Iterable[str]) -> list[str]:
-    """Without those that hold another of them."""
-    names = list(dict.fromkeys(modules))
-    return [name for name in names if not any(is_inside(other, name) for other in names)]
-
-
-def consumers(row: Row, rows: Sequence[Row]) -> list[str]:
-    """The modules that were given what `row`'s module returned, by the reference's digests."""
-    given = next((r.reference for r in rows if _is_output_of(r, row)), "")
-    if not given:
-        return []
-    return innermost(
-        other.module
-        for other in rows
-        if other.kind == INPUT
-        and (other.rank, other.microbatch, other.reference) == (row.rank, row.microbatch, given)
-        and not is_inside(row.module, other.module)
-        and not is_inside(other.module, row.module)
-        and other.module != row.module
-    )
-
-
-def returned_by(row: Row, rows: Sequence[Row]) -> str:
-    """The outermost module that returns just what `row`'s module does, as the last of its parts."""
-    given = next((r.reference for r in rows if _is_output_of(r, row)), "")
-    around = [
-        other.module
-        for other in rows
-        if other.kind == OUTPUT
-        and (other.rank, other.microbatch, other.reference) == (row.rank, row.microbatch, given)
-        and is_inside(row.module, other.module)
-    ]
-    return min(around, key=len, default=row.module) if given else row.module
-
-
-def _is_output_of(other: Row, row: Row) -> bool:
-    return (other.module, other.kind, other.number, other.rank) == (
-        row.module, OUTPUT, row.number, row.rank
-    )  # fmt: skip
-
-
-def common(modules: Sequence[str], known: Iterable[str]) -> str:
+def common(modules: Sequence[str], known: Collection[str]) -> str:
     """The module itself, or of several the closest known one that holds all of them."""
-    if len(modules) == 1:
-        return modules[0]
-    if not modules:
-        return ""
+    if len(set(modules)) < 2:
+        return next(iter(modules), "")
     shared = []
     for parts in zip(*(module.split(".") for module in modules), strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
     path = ".".join(shared)
-    names = set(known)
-    return path if path in names else parent_of(path, names)
+    return path if path in known else parent_of(path, known)
 
 
-MOST_NAMES = 3
+def consumers(row: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
+    """Whose output the gradient of a row belongs to, and the innermost modules that were given it.
+
+    It is the outermost module that returns just what the row's does, as the last of its parts.
+    """
+    own = row.module
+    given = next(
+        (r.reference for r in rows
+         if (r.module, r.kind, r.number, r.rank) == (own, OUTPUT, row.number, row.rank)), "",
+    )  # fmt: skip
+    if not given:
+        return own, []
+    same = [
+        r for r in rows
+        if (r.rank, r.microbatch, r.reference) == (row.rank, row.microbatch, given)
+    ]  # fmt: skip
+    around = [r.module for r in same if r.kind == OUTPUT and _is_inside(own, r.module)]
+    users = dict.fromkeys(
+        r.module for r in same
+        if r.kind == INPUT and r.module != own
+        and not _is_inside(own, r.module) and not _is_inside(r.module, own)
+    )  # fmt: skip
+    innermost = [name for name in users if not any(_is_inside(other, name) for other in users)]
+    return min(around, key=len, default=own), innermost
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:MOST_NAMES])
-    more = len(names) - MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def differ(number: int) -> str:
-    """The verb."""
-    return "differs" if number == 1 else "differ"
+def _is_inside(module: str, other: str) -> bool:
+    return module.startswith(f"{other}.")
 
 
 def ranks_of(tensors: Iterable[Tensor], name: str) -> tuple[int, ...]:

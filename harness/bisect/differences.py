@@ -1,28 +1,34 @@
-"""What differs between the two legs of a case, one change at a time, and which changes go together.
+"""What differs between two runs: settings and faults, one change at a time, and environments.
 
     reference, candidate -> changes -> any of them over the reference -> a run, or why there is none
 
 A change is one leaf of the configuration (`fsdp.pool: double -> traced`), one entry of a list of
-names (`graph: attn`, `stress: jitter`, `compile: mlp`, one pattern of `taps`), or one planted
-fault. All changes over the reference are the candidate itself, with its key. What the rules of
-`fsdp_core.config` refuse is refused here without a run, and so is what has no partner for each
-record of the reference: another number of ranks, steps or microbatches, other compiled parts.
+names (`graph: attn`, `stress: jitter`, one pattern of `taps`), or one planted fault. All changes
+over the reference are the candidate itself, with its key. What the rules of `fsdp_core.config`
+refuse is refused here without a run, and so is what has no partner for each record of the
+reference: another number of ranks, steps or microbatches, other compiled parts.
 """
 
 import copy
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.config import DENSE_DEGREES, ConfigError, TrainConfig, not_built
+from harness.checks.environment import different_leaves, stated_leaves
+from harness.checks.evidence import rank_table, show_ranks
 from harness.codec import Json
 from harness.errors import one_line
 from harness.faults.catalogue import CATALOGUE, is_of_any_engine
+from harness.history.entries import work_of
 from harness.program.spec import ProgramSpec, capabilities_of, program_of
-from harness.records import PlantSpec, RunSpec, each_of, joined
+from harness.provenance import Facts, Kind, different, facts, fingerprint
+from harness.provenance import told as shown
+from harness.records import PlantSpec, RunResult, RunSpec, each_of, joined
 from harness.scenario.settings import OPEN, leaf_types
+from harness.store import LEGS, RunFolder
 
 PLANT, PROGRAM, STRESS = "plant", "program", "stress"
 OF_PROGRAM = ("record", "determinism", "every")
@@ -105,14 +111,12 @@ def with_plants(spec: RunSpec, plants: Sequence[PlantSpec]) -> RunSpec:
 
 
 class LegChanges:
-    """Reference and candidate of a case, and what lies between them.
-
-    Args:
-        reference: the leg that is trusted.
-        candidate: the leg that fails.
+    """What lies between the trusted run of a case and the failing one.
 
     Attributes:
+        reference, candidate: the runs.
         changes: what makes the candidate of the reference, in the order of the configuration.
+        names: of the changes, in their order.
     """
 
     def __init__(self, reference: RunSpec, candidate: RunSpec) -> None:
@@ -122,60 +126,54 @@ class LegChanges:
         self._gone = [leaf for leaf in self._before if foreign and leaf not in self._after]
         self._plants = _paired_plants(plants_of(reference), plants_of(candidate))
         self.changes = (*self._settings(), *(change for change, _, _ in self._plants))
-        self._by_name = {change.name: change for change in self.changes}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the changes, in their order."""
-        return tuple(self._by_name)
+        self.names = tuple(change.name for change in self.changes)
 
     def _settings(self) -> Iterable[Change]:
         for leaf in dict.fromkeys((*self._before, *self._after)):
             before, after = self._before.get(leaf), self._after.get(leaf)
             if before == after and type(before) is type(after):
                 continue
-            if is_list_of_names(leaf):
-                yield from _entries(leaf, before or (), after or ())
-            else:
+            if leaf_types().get(leaf) != tuple[str, ...]:
                 name = f"{leaf}: {_told(before)} -> {_told(after)}"
                 yield Change(name=name, leaf=leaf, before=before, after=after)
+                continue
+            old, new = before or (), after or ()
+            for entry in (each for each in new if each not in old):
+                name = f"{leaf}: {entry}"
+                yield Change(name=name, leaf=leaf, before=None, after=entry, in_list=True)
+            for entry in (each for each in old if each not in new):
+                name = f"{leaf}: no {entry}"
+                yield Change(name=name, leaf=leaf, before=entry, after=None, in_list=True)
 
     def run_with(self, names: Collection[str]) -> RunSpec:
         """The reference with some of the changes; with all of them it is the candidate.
 
         Whether it is legal is for `why_illegal` to say.
         """
-        changes = [c for c in self.changes if c.name in names and c.leaf != PLANT]
-        leaves = dict(self._before)
-        for change in changes:
-            if not change.in_list:
+        leaves, listed = dict(self._before), dict[str, list[Change]]()
+        for change in (c for c in self.changes if c.name in names and c.leaf != PLANT):
+            if change.in_list:
+                listed.setdefault(change.leaf, []).append(change)
+            else:
                 leaves[change.leaf] = change.after
-        for leaf in {change.leaf for change in changes if change.in_list}:
-            leaves[leaf] = self._joined(leaf, [c for c in changes if c.leaf == leaf])
+        for leaf, changes in listed.items():
+            # In the order that names have in a run that holds them.
+            before, after = self._before.get(leaf) or (), self._after.get(leaf) or ()
+            held = {*before} - {c.before for c in changes} | {c.after for c in changes}
+            leaves[leaf] = [name for name in dict.fromkeys((*after, *before)) if name in held]
         # In the order of the candidate; an option that one run alone has is None in the other.
         config = config_of({leaf: leaves.get(leaf) for leaf in (*self._after, *self._gone)})
-        plants = [
-            plant
-            for change, theirs, ours in self._plants
-            if (plant := ours if change.name in names else theirs) is not None
-        ]
+        changed = [ours if c.name in names else theirs for c, theirs, ours in self._plants]
         kept = {before for _, before, _ in self._plants}
         shared = [plant for plant in plants_of(self.reference) if plant not in kept]
+        plants = [*shared, *(plant for plant in changed if plant is not None)]
         made = dataclasses.replace(
             self.candidate,
             config=config,
             world_size=world_size_of(config, self.reference.world_size),
             soak=self.candidate.soak if config.get("graph") else self.reference.soak,
         )
-        ordered = sorted((*shared, *plants), key=(*plants_of(self.candidate), *plants).index)
-        return with_plants(made, ordered)
-
-    def _joined(self, leaf: str, changes: Sequence[Change]) -> list[str]:
-        """A list of names after some of its changes, in the order that it has in a leg."""
-        before, after = list(self._before.get(leaf) or ()), list(self._after.get(leaf) or ())
-        gone = {change.before for change in changes}
-        held = {name for name in before if name not in gone} | {c.after for c in changes} - {None}
-        return [name for name in dict.fromkeys((*after, *before)) if name in held]
+        return with_plants(made, sorted(plants, key=(*plants_of(self.candidate), *plants).index))
 
     def why_illegal(self, names: Collection[str]) -> str:
         """Why the reference with these changes cannot be run or compared; "" if it can."""
@@ -183,9 +181,8 @@ class LegChanges:
             spec = self.run_with(names)
         except (ValueError, TypeError) as error:
             return one_line(str(error))
-        return why_illegal(spec) or self._why_unpaired(spec)
-
-    def _why_unpaired(self, spec: RunSpec) -> str:
+        if refused := why_illegal(spec):
+            return refused
         if spec.world_size != self.reference.world_size:
             return f"{spec.world_size} ranks against {self.reference.world_size} of the reference"
         for leaf in _PAIRED:
@@ -204,11 +201,6 @@ def with_steps(spec: RunSpec, steps: int) -> RunSpec:
             return spec
         leaves[leaf] = stated + steps - leaves["steps"]
     return dataclasses.replace(spec, config=config_of(leaves | {"steps": steps}))
-
-
-def is_list_of_names(leaf: str) -> bool:
-    """Whether a leaf holds names that can be there one without the other."""
-    return bool(leaf_types().get(leaf) == tuple[str, ...])
 
 
 def world_size_of(config: dict[str, Any], stated: int = 1) -> int:
@@ -233,34 +225,18 @@ def why_illegal(spec: RunSpec) -> str:
 
 
 def _why_not_planted(plant: PlantSpec, spec: RunSpec) -> str:
-    fault, config = CATALOGUE[plant.fault], spec.config
+    fault, config, refused = CATALOGUE[plant.fault], spec.config, f"{plant.fault} is planted in "
     if fault.scopes and not set(fault.scopes) & set(config["graph"]):
-        return f"{plant.fault} is planted in one of the graph scopes {', '.join(fault.scopes)}"
-    lacks = fault.lacks(config["parallel"])
-    where = f"a layout with {lacks}" if lacks else ""
+        return f"{refused}one of the graph scopes {', '.join(fault.scopes)}"
     if config["engine"] != "ours" and not is_of_any_engine(fault):
-        where = "engine ours"
-    if where:
-        return f"{plant.fault} is planted in {where}"
+        return f"{refused}engine ours"
+    if lacks := fault.lacks(config["parallel"]):
+        return f"{refused}a layout with {lacks}"
     if "step" in fault.takes and plant.step >= config["steps"]:
-        return f"{plant.fault} is planted in step {plant.step} of {config['steps']}"
+        return f"{refused}step {plant.step} of {config['steps']}"
     if plant.rank >= spec.world_size:
-        return f"{plant.fault} is planted in rank {plant.rank} of {spec.world_size}"
-    if spec.device not in fault.devices:
-        return f"{plant.fault} cannot be planted on {spec.device}"
-    return ""
-
-
-def _entries(leaf: str, before: Iterable[str], after: Iterable[str]) -> Iterable[Change]:
-    ours, theirs = list(after), list(before)
-    for entry in ours:
-        if entry not in theirs:
-            yield Change(name=f"{leaf}: {entry}", leaf=leaf, before=None, after=entry, in_list=True)
-    for entry in theirs:
-        if entry not in ours:
-            yield Change(
-                name=f"{leaf}: no {entry}", leaf=leaf, before=entry, after=None, in_list=True
-            )
+        return f"{refused}rank {plant.rank} of {spec.world_size}"
+    return f"{plant.fault} is not for {spec.device}" if spec.device not in fault.devices else ""
 
 
 _Pair = tuple[Change, PlantSpec | None, PlantSpec | None]
@@ -279,19 +255,13 @@ def _paired_plants(theirs: Sequence[PlantSpec], ours: Sequence[PlantSpec]) -> tu
         if partner is not None:
             left.remove(partner)
         pairs.append((partner, plant))
-    pairs += [(plant, None) for plant in left]
-    names: dict[str, int] = {}
-    made = []
-    for before, after in pairs:
-        name = _plant_name(before, after)
-        names[name] = names.get(name, 0) + 1
-        name = name if names[name] == 1 else f"{name} ({names[name]})"
-        change = Change(
-            name=name,
-            leaf=PLANT,
-            before=None if before is None else before.to_json(),
-            after=None if after is None else after.to_json(),
-        )
+    names, made = list[str](), list[_Pair]()
+    for before, after in (*pairs, *((plant, None) for plant in left)):
+        names.append(_plant_name(before, after))
+        number = names.count(names[-1])
+        name = names[-1] if number == 1 else f"{names[-1]} ({number})"
+        sides = [None if side is None else side.to_json() for side in (before, after)]
+        change = Change(name=name, leaf=PLANT, before=sides[0], after=sides[1])
         made.append((change, before, after))
     return tuple(made)
 
@@ -299,20 +269,121 @@ def _paired_plants(theirs: Sequence[PlantSpec], ours: Sequence[PlantSpec]) -> tu
 def _plant_name(before: PlantSpec | None, after: PlantSpec | None) -> str:
     plant = after or before
     assert plant is not None
-    takes = CATALOGUE[plant.fault].takes
-    words = [plant.fault]
+    takes, words = CATALOGUE[plant.fault].takes, [plant.fault]
     if "step" in takes:
         words.append(f"in step {plant.step}")
     if "rank" in takes:
         words.append("on the last rank" if plant.rank < 0 else f"on rank {plant.rank}")
-    if plant.tensor:
-        words.append(f"of {plant.tensor}")
+    words += [f"of {plant.tensor}"] if plant.tensor else []
     return f"{PLANT}: {'no ' if after is None else ''}{' '.join(words)}"
 
 
 def _told(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(str, value)) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "none" if value is None else str(value)
+        return f"[{', '.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
+
+
+# --- environments -----------------------------------------------------------------------------
+
+KINDS: tuple[Kind, ...] = ("commit", "packages", "driver", "variables", "hardware")
+LAUNCHED = "launched"
+"""Name of the event with operators and kernels, of `launch: {kernels: true}`."""
+MAX_TOLD = 3
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Two environments.
+
+    Attributes:
+        before, after: what was compared: two runs, or two run folders.
+        facts: what differs, as `torch 2.11 became 2.12`.
+        unknown: kinds that one side alone recorded.
+    """
+
+    before: str
+    after: str
+    facts: tuple[str, ...]
+    unknown: tuple[Kind, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """One line for people."""
+        missing = f"; not recorded by both: {', '.join(self.unknown)}" if self.unknown else ""
+        if not self.facts:
+            return f"no difference of environment{missing}"
+        more = len(self.facts) - MAX_TOLD
+        told = "; ".join(self.facts[:MAX_TOLD]) + (f" and {more} more" if more > 0 else "")
+        return f"{self.before} and {self.after} ran in other environments: {told}{missing}"
+
+
+def compare(
+    before: str, after: str, ours: Facts, theirs: Facts, *, kinds: Sequence[Kind] = KINDS
+) -> Environments:
+    """Lay the facts of two sides, of these names, beside each other."""
+    told = tuple(
+        f"{name} {shown(ours[kind], name)} became {shown(theirs[kind], name)}"
+        for kind in kinds
+        if kind in ours and kind in theirs
+        for name in different(ours[kind], theirs[kind])
+    )
+    unknown = tuple(kind for kind in kinds if (kind in ours) != (kind in theirs))
+    return Environments(before, after, told, unknown)
+
+
+def different_on_ranks(
+    reference: RunResult, other: RunResult, *, launched: bool = False
+) -> dict[int, list[tuple[str, str, str]]]:
+    """What ranks recorded otherwise, but for what scenarios state: dotted name, both values.
+
+    Args:
+        reference, other: the runs.
+        launched: whether to compare the operators and kernels that steps launched as well.
+    """
+    others, stated = rank_table(other), stated_leaves(reference, other)
+    found: dict[int, list[tuple[str, str, str]]] = {}
+    for rank, records in rank_table(reference).items():
+        sides = [
+            dict(fingerprint(each.start.environment))
+            | {e.name: e.detail for e in each.events if launched and e.name == LAUNCHED}
+            for each in (records, others.get(rank))
+            if each is not None and each.start is not None
+        ]
+        if len(sides) == 2:
+            leaves = [leaf for leaf in different_leaves(*sides) if leaf[0] not in stated]
+            found |= {rank: leaves} if leaves else {}
+    return found
+
+
+def of_legs(reference: RunResult, candidate: RunResult) -> Environments:
+    """The environments of two runs, as their ranks recorded them."""
+    return Environments("the reference", "the candidate", tuple(_told_of(reference, candidate)))
+
+
+def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> Environments:
+    """The environments of two run folders: their manifests', and those of runs of equal work.
+
+    Equal are configuration, device and plant; of all cases, or of the one that is named.
+    """
+    found = compare(
+        before.path.name, after.path.name, facts(before.manifest), facts(after.manifest)
+    )
+    theirs, told, seen = {case.id: case for case in after.cases}, list(found.facts), set[str]()
+    for case in before.cases:
+        for name in LEGS if case.id in theirs and case_id in ("", case.id) else ():
+            left, right = (getattr(each, name) for each in (case, theirs[case.id]))
+            if work_of(left) == work_of(right) and left.key not in seen:
+                seen.add(left.key)
+                told += _told_of(before.load_run(left), after.load_run(right), launched=True)
+    return dataclasses.replace(found, facts=tuple(dict.fromkeys(told)))
+
+
+def _told_of(reference: RunResult, other: RunResult, *, launched: bool = False) -> Iterator[str]:
+    """Once what all ranks have alike, else rank by rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, leaves in different_on_ranks(reference, other, launched=launched).items():
+        for name, before, after in leaves:
+            ranks.setdefault(f"{name} {before} became {after}", []).append(rank)
+    for told, where in ranks.items():
+        yield told if len(where) == len(other.ranks) else f"{show_ranks({*where})}: {told}"

@@ -5,542 +5,526 @@
       -> digests of the step before             outside
       -> a call's input, output or gradient     input, forward, backward
       -> tokens and targets that were read      input
-      -> loss or gradients, with equal calls    forward, backward, reduce    `collectives`
+      -> loss or gradients, with equal calls    forward, backward, reduce
       -> norm                                   reduce
       -> weights, moments, copies of weights    optimizer
       -> random state alone                     input
 
 Each is looked at only where all before it are equal, so what is found was computed from equal
-things by something that did another thing. DESIGN.md has the rules.
-
-The first row of calls in program order, all before it equal:
+things by something that did another thing. The first row of calls in program order:
 
     input of M      whoever handed it to M: the module around M, or the data       input, forward
     output of M     M's own work, on its weights                                   forward
     gradient of M   backward of whoever consumed what M returned                   backward
 
-What a capture leaves behind is told by the step in which graphs are captured:
+A gradient is digested after it is reduced, each rank holding its rows of the sum over the ranks:
 
-    the first that draws, and the random state after the step       numbers that were drawn
-    nothing but tensors that no gradient moves (experts' biases)    what forward passes count
-    losses, and how many steps the optimizer has taken              a step too many, or none
+    one module's tensors, of a unit that has more       backward of the module   before
+    a whole unit, or the same tensor in many layers     reduce                   in
+    one rank's rows alone, where others hold some too   reduce                   after
+
+Which rank brought it in is told by what each gave to the collective, noted on the CPU in runs that
+look into modules (`harness.worker.given`). What a capture leaves behind is told by the step in
+which graphs are captured.
 """
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from typing import Any
 
 from fsdp_core.config.scopes import BEGINS_AT
 from harness.bisect.aligned import (
     RNG,
-    STEP_COUNT,
     Legs,
     Row,
     Tensor,
+    bits,
     common,
     consumers,
-    differ,
     listed,
     module_of,
     parent_of,
     ranks_of,
-    returned_by,
+    stem_of,
     unit_of,
 )
-from harness.bisect.collectives import gradients_part, with_givers
 from harness.bisect.found import Location
-from harness.checks.evidence import BEFORE, groups_of, show_float, show_ranks
-from harness.checks.exact import quantities
-from harness.checks.taps import INPUT, OUTPUT
+from harness.checks.evidence import BEFORE, groups_of, rank_table, show_float, show_ranks
+from harness.checks.taps import GRADIENT, INPUT, OUTPUT
 from harness.faults.fault import Phase
-from harness.records import ABSENT, COPIES, DIGEST_GROUPS, SAMPLES, StepRecord
+from harness.records import ABSENT, COPIES, DIGEST_GROUPS, SAMPLES, GivenCall, RunResult, given_in
 
-LOSS = "loss"
+LOSS, NORM = "loss", "grad_norm"
+STEP_COUNT = "step_count"
+"""Of the optimizer, in its group."""
+CAPTURING = "graphs are captured in this step, before its passes, which replay them"
+REDUCTIONS = ("reduce_scatter", "allreduce", "all_reduce")
+GATHERS = ("allgather", "all_gather")
+SUM_HIDES_RANK = "rank: the sum over ranks does not show who added what is wrong"
 
 
 def where_they_part(legs: Legs) -> Location | None:
     """The first difference of two runs, as far as their records tell; None if there is none."""
-    if (found := _initial_part(legs)) is not None:
+    groups = groups_of(*(start.tensors for start in legs.starts.values()))
+    at = Location(step=BEFORE, evidence=("the state before step 0 differs already",))
+    initial = sorted(groups, key=lambda group: (group != "weights", group == RNG))
+    if (found := _tensors_part(legs, at, initial, "initialisation")) is not None:
         return found
     step = legs.first_step()
     if step is None:
         return None
-    at_step = Location(step=step, evidence=(_step_evidence(legs, step),), before_is_equal=step > 0)
-    found = record_of_the_step_before(legs, at_step) if legs.has_layouts else None
+    at = Location(step=step, evidence=(_equal_before(legs, step),), before_is_equal=step > 0)
+    further = [group for group in groups if group not in DIGEST_GROUPS]
+    found = (
+        _record_of_the_step_before(legs, at, step)
+        or _calls_part(legs, at, step)
+        or _tensors_part(legs, at, [SAMPLES], "input")
+        or _losses_part(legs, at, step)
+        or _gradients_part(legs, at, step)
+        or _norm_part(legs, at, step)
+        or _tensors_part(legs, at, ["buffers"], "forward")
+        or _state_part(legs, at, step)
+        or _tensors_part(legs, at, [COPIES], "optimizer")
+        or _tensors_part(legs, at, further, "state")
+        or _tensors_part(legs, at, [RNG], "input")
+    )
     if found is None:
-        found = calls_part(legs, at_step) or _samples_part(legs, at_step)
-    if found is None:
-        found = _losses_part(legs, at_step)
-    if found is None:
-        found = gradients_part(legs, at_step) or _norm_part(legs, at_step)
-    if found is None:
-        found = _further_part(legs, at_step, ("buffers",), "forward")
-    if found is None:
-        found = _state_part(legs, at_step) or _copies_part(legs, at_step)
-    if found is None:
-        further = [group for group in groups_of(*_groups(legs)) if group not in DIGEST_GROUPS]
-        found = _further_part(legs, at_step, further, "state") or _random_part(legs, at_step)
-    if found is None:
-        return replace(at_step, unknown=("what differs has no name in the records",))
-    return with_capture(with_givers(found, legs), legs)
+        return at.saying(unknown="what differs has no name in the records")
+    return _with_capture(found, legs, step)
 
 
-def _groups(legs: Legs) -> list[dict[str, tuple[str, ...]]]:
-    return [start.tensors for start in legs.starts.values()]
+def _equal_before(legs: Legs, step: int) -> str:
+    if step == 0:
+        before = "the state before it is equal" if legs.has_initial else "none before is recorded"
+        return f"the very first step differs, {before}"
+    state = "gradients, weights, moments, " if legs.shares_state else ""
+    before = f"steps 0 to {step - 1} are" if step > 1 else "step 0 is"
+    return f"{before} equal on every rank: losses, {state}random states"
 
 
-def _initial_part(legs: Legs) -> Location | None:
-    """What differs before anything was trained: weights first, random states last."""
-    groups = sorted(groups_of(*_groups(legs)), key=lambda group: (group != "weights", group == RNG))
-    at_step = Location(step=BEFORE, evidence=("the state before step 0 differs already",))
-    return _further_part(legs, at_step, groups, "initialisation")
+def _record_of_the_step_before(legs: Legs, at: Location, step: int) -> Location | None:
+    """Digests of a step are those of the step before, though losses and the next step are right."""
+    ours, theirs = legs.ours, legs.theirs
+    wrong = [r for r in legs.ranks(step) if ours[step, r].digests != theirs[step, r].digests]
+    if not legs.has_layouts or not wrong:
+        return None
+    for rank in wrong:
+        keys = before, _, after = (step - 1, rank), (step, rank), (step + 1, rank)
+        if not (before in theirs and after in ours and after in theirs):
+            return None
+        old, mine, later = (theirs[key] for key in keys)
+        if mine.digests != old.digests or later.digests != ours[after].digests:
+            return None
+        if bits(mine) != bits(ours[step, rank]):
+            return None
+    told = f"the record of step {step} on {show_ranks({*wrong})} holds all digests of step before"
+    right = f"its losses and norm are right, and step {step + 1} is equal: the state was right, too"
+    return at.saying(
+        told, right, phase="outside", quantity="digests", rank=wrong[0], ranks=tuple(wrong)
+    )
 
 
-def _further_part(
-    legs: Legs, at_step: Location, groups: Iterable[str], phase: Phase
+def _tensors_part(
+    legs: Legs, at: Location, groups: Iterable[str], phase: Phase, *told: str
 ) -> Location | None:
     """The first tensor that differs, of groups that are looked at in this order."""
-    assert at_step.step is not None
+    assert at.step is not None
     for group in groups:
-        if bad := [t for t in legs.tensors(at_step.step, group) if t.differs]:
-            names = list(dict.fromkeys(t.name for t in bad))
-            told = f"of {group}, {listed(names)} {differ(len(names))}"
+        bad = sorted(legs.different(at.step, group), key=lambda t: t.name != STEP_COUNT)
+        if bad:
+            first, names = bad[0], list(dict.fromkeys(t.name for t in bad))
+            name = stem_of(first.name) if group == "optim" else first.name
             missing = [t.name for t in bad if ABSENT in (t.reference, t.candidate)]
-            told += f"; {listed(missing)} in one run alone" if missing else ""
-            return replace(
-                at_step, phase=phase, module=module_of(bad[0].name), tensor=bad[0].name,
-                quantity=group, rank=bad[0].rank, ranks=ranks_of(bad, bad[0].name),
-                evidence=(*at_step.evidence, told),
+            shown = f"of {group}, {_differ(names)} on {show_ranks({t.rank for t in bad})}"
+            shown += f"; {listed(missing)} in one run alone" if missing else ""
+            return at.saying(
+                *told, shown, phase=phase, module=module_of(first.name), tensor=name,
+                quantity=group, rank=first.rank, ranks=ranks_of(bad, first.name),
             )  # fmt: skip
     return None
 
 
-def _step_evidence(legs: Legs, step: int) -> str:
-    before = f"steps 0 to {step - 1}" if step > 1 else "step 0"
-    equal = f"{before} are equal on every rank" if step > 1 else f"{before} is equal on every rank"
-    if step == 0:
-        equal = "the very first step differs: nothing before it was recorded"
-        if legs.has_initial:
-            equal = "the very first step differs, the state before it is equal on every rank"
-    state = "gradients, weights, moments, " if legs.shares_state else ""
-    return f"{equal}: losses, {state}random states" if step else equal
+def _differ(names: Sequence[str]) -> str:
+    return f"{listed(names)} {'differs' if len(names) == 1 else 'differ'}"
 
 
-def _samples_part(legs: Legs, at_step: Location) -> Location | None:
-    """No call that was looked into differs: other labels, or nothing looked at the tokens."""
-    return _further_part(legs, at_step, (SAMPLES,), "input")
+def _state_part(legs: Legs, at: Location, step: int) -> Location | None:
+    """Gradients and norm are equal, and what the optimizer keeps is not."""
+    weights = {t.name for t in legs.different(step, "weights")}
+    told = ["gradients are equal on every rank"]
+    if not legs.different(step, "optim"):
+        told.append("so are moments: what was written is the weight, not what it comes from")
+        if len(weights) == 1:
+            told.append("one tensor alone: an update that went wrong in it, or a stray write")
+    elif not weights:
+        told.append("the weights are still equal")
+    return _tensors_part(legs, at, ["optim", "weights"], "optimizer", *told)
 
 
-def _losses_part(legs: Legs, at_step: Location) -> Location | None:
+# --- losses and norm --------------------------------------------------------------------------
+
+
+def _floats_part(legs: Legs, at: Location, wanted: Sequence[str], **fields: Any) -> Location:
+    """The first of these quantities that differs, with all ranks on which it does."""
+    assert at.step is not None
+    held = [each for each in legs.floats(at.step) if each[0] in wanted]
+    name, rank, ours, theirs = held[0]
+    told = f"{name} on rank {rank}: {show_float(ours)} became {show_float(theirs)}"
+    ranks = tuple(sorted(r for other, r, _, _ in held if other == name))
+    return at.saying(told, quantity=name, tensor=name, rank=rank, ranks=ranks, **fields)
+
+
+def _losses_part(legs: Legs, at: Location, step: int) -> Location | None:
     """The loss differs and no call that was looked into does."""
-    assert at_step.step is not None
-    floats = [each for each in legs.floats(at_step.step) if each[0] != "grad_norm"]
-    if not floats:
+    names = [name for name, *_ in legs.floats(step) if name != NORM]
+    if not names:
         return None
     # The mean over ranks comes last, though it is named first.
-    own = [each for each in floats if each[0] != LOSS] or floats
-    quantity, rank, ours, theirs = own[0]
-    ranks = tuple(sorted({r for name, r, _, _ in own if name == quantity}))
-    number = quantity.removeprefix("microbatch_losses[").removesuffix("]")
-    told = f"{quantity} on rank {rank}: {show_float(ours)} became {show_float(theirs)}"
-    found = replace(
-        at_step, phase="forward", quantity=quantity, rank=rank, ranks=ranks,
-        microbatch=int(number) if number.isdigit() else None,
-        evidence=(*at_step.evidence, told),
-    )  # fmt: skip
-    if quantity != LOSS and _is_loss_alone(legs, at_step.step):
+    own = [name for name in names if name != LOSS]
+    found = _floats_part(legs, at, own or names, phase="forward")
+    number = found.quantity.removeprefix("microbatch_losses[").removesuffix("]")
+    found = found.saying(microbatch=int(number) if number.isdigit() else None)
+    if own and _is_loss_alone(legs, step):
         told = (
-            "the loss alone differs, no gradient, weight, moment or random state: nothing was "
-            "computed from it, so it went wrong after backward had begun, or as it was recorded"
+            "no gradient, weight, moment or random state does: the loss went wrong after backward "
+            "had begun, or as it was recorded"
         )
-        return replace(found, phase="outside", tensor=quantity, evidence=(*found.evidence, told))
+        return found.saying(told, phase="outside")
     if not legs.has_taps:
         why = "module: no module was looked into, so the input may differ as well as what it met"
-        return replace(found, unknown=(*found.unknown, why))
-    if quantity == LOSS:
+        return found.saying(unknown=why, tensor="")
+    if not own:
         told = "every rank's own losses are equal: it is their mean over the ranks"
-        return replace(
-            found, phase="reduce", near="in", tensor=quantity, collective="all-reduce of the loss",
-            evidence=(*found.evidence, told),
-        )  # fmt: skip
-    told = "what every module returned is equal: the loss was given other labels or other weights"
-    why = "phase: labels have no digest, so the loss itself may have computed otherwise as well"
-    return replace(
-        found, phase="input", module=_last_module(legs, at_step.step), tensor=quantity,
-        evidence=(*found.evidence, told), unknown=(*found.unknown, why),
+        return found.saying(told, phase="reduce", near="in", collective="all-reduce of the loss")
+    outputs = [r.module for r in legs.rows(step) if r.kind == OUTPUT and r.microbatch is not None]
+    return found.saying(
+        "what every module returned is equal: the loss was given other labels or other weights",
+        unknown="phase: labels have no digest, so the loss itself may have computed otherwise",
+        phase="input", module=outputs[-1] if outputs else "",
     )  # fmt: skip
 
 
 def _is_loss_alone(legs: Legs, step: int) -> bool:
     """Whether gradients were recorded and the step differs in losses only."""
-    if any(name == "grad_norm" for name, *_ in legs.floats(step)):
-        return False
-    state = [t for group in groups_of(*_groups(legs)) for t in legs.tensors(step, group)]
-    return any(t.group == "grads" for t in state) and not any(t.differs for t in state)
-
-
-def _last_module(legs: Legs, step: int) -> str:
-    """The one whose output the loss is made of."""
-    outputs = [row.module for row in legs.rows(step) if row.kind == OUTPUT and not row.is_folded]
-    return outputs[-1] if outputs else ""
-
-
-def _norm_part(legs: Legs, at_step: Location) -> Location | None:
-    """The gradients are equal and their norm is not."""
-    assert at_step.step is not None
-    floats = [each for each in legs.floats(at_step.step) if each[0] == "grad_norm"]
-    if not floats:
-        return None
-    _, rank, ours, theirs = floats[0]
-    told = f"their norm is not: {show_float(ours)} became {show_float(theirs)}"
-    if (count := _steps_part(legs, at_step, told)) is not None:
-        return count
-    ranks = tuple(r for _, r, _, _ in floats)
-    near, told = "in", "on every rank"
-    if len(ranks) < len(legs.ranks(at_step.step)):
-        near, told = "after", f"on {show_ranks(set(ranks))} only"
-    return replace(
-        at_step, phase="reduce", tensor="grad_norm", quantity="grad_norm", rank=rank, ranks=ranks,
-        near="in" if near == "in" else "after", collective="all-reduce of the gradient norm",
-        evidence=(
-            *at_step.evidence,
-            "the gradients of every rank are equal, their norm is not, "
-            f"{told}: {show_float(ours)} became {show_float(theirs)}",
-        ),
-    )  # fmt: skip
-
-
-def _steps_part(legs: Legs, at_step: Location, norm: str) -> Location | None:
-    """The optimizer has taken another number of steps: that is why the norm is another, too."""
-    assert at_step.step is not None
-    optim = legs.tensors(at_step.step, "optim")
-    bad = [t for t in optim if t.name == STEP_COUNT and t.differs]
-    if not bad:
-        return None
-    told = f"the gradients of every rank are equal, {norm}"
-    more = "the optimizer has taken another number of steps, its norm and clip with it"
-    return replace(
-        at_step, phase="optimizer", tensor=STEP_COUNT, quantity="optim", rank=bad[0].rank,
-        ranks=ranks_of(bad, STEP_COUNT), evidence=(*at_step.evidence, told, more),
-    )  # fmt: skip
-
-
-def _state_part(legs: Legs, at_step: Location) -> Location | None:
-    """Gradients and norm are equal, and what the optimizer keeps is not."""
-    assert at_step.step is not None
-    moments = [t for t in legs.tensors(at_step.step, "optim") if t.differs]
-    weights = [t for t in legs.tensors(at_step.step, "weights") if t.differs]
-    bad = moments or weights
-    if not bad:
-        return None
-    count = [t for t in bad if t.name == STEP_COUNT]
-    first = (count or bad)[0]
-    equal = "gradients and their norm are equal on every rank"
-    told = [f"{equal}, {_named(bad, first)} {differ(len({t.name for t in bad}))} after the step"]
-    if not moments:
-        told.append("the moments are equal: what was written is the weight, not what it comes from")
-    elif not weights:
-        told.append("the weights are still equal")
-    name = first.name
-    for suffix in (".exp_avg_sq", ".exp_avg"):
-        name = name.removesuffix(suffix)
-    found = replace(
-        at_step, phase="optimizer", module=name.rpartition(".")[0], tensor=name,
-        quantity=first.group, rank=first.rank, ranks=ranks_of(bad, first.name),
-        evidence=(*at_step.evidence, *told),
-    )  # fmt: skip
-    if not moments and len({t.name for t in weights}) == 1:
-        one = "one tensor alone is wrong: an update that went wrong in it, or a stray write"
-        found = replace(found, evidence=(*found.evidence, one))
-    return found
-
-
-def _copies_part(legs: Legs, at_step: Location) -> Location | None:
-    """Copies that are computed with differ from those of equal weights."""
-    return _further_part(legs, at_step, (COPIES,), "optimizer")
-
-
-def _random_part(legs: Legs, at_step: Location) -> Location | None:
-    """Nothing was computed otherwise yet, but the next numbers drawn will be others."""
-    assert at_step.step is not None
-    bad = [t for t in legs.tensors(at_step.step, RNG) if t.differs]
-    if not bad:
-        return None
-    first = bad[0]
-    return replace(
-        at_step, phase="input", tensor=first.name, quantity="rng", rank=first.rank,
-        ranks=ranks_of(bad, first.name),
-        evidence=(
-            *at_step.evidence,
-            f"only the random state {first.name} differs, on {show_ranks({t.rank for t in bad})}: "
-            "the legs have drawn differently often",
-        ),
-    )  # fmt: skip
-
-
-def _named(bad: list[Tensor], first: Tensor) -> str:
-    return listed([first.name, *sorted({t.name for t in bad} - {first.name})])
-
-
-_FROM_LOSS = "it is the first gradient of its microbatch: it comes from the loss"
-
-
-def calls_part(legs: Legs, at_step: Location) -> Location | None:
-    """Where calls first differ; None if they do not, or nothing was looked into."""
-    assert at_step.step is not None
-    rows = legs.rows(at_step.step)
-    differing = [row for row in rows if row.differs]
-    if not differing:
-        return None
-    losses = [name for name, *_ in legs.floats(at_step.step) if name != "grad_norm"]
-    if differing[0].is_backward and losses:
-        return None  # the loss was computed before any gradient
-    # A call that one run never made is no result: what came of that is the first that differs.
-    first = next((row for row in differing if _is_whole(row)), differing[0])
-    if first.is_backward and not differing[0].is_backward:
-        first = differing[0]
-    same = [row for row in rows if (row.tap, row.number) == (first.tap, first.number)]
-    ranks = tuple(sorted(row.rank for row in same if row.differs))
-    # A module that is called more than once a microbatch has its rows numbered by calls.
-    tensor = first.tap if first.microbatch == first.number else first.name
-    found = replace(
-        at_step, microbatch=first.microbatch, tensor=tensor, quantity=f"taps.{first.kind}",
-        rank=first.rank, ranks=ranks,
-        evidence=(*at_step.evidence, _first_told(first, ranks)),
-    )  # fmt: skip
-    if first is not differing[0]:
-        found = replace(found, evidence=(*found.evidence, _missing_told(differing[0])))
-    if first.is_folded:
-        why = f"microbatch: {first.name} stands for several calls of the step"
-        found = replace(found, unknown=(*found.unknown, why))
-    if not _is_whole(first):
-        phase: Phase = "backward" if first.is_backward else "forward"
-        found = replace(found, phase=phase, module=first.module)
-    elif first.kind == INPUT:
-        found = _input(found, first, rows, legs)
-    elif first.kind == OUTPUT:
-        found = _output(found, first, rows, legs)
-    else:
-        found = _gradient(found, first, rows)
-    found = _spread(_across(found, len(same), legs), first, rows)
-    return _at_capture(found, first, rows, legs)
-
-
-def _at_capture(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Location:
-    """In the step that captures, all or nothing of which differs: it was not run, or run twice."""
-    config = legs.candidate.spec.config
-    if not config.get("graph") or found.step != config.get("graph_warmup_steps"):
-        return found
-    told = "graphs are captured in this step, before its passes, which replay them"
-    begins = first.module == rows[0].module and not first.is_backward
-    if begins and len(found.ranks) == legs.reference.spec.world_size:
-        told += ", which differs from its beginning on: it was not run, or on what a capture left"
-        return replace(found, phase="capture", evidence=(*found.evidence, told))
-    return replace(found, evidence=(*found.evidence, told))
-
-
-def _first_told(first: Row, ranks: Sequence[int]) -> str:
-    what = f"{first.kind} of {first.module}"
-    if first.is_backward:
-        what = f"gradient of the output of {first.module}"
-    if not _is_whole(first):
-        return _missing_told(first)
+    groups = {group for start in legs.starts.values() for group in start.tensors}
     return (
-        f"the first thing in program order that differs is the {what}, call {first.number}, on "
-        f"{show_ranks(set(ranks))}"
+        bool(legs.tensors(step, "grads"))
+        and not any(legs.different(step, group) for group in groups)
+        and not any(name == NORM for name, *_ in legs.floats(step))
     )
 
 
-def _is_whole(row: Row) -> bool:
-    """Whether both runs made the call."""
-    return bool(row.reference and row.candidate)
+def _norm_part(legs: Legs, at: Location, step: int) -> Location | None:
+    """The gradients are equal and their norm is not; nor is the optimizer's count of steps."""
+    ranks = [rank for name, rank, *_ in legs.floats(step) if name == NORM]
+    if not ranks or any(t.name == STEP_COUNT for t in legs.different(step, "optim")):
+        return None
+    near = "after" if len(ranks) < len(legs.ranks(step)) else "in"
+    return _floats_part(
+        legs, at.saying("the gradients of every rank are equal"), [NORM],
+        phase="reduce", near=near, collective="all-reduce of the gradient norm",
+    )  # fmt: skip
 
 
-def _missing_told(row: Row) -> str:
-    run = "candidate" if not row.candidate else "reference"
+# --- calls ------------------------------------------------------------------------------------
+
+
+def _calls_part(legs: Legs, at: Location, step: int) -> Location | None:
+    """Where calls first differ; None if they do not, or nothing was looked into."""
+    rows = legs.rows(step)
+    differing = [row for row in rows if row.differs]
+    losses = [name for name, *_ in legs.floats(step) if name != NORM]
+    if not differing or (differing[0].kind == GRADIENT and losses):
+        return None  # the loss was computed before any gradient
+    # A call that one run never made is no result: what came of that is the first that differs.
+    first = next((row for row in differing if row.is_whole), differing[0])
+    if first.kind == GRADIENT and differing[0].kind != GRADIENT:
+        first = differing[0]
+    same = [row for row in rows if (row.tap, row.number) == (first.tap, first.number)]
+    ranks = tuple(sorted(row.rank for row in same if row.differs))
+    what = f"{'gradient of the output' if first.kind == GRADIENT else first.kind} of {first.module}"
+    found = at.saying(
+        f"the first thing in program order that differs is the {what}, call {first.number}, on "
+        f"{show_ranks({*ranks})}" if first.is_whole else _missing(first),
+        *([] if first is differing[0] else [_missing(differing[0])]),
+        unknown="" if first.microbatch is not None
+        else f"microbatch: {first.name} stands for several calls of the step",
+        # A module that is called more than once a microbatch has its rows numbered by calls.
+        tensor=first.tap if first.microbatch == first.number else first.name,
+        microbatch=first.microbatch, quantity=f"taps.{first.kind}", rank=first.rank, ranks=ranks,
+    )  # fmt: skip
+    own = [r for r in rows if (r.rank, r.microbatch) == (first.rank, first.microbatch)]
+    own = own if first.microbatch is not None else []
+    if not first.is_whole:
+        phase = "backward" if first.kind == GRADIENT else "forward"
+        found = found.saying(phase=phase, module=first.module)
+    elif first.kind == INPUT:
+        found = _input(found, first, own, legs)
+    elif first.kind == OUTPUT:
+        found = _output(found, first, legs, step)
+    else:
+        found = _gradient(found, first, rows, own)
+    if found.module != first.module or first.kind != GRADIENT:
+        found = _gathered(found, len(same), legs)
+    later: dict[int, Row] = {}
+    for row in differing:
+        if row.rank not in ranks:
+            later.setdefault(row.rank, row)
+    comes = [f"it comes to rank {rank} with {row.name}" for rank, row in later.items()]
+    return found.saying(*sorted(comes)[:2])
+
+
+def _missing(row: Row) -> str:
+    run = "reference" if row.candidate else "candidate"
     return (
         f"the {run} did not call {row.module}, call {row.number}, on rank {row.rank}: something "
         "else ran in its place"
     )
 
 
-def _input(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Location:
+def _input(found: Location, first: Row, own: Sequence[Row], legs: Legs) -> Location:
     """Nobody's output differs yet: it was made between modules, or it is data."""
-    known = {row.module for row in rows}
-    before = _of_same_microbatch(first, rows)
-    around = parent_of(first.module, known)
-    makers = [r.module for r in before if r.kind == OUTPUT and r.reference == first.reference]
-    begins = next((r for r in before if r.stage == first.stage), None) is first
+    at = found.saying(phase="forward", module=first.module)
+    around = parent_of(first.module, {row.module for row in legs.rows(found.step or 0)})
+    same = [row for row in own if row.reference == first.reference]
+    makers = [row.module for row in same if row.kind == OUTPUT]
+    begins = next((row for row in own if row.stage == first.stage), None) is first
     if begins and not makers and first.stage == 0:
         what = "tokens or positions" if legs.has_layouts else "the program's own data"
-        told = f"it is what the microbatch begins with: {what}"
-        return replace(found, phase="input", module=first.module, evidence=(*found.evidence, told))
+        return at.saying(f"it is what the microbatch begins with: {what}", phase="input")
     if begins and first.stage > 0:
-        return replace(
-            found, phase="forward", module=first.module, near="in",
-            collective=f"transfer of activations to stage {first.stage} of the pipeline",
-            evidence=(*found.evidence, "what the stage before it returned is equal"),
-        )  # fmt: skip
-    given = [r.module for r in before if r.kind == INPUT and r.reference == first.reference]
-    if around in given:
+        what = f"transfer of activations to stage {first.stage} of the pipeline"
+        told = "what the stage before it returned is equal"
+        return at.saying(told, near="in", collective=what)
+    if around in [row.module for row in same if row.kind == INPUT]:
         told = f"{around} was given it as it should be and handed on something else: its own work"
-        if _is_replayed(around, legs, found.step):
+        config = legs.candidate.spec.config
+        scopes = {scope for scope, part in BEGINS_AT.items() if around.endswith(f".{part}")}
+        is_replayed = (found.step or 0) >= config.get("graph_warmup_steps", 0)
+        if is_replayed and scopes & set(config.get("graph", ())):
             told += ", or the copy of what it was given into memory that its graph reads"
-        return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
+        return at.saying(told, module=around)
     if makers:
-        told = f"{makers[-1]} returned it as the reference did: it changed on its way"
-        return replace(
-            found, phase="forward", module=first.module, evidence=(*found.evidence, told)
-        )
+        return at.saying(f"{makers[-1]} returned it as the reference did: it changed on its way")
     if not around:
-        told = "no module made it: it is given to the model"
-        return replace(found, phase="input", module=first.module, evidence=(*found.evidence, told))
-    told = f"{around} made it from parts that are equal: it is {around}'s own work"
-    return replace(found, phase="forward", module=around, evidence=(*found.evidence, told))
+        return at.saying("no module made it: it is given to the model", phase="input")
+    return at.saying(f"{around} made it from parts that are equal: its own work", module=around)
 
 
-def _is_replayed(module: str, legs: Legs, step: int | None) -> bool:
-    """Whether a graph of the candidate begins with what the module is given."""
-    config = legs.candidate.spec.config
-    layer, _, branch = module.removeprefix("layers.").partition(".")
-    scopes = {scope for scope, part in BEGINS_AT.items() if part == branch}
-    first, last = config.get("graph_layers") or (0, math.inf)
-    return (
-        bool(scopes & set(config.get("graph", ())))
-        and layer.isdecimal()
-        and first <= int(layer) <= last
-        and step is not None
-        and step >= config.get("graph_warmup_steps", 0)
-    )
-
-
-def _output(found: Location, first: Row, rows: Sequence[Row], legs: Legs) -> Location:
+def _output(found: Location, first: Row, legs: Legs, step: int) -> Location:
     """What went in is equal, so is every part of it that was looked into."""
-    assert found.step is not None
     told = [f"what went into {first.module} is equal"]
-    weights = _weights_of(first.module, legs)
-    if weights and found.step:
-        told.append(
-            f"its main weights were equal after step {found.step - 1}: it read a copy of them that "
-            "was not (stale, overwritten, of another unit), or computed otherwise"
-        )
-    drawn = any(t.differs for t in legs.tensors(found.step, "rng"))
-    if drawn and not weights:
+    if _has_weights(first.module, legs):
+        if step:
+            told.append(
+                f"its main weights were equal after step {step - 1}: it read a copy of them that "
+                "was not (stale, overwritten, of another unit), or computed otherwise"
+            )
+    elif legs.different(step, RNG):
         told.append("the random state differs at the end of the step, too: it drew other numbers")
-    return replace(found, phase="forward", module=first.module, evidence=(*found.evidence, *told))
+    return found.saying(*told, phase="forward", module=first.module)
 
 
-def _gradient(found: Location, first: Row, rows: Sequence[Row]) -> Location:
+def _gradient(found: Location, first: Row, rows: Sequence[Row], own: Sequence[Row]) -> Location:
     """It was computed by the backward of whoever consumed the output that it belongs to."""
     known = {row.module for row in rows}
-    users = consumers(first, rows)
-    around = parent_of(returned_by(first, rows), known)
-    module = common(users, known) if users else around
-    same = (r for r in _of_same_microbatch(first, rows) if r.is_backward)
-    begins = next((r for r in same if r.stage == first.stage), None) is first
-    told = [
-        "every loss, and every output of the step, is equal",
-        f"it is what the backward of {module} gave" if module else "the loss gave it",
-    ]
-    if users:
-        told.append(f"{', '.join(users[:3])} consumed what {first.module} returned")
-    last = max((row.stage for row in rows), default=0)
-    if begins and first.stage < last:
-        return replace(
-            found, phase="backward", module=returned_by(first, rows), near="in",
-            collective=f"transfer of gradients to stage {first.stage} of the pipeline",
-            evidence=(*found.evidence, "nothing that later stages computed differs"),
-        )  # fmt: skip
+    outer, users = consumers(first, rows)
+    module = common(users, known) if users else parent_of(outer, known)
+    backward = (row for row in own if row.kind == GRADIENT and row.stage == first.stage)
+    begins = next(backward, None) is first
+    at = found.saying("every loss, and every output of the step, is equal", phase="backward")
+    if begins and first.stage < max(row.stage for row in rows):
+        what = f"transfer of gradients to stage {first.stage} of the pipeline"
+        told = "nothing that later stages computed differs"
+        return at.saying(told, module=outer, near="in", collective=what)
     if begins:
-        told.append(_FROM_LOSS)
-        module = first.module
-    return replace(
-        found, phase="backward", module=module, from_loss=begins,
-        evidence=(*found.evidence, *told),
+        told = "it is the first gradient of its microbatch: it comes from the loss"
+        return at.saying(told, module=first.module)
+    maker = f"backward of {module}" if module else "loss"
+    consumed = [f"{listed(users)} consumed what {first.module} returned"] if users else []
+    return at.saying(f"it is what the {maker} gave", *consumed, module=module)
+
+
+def _has_weights(module: str, legs: Legs) -> bool:
+    return any(name.rpartition(".")[0] == module for name in legs.names("weights"))
+
+
+# --- collectives ------------------------------------------------------------------------------
+
+
+def _gathered(found: Location, num_same: int, legs: Legs) -> Location:
+    """On which side of the gather of a module's weights a wrong output or gradient lies."""
+    world, unit = legs.world_size, unit_of(f"{found.module}.weight")
+    is_read = legs.has_layouts and _has_weights(found.module, legs)
+    if world == 1 or not is_read or found.phase == "input" or found.near:
+        return found
+    if len(found.ranks) == 1 and num_same > 1:
+        told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
+        what = f"all-gather of the weights of {unit}"
+        return found.saying(told, near="after", collective=what)
+    if not len(found.ranks) == num_same == world:
+        return found
+    found = found.saying("it is wrong on every rank alike")
+    return _by_givers(found, legs, found.module, GATHERS) or found
+
+
+def _gradients_part(legs: Legs, at: Location, step: int) -> Location | None:
+    """Where gradients first differ, in the order of the backward pass; None if they are equal."""
+    tensors = legs.tensors(step, "grads")
+    bad = _in_backward_order([t for t in tensors if t.differs], legs.rows(step))
+    if not bad:
+        return None
+    first, names = bad[0].name, list(dict.fromkeys(t.name for t in bad))
+    equal, why = "what went into every module, came out and came back is equal on every rank", ""
+    if not legs.has_taps:
+        equal = "the losses are equal on every rank"
+        why = "phase: no module was looked into, so the gradients may have come wrong to the weight"
+    found = at.saying(
+        equal, f"of gradients, {_differ(names)} on {show_ranks({t.rank for t in bad})}",
+        unknown=why, phase="backward", module=module_of(first), tensor=first, quantity="grads",
+        rank=bad[0].rank, ranks=ranks_of(bad, first),
+    )  # fmt: skip
+    if legs.world_size == 1:
+        return found
+    if legs.has_layouts:
+        found = _reduced(found, tensors, bad, names)
+        if found.near == "after":
+            return found
+        asked = _by_givers(found, legs, first, REDUCTIONS)
+        if asked is not None:
+            return asked
+    else:
+        found = found.saying("they are recorded after any reduction over ranks")
+    return found.saying(unknown=SUM_HIDES_RANK)
+
+
+def _reduced(
+    found: Location, tensors: Sequence[Tensor], bad: Sequence[Tensor], names: Sequence[str]
+) -> Location:
+    """Decide between the weight's own gradient and what brings gradients together."""
+    wrong = sorted({t.rank for t in bad})
+    spared = {t.rank for t in tensors if t.name in names and not t.differs}
+    units = sorted({unit_of(name) for name in names})
+    members = {t.name for t in tensors if unit_of(t.name) == unit_of(names[0])}
+    is_whole = len(members) > 1 and members <= set(names)
+    found = found.saying(collective="reduce-scatter of gradients")
+    if spared and len(wrong) == 1 and len(names) > 1:
+        told = "other ranks have right rows of the same tensors: its part of the reduction or later"
+        return found.saying(told, phase="reduce", near="after")
+    if len({module_of(name) for name in names}) == 1 and not is_whole:
+        told = "the rest of its unit went through the same reduction and is equal"
+        return found.saying(told, near="before")
+    if not is_whole:
+        told = f"they are of several modules, in {listed(units)}: what brings them together"
+        return found.saying(told, phase="reduce", near="in")
+    # The first of them says nothing: which rank has its rows is how the unit is cut.
+    one = units[0].partition(" ")[0] if len(units) == 1 and units[0] != "root" else ""
+    return found.saying(
+        f"every tensor of {listed(units)} differs: they travel together",
+        phase="reduce", near="in", module=one, rank=wrong[0], ranks=tuple(wrong),
     )  # fmt: skip
 
 
-def _of_same_microbatch(first: Row, rows: Sequence[Row]) -> list[Row]:
-    """Rows of the rank and the microbatch of a row; of one that stands for several calls, none."""
-    if first.is_folded:
-        return []
-    return [r for r in rows if (r.rank, r.microbatch) == (first.rank, first.microbatch)]
+def _in_backward_order(bad: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
+    """The last module of the model first: the backward pass comes to it first."""
+    backward = dict.fromkeys(row.module for row in rows if row.kind == GRADIENT)
+    places = {module: place for place, module in enumerate(backward)}
+
+    def place_of(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+        number = tuple(-int(p) for p in tensor.name.split(".") if p.isdigit())
+        return places.get(module_of(tensor.name), len(places)), number
+
+    return sorted(bad, key=place_of)
 
 
-def _weights_of(module: str, legs: Legs) -> list[str]:
-    names = {name for start in legs.starts.values() for name in start.tensors.get("weights", ())}
-    return sorted(name for name in names if name.rpartition(".")[0] == module)
+def _kind(call: GivenCall) -> tuple[str, tuple[int, ...]]:
+    return call.operator, call.group
 
 
-def _across(found: Location, num_same: int, legs: Legs) -> Location:
-    """On which side of what ranks share the origin lies."""
-    weights = _weights_of(found.module, legs)
-    world = legs.reference.spec.world_size
-    if world == 1 or found.phase not in ("forward", "backward") or found.near or not weights:
+def _counted(calls: Sequence[GivenCall]) -> str:
+    kinds = Counter(map(_kind, calls)).items()
+    each = (f"{n} {kind} of ranks {','.join(map(str, group))}" for (kind, group), n in kinds)
+    return ", ".join(each) or "no reduction"
+
+
+def _entered(
+    run: RunResult, rank: int, step: int, name: str, kinds: tuple[str, ...]
+) -> list[GivenCall] | None:
+    """The collectives of the innermost unit that holds a tensor or module; None without notes."""
+    given = given_in(rank_table(run)[rank], step)
+    labels = {call.label for call in given if call.label}
+    around = [label for label in labels if name == label or name.startswith(f"{label}.")]
+    unit = max(around, key=len, default="root")
+    calls = [c for c in given if c.label == unit and c.operator.startswith(kinds)]
+    return calls if given else None
+
+
+def _by_givers(
+    found: Location, legs: Legs, name: str, kinds: tuple[str, ...]
+) -> Location | None:  # fmt: skip
+    """The place by what each rank gave to the collective; None where that is not known."""
+    assert found.step is not None
+    sides = {
+        rank: tuple(
+            _entered(run, rank, found.step, name, kinds)
+            for run in (legs.reference, legs.candidate)
+        )
+        for rank in legs.ranks(found.step)
+    }  # fmt: skip
+    wrong, unit, is_sum = list[int](), "root", kinds == REDUCTIONS
+    if len(sides) < legs.world_size:
+        return None
+    for rank, (ours, theirs) in sides.items():
+        if not ours or theirs is None:
+            return None
+        unit = ours[0].label
+        if [*map(_kind, ours)] != [*map(_kind, theirs)]:
+            told = f"rank {rank} entered {_counted(theirs)} for {unit} where the reference entered "
+            return found.saying(told + _counted(ours), unknown=SUM_HIDES_RANK) if is_sum else None
+        # Of the first collective only: what later ones are given is made of what came out.
+        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if _kind(a) == _kind(ours[0])]
+        wrong += [rank] if any(a.digest != b.digest for a, b in pairs) else []
+    into = f"into the {'reduce-scatter' if is_sum else 'all-gather'} of {unit}"
+    if not wrong:
+        found = found.saying(f"what every rank gave {into} is equal: the fault is in it, or later")
+        is_after = is_sum and found.phase == "backward"
+        return found.saying(phase="reduce", near="after") if is_after else found
+    if not is_sum:
+        found = found.saying(collective=f"all-gather of the weights of {unit}")
+    if len(wrong) == len(sides):
+        phase = "backward" if is_sum else found.phase
+        return found.saying(f"every rank gave something else {into}", phase=phase, near="before")
+    return found.saying(
+        f"{show_ranks({*wrong})} alone gave something else {into}: it entered there",
+        near="before", rank=wrong[0], ranks=tuple(wrong),
+    )  # fmt: skip
+
+
+# --- captures ---------------------------------------------------------------------------------
+
+
+def _with_capture(found: Location, legs: Legs, step: int) -> Location:
+    """The place; of the capture, if what it leaves behind is what the step did otherwise."""
+    config = legs.candidate.spec.config
+    if not config.get("graph") or step != config.get("graph_warmup_steps"):
         return found
-    if not legs.has_layouts:
-        return found  # nobody knows whether ranks gather weights
-    if found.from_loss:
-        return found  # no weight is read on the way
-    gather = f"all-gather of the weights of {unit_of(weights[0])}"
-    if len(found.ranks) == 1 and num_same > 1:
-        told = f"the other ranks have it right: rank {found.rank}'s own copy or work is wrong"
-        return replace(
-            found, near="after", collective=gather, operation="all-gather",
-            evidence=(*found.evidence, told),
-        )  # fmt: skip
-    if len(found.ranks) == num_same == world:
-        # Whether it came by the gather is told by what ranks gave to it: see `givers`.
-        told = "it is wrong on every rank alike: in what they share or compute, or before it"
-        return replace(found, operation="all-gather", evidence=(*found.evidence, told))
-    return found
-
-
-def _spread(found: Location, first: Row, rows: Sequence[Row]) -> Location:
-    """Where the other ranks go wrong, later in the step: that is where it came to them."""
-    later: dict[int, Row] = {}
-    for row in rows:
-        if row.differs and row.rank not in found.ranks:
-            later.setdefault(row.rank, row)
-    told = tuple(
-        f"it comes to rank {rank} with {row.name}" for rank, row in sorted(later.items())[:2]
-    )
-    return replace(found, evidence=(*found.evidence, *told))
-
-
-def with_capture(found: Location, legs: Legs) -> Location:
-    """The place where two runs part; of the capture, if that is what the step did otherwise."""
-    config, step = legs.candidate.spec.config, found.step
-    if step is None or not config.get("graph") or step != config.get("graph_warmup_steps"):
-        return found
-    told = _repeated(found, legs, step) or _drawn(found, legs, step) or _counted(found, legs, step)
-    return replace(found, phase="capture", evidence=(*found.evidence, told)) if told else found
-
-
-def _repeated(found: Location, legs: Legs, step: int) -> str:
-    counts = [tensor for tensor in legs.tensors(step, "optim") if tensor.name == STEP_COUNT]
-    # Whoever counted otherwise in the optimizer alone left the losses of that step as they were.
-    if found.phase not in ("forward", "input") or not any(count.differs for count in counts):
-        return ""
-    return (
-        "graphs are captured in this step, after which the optimizer has taken another number of "
-        "steps: the captured step was not run, or more than once"
-    )
-
-
-def _drawn(found: Location, legs: Legs, step: int) -> str:
-    weights = {name for start in legs.starts.values() for name in start.tensors.get("weights", ())}
-    computes = found.module and any(name.rpartition(".")[0] == found.module for name in weights)
-    drawn = [tensor for tensor in legs.tensors(step, "rng") if tensor.differs]
-    if found.phase not in ("forward", "input") or computes or not drawn:
-        return ""
-    if _began_right(legs.rows(step)):
-        return ""
-    ranks = show_ranks({tensor.rank for tensor in drawn})
-    return (
-        f"graphs are captured in this step, after which the random state {drawn[0].name} differs "
-        f"on {ranks}: what captures drew was not given back"
-    )
+    found, why = found.saying(CAPTURING), ""
+    rows = legs.rows(step)
+    if found.phase in ("forward", "input"):
+        begins = rows and found.tensor.startswith((f"{rows[0].module}:in", f"{rows[0].module}:out"))
+        drawn = [t.name for t in legs.different(step, RNG)]
+        if begins and len(found.ranks) == legs.world_size:
+            why = "it differs from its beginning on: it was not run, or on what a capture left"
+        # Whoever counted otherwise in the optimizer alone left that step's losses as they were.
+        elif any(t.name == STEP_COUNT for t in legs.different(step, "optim")):
+            why = "the optimizer has taken another number of steps: it was not run once"
+        elif drawn and not _has_weights(found.module, legs) and not _began_right(rows):
+            why = f"the random state {drawn[0]} differs, too: what captures drew was not given back"
+    elif found.phase == "optimizer" and not legs.different(step, "optim"):
+        wrong = {t.name for t in legs.different(step, "weights")}
+        if wrong and not wrong & legs.names("grads"):
+            why = f"no gradient moves {found.tensor}: counts of warm-ups and captures were kept"
+    return found.saying(why, phase="capture") if why else found
 
 
 def _began_right(rows: Sequence[Row]) -> bool:
@@ -551,59 +535,6 @@ def _began_right(rows: Sequence[Row]) -> bool:
     """
     first = next((place for place, row in enumerate(rows) if row.differs), 0)
     given = {(r.rank, r.module, r.number) for r in rows if r.kind == INPUT and not r.differs}
-    draw = {
-        row.module
-        for row in rows
-        if row.kind == OUTPUT and row.differs and (row.rank, row.module, row.number) in given
-    }
+    outputs = [row for row in rows if row.kind == OUTPUT and row.differs]
+    draw = {r.module for r in outputs if (r.rank, r.module, r.number) in given}
     return any(row.module in draw and row.kind == OUTPUT for row in rows[:first])
-
-
-def _counted(found: Location, legs: Legs, step: int) -> str:
-    moved = {name for start in legs.starts.values() for name in start.tensors.get("grads", ())}
-    wrong = {tensor.name for tensor in legs.tensors(step, "weights") if tensor.differs}
-    if found.phase != "optimizer" or not wrong or wrong & moved:
-        return ""
-    if any(tensor.differs for tensor in legs.tensors(step, "optim")):
-        return ""
-    return (
-        f"graphs are captured in this step, and no gradient moves {found.tensor}: it follows what "
-        "forward passes count, and those of warm-ups and captures stayed counted"
-    )
-
-
-def record_of_the_step_before(legs: Legs, at_step: Location) -> Location | None:
-    """Where digests of a step are those of the step before; None if it is not that."""
-    step = at_step.step
-    assert step is not None
-    wrong = [
-        r for r in legs.ranks(step) if legs.ours[step, r].digests != legs.theirs[step, r].digests
-    ]
-    if not wrong or not all(_holds_the_last(legs, step, rank) for rank in wrong):
-        return None
-    return replace(
-        at_step, phase="outside", quantity="digests", rank=wrong[0], ranks=tuple(wrong),
-        evidence=(
-            *at_step.evidence,
-            f"the record of step {step} on {show_ranks(set(wrong))} holds the digests of step "
-            f"{step - 1}, all of them",
-            f"losses and norm are those of step {step}, and step {step + 1} is equal again: the "
-            "state was right, the record is not",
-        ),
-    )  # fmt: skip
-
-
-def _holds_the_last(legs: Legs, step: int, rank: int) -> bool:
-    before, record = legs.theirs.get((step - 1, rank)), legs.theirs[step, rank]
-    ours, theirs = legs.ours.get((step + 1, rank)), legs.theirs.get((step + 1, rank))
-    if before is None or ours is None or theirs is None:
-        return False
-    return (
-        record.digests == before.digests
-        and _floats(record) == _floats(legs.ours[step, rank])
-        and theirs.digests == ours.digests
-    )
-
-
-def _floats(record: StepRecord) -> list[tuple[str, str]]:
-    return [(name, value.bits) for name, value in quantities(record)]

@@ -1,30 +1,30 @@
 """Contents that runs have kept: the first element that differs, and whole tensors of their pieces.
 
-    bytes of both legs, rank by rank  ->  flat places that differ
+    bytes of both runs, rank by rank  ->  flat places that differ
       -> their places in the whole tensor (`contents.Place`)  ->  the first of all ranks
 
 Bits are compared as integers: -0.0 is not 0.0, and NaNs with other payloads differ.
 """
 
 import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.bisect.found import Element, Location
-from harness.records import DIGEST_GROUPS, CaseSpec, KeepSpec, RunSpec
+from harness.records import DIGEST_GROUPS, CaseSpec
 from harness.store import RunFolder
 from harness.store.contents import ITEM_BYTES, Contents, KeptTensor, Loaded, Place, read_contents
 
 Indices = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bits = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A format of floating-point numbers with a sign bit: exponent and mantissa, bits of each.
 
     `special` says which patterns are no finite numbers: "ieee" ones of the highest exponent, "fn"
@@ -33,20 +33,21 @@ class Format:
 
     exponent: int
     mantissa: int
-    special: str = "ieee"
-    bias: int | None = None
+    special: Literal["ieee", "fn", "fnuz"] = "ieee"
 
 
 FORMATS = {
     "float64": Format(11, 52), "float32": Format(8, 23), "bfloat16": Format(8, 7),
     "float16": Format(5, 10), "float8_e5m2": Format(5, 2), "float8_e4m3fn": Format(4, 3, "fn"),
-    "float8_e4m3fnuz": Format(4, 3, "fnuz", 8), "float8_e5m2fnuz": Format(5, 2, "fnuz", 16),
+    "float8_e4m3fnuz": Format(4, 3, "fnuz"), "float8_e5m2fnuz": Format(5, 2, "fnuz"),
 }  # fmt: skip
+NUMBERS = ("float64", "float32", "bfloat16", "float16")
+"""Types whose elements become numbers in whole tensors; others are left out of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """What comparing one tensor of two legs has shown.
+    """What comparing one tensor of two runs has shown.
 
     Attributes:
         tensor: name of the whole tensor that holds the first differing element, as the model
@@ -54,33 +55,26 @@ class Compared:
         rank: that holds it, the lowest of those that do.
         ranks: all ranks whose part differs anywhere.
         element: the first that differs; None where `message` says why there is none.
-        message: one sentence.
         notes: what makes the answer doubtful, a sentence each.
     """
 
     tensor: str
-    rank: int | None
-    ranks: tuple[int, ...]
-    element: Element | None
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    element: Element | None = None
     message: str
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """One rank's part of the tensor, in both legs."""
+class _First(NamedTuple):
+    """The first element that differs on one rank; tuples are ordered as the whole tensor is."""
 
+    order: tuple[int, ...]
     rank: int
-    about: KeptTensor
-    reference: bytes
-    candidate: bytes
-
-    @property
-    def different(self) -> Indices:
-        """Flat places that differ, rising."""
-        kind = np.dtype(f"<u{ITEM_BYTES[self.about.dtype]}")
-        a, b = np.frombuffer(self.reference, kind), np.frombuffer(self.candidate, kind)
-        return np.flatnonzero(a != b)
+    part: int
+    name: str
+    at: tuple[int, ...]
+    local: int
 
 
 def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
@@ -93,148 +87,97 @@ def compare(reference: Contents, candidate: Contents, name: str) -> Compared:
         reference, candidate: kept at the same step of runs on the same layout.
         name: of a tensor in both.
     """
-    notes = tuple(
-        f"{leg}: {problem}"
-        for leg, contents in (("reference", reference), ("candidate", candidate))
-        for problem in contents.problems
-    )
+    runs = {"reference": reference, "candidate": candidate}
+    notes = [f"{run}: {problem}" for run, kept in runs.items() for problem in kept.problems]
     if reference.step != candidate.step:
         message = f"kept at other steps: {reference.step} and {candidate.step}"
-        return Compared(tensor=name, rank=None, ranks=(), element=None, message=message)
-    pairs, refusals = _pairs(reference, candidate, name)
-    notes += tuple(_doubts(reference, candidate, name))
-    different = [(pair, found) for pair in pairs if (found := pair.different).size]
-    ranks = tuple(dict.fromkeys(pair.rank for pair, _ in different))
+        return Compared(tensor=name, message=message)
+    held = {
+        run: {(rank, each.about.part): each for rank, each in kept.held(name)}
+        for run, kept in runs.items()
+    }
+    for run, loaded in held.items():
+        bad = dict.fromkeys(str(rank) for (rank, _), e in loaded.items() if not e.about.as_digested)
+        if bad:
+            notes.append(
+                f"the copy of {name} in the {run} does not give the digest of its step on rank "
+                f"{', '.join(bad)}: it was written between the two, or is of one of several calls"
+            )
+    ours, theirs = held.values()
+    refusals, different = list[str](), dict[tuple[int, int], Indices]()
+    for key in sorted(ours.keys() | theirs.keys()):
+        why = _why_unlike(key, name, *(loaded.get(key) for loaded in held.values()))
+        if why:
+            refusals.append(why)
+        elif (places := np.flatnonzero(_bits(ours[key]) != _bits(theirs[key]))).size:
+            different[key] = places
     if not different:
-        message = "; ".join(refusals) or (
-            f"{name} has the same bits in both legs on every rank: the difference did not come back"
-            if pairs
-            else f"no rank has kept {name} in both legs"
-        )
-        return Compared(
-            tensor=name, rank=None, ranks=(), element=None, message=message, notes=notes
-        )
-    order, pair, local, whole, index = min(
-        (_first(pair, found) for pair, found in different),
-        key=lambda each: (each[0], each[1].rank),
-    )
-    del order
-    element = _element(pair, local, index, _of(different, pair))
-    shown = ", ".join(map(str, element.index))
-    message = (
-        f"{whole}[{shown}] on rank {pair.rank}: {element.reference} ({element.reference_bits}) "
-        f"became {element.candidate} ({element.candidate_bits})"
-    )
+        same = f"{name} has the same bits in both runs on every rank: the difference did not come"
+        is_known = len(refusals) < len(ours.keys() | theirs.keys())
+        message = f"{same} back" if is_known else f"no rank has kept {name} in both runs"
+        message = "; ".join(refusals) or message
+        return Compared(tensor=name, message=message, notes=tuple(notes))
+    first = min(_first(key, ours[key].about, places) for key, places in different.items())
+    key = first.rank, first.part
+    e = _element(ours[key], theirs[key], first, different[key])
     return Compared(
-        tensor=whole, rank=pair.rank, ranks=ranks, element=element, message=message,
-        notes=notes + tuple(refusals),
+        tensor=first.name, rank=first.rank, ranks=tuple(sorted({rank for rank, _ in different})),
+        element=e, notes=(*notes, *refusals),
+        message=f"{first.name}[{', '.join(map(str, e.index))}] on rank {first.rank}: "
+        f"{e.reference} ({e.reference_bits}) became {e.candidate} ({e.candidate_bits})",
     )  # fmt: skip
 
 
-def _of(different: Iterable[tuple[_Pair, Indices]], pair: _Pair) -> Indices:
-    return next(found for each, found in different if each is pair)
+def _bits(loaded: Loaded) -> npt.NDArray[np.unsignedinteger]:
+    return np.frombuffer(loaded.data, f"<u{ITEM_BYTES[loaded.about.dtype]}")
 
 
-def _pairs(reference: Contents, candidate: Contents, name: str) -> tuple[list[_Pair], list[str]]:
-    """Parts that both legs have, and a sentence for each that cannot be compared."""
-    held = [
-        {(rank, each.about.part): each for rank, each in leg.held(name)}
-        for leg in (reference, candidate)
-    ]
-    pairs, refusals = list[_Pair](), list[str]()
-    for key in sorted(held[0].keys() | held[1].keys()):
-        a, b = held[0].get(key), held[1].get(key)
-        if a is None or b is None:
-            leg = "candidate" if b is None else "reference"
-            refusals.append(f"rank {key[0]} has no {_called(name, key[1])} in the {leg}")
-        elif (a.about.shape, a.about.dtype) != (b.about.shape, b.about.dtype):
-            refusals.append(
-                f"{_called(name, key[1])} on rank {key[0]} is {_shown(a)} in the reference and "
-                f"{_shown(b)} in the candidate"
-            )
-        else:
-            pairs.append(_Pair(key[0], a.about, a.data, b.data))
-    return pairs, refusals
+def _why_unlike(key: tuple[int, int], name: str, a: Loaded | None, b: Loaded | None) -> str:
+    """Why the parts that two runs have of a tensor cannot be compared; "" if they can."""
+    rank, part = key
+    called = f"tensor {part} of {name}" if part else name
+    if a is None or b is None:
+        return f"rank {rank} has no {called} in the {'candidate' if b is None else 'reference'}"
+    shown = [f"{each.about.dtype} {list(each.about.shape)}" for each in (a, b)]
+    if shown[0] == shown[1]:
+        return ""
+    return f"{called} on rank {rank} is {shown[0]} in the reference and {shown[1]} in the candidate"
 
 
-def _called(name: str, part: int) -> str:
-    return f"tensor {part} of {name}" if part else name
-
-
-def _shown(loaded: Loaded) -> str:
-    return f"{loaded.about.dtype} {list(loaded.about.shape)}"
-
-
-def _doubts(reference: Contents, candidate: Contents, name: str) -> Iterator[str]:
-    for leg, contents in (("reference", reference), ("candidate", candidate)):
-        bad = [str(rank) for rank, each in contents.held(name) if not each.about.as_digested]
-        if bad:
-            yield (
-                f"the copy of {name} in the {leg} does not give the digest of its step on rank "
-                f"{', '.join(dict.fromkeys(bad))}: it was written between the two, or is of one of "
-                "several calls"
-            )
-
-
-# --- where ------------------------------------------------------------------------------------
-
-_First = tuple[tuple[int, ...], _Pair, int, str, tuple[int, ...]]
-"""Order; pair; flat place in the rank's tensor; name of the whole tensor; index in it."""
-
-
-def _first(pair: _Pair, different: Indices) -> _First:
+def _first(key: tuple[int, int], about: KeptTensor, different: Indices) -> _First:
     """The first in the whole tensor of the elements that differ on one rank."""
-    about = pair.about
-    found = [
-        ((number, flat), pair, local, place.name, _unravelled(flat, place.shape))
-        for number, place in enumerate(about.places)
-        for flat, local in _inside(different, about.shape, place)
-    ]
-    if found:
-        return min(found, key=lambda each: each[0])
-    # The rank's own: ranks in their order, then parts.
+    found = []
+    axes = np.unravel_index(different, about.shape) if about.shape else ()
+    for number, place in enumerate(about.places):
+        inside, whole = np.ones(different.shape, bool), np.zeros(different.shape, np.int64)
+        for at, first, size, offset, length in zip(
+            axes, place.local_offsets, place.sizes, place.offsets, place.shape, strict=True
+        ):
+            inside &= (at >= first) & (at < first + size)
+            whole = whole * length + (at - first + offset)
+        if inside.any():
+            chosen = np.flatnonzero(inside)[np.argmin(whole[inside])]
+            flat, local = int(whole[chosen]), int(different[chosen])
+            index = _unravelled(flat, place.shape)
+            found.append(_First((number, flat), *key, place.name, index, local))
+    # Of none of the model's, it is the rank's own: ranks in their order, then parts.
     local = int(different[0])
-    order = (pair.rank, about.part, local)
-    return order, pair, local, about.name, _unravelled(local, about.shape)
-
-
-def _inside(different: Indices, shape: tuple[int, ...], place: Place) -> Iterator[tuple[int, int]]:
-    """The first element of a box that differs: its flat place in the whole and in the rank's."""
-    at = np.unravel_index(different, shape) if shape else ()
-    inside = np.ones(different.shape, bool)
-    whole = np.zeros(different.shape, np.int64)
-    for axis, first, size, offset, length in zip(
-        at, place.local_offsets, place.sizes, place.offsets, place.shape, strict=True
-    ):
-        inside &= (axis >= first) & (axis < first + size)
-        whole = whole * length + (axis - first + offset)
-    if inside.any():
-        chosen = int(np.flatnonzero(inside)[np.argmin(whole[inside])])
-        yield int(whole[chosen]), int(different[chosen])
+    own = _First((*key, local), *key, about.name, _unravelled(local, about.shape), local)
+    return min(found, default=own)
 
 
 def _unravelled(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        index.append(at)
-    return tuple(reversed(index))
+    return tuple(int(at) for at in np.unravel_index(flat, shape)) if shape else ()
 
 
-# --- what -------------------------------------------------------------------------------------
-
-
-def _element(pair: _Pair, local: int, index: tuple[int, ...], different: Indices) -> Element:
-    dtype, shape = pair.about.dtype, pair.about.shape
+def _element(ours: Loaded, theirs: Loaded, first: _First, different: Indices) -> Element:
+    dtype, shape = ours.about.dtype, ours.about.shape
     axes = np.unravel_index(different, shape) if shape else ()
-    size = ITEM_BYTES[dtype]
-    a, b = (
-        int.from_bytes(data[local * size : (local + 1) * size], "little")
-        for data in (pair.reference, pair.candidate)
-    )
+    a, b = int(_bits(ours)[first.local]), int(_bits(theirs)[first.local])
+    width = 2 * ITEM_BYTES[dtype]
     return Element(
-        index=index, local=local, dtype=dtype,
-        reference_bits=f"{a:0{2 * size}x}", candidate_bits=f"{b:0{2 * size}x}",
+        index=first.at, local=first.local, dtype=dtype,
+        reference_bits=f"{a:0{width}x}", candidate_bits=f"{b:0{width}x}",
         reference=shown(a, dtype), candidate=shown(b, dtype),
         num_different=int(different.size), numel=math.prod(shape), ulps=ulps(a, b, dtype),
         shape=shape, lows=tuple(int(axis.min()) for axis in axes),
@@ -244,12 +187,12 @@ def _element(pair: _Pair, local: int, index: tuple[int, ...], different: Indices
 
 def shown(bits: int, dtype: str) -> str:
     """A stored number for people: as `repr` has it."""
-    size = ITEM_BYTES[dtype]
     if dtype == "bool":
         return repr(bool(bits)) if bits < 2 else f"a bool of {bits}"
     if dtype == "float8_e8m0fnu":
         return "nan" if bits == 0xFF else repr(math.ldexp(1.0, bits - 127))
     if dtype not in FORMATS:
+        size = ITEM_BYTES[dtype]
         return repr(int.from_bytes(bits.to_bytes(size, "little"), "little", signed=dtype[0] == "i"))
     number = value(bits, dtype)
     if dtype == "float32" and math.isfinite(number):
@@ -259,42 +202,32 @@ def shown(bits: int, dtype: str) -> str:
 
 def value(bits: int, dtype: str) -> float:
     """The number that a pattern of one of `FORMATS` stands for."""
-    if dtype in ("float64", "float32"):
-        code = "<d" if dtype == "float64" else "<f"
-        return float(struct.unpack(code, bits.to_bytes(ITEM_BYTES[dtype], "little"))[0])
     form = FORMATS[dtype]
-    sign = -1.0 if bits >> (form.exponent + form.mantissa) else 1.0
-    exponent = (bits >> form.mantissa) & ((1 << form.exponent) - 1)
-    mantissa = bits & ((1 << form.mantissa) - 1)
-    top = (1 << form.exponent) - 1
+    width, top = form.exponent + form.mantissa, (1 << form.exponent) - 1
+    sign = -1.0 if bits >> width else 1.0
+    exponent, mantissa = (bits >> form.mantissa) & top, bits & ((1 << form.mantissa) - 1)
     if form.special == "ieee" and exponent == top:
         return math.nan if mantissa else sign * math.inf
-    if _is_nan(bits, form):
+    all_ones = (1 << width) - 1
+    if (form.special == "fn" and bits & all_ones == all_ones) or (
+        form.special == "fnuz" and bits == 1 << width
+    ):
         return math.nan
-    bias = (1 << (form.exponent - 1)) - 1 if form.bias is None else form.bias
-    if exponent:
-        mantissa += 1 << form.mantissa
+    bias = (1 << (form.exponent - 1)) - (form.special != "fnuz")
+    mantissa += (1 << form.mantissa) if exponent else 0
     return sign * math.ldexp(mantissa, max(exponent, 1) - bias - form.mantissa)
-
-
-def _is_nan(bits: int, form: Format) -> bool:
-    width = form.exponent + form.mantissa
-    if form.special == "fn":
-        return bits & ((1 << width) - 1) == (1 << width) - 1
-    if form.special == "fnuz":
-        return bits == 1 << width
-    return False
 
 
 def ulps(a: int, b: int, dtype: str) -> int | None:
     """Steps between two patterns on the grid of their dtype; None for NaN, or other signs."""
     if dtype not in FORMATS:
         return None if dtype in ("bool", "float8_e8m0fnu") else abs(a - b)
-    form = FORMATS[dtype]
-    width = form.exponent + form.mantissa
-    if a >> width != b >> width or math.isnan(value(a, dtype)) or math.isnan(value(b, dtype)):
-        return None
-    return abs(a - b)
+    signs = {each >> (FORMATS[dtype].exponent + FORMATS[dtype].mantissa) for each in (a, b)}
+    is_nan = math.isnan(value(a, dtype)) or math.isnan(value(b, dtype))
+    return None if len(signs) > 1 or is_nan else abs(a - b)
+
+
+# --- questions --------------------------------------------------------------------------------
 
 
 def kept_name(found: Location) -> str:
@@ -303,30 +236,13 @@ def kept_name(found: Location) -> str:
     Moments of a tensor are told by its name alone: both are kept.
     """
     if found.quantity.startswith("taps."):
-        if found.microbatch is None or found.tensor.endswith("]"):
-            return found.tensor if found.microbatch is not None else ""
-        return f"{found.tensor}[{found.microbatch}]"
+        is_numbered = found.tensor.endswith("]") or found.microbatch is None
+        name = found.tensor if is_numbered else f"{found.tensor}[{found.microbatch}]"
+        return "" if found.microbatch is None else name
     if found.quantity not in DIGEST_GROUPS:
         return ""
     star = "*" if found.quantity == "optim" and found.tensor != "step_count" else ""
     return f"{found.quantity}:{found.tensor}{star}"
-
-
-def contents_case(found: Location, case: CaseSpec, specs: Sequence[RunSpec]) -> CaseSpec:
-    """The question for the contents of the tensor that a place names.
-
-    Args:
-        found: names a tensor and a step.
-        case: in question.
-        specs: both legs, as they were when the tensor was found to differ.
-    """
-    assert found.step is not None
-    keep = KeepSpec(step=found.step, names=(kept_name(found),))
-    reference, candidate = (replace(spec, keep=keep) for spec in specs)
-    return replace(
-        case, id=f"keep-{candidate.key}", labels={"question": "contents"}, reference=reference,
-        control=reference, candidate=candidate, repeats=0, skip_reason="",
-    )  # fmt: skip
 
 
 def with_element(found: Location, question: CaseSpec, folder: RunFolder) -> Location:
@@ -337,22 +253,14 @@ def with_element(found: Location, question: CaseSpec, folder: RunFolder) -> Loca
     )
     named = dict.fromkeys((*ours.names, *theirs.names)) or {kept_name(found): None}
     answers = [compare(ours, theirs, name) for name in named]
-    compared = next((each for each in answers if each.element is not None), answers[0])
-    unknown = (*found.unknown, *compared.notes)
-    if compared.element is None:
-        return replace(found, unknown=(*unknown, f"element: {compared.message}"))
-    return replace(
-        found, element=compared.element, unknown=unknown,
-        evidence=(*found.evidence, compared.message),
-    )  # fmt: skip
+    best = next((each for each in answers if each.element is not None), answers[0])
+    found = replace(found, unknown=(*found.unknown, *best.notes))
+    if best.element is None:
+        return found.saying(unknown=f"element: {best.message}")
+    return found.saying(best.message, element=best.element)
 
 
 # --- whole tensors, of the pieces that ranks have kept ----------------------------------------
-
-Floats = npt.NDArray[np.float64]
-Bits = npt.NDArray[np.uint64]
-NUMBERS = ("float64", "float32", "bfloat16", "float16")
-"""Types whose elements become numbers; other tensors are left out."""
 
 
 @dataclass(frozen=True)
@@ -365,29 +273,21 @@ class Holding:
 
     def has(self, index: tuple[int, ...]) -> bool:
         """Whether an element of the whole tensor is in it."""
-        return all(
-            first <= at < first + size
-            for at, first, size in zip(index, self.place.offsets, self.place.sizes, strict=True)
-        )
+        boxes = zip(index, self.place.offsets, self.place.sizes, strict=True)
+        return all(first <= at < first + size for at, first, size in boxes)
 
     def local(self, index: tuple[int, ...]) -> int:
         """Flat place of an element of the whole tensor in what the rank holds."""
-        flat = 0
-        for at, first, mine, size in zip(
-            index, self.place.offsets, self.place.local_offsets, self.loaded.about.shape,
-            strict=True,
-        ):  # fmt: skip
-            flat = flat * size + at - first + mine
-        return flat
+        place, shape = self.place, self.loaded.about.shape
+        moved = zip(index, place.offsets, place.local_offsets, strict=True)
+        own = tuple(at - first + mine for at, first, mine in moved)
+        return int(np.ravel_multi_index(own, shape)) if shape else 0
 
     @property
     def bits(self) -> Bits:
         """The stored bits of the box."""
-        about = self.loaded.about
-        whole = np.frombuffer(self.loaded.data, f"<u{ITEM_BYTES[about.dtype]}")
-        return whole.reshape(about.shape)[_box(self.place.local_offsets, self.place.sizes)].astype(
-            np.uint64
-        )
+        whole = _bits(self.loaded).reshape(self.loaded.about.shape)
+        return whole[_box(self.place.local_offsets, self.place.sizes)].astype(np.uint64)
 
 
 @dataclass
@@ -398,9 +298,9 @@ class Whole:
         name: `grads:layers.0.attn.attention.wq.weight`.
         dtype: as stored.
         bits: of every element, by the lowest rank that has it.
+        covered: whether any rank has an element.
         holdings: every rank's box.
-        disagreeing: ranks that have other bits than a lower one has at the same place.
-        num_missing: elements that no rank has.
+        disagreeing: by rank that has other bits than a lower one has, the first such place.
     """
 
     name: str
@@ -418,7 +318,11 @@ class Whole:
     @property
     def values(self) -> Floats:
         """As numbers."""
-        return numbers(self.bits, self.dtype)
+        if self.dtype == "bfloat16":
+            wide = (self.bits << np.uint64(16)).astype(np.uint32)
+            return wide.view(np.float32).astype(np.float64)
+        size = ITEM_BYTES[self.dtype]
+        return self.bits.astype(f"<u{size}").view(f"<f{size}").astype(np.float64)
 
     def ranks_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks that have an element."""
@@ -445,35 +349,18 @@ class Whole:
 def whole_tensors(contents: Contents) -> Mapping[str, Whole]:
     """Every tensor of the model that some rank has kept a piece of, of floating-point numbers."""
     found: dict[str, Whole] = {}
-    for name, held in _holdings(contents):
-        shape, dtype = held.place.shape, held.loaded.about.dtype
-        if name not in found:
-            found[name] = Whole(
-                name, dtype, np.zeros(shape, np.uint64), np.zeros(shape, np.bool_)
-            )  # fmt: skip
-        found[name].add(held)
-    return MappingProxyType(found)
-
-
-def _holdings(contents: Contents) -> Iterator[tuple[str, Holding]]:
-    for rank, tensors in enumerate(contents.ranks):
-        for loaded in tensors:
-            group = loaded.about.name.partition(":")[0]
-            for place in loaded.about.places:
-                if loaded.about.dtype in NUMBERS and min(place.sizes, default=1):
-                    # A row of taps has its kind in its name.
-                    name = place.name if ":" in place.name else f"{group}:{place.name}"
-                    yield name, Holding(rank, place, loaded)
-
-
-def numbers(bits: Bits, dtype: str) -> Floats:
-    """What stored bits of one of `NUMBERS` stand for."""
-    if dtype == "bfloat16":
-        shifted = (bits << np.uint64(16)).astype(np.uint32)
-        return shifted.view(np.float32).astype(np.float64)
-    size = ITEM_BYTES[dtype]
-    raw = bits.astype(f"<u{size}")
-    return raw.view(f"<f{size}").astype(np.float64)
+    pieces = [(rank, loaded) for rank, each in enumerate(contents.ranks) for loaded in each]
+    for rank, loaded in pieces:
+        about = loaded.about
+        for place in about.places if about.dtype in NUMBERS else ():
+            # A row of taps has its kind in its name.
+            name = f"{about.name.partition(':')[0]}:{place.name}"
+            name = place.name if ":" in place.name else name
+            if min(place.sizes, default=1):
+                empty = np.zeros(place.shape, np.uint64), np.zeros(place.shape, np.bool_)
+                whole = found.setdefault(name, Whole(name, about.dtype, *empty))
+                whole.add(Holding(rank, place, loaded))
+    return found
 
 
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:

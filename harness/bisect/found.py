@@ -1,7 +1,7 @@
-"""What a search for a cause has found: typed answers, each with the evidence that it rests on."""
+"""What a search for a cause has found: a place, level by level, with the evidence for each."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from harness.checks.evidence import show_ranks
 from harness.codec import Json
@@ -13,17 +13,15 @@ Near = Literal["", "before", "in", "after"]
 
 @dataclass(frozen=True, kw_only=True)
 class Element(Json):
-    """The first element, in the order of the whole tensor, that is not the same in both legs.
+    """The first element, in the order of the whole tensor, that is not the same in both runs.
 
     Attributes:
         index: in the whole tensor, as the model without any sharding has it.
         local: flat place in what the rank holds.
         reference_bits, candidate_bits: hex of the stored bits.
-        reference, candidate: the same for people, `repr` of the number.
-        num_different: elements of the rank's part that differ.
-        numel: of the rank's part.
+        reference, candidate: `repr` of the number.
+        num_different, numel, shape: of the rank's part.
         ulps: steps between the two on the grid of their dtype; None for NaN, or other signs.
-        shape: of the rank's part.
         lows, highs: the least and the greatest index in each axis of it at which any differs.
     """
 
@@ -47,24 +45,17 @@ class Location(Json):
     """Where a fault entered, as far as it is known; "" and None where a level is not.
 
     Attributes:
-        step: first step in which anything differs.
-        phase: of that step.
+        step: first step in which anything differs; -1 before the first one.
         microbatch: of forward and backward.
         module: dotted name of the module whose own work is wrong.
         tensor: first wrong tensor: a parameter's name, or a tap (`layers.0.attn:output`).
         quantity: what of it: `grads`, `weights`, `optim`, `rng`, `loss`, `taps.output`, ...
-        rank: where it entered; the lowest of `ranks`.
-        ranks: all on which it is wrong at that place.
-        near: about which side of `collective` the origin lies.
-        collective: what spread it, or computed it: "reduce-scatter of gradients over dp".
+        rank: where it entered; the lowest of `ranks`, on which it is wrong at that place.
+        near, collective: the side of the collective that spread or computed it.
         element: first differing one, once somebody looked.
-        before_is_equal: whether every step before `step` is equal on every rank.
-        operation: `all-gather` of weights or `reduce-scatter` of gradients, of the collective or of
-            one that is not known to have spread it; "" of others.
-        sum_hides_rank: whether a sum over ranks does not show which of them added what is wrong.
-        from_loss: whether the wrong gradient came from the loss, so that no weight was read for it.
         evidence: a sentence for each conclusion, in the order in which they were drawn.
         unknown: a sentence for each level that could not be decided, and why.
+        before_is_equal: whether every step before `step` is equal on every rank.
     """
 
     step: int | None = None
@@ -81,9 +72,11 @@ class Location(Json):
     evidence: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     before_is_equal: bool = False
-    from_loss: bool = False
-    operation: Literal["", "all-gather", "reduce-scatter"] = ""
-    sum_hides_rank: bool = False
+
+    def saying(self, *evidence: str, unknown: str = "", **fields: Any) -> "Location":
+        """The place with more evidence, with one more thing that is unknown, and other fields."""
+        doubts = (*self.unknown, unknown) if unknown else self.unknown
+        return replace(self, evidence=(*self.evidence, *evidence), unknown=doubts, **fields)
 
     def __str__(self) -> str:
         """`step 7, backward, microbatch 1, layers.0.attn.wq, rank 3`; "" if nothing is known."""

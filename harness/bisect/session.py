@@ -28,11 +28,11 @@ from harness.bisect.commits import (
     published,
     resolve_range,
 )
-from harness.bisect.environment import compare, of_legs, of_nights
+from harness.bisect.differences import compare, of_legs, of_nights
 from harness.bisect.experiments import AskedQuestion, Asker, Budget, OutOfBudget, Questions
 from harness.bisect.layouts import Compared, first_apart
 from harness.bisect.least import find_layer_range
-from harness.bisect.probes import locate_case
+from harness.bisect.locate import locate_case
 from harness.bisect.render import Findings, SearchView, keep_findings, keep_page, read_findings
 from harness.bisect.repro import FOLDER, leave_alone
 from harness.checks.complete import find_flaw

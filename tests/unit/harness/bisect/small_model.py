@@ -11,7 +11,6 @@ from typing import Any
 
 from fsdp_core.config import TrainConfig
 from harness.bisect.found import Location
-from harness.bisect.locate import between
 from harness.checks.complete import launches, owed
 from harness.checks.evidence import BEFORE
 from harness.records import (
@@ -20,6 +19,7 @@ from harness.records import (
     NEVER_RAN,
     SAMPLES,
     TAP_HEX_CHARS,
+    CaseSpec,
     EndRecord,
     FloatBits,
     InitialRecord,
@@ -31,15 +31,18 @@ from harness.records import (
     StartRecord,
     StepRecord,
 )
+from harness.store import CaseRuns
 
 WEIGHTS = (
     "embedding.weight", "norm.weight", "layers.0.attn.norm.weight",
     "layers.0.attn.attention.wq.weight", "layers.0.attn.attention.wo.weight",
     "layers.1.attn.norm.weight", "head.weight",
 )  # fmt: skip
+BIAS = "layers.1.mlp.router.bias"
+"""Moved by no gradient, as experts' biases are."""
 TENSORS = {
     "grads": WEIGHTS,
-    "weights": WEIGHTS,
+    "weights": (*WEIGHTS, BIAS),
     "optim": (*(f"{name}.exp_avg" for name in WEIGHTS), "step_count"),
     "rng": ("cpu",),
     "buffers": ("layers.0.mlp.router.balance_loss",),
@@ -83,24 +86,16 @@ def step_record(rank: int, step: int) -> StepRecord:
     """One whole record."""
     values = dict(CALLS)
     return StepRecord(
-        step=step,
-        rank=rank,
-        loss=FloatBits.from_bits(0x40000000 + step),
+        step=step, rank=rank, loss=FloatBits.from_bits(0x40000000 + step),
         microbatch_losses=tuple(FloatBits.from_bits(0x40000100 + 2 * step + n) for n in range(2)),
         grad_norm=FloatBits.from_bits(0x3F000000 + step),
-        digests={
-            group: "".join(_md5(group, name, rank, step) for name in TENSORS[group])
-            for group in TENSORS
-        },
-        nonfinite=dict.fromkeys(TENSORS, ()),
-        step_s=0.01,
-        live_bytes=1,
-        peak_bytes=1,
+        digests={g: "".join(_md5(g, n, rank, step) for n in names) for g, names in TENSORS.items()},
+        nonfinite=dict.fromkeys(TENSORS, ()), step_s=0.01, live_bytes=1, peak_bytes=1,
         taps="".join(
             _md5(values[tap], number, rank, step) + f"{place_of(tap, number):08x}"
             for tap, number in ROWS
         ),
-    )
+    )  # fmt: skip
 
 
 def initial_record(rank: int) -> InitialRecord:
@@ -112,11 +107,14 @@ def initial_record(rank: int) -> InitialRecord:
     return InitialRecord(rank=rank, digests=digests, nonfinite={})
 
 
-def run_of(*, graph: tuple[str, ...] = (), replica: int = 0, taps: bool = True) -> RunResult:
-    """A whole run."""
+def run_of(
+    *, graph: tuple[str, ...] = (), replica: int = 0, taps: bool = True, captured_in: int = 0
+) -> RunResult:
+    """A whole run, whose graphs are captured in a step."""
     patterns = ["**:input", "**:output", "**:gradient"] if taps else []
     spec = RunSpec(
-        config={"steps": STEPS, "microbatches": 2, "graph": list(graph), "taps": patterns},
+        config={"steps": STEPS, "microbatches": 2, "graph": list(graph), "taps": patterns}
+        | ({"graph_warmup_steps": captured_in} if captured_in else {}),
         device="cpu", world_size=WORLD, timeout_s=60.0, replica=replica,
     )  # fmt: skip
     return RunResult(
@@ -184,18 +182,7 @@ def edited(run: RunResult, edits: dict[int, Edit], *, step: int = 2) -> RunResul
 def calls_from(tap: str, number: int = 0) -> Edit:
     """A step in which this call, and all after it, saw something else."""
     first = place_of(tap, number)
-
-    def edit(record: StepRecord) -> StepRecord:
-        rows = [record.taps[i : i + TAP_HEX_CHARS] for i in range(0, len(record.taps), 40)]
-        rows = [
-            _md5("other", row) + row[DIGEST_HEX_CHARS:]
-            if int(row[DIGEST_HEX_CHARS:], 16) >= first
-            else row
-            for row in rows
-        ]
-        return dataclasses.replace(record, taps="".join(rows))
-
-    return edit
+    return other_calls([row for row in ROWS if place_of(*row) >= first])
 
 
 def other_calls(rows: Collection[tuple[str, int]]) -> Edit:
@@ -210,8 +197,9 @@ def without_calls(rows: Collection[tuple[str, int]]) -> Edit:
 
 def _calls(rows: Collection[tuple[str, int]], change: Callable[[str], str]) -> Edit:
     def edit(record: StepRecord) -> StepRecord:
-        held = [record.taps[i : i + TAP_HEX_CHARS] for i in range(0, len(record.taps), 40)]
-        pairs = zip(ROWS, held, strict=True)
+        width = TAP_HEX_CHARS
+        held = [record.taps[i : i + width] for i in range(0, len(record.taps), width)]
+        pairs = zip(ROWS, held, strict=False)
         taps = "".join(change(row) if name in rows else row for name, row in pairs)
         return dataclasses.replace(record, taps=taps)
 
@@ -248,9 +236,30 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
-def place_in(edits: dict[int, Edit], *, taps: bool = True) -> Location:
-    """Where the search says that a candidate with these edits of step 2 left its reference."""
-    return between(run_of(taps=taps), edited(run_of(graph=("attn",), taps=taps), edits))
+def of_rank(run: RunResult, rank: int, **fields: Any) -> RunResult:
+    """The run with fields of a rank's records replaced; of its start record by name of those."""
+    ranks = list(run.ranks)
+    start = {name: fields.pop(name) for name in ("tensors", "environment") if name in fields}
+    own = ranks[rank]
+    assert own.start is not None
+    fields |= {"start": dataclasses.replace(own.start, **start)} if start else {}
+    ranks[rank] = dataclasses.replace(own, **fields)
+    return dataclasses.replace(run, ranks=tuple(ranks))
+
+
+def case_of(candidate: RunResult, control: RunResult | None = None) -> CaseRuns:
+    """A case whose reference is the plain run."""
+    reference, control = run_of(), control or run_of(replica=1)
+    case = CaseSpec(
+        id="x", scenario="s", labels={}, reference=reference.spec, control=control.spec,
+        candidate=candidate.spec, expect="bitwise", checks={"state": {}},
+    )  # fmt: skip
+    return CaseRuns(case=case, reference=reference, control=control, candidate=candidate)
+
+
+def fields_of(found: Location, expected: dict[str, Any]) -> dict[str, Any]:
+    """What a place says of what is expected, to be compared with it."""
+    return {name: getattr(found, name) for name in expected}
 
 
 OTHER = FloatBits.from_bits(0x41414141)

@@ -1,78 +1,122 @@
-"""What differs between legs, and which changes of it go together."""
+"""What differs between two runs: settings, faults and environments."""
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_core.config import ParallelConfig, TrainConfig, model_from_preset
 from harness.bisect.differences import (
+    LAUNCHED,
     LegChanges,
     config_of,
     leaves_of,
+    of_legs,
+    of_nights,
     plants_of,
     why_illegal,
     with_plants,
+    with_steps,
 )
-from harness.records import PlantSpec, RunSpec
+from harness.provenance import facts
+from harness.records import EventRecord, PlantSpec, RunResult, RunSpec
+from harness.store import RunFolder, begin_run, save_outcome
+from harness.worker.record_file import RecordFile
+from tests.unit.harness.bisect.small_model import case_of, of_rank, run_of
 
 PARALLEL = ParallelConfig(dp=2)
+ULP, NAN = PlantSpec(fault="ulp", step=3), PlantSpec(fault="nan", step=4, rank=0)
 
 
-def run(plant: PlantSpec | None = None, **settings: Any) -> RunSpec:
+def run(*plants: PlantSpec, **settings: Any) -> RunSpec:
     """A run of two ranks, or of as many as its layout has."""
     given: dict[str, Any] = {"parallel": PARALLEL, "steps": 6}
     config = TrainConfig(**(given | settings))
     plain = RunSpec(
         config=config.to_dict(), device="cpu", world_size=config.parallel.world_size, timeout_s=60.0
     )
-    return plain if plant is None else with_plants(plain, (plant,))
+    return with_plants(plain, plants)
 
 
-ULP = PlantSpec(fault="ulp", step=3)
-
-
-def test_every_leaf_scope_stressor_and_plant_is_one_change() -> None:
-    """Lists are changed entry by entry, all else leaf by leaf."""
-    legs = LegChanges(
-        run(seed=1, stress=("races",)),
-        run(ULP, seed=2, stress=("jitter", "poison"), graph=("attn", "mlp"), ledger=False),
-    )
-    assert set(legs.names) == {
-        "graph: attn", "graph: mlp", "seed: 1 -> 2", "ledger: true -> false", "stress: jitter",
-        "stress: poison", "stress: no races", "plant: ulp in step 3 on the last rank",
+def program(**parts: Any) -> RunSpec:
+    """A run of somebody's program."""
+    held = {
+        "kind": "script", "target": "/x/train.py", "folder": "/x", "args": {}, "env": {},
+        "packages": {}, "record": "auto", "determinism": "", "every": 1,
+        "smaller": {"steps": "args.steps"},
     }  # fmt: skip
+    config = {"program": held | parts, "steps": 6, "taps": []}
+    return RunSpec(config=config, device="cpu", world_size=2, timeout_s=60.0)
 
 
-def test_all_changes_are_the_candidate_and_none_the_reference() -> None:
-    """The ends of the search are the runs that the case has: not even their keys differ."""
-    reference = run(stress=("races", "jitter"))
-    candidate = run(ULP, graph=("mlp", "attn"), stress=("poison", "jitter"))
-    legs = LegChanges(reference, candidate)
-    assert legs.run_with(legs.names).key == candidate.key
-    assert legs.run_with(()).key == reference.key
+PLAIN = program(args={"steps": 8, "model.dim": 4, "old": "1e-3"}, env={"A": "1"})
+OTHER = program(
+    args={"steps": 8, "model.dim": 8, "new": True}, env={"B": "2"}, packages={"toy": "1.10"},
+    determinism="enforce",
+)  # fmt: skip
+PLUS = PlantSpec(fault="positive_zero", step=2, legs=("reference",))
+MINUS = PlantSpec(fault="negative_zero", step=2)
 
 
-def test_each_subset_changes_what_it_says_and_nothing_else() -> None:
-    """Of the 16 subsets, each differs from the reference by just its own changes."""
-    reference = run(seed=1)
-    legs = LegChanges(reference, run(ULP, seed=2, graph=("attn", "mlp")))
-    for size in range(5):
-        for subset in itertools.combinations(legs.names, size):
-            made = legs.run_with(subset)
-            assert set(LegChanges(reference, made).names) == set(subset)
+@pytest.mark.parametrize(
+    ("reference", "candidate", "names"),
+    [
+        (run(seed=1, stress=("races",)),
+         run(ULP, seed=2, stress=("jitter", "poison"), graph=("mlp", "attn"), ledger=False),
+         {"graph: attn", "graph: mlp", "seed: 1 -> 2", "ledger: true -> false", "stress: jitter",
+          "stress: poison", "stress: no races", "plant: ulp in step 3 on the last rank"}),
+        (run(), run(parallel=ParallelConfig(tp=2)), {"parallel.dp: 2 -> 1", "parallel.tp: 1 -> 2"}),
+        # A fault with its counterpart is one change; one of both runs is none.
+        (run(PLUS), run(MINUS, graph=("attn",)),
+         {"graph: attn", "plant: negative_zero in step 2 on the last rank"}),
+        (run(ULP), run(ULP, seed=2), {"seed: 1234 -> 2"}),
+        (run(), run(ULP, NAN),
+         {"plant: ulp in step 3 on the last rank", "plant: nan in step 4 on rank 0"}),
+        # Options that one run alone has are changes, too.
+        (PLAIN, OTHER,
+         {"args.model.dim: 4 -> 8", "args.new: none -> true", "args.old: 1e-3 -> none",
+          "env.A: 1 -> none", "env.B: none -> 2", "packages.toy: none -> 1.10",
+          "determinism:  -> enforce"}),
+    ],
+    ids=["lists", "layout", "counterpart", "shared plant", "two plants", "program"],
+)  # fmt: skip
+def test_each_change_goes_alone_and_all_of_them_are_the_candidate(
+    reference: RunSpec, candidate: RunSpec, names: set[str]
+) -> None:
+    """The ends of a search are the runs of the case: not even their keys differ."""
+    found = LegChanges(reference, candidate)
+    assert set(found.names) == names
+    assert found.run_with(found.names).key == candidate.key
+    assert found.run_with(()).key == reference.key
+    for subset in itertools.combinations(found.names, 2):
+        made = found.run_with(subset)
+        assert set(LegChanges(reference, made).names) == set(subset)
+        assert len(plants_of(made)) <= max(len(plants_of(reference)), len(plants_of(candidate)))
 
 
-def test_scopes_that_do_not_go_together_are_refused_without_a_run() -> None:
-    """The rule of the configuration is named."""
-    experts = model_from_preset("moe_tiny", {})
-    legs = LegChanges(
-        run(model=experts), run(model=experts, graph=("moe_router", "moe_preprocess"))
-    )
-    assert "preprocess_follows_router" in legs.why_illegal(["graph: moe_preprocess"])
-    assert legs.why_illegal(["graph: moe_router"]) == ""
-    assert legs.why_illegal(legs.names) == ""
+EXPERTS = model_from_preset("moe_tiny", {})
+CAPTURE = PlantSpec(fault="capture_raise")
+(CAPTURE_NAME,) = LegChanges(run(), run(CAPTURE)).names
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "names", "told"),
+    [
+        (run(model=EXPERTS), run(model=EXPERTS, graph=("moe_router", "moe_preprocess")),
+         ["graph: moe_preprocess"], "preprocess_follows_router"),
+        (run(), run(CAPTURE, graph=("attn",)), [CAPTURE_NAME], "graph scopes attn"),
+        (run(), run(parallel=ParallelConfig(tp=2)), ["parallel.tp: 1 -> 2"], "4 ranks against 2"),
+    ],
+)  # fmt: skip
+def test_changes_that_do_not_go_alone(
+    reference: RunSpec, candidate: RunSpec, names: list[str], told: str
+) -> None:
+    """The rule is named, no run is made; all of them together are the case itself."""
+    found = LegChanges(reference, candidate)
+    assert told in found.why_illegal(names)
+    assert found.why_illegal(found.names) == ""
 
 
 @pytest.mark.parametrize(
@@ -85,71 +129,145 @@ def test_runs_without_a_partner_for_each_record_are_refused(
     settings: dict[str, Any], told: str
 ) -> None:
     """Steps, microbatches, ranks and compiled parts are those of the reference."""
-    legs = LegChanges(run(), run(graph=("attn",), **settings))
-    assert told in legs.why_illegal(legs.names)
-    assert legs.why_illegal(["graph: attn"]) == ""
+    found = LegChanges(run(), run(graph=("attn",), **settings))
+    assert told in found.why_illegal(found.names)
+    assert found.why_illegal(["graph: attn"]) == ""
 
 
-def test_degrees_change_together_or_not_at_all() -> None:
-    """Half of a change of layout would have another number of ranks."""
-    legs = LegChanges(run(), run(parallel=ParallelConfig(tp=2)))
-    assert set(legs.names) == {"parallel.dp: 2 -> 1", "parallel.tp: 1 -> 2"}
-    assert [bool(legs.why_illegal([name])) for name in legs.names] == [True, True]
-    assert legs.why_illegal(legs.names) == ""
-
-
-def test_a_fault_is_refused_where_it_cannot_be_planted() -> None:
-    """Without its scope or layout, past the steps or ranks, on another device: no run is made."""
-    legs = LegChanges(run(), run(PlantSpec(fault="capture_raise"), graph=("attn",)))
-    (planted,) = (name for name in legs.names if name.startswith("plant"))
-    assert "graph scopes attn" in legs.why_illegal([planted])
-    assert legs.why_illegal(legs.names) == ""
-    norm = PlantSpec(fault="norm_sum_missing", step=1)
-    assert "a layout with tp 2 or more and sequence_parallel" in why_illegal(run(norm))
-    both = ParallelConfig(tp=2, sequence_parallel=True)
-    assert why_illegal(run(norm, parallel=both)) == ""
-    assert "step 9 of 6" in why_illegal(run(PlantSpec(fault="ulp", step=9)))
-    assert "rank 2 of 2" in why_illegal(run(PlantSpec(fault="ulp", step=1, rank=2)))
-    assert "on cpu" in why_illegal(run(PlantSpec(fault="illegal_access", step=1)))
-
-
-def test_a_fault_and_its_counterpart_are_one_change() -> None:
-    """Taking one without the other would be another experiment."""
-    plus = PlantSpec(fault="positive_zero", step=2, legs=("reference",))
-    minus = PlantSpec(fault="negative_zero", step=2)
-    legs = LegChanges(run(plus), run(minus, graph=("attn",)))
-    assert len(legs.names) == 2
-    assert plants_of(legs.run_with(["graph: attn"])) == (plus,)
-    assert plants_of(legs.run_with(legs.names)) == (minus,)
-
-
-def test_a_plant_of_both_legs_is_no_change() -> None:
-    """What both have stays in every subset."""
-    legs = LegChanges(run(ULP), run(ULP, seed=2))
-    assert legs.names == ("seed: 1234 -> 2",)
-    assert plants_of(legs.run_with(())) == (ULP,)
-
-
-def test_faults_that_are_planted_together_are_changes_of_their_own() -> None:
-    """Each can be planted without the other, and both are the plant that they came from."""
-    nan = PlantSpec(fault="nan", step=4, rank=0)
-    candidate = with_plants(run(), (ULP, nan))
-    legs = LegChanges(run(), candidate)
-    assert len(legs.names) == 2
-    assert {plants_of(legs.run_with([name])) for name in legs.names} == {(ULP,), (nan,)}
-    assert legs.run_with(legs.names).key == candidate.key
+@pytest.mark.parametrize(
+    ("plant", "settings", "told"),
+    [
+        (PlantSpec(fault="norm_sum_missing", step=1), {}, "layout with tp 2 or more and sequence_"),
+        (PlantSpec(fault="norm_sum_missing", step=1),
+         {"parallel": ParallelConfig(tp=2, sequence_parallel=True)}, ""),
+        (PlantSpec(fault="ulp", step=9), {}, "step 9 of 6"),
+        (PlantSpec(fault="ulp", step=1, rank=2), {}, "rank 2 of 2"),
+        (PlantSpec(fault="illegal_access", step=1), {}, "not for cpu"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_refused_where_it_cannot_be_planted(
+    plant: PlantSpec, settings: dict[str, Any], told: str
+) -> None:
+    """Without its layout, past the steps or ranks, on another device."""
+    refused = why_illegal(run(plant, **settings))
+    assert told in refused
+    assert bool(refused) == bool(told)
 
 
 def test_flat_and_nested_are_inverse() -> None:
-    """No leaf is lost, and none shares memory with the configuration that it came from."""
+    """No leaf is lost, none shares memory with its configuration; an option of None is left out."""
+    for config in (run(graph=("attn",)).config, OTHER.config):
+        assert config_of(leaves_of(config)) == config
     config = run(graph=("attn",)).config
-    again = config_of(leaves_of(config))
-    assert again == config
-    again["graph"].append("mlp")
+    config_of(leaves_of(config))["graph"].append("mlp")
     assert config["graph"] == ["attn"]
+    leaves = leaves_of(OTHER.config)
+    assert (leaves["args.model.dim"], leaves["packages.toy"]) == (8, "1.10")
+    assert "new" not in config_of(leaves | {"args.new": None})["program"]["args"]
+
+
+def test_steps_change_with_the_option_that_states_them() -> None:
+    """By as many; a program that declares no such option keeps its steps."""
+    shorter = with_steps(PLAIN, 4).config
+    assert (shorter["steps"], shorter["program"]["args"]["steps"]) == (4, 6)
+    fixed = program(smaller={})
+    assert with_steps(fixed, 4) == fixed
+    assert with_steps(run(), 4).config["steps"] == 4
 
 
 def test_device_and_limits_stay_those_of_the_candidate() -> None:
     """What is no setting of the training is not mixed."""
     candidate = dataclasses.replace(run(graph=("attn",)), timeout_s=5.0)
     assert LegChanges(run(), candidate).run_with(()).timeout_s == 5.0
+
+
+# --- environments
+
+KNOWN: dict[str, Any] = {
+    "torch": "2.12", "data": "d1", "cpu_capability": "AVX2", "environment": {"NCCL_ALGO": "Ring"},
+}  # fmt: skip
+MANIFEST: dict[str, Any] = {
+    "commit": "c1", "packages": {"rich": "13"}, "environment": {"variables": {"NCCL_ALGO": "x"}},
+    "machine": {"cores": 8, "memory_bytes": 2**34, "system": "Linux", "python": "3.11",
+                "versions": {"torch": "2.12"}, "gpus": [{"name": "H200"}], "gpu_driver": "580"},
+}  # fmt: skip
+
+
+def in_environment(*known: dict[str, Any], mm: int = 0) -> RunResult:
+    """A run whose ranks recorded these, and how often a step launched a product."""
+    made, event = run_of(), {"operators": {"aten.mm": mm}}
+    for rank, each in enumerate(known):
+        events = (EventRecord(name=LAUNCHED, rank=rank, step=3, detail=event),) if mm else ()
+        made = of_rank(made, rank, environment={"fingerprint": each}, events=events)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("other", "facts"),
+    [
+        ((KNOWN, KNOWN), ()),
+        ((KNOWN | {"torch": "2.13"},) * 2, ("torch 2.12 became 2.13",)),
+        ((KNOWN | {"environment": {}},) * 2, ("environment.NCCL_ALGO Ring became absent",)),
+        ((KNOWN, KNOWN | {"cpu_capability": "SSE"}),
+         ("rank 1: cpu_capability AVX2 became SSE",)),
+    ],
+)  # fmt: skip
+def test_a_fact_of_all_ranks_is_said_once_and_one_of_some_by_rank(
+    other: tuple[dict[str, Any], ...], facts: tuple[str, ...]
+) -> None:
+    """One rank on another machine is seen; operators that a graph launches are no environment."""
+    found = of_legs(in_environment(KNOWN, KNOWN, mm=1), in_environment(*other, mm=2))
+    assert found.facts == facts
+    assert ("no difference" in found.sentence) == (not facts)
+
+
+def folder_of(path: Path, change: dict[str, Any], run: RunResult) -> RunFolder:
+    case = case_of(run_of(graph=("attn",))).case
+    with RunFolder.create(path, MANIFEST | change, "name: s\n", [case]) as folder:
+        place = folder.run_folder(run.spec.key)
+        begin_run(place, run.spec)
+        for records in run.ranks:
+            file = RecordFile(place / f"rank{records.rank}.jsonl")
+            assert records.start is not None
+            for record in (records.start, *records.events):
+                file.write(record)
+            file.close()
+        save_outcome(place, run.outcome)
+    return RunFolder.open(path)
+
+
+MACHINE = MANIFEST["machine"]
+
+
+@pytest.mark.parametrize(
+    ("change", "known", "mm", "fact"),
+    [
+        ({"commit": "c2"}, KNOWN, 1, "commit c1 became c2"),
+        ({"packages": {"rich": "14"}}, KNOWN, 1, "rich 13 became 14"),
+        ({"machine": MACHINE | {"gpu_driver": "590"}}, KNOWN, 1, "gpu_driver 580 became 590"),
+        ({"environment": {"variables": {}}}, KNOWN, 1, "NCCL_ALGO x became absent"),
+        ({"machine": MACHINE | {"cores": 4}}, KNOWN, 1, "cores 8 became 4"),
+        ({}, KNOWN | {"data": "d2"}, 1, "data d1 became d2"),
+        ({}, KNOWN, 2, "launched.operators.aten.mm 1 became 2"),
+    ],
+)
+def test_two_folders_are_compared_in_manifests_and_records(
+    tmp_path: Path, change: dict[str, Any], known: dict[str, Any], mm: int, fact: str
+) -> None:
+    """Another commit, package, driver, variable, machine, data or kernel says so, and only so."""
+    before = folder_of(tmp_path / "a", {}, in_environment(KNOWN, KNOWN, mm=1))
+    found = of_nights(
+        before, folder_of(tmp_path / "b", change, in_environment(known, known, mm=mm))
+    )
+    assert found.facts == (fact,)
+    assert found.sentence == f"a and b ran in other environments: {fact}"
+    assert of_nights(before, before).facts == ()
+
+
+def test_what_a_damaged_manifest_does_not_say_is_unknown(tmp_path: Path) -> None:
+    """A manifest without machine, commit or variables claims nothing."""
+    assert facts({"machine": "x", "environment": 3}) == {}
+    whole = folder_of(tmp_path / "a", {}, in_environment(KNOWN, KNOWN))
+    damaged = folder_of(tmp_path / "b", {"machine": "x"}, in_environment(KNOWN, KNOWN))
+    found = of_nights(whole, damaged)
+    assert (found.facts, found.unknown) == ((), ("packages", "driver", "hardware"))

@@ -1,174 +1,179 @@
-"""Where two runs part, by the rules of DESIGN.md: each edit of the records has one right answer."""
+"""Where two runs part: each edit of the records has one right answer."""
 
 import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
 from harness.bisect.found import Location
-from harness.bisect.locate import between
+from harness.bisect.locate import between, locate
 from harness.checks.evidence import BEFORE
-from harness.records import COPIES, SAMPLES, RunResult
+from harness.records import (
+    COPIES,
+    DIGEST_HEX_CHARS,
+    GIVEN,
+    SAMPLES,
+    EventRecord,
+    GivenCall,
+    RunResult,
+    StepRecord,
+)
 from tests.unit.harness.bisect.small_model import (
+    BIAS,
     OTHER,
     ROWS,
+    STEPS,
+    TENSORS,
     WEIGHTS,
+    WORLD,
     Edit,
     both,
     calls_from,
+    case_of,
     digests,
     edited,
+    fields_of,
     floats,
-    place_in,
+    of_rank,
+    other_calls,
     run_of,
     tapped,
     without_calls,
 )
 
+LAYER, NORM = "layers.0.attn", "layers.0.attn.norm.weight"
+GATHER, SCATTER, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
+Given = tuple[int, str, str]
+Brief = tuple[str, str, str]
+"""Phase, module, tensor."""
+
+
+def place(
+    edit: Edit, ranks: Sequence[int] = (0, 1), *, taps: bool = True, captured_in: int = 0,
+    given: Collection[Given] | None = None, without: str = "",
+) -> Location:  # fmt: skip
+    """Where a candidate with that edit of step 2 on these ranks left its reference.
+
+    Where `given` says which ranks gave something else to which collective, all of them are noted.
+    """
+    reference = run_of(taps=taps)
+    candidate = run_of(graph=("attn",), taps=taps, captured_in=captured_in)
+    candidate = edited(candidate, dict.fromkeys(ranks, edit))
+    if given is not None:
+        reference, candidate = with_given(reference, ()), with_given(candidate, given, without)
+    return between(reference, candidate)
+
+
+def with_given(run: RunResult, wrong: Collection[Given], without: str = "") -> RunResult:
+    """The run, in whose step 2 ranks gave something else to a collective of a unit."""
+    for rank in range(WORLD):
+        calls = [
+            GivenCall(
+                operator=operator, label=label, group=(0, 1),
+                digest="other" if (rank, operator, label) in wrong else "same",
+            ).to_json()
+            for label in ("root", "layers.0", "layers.1")
+            for operator in (GATHER, SCATTER, SUM)
+            if operator != without
+        ]  # fmt: skip
+        event = EventRecord(name=GIVEN, rank=rank, step=2, detail={"calls": calls})
+        run = of_rank(run, rank, events=(event,))
+    return run
+
 
 def brief(found: Location) -> tuple[object, ...]:
-    """Phase, module, tensor."""
     return found.phase, found.module, found.tensor
 
 
 @pytest.mark.parametrize(
-    ("group", "module", "tensor"),
-    [("weights", "embedding", "embedding.weight"), ("rng", "", "cpu")],
-)
-def test_other_weights_before_step_0_are_an_initialisation(
-    group: str, module: str, tensor: str
-) -> None:
-    """Whatever the steps after it computed of them: the rank and its first tensor are named."""
-    candidate = edited(run_of(graph=("attn",)), {1: both(calls_from("embedding:output"))}, step=0)
-    own = candidate.ranks[1]
-    assert own.initial is not None
-    text = own.initial.digests | {group: "f" + own.initial.digests[group][1:]}
-    other = dataclasses.replace(own, initial=dataclasses.replace(own.initial, digests=text))
-    found = between(run_of(), dataclasses.replace(candidate, ranks=(candidate.ranks[0], other)))
-    assert brief(found) == ("initialisation", module, tensor)
-    assert (found.step, found.rank, found.ranks, found.quantity) == (BEFORE, 1, (1,), group)
-
-
-@pytest.mark.parametrize(
     ("group", "expected"),
+    [("weights", ("initialisation", "embedding", "embedding.weight")),
+     ("rng", ("initialisation", "", "cpu"))],
+)  # fmt: skip
+def test_other_weights_before_step_0_are_an_initialisation(group: str, expected: Brief) -> None:
+    """Whatever the steps after it computed of them: the rank and its first tensor are named."""
+    candidate = edited(run_of(graph=("attn",)), {1: calls_from("embedding:output")}, step=0)
+    own = candidate.ranks[1].initial
+    assert own is not None
+    text = own.digests | {group: "f" + own.digests[group][1:]}
+    candidate = of_rank(candidate, 1, initial=dataclasses.replace(own, digests=text))
+    found = between(run_of(), candidate)
+    assert brief(found) == expected
+    assert (found.step, found.ranks, found.quantity) == (BEFORE, (1,), group)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("tap", "phase", "module"),
     [
-        ("buffers", ("forward", "layers.0.mlp.router", "layers.0.mlp.router.balance_loss")),
-        (COPIES, ("optimizer", "norm", "norm.weight")),
-        (SAMPLES, ("input", "", "targets")),
+        ("embedding:input", "input", "embedding"),
+        ("embedding:output", "forward", "embedding"),
+        (f"{LAYER}.norm:input", "forward", LAYER),
+        (f"{LAYER}.attention.wq:output", "forward", f"{LAYER}.attention.wq"),
+        (f"{LAYER}.attention.wo:input", "forward", f"{LAYER}.attention"),
+        (f"{LAYER}:output", "forward", LAYER),
+        ("norm:gradient", "backward", "head"),
+        (f"{LAYER}:gradient", "backward", "norm"),
+        (f"{LAYER}.attention.wo:gradient", "backward", LAYER),
+        (f"{LAYER}.attention.wq:gradient", "backward", f"{LAYER}.attention"),
+        (f"{LAYER}.norm:gradient", "backward", f"{LAYER}.attention.wq"),
+        ("embedding:gradient", "backward", f"{LAYER}.norm"),
     ],
 )
-def test_what_nothing_was_computed_from_yet(group: str, expected: tuple[str, str, str]) -> None:
-    """A loss that is logged alone, a copy that is behind its weight, labels: all else equal."""
-    found = place_in({1: digests(**{group: {expected[2]}})})
-    assert brief(found) == expected
-    assert (found.step, found.ranks, found.quantity) == (2, (1,), group)
-
-
-@pytest.mark.parametrize(
-    ("tap", "expected"),
-    [
-        ("embedding:input", ("input", "embedding", "embedding:input")),
-        ("embedding:output", ("forward", "embedding", "embedding:output")),
-        ("layers.0.attn.norm:input", ("forward", "layers.0.attn", "layers.0.attn.norm:input")),
-        ("layers.0.attn.attention.wq:output",
-         ("forward", "layers.0.attn.attention.wq", "layers.0.attn.attention.wq:output")),
-        ("layers.0.attn.attention.wo:input",
-         ("forward", "layers.0.attn.attention", "layers.0.attn.attention.wo:input")),
-        ("layers.0.attn:output", ("forward", "layers.0.attn", "layers.0.attn:output")),
-        ("norm:gradient", ("backward", "head", "norm:gradient")),
-        ("layers.0.attn:gradient", ("backward", "norm", "layers.0.attn:gradient")),
-        ("layers.0.attn.attention.wo:gradient",
-         ("backward", "layers.0.attn", "layers.0.attn.attention.wo:gradient")),
-        ("layers.0.attn.attention.wq:gradient",
-         ("backward", "layers.0.attn.attention", "layers.0.attn.attention.wq:gradient")),
-        ("layers.0.attn.norm:gradient",
-         ("backward", "layers.0.attn.attention.wq", "layers.0.attn.norm:gradient")),
-        ("embedding:gradient", ("backward", "layers.0.attn.norm", "embedding:gradient")),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("number", [0, 1])
 def test_the_first_call_that_differs_names_whose_work_it_was(
-    tap: str, number: int, expected: tuple[str, str, str]
+    tap: str, phase: str, module: str, number: int
 ) -> None:
     """All before it is equal: the module that made it is named, and the microbatch."""
-    found = place_in({1: both(calls_from(tap, number), digests(grads=WEIGHTS, weights=WEIGHTS))})
-    assert brief(found) == expected
+    found = place(both(calls_from(tap, number), digests(grads=WEIGHTS, weights=WEIGHTS)), [1])
+    assert brief(found) == (phase, module, tap)
     assert (found.step, found.microbatch, found.rank, found.ranks) == (2, number, 1, (1,))
 
 
-def test_the_step_that_captures_is_blamed_if_it_differs_from_its_beginning() -> None:
-    """All ranks alike, in the step of the capture: it was not run, or on what the capture left."""
-    candidate = run_of(graph=("attn",))
-    config = candidate.spec.config | {"graph_warmup_steps": 2}
-    candidate = dataclasses.replace(
-        candidate, spec=dataclasses.replace(candidate.spec, config=config)
-    )
-    edit = calls_from("embedding:output")
-    assert between(run_of(), edited(candidate, {0: edit, 1: edit})).phase == "capture"
-    assert between(run_of(), edited(candidate, {0: edit})).phase == "forward"
-    later = edited(candidate, {0: edit, 1: edit}, step=3)
-    assert between(run_of(), later).phase == "forward"
+PARTS = [row for row in ROWS if row[0].startswith(f"{LAYER}.") and row[1] == 0]
 
 
 @pytest.mark.parametrize(
-    ("graph", "layers", "is_copied"),
-    [(("attn",), (), True), ((), (), False), (("mlp",), (), False), (("attn",), (1, 1), False)],
-)
-def test_what_a_captured_module_was_given_may_be_lost_on_its_way_into_the_graph(
-    graph: tuple[str, ...], layers: tuple[int, ...], is_copied: bool
-) -> None:
-    """Only where that module is captured, and from the capture on."""
-    candidate = run_of(graph=graph)
-    config = candidate.spec.config | {"graph_warmup_steps": 1, "graph_layers": list(layers)}
-    candidate = dataclasses.replace(
-        candidate, spec=dataclasses.replace(candidate.spec, config=config)
-    )
-    found = between(run_of(), edited(candidate, {1: calls_from("layers.0.attn.norm:input")}))
-    (told,) = (each for each in found.evidence if "its own work" in each)
-    assert ("memory that its graph reads" in told) == is_copied
+    ("edit", "expected", "told"),
+    [
+        (calls_from("embedding:output"), ("forward", "embedding", "embedding:output"), "alike"),
+        # Another graph was replayed: what it returned differs, not calls that it left out.
+        (both(calls_from(f"{LAYER}:output"), without_calls(PARTS)),
+         ("forward", LAYER, f"{LAYER}:output"), "the candidate did not call layers.0.attn.norm"),
+        # Calls are all that differs: nobody says that the data does.
+        (without_calls([("embedding:input", 0)]), ("forward", "embedding", "embedding:input"),
+         "the candidate did not call embedding"),
+        # It came from the loss, which reads no weights.
+        (both(calls_from("head:gradient"), digests(grads=WEIGHTS)),
+         ("backward", "head", "head:gradient"), "it comes from the loss"),
+        (both(calls_from(f"{LAYER}:output"), digests(rng=("cpu",))),
+         ("forward", LAYER, f"{LAYER}:output"), "it drew other numbers"),
+    ],
+    ids=["no gather", "left out", "no input", "from the loss", "drawn"],
+)  # fmt: skip
+def test_what_every_rank_has_wrong(edit: Edit, expected: Brief, told: str) -> None:
+    """No gather is blamed: a module may have computed otherwise, as nobody knows what was given."""
+    found = place(edit)
+    assert (*brief(found), found.near, found.collective) == (*expected, "", "")
+    assert found.ranks == (0, 1)
+    assert any(told in each for each in found.evidence)
+
+
+def test_a_call_more_of_the_candidate_is_no_result() -> None:
+    """What came of it is: the other layer is called once more."""
+    more = edited(run_of(), {rank: without_calls(PARTS) for rank in (0, 1)})
+    edit = calls_from(f"{LAYER}:output")
+    found = between(more, edited(run_of(graph=("attn",)), {0: edit, 1: edit}))
+    assert brief(found) == ("forward", LAYER, f"{LAYER}:output")
 
 
 def test_a_call_that_differs_on_one_rank_first_is_its_origin() -> None:
     """What comes to another rank later in the step spread there; the evidence says with what."""
-    found = place_in({0: calls_from("norm:input"), 1: calls_from("embedding:output")})
-    assert (found.rank, found.ranks, found.module) == (1, (1,), "embedding")
-    assert found.near == "after"
+    edits = {0: calls_from("norm:input"), 1: calls_from("embedding:output")}
+    found = between(run_of(), edited(run_of(graph=("attn",)), edits))
+    assert (found.ranks, found.module, found.near) == ((1,), "embedding", "after")
+    assert found.collective == "all-gather of the weights of root"
     assert any("rank 0 with norm:input[0]" in told for told in found.evidence)
-
-
-def test_a_call_that_differs_on_every_rank_names_no_gather() -> None:
-    """Nothing is known of what ranks gave to it: the module may have computed otherwise."""
-    edit = calls_from("embedding:output")
-    found = place_in({0: edit, 1: edit})
-    assert (found.near, found.collective, found.ranks) == ("", "", (0, 1))
-
-
-def test_a_call_that_one_run_never_made_is_not_the_first_result_that_differs() -> None:
-    """Another graph was replayed: its module's output is what differs, not calls it left out."""
-    parts = [row for row in ROWS if row[0].startswith("layers.0.attn.") and row[1] == 0]
-    edit = both(calls_from("layers.0.attn:output"), without_calls(parts))
-    found = place_in({0: edit, 1: edit})
-    assert brief(found) == ("forward", "layers.0.attn", "layers.0.attn:output")
-    assert (found.ranks, found.microbatch) == ((0, 1), 0)
-    # The other layer is called once more.
-    more = edited(run_of(), {rank: without_calls(parts) for rank in (0, 1)})
-    edit = calls_from("layers.0.attn:output")
-    found = between(more, edited(run_of(graph=("attn",)), {0: edit, 1: edit}))
-    assert brief(found) == ("forward", "layers.0.attn", "layers.0.attn:output")
-
-
-def test_a_call_that_one_run_alone_made_is_no_input() -> None:
-    """Calls are all that differs: nobody says that the data does."""
-    edit = without_calls([("embedding:input", 0)])
-    found = place_in({0: edit, 1: edit})
-    assert brief(found) == ("forward", "embedding", "embedding:input")
-
-
-def test_the_first_gradient_is_the_losss_and_no_gathers() -> None:
-    """Wrong on every rank alike, it came from the loss, which reads no weights."""
-    edit = both(calls_from("head:gradient"), digests(grads=WEIGHTS))
-    found = place_in({0: edit, 1: edit})
-    assert brief(found) == ("backward", "head", "head:gradient")
-    assert (found.near, found.collective) == ("", "")
 
 
 STAGED = {
@@ -189,45 +194,31 @@ STAGED = {
 def test_what_a_stage_begins_with_came_by_a_transfer(first: str, phase: str, transfer: str) -> None:
     """Also where the rank works at other stages of the microbatch before."""
 
-    def run(*, other_from: str = "") -> RunResult:
-        names = list(STAGED)
-        bad = names.index(other_from) if other_from else len(names)
-        rows = {
-            name: f"{place + (100 if place >= bad else 0):032x}{place:08x}"
-            for place, name in enumerate(names)
-        }
+    def run(bad: int) -> RunResult:
+        digest = {n: f"{at + (100 if at >= bad else 0):032x}" for at, n in enumerate(STAGED)}
+        rows = {name: f"{text}{at:08x}" for at, (name, text) in enumerate(digest.items())}
         return tapped(run_of(), 1, rows, stages=list(STAGED.values()))
 
-    found = between(run(), run(other_from=first))
+    found = between(run(len(STAGED)), run(list(STAGED).index(first)))
     assert (found.phase, found.near, found.collective) == (phase, "in", transfer)
     assert found.module == first.partition(":")[0]
 
 
-def test_numbers_drawn_otherwise_are_told() -> None:
-    """A module without weights whose output differs while the random state does: its mask."""
-    edit = both(calls_from("layers.0.attn:output"), digests(rng=("cpu",)))
-    found = place_in({0: edit, 1: edit})
-    assert brief(found) == ("forward", "layers.0.attn", "layers.0.attn:output")
-    assert any("random state" in told for told in found.evidence)
-
-
-LOSS_1 = (OTHER, OTHER)
+LOSSES = floats(microbatch_losses=(OTHER, OTHER), loss=OTHER)
 
 
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (both(floats(microbatch_losses=LOSS_1, loss=OTHER), digests(grads=WEIGHTS)),
-         ("input", "head", "microbatch_losses[0]")),
-        (floats(microbatch_losses=LOSS_1, loss=OTHER), ("outside", "", "microbatch_losses[0]")),
+        (both(LOSSES, digests(grads=WEIGHTS)), ("input", "head", "microbatch_losses[0]")),
+        (LOSSES, ("outside", "", "microbatch_losses[0]")),
         (floats(loss=OTHER), ("reduce", "", "loss")),
         (digests(grads=WEIGHTS), ("reduce", "", "head.weight")),
         (digests(grads=[name for name in WEIGHTS if name.startswith("layers.0.")]),
-         ("reduce", "layers.0", "layers.0.attn.attention.wo.weight")),
-        (digests(grads=("layers.0.attn.attention.wq.weight",)),
-         ("backward", "layers.0.attn.attention.wq", "layers.0.attn.attention.wq.weight")),
-        (digests(grads=("layers.0.attn.norm.weight", "layers.1.attn.norm.weight")),
-         ("reduce", "layers.0.attn.norm", "layers.0.attn.norm.weight")),
+         ("reduce", "layers.0", f"{LAYER}.attention.wo.weight")),
+        (digests(grads=(f"{LAYER}.attention.wq.weight",)),
+         ("backward", f"{LAYER}.attention.wq", f"{LAYER}.attention.wq.weight")),
+        (digests(grads=(NORM, "layers.1.attn.norm.weight")), ("reduce", f"{LAYER}.norm", NORM)),
         (floats(grad_norm=OTHER), ("reduce", "", "grad_norm")),
         (both(floats(grad_norm=OTHER), digests(optim=("step_count",))),
          ("optimizer", "", "step_count")),
@@ -238,52 +229,262 @@ LOSS_1 = (OTHER, OTHER)
         (digests(weights=("norm.weight",)), ("optimizer", "norm", "norm.weight")),
         (digests(weights=WEIGHTS), ("optimizer", "embedding", "embedding.weight")),
         (digests(rng=("cpu",)), ("input", "", "cpu")),
+        (digests(buffers=("layers.0.mlp.router.balance_loss",)),
+         ("forward", "layers.0.mlp.router", "layers.0.mlp.router.balance_loss")),
+        (digests(**{COPIES: ("norm.weight",)}), ("optimizer", "norm", "norm.weight")),
+        (digests(**{SAMPLES: ("targets",)}), ("input", "", "targets")),
     ],
 )  # fmt: skip
-def test_what_differs_while_every_call_is_equal_names_the_phase(
-    edit: Edit, expected: tuple[str, str, str]
-) -> None:
+def test_what_differs_while_every_call_is_equal_has_a_phase(edit: Edit, expected: Brief) -> None:
     """Losses, gradients, norm, moments, weights, random state: each rules out those before it."""
-    found = place_in({0: edit, 1: edit})
+    found = place(edit)
     assert brief(found) == expected
     assert found.ranks == (0, 1)
 
 
 def test_wrong_rows_of_one_rank_alone_came_after_the_collective() -> None:
     """The other rank has right rows of the same tensors: the sum itself was right."""
-    found = place_in({1: digests(grads=("embedding.weight", "norm.weight", "head.weight"))})
+    found = place(digests(grads=("embedding.weight", "norm.weight", "head.weight")), [1])
+    assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
+    assert not found.unknown
+
+
+def test_a_loss_comes_before_gradients_and_a_norm_of_one_rank_after_its_sum() -> None:
+    """The loss was computed before any gradient; ranks share the sum, not what is made of it."""
+    found = place(both(LOSSES, calls_from("head:gradient"), digests(grads=WEIGHTS)))
+    assert brief(found) == ("input", "head", "microbatch_losses[0]")
+    found = place(both(calls_from("head:gradient"), digests(grads=WEIGHTS)), [1])
+    assert (found.module, found.near, found.collective) == ("head", "", "")  # reads no weights
+    found = place(floats(grad_norm=OTHER), [1])
     assert (found.phase, found.near, found.ranks) == ("reduce", "after", (1,))
 
 
 def test_without_taps_nothing_is_claimed_of_modules() -> None:
     """A loss that differs may come from anything that went before: that is said."""
-    edit = both(floats(loss=OTHER, microbatch_losses=LOSS_1), digests(grads=WEIGHTS))
-    found = place_in({0: edit}, taps=False)
+    found = place(both(LOSSES, digests(grads=WEIGHTS)), [0], taps=False)
     assert (found.module, found.quantity) == ("", "microbatch_losses[0]")
     assert any(told.startswith("module:") for told in found.unknown)
 
 
 def test_equal_runs_have_no_place() -> None:
     """Nothing differs, nobody failed: nothing is made up."""
-    found = between(run_of(), run_of(graph=("attn",)))
-    assert (found.step, found.phase, found.module) == (None, None, "")
-    assert found.unknown
+    found = place(lambda record: record)
+    assert (found.step, found.phase, found.module, bool(found.unknown)) == (None, None, "", True)
 
 
 def test_of_two_engines_losses_calls_and_random_states_are_looked_at() -> None:
     """Ranks hold other parts of each tensor, by other names: no digest of these is a difference."""
     candidate = run_of()
-    ranks = []
-    for records in candidate.ranks:
+    for rank, records in enumerate(candidate.ranks):
         assert records.start is not None
-        tensors = {g: ("x",) if g == "weights" else n for g, n in records.start.tensors.items()}
-        ranks.append(dataclasses.replace(
-            records, start=dataclasses.replace(records.start, tensors=tensors)
-        ))  # fmt: skip
+        candidate = of_rank(candidate, rank, tensors=records.start.tensors | {"weights": ("x",)})
     spec = dataclasses.replace(candidate.spec, config=candidate.spec.config | {"engine": "ddp"})
-    candidate = dataclasses.replace(candidate, spec=spec, ranks=tuple(ranks))
-    candidate = edited(candidate, {0: digests(weights=WEIGHTS), 1: calls_from("embedding:input")})
+    candidate = dataclasses.replace(candidate, spec=spec)
+    candidate = edited(candidate, {0: digests(grads=WEIGHTS), 1: calls_from("embedding:input")})
     found = between(run_of(), candidate)
     assert (found.step, *brief(found)) == (2, "input", "embedding", "embedding:input")
-    assert (found.rank, found.ranks) == (1, (1,))
+    assert found.ranks == (1,)
     assert not any("weights" in text for text in found.evidence)
+
+
+def foreign(run: RunResult, *, extra: bool = False) -> RunResult:
+    """The run as one of somebody's program, with a group of its own, or one tensor more."""
+    program = {"kind": "script", "target": "x.py", "folder": "/x", "record": "auto"}
+    config = {"program": program, "steps": STEPS, "taps": []}
+    run = dataclasses.replace(run, spec=dataclasses.replace(run.spec, config=config))
+    names = {g if g != "buffers" else "ema": held for g, held in TENSORS.items()}
+    names["weights"] += ("extra",) if extra else ()
+
+    def renamed(record: Any) -> Any:
+        held = {g if g != "buffers" else "ema": text for g, text in record.digests.items()}
+        held["weights"] += "e" * DIGEST_HEX_CHARS if extra else ""
+        return dataclasses.replace(record, digests=held)
+
+    for rank, records in enumerate(run.ranks):
+        steps = tuple(map(renamed, records.steps))
+        run = of_rank(run, rank, tensors=names, steps=steps, initial=renamed(records.initial))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (digests(grads=("norm.weight",)), ("backward", "grads", "norm.weight")),
+        (digests(buffers=("layers.0.mlp.router.balance_loss",)),
+         ("state", "ema", "layers.0.mlp.router.balance_loss")),
+        (digests(weights=("norm.weight",)), ("optimizer", "weights", "norm.weight")),
+    ],
+)  # fmt: skip
+def test_of_a_program_no_collective_is_named(edit: Edit, expected: Brief) -> None:
+    """Nobody knows how it distributes its work; groups of its own come last."""
+    found = between(foreign(run_of(taps=False)), foreign(edited(run_of(taps=False), {1: edit})))
+    assert (found.phase, found.quantity, found.tensor) == expected
+    assert (found.step, found.ranks, found.near, found.collective) == (2, (1,), "", "")
+
+
+def test_a_tensor_of_one_run_alone_is_named() -> None:
+    """Runs that hold other tensors are compared by name, not given up."""
+    found = between(foreign(run_of(taps=False)), foreign(run_of(taps=False), extra=True))
+    expected = {"phase": "initialisation", "tensor": "extra", "quantity": "weights", "step": -1}
+    assert fields_of(found, expected) == expected
+    assert any("one run alone" in told for told in found.evidence)
+
+
+# --- who gave what to a collective
+
+
+ONE_MODULE, ONE_UNIT = digests(grads=(NORM,)), digests(grads=WEIGHTS[2:5])
+ALL_UNITS = [(rank, SCATTER, unit) for rank in (0, 1) for unit in ("root", "layers.0", "layers.1")]
+
+
+@pytest.mark.parametrize(
+    ("edit", "given", "expected"),
+    [
+        (ONE_MODULE, [(1, SCATTER, "layers.0")], ("backward", "before", (1,))),
+        (ONE_UNIT, [(1, SCATTER, "layers.0")], ("reduce", "before", (1,))),
+        # What a rank gave for another layer, or to a gather, is no matter: the sum went wrong.
+        (ONE_MODULE, [(1, SCATTER, "layers.1"), (1, GATHER, "layers.0")],
+         ("reduce", "after", (0, 1))),
+        (ONE_MODULE, [(0, SCATTER, "layers.0"), (1, SCATTER, "layers.0")],
+         ("backward", "before", (0, 1))),
+        # What a second reduction gets is the sum that came out of the first.
+        (ONE_UNIT, [(0, SUM, "layers.0"), (1, SCATTER, "layers.0")], ("reduce", "before", (1,))),
+        (digests(grads=WEIGHTS), ALL_UNITS, ("backward", "before", (0, 1))),
+        (digests(grads=WEIGHTS), [], ("reduce", "in", (0, 1))),
+        # A gather brings one rank's stale rows to all of them; one of equal weights is not blamed.
+        (calls_from(f"{LAYER}.norm:output"), [(1, GATHER, "layers.0")],
+         ("forward", "before", (1,))),
+        (calls_from(f"{LAYER}.norm:output"), [], ("forward", "", (0, 1))),
+    ],
+)  # fmt: skip
+def test_what_each_rank_gave_tells_the_origin(
+    edit: Edit, given: list[Given], expected: tuple[object, ...]
+) -> None:
+    """Rows of a sum are wrong on every rank that holds some; one of them brought it along."""
+    found = place(edit, given=given)
+    assert (found.phase, found.near, found.ranks) == expected
+    assert not any(each.startswith("rank: ") for each in found.unknown)
+    gathered = found.phase == "forward" and given
+    assert (found.collective == "all-gather of the weights of layers.0") == bool(gathered)
+
+
+def test_a_reduction_that_one_run_left_out_is_told() -> None:
+    """Nothing is said of what was given; the ranks stay unknown, as they do without notes."""
+    found = place(ONE_UNIT, given=[(1, SCATTER, "layers.0")], without=SUM)
+    assert found.evidence[-1] == (
+        "rank 0 entered 1 reduce_scatter_base of ranks 0,1 for layers.0 where the reference "
+        "entered 1 reduce_scatter_base of ranks 0,1, 1 allreduce of ranks 0,1"
+    )
+    without = between(with_given(run_of(), ()), edited(run_of(graph=("attn",)), {0: ONE_MODULE}))
+    assert without.phase == "backward"
+    for each in (found, without):
+        assert any(told.startswith("rank: ") for told in each.unknown)
+
+
+# --- what captures leave behind
+
+
+DRAWN = digests(rng=("cpu",))
+REPEATED = both(LOSSES, digests(grads=WEIGHTS, weights=WEIGHTS, optim=("step_count",)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "taps", "otherwise"),
+    [
+        (both(LOSSES, DRAWN), False, "forward"),
+        (both(LOSSES, DRAWN, calls_from(f"{LAYER}:output")), True, "forward"),
+        (DRAWN, True, "input"),
+        (both(LOSSES, DRAWN, other_calls([("layers.0:output", 0)])), True, "forward"),
+        (digests(weights=(BIAS,)), False, "optimizer"),
+        (REPEATED, False, "forward"),
+        (calls_from("embedding:output"), True, "forward"),
+    ],
+    ids=["losses", "a module that draws", "the state", "one microbatch", "counts", "repeated",
+         "from its beginning on"],
+)  # fmt: skip
+def test_what_a_capture_leaves_behind_is_its_own(edit: Edit, taps: bool, otherwise: str) -> None:
+    """In the step that captures and in no other."""
+    found = place(edit, taps=taps, captured_in=2)
+    assert (found.step, found.phase) == (2, "capture")
+    assert place(edit, taps=taps, captured_in=1).phase == otherwise
+
+
+@pytest.mark.parametrize(
+    ("edit", "ranks", "phase"),
+    [
+        # A module that draws was right in the first microbatch: what replays do came after it.
+        (both(LOSSES, DRAWN, other_calls([("layers.0:output", 0), (f"{LAYER}:output", 1)])),
+         (0, 1), "forward"),
+        # A module that multiplies by weights draws nothing.
+        (both(LOSSES, DRAWN, calls_from(f"{LAYER}.attention.wq:output")), (0, 1), "forward"),
+        (calls_from("embedding:output"), (0,), "forward"),
+        (digests(weights=(BIAS, WEIGHTS[1])), (0, 1), "optimizer"),
+        (digests(weights=(BIAS,), optim=("step_count",)), (0, 1), "optimizer"),
+    ],
+)  # fmt: skip
+def test_what_is_not_of_the_capture_though_in_its_step(
+    edit: Edit, ranks: Sequence[int], phase: str
+) -> None:
+    """The update did something else, or a replay did."""
+    assert place(edit, ranks, captured_in=2).phase == phase
+
+
+# --- records and environments that are at fault
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 2, 3), (0, 1, 3, 2), (0, 1, 3)])
+def test_the_step_of_a_damaged_file_is_the_first_that_is_not_in_its_place(
+    order: tuple[int, ...],
+) -> None:
+    """A record that stands twice, after that of the next step, or nowhere."""
+    candidate = run_of(graph=("attn",))
+    steps = tuple(candidate.ranks[1].steps[step] for step in order)
+    problems = ("line 5: step 2 follows step 3",) if len(order) >= STEPS else ()
+    found = between(run_of(), of_rank(candidate, 1, steps=steps, problems=problems))
+    assert (found.phase, found.step, found.rank) == ("outside", 2, 1)
+
+
+def old_state(record: StepRecord) -> StepRecord:
+    """The record, with the digests of what step 1 left, though not of the data that it read."""
+    before = run_of().ranks[1].steps[1].digests
+    return dataclasses.replace(record, digests=before | {SAMPLES: record.digests[SAMPLES]})
+
+
+def test_a_record_with_the_digests_of_the_step_before_is_not_the_programs_fault() -> None:
+    """All of them, with the losses of its own step, and the next step is right again."""
+    before = run_of().ranks[1].steps[1].digests
+    found = place(lambda record: dataclasses.replace(record, digests=before), [1])
+    expected = {
+        "phase": "outside", "module": "", "quantity": "digests", "step": 2, "ranks": (1,),
+    }  # fmt: skip
+    assert fields_of(found, expected) == expected
+    # State that stays wrong, data of its own or other losses: something was computed otherwise.
+    old = edited(run_of(graph=("attn",)), {1: lambda r: dataclasses.replace(r, digests=before)})
+    for other in (
+        edited(old, {1: digests(weights=WEIGHTS)}, step=3),
+        edited(old, {1: floats(loss=OTHER)}),
+        edited(run_of(graph=("attn",)), {1: old_state}),
+    ):
+        assert between(run_of(), other).quantity != "digests"
+
+
+def test_another_environment_comes_before_any_difference() -> None:
+    """What differs is named, on which rank, and of which run, whatever the records show."""
+
+    def moved(run: RunResult) -> RunResult:
+        return of_rank(run, 1, environment={"fingerprint": {"torch": "y"}})
+
+    candidate = moved(run_of(graph=("attn",)))
+    found = locate(case_of(candidate))
+    expected: dict[str, Any] = {
+        "phase": "outside", "rank": 1, "quantity": "environment.torch", "module": "",
+    }  # fmt: skip
+    assert fields_of(found, expected) == expected
+    assert "the candidate ran in another environment" in found.evidence[0]
+    assert found.evidence[1] == "torch: x became y"
+    wrong = edited(candidate, {0: calls_from("norm:output")})
+    found = locate(case_of(wrong))
+    assert fields_of(found, expected) == expected
+    assert "part (step 2, forward, microbatch 0, norm" in found.evidence[-1]
+    found = locate(case_of(wrong, moved(run_of(replica=1))))
+    assert "the control ran in another environment" in found.evidence[0]

@@ -22,11 +22,8 @@ def kept(
     data: bytes, shape: tuple[int, ...], places: tuple[Place, ...] = (), **options: Any
 ) -> Loaded:
     """One tensor of a rank."""
-    values: dict[str, Any] = {
-        "name": NAME, "part": 0, "dtype": "float32", "as_digested": True,
-    }  # fmt: skip
-    about = KeptTensor(shape=shape, places=places, **(values | options))
-    return Loaded(about=about, data=data)
+    given: dict[str, Any] = {"name": NAME, "part": 0, "dtype": "float32", "as_digested": True}
+    return Loaded(about=KeptTensor(shape=shape, places=places, **(given | options)), data=data)
 
 
 def contents(*ranks: tuple[Loaded, ...], problems: tuple[str, ...] = (), step: int = 3) -> Contents:
@@ -35,30 +32,27 @@ def contents(*ranks: tuple[Loaded, ...], problems: tuple[str, ...] = (), step: i
 
 
 def floats(*numbers: float) -> bytes:
-    """Their bytes as float32."""
     return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
-def columns(first: int) -> tuple[Place, ...]:
-    """Two columns of a tensor [2, 4]."""
-    return (
-        Place(
-            name="layers.0.w", shape=(2, 4), offsets=(0, first), local_offsets=(0, 0), sizes=(2, 2)
-        ),
-    )
+def box(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], *,
+    name: str = "layers.0.w", local: tuple[int, ...] = (0, 0),
+) -> Place:  # fmt: skip
+    return Place(name=name, shape=shape, offsets=offsets, local_offsets=local, sizes=sizes)
 
 
 def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> None:
     """Rank 0 differs in row 1 and rank 1 in row 0: the whole tensor has rank 1's first."""
-    reference = contents(
-        (kept(floats(0, 1, 4, 5), (2, 2), columns(0)),),
-        (kept(floats(2, 3, 6, 7), (2, 2), columns(2)),),
-    )
-    candidate = contents(
-        (kept(floats(0, 1, -4, 5), (2, 2), columns(0)),),
-        (kept(floats(2, 3.5, 6, 8), (2, 2), columns(2)),),
-    )
-    found = compare(reference, candidate, NAME)
+
+    def halves(*parts: bytes) -> Contents:
+        boxes = (box((2, 4), (0, first), (2, 2)) for first in (0, 2))
+        return contents(
+            *((kept(data, (2, 2), (b,)),) for data, b in zip(parts, boxes, strict=True))
+        )
+
+    reference = halves(floats(0, 1, 4, 5), floats(2, 3, 6, 7))
+    found = compare(reference, halves(floats(0, 1, -4, 5), floats(2, 3.5, 6, 8)), NAME)
     assert (found.tensor, found.rank, found.ranks) == ("layers.0.w", 1, (0, 1))
     assert found.element is not None
     assert dataclasses.asdict(found.element) == {
@@ -73,16 +67,13 @@ def test_the_first_is_that_of_the_whole_tensor_and_not_of_the_lowest_rank() -> N
 def test_one_parameter_of_two_whole_tensors_is_told_apart() -> None:
     """Of gate and up side by side in one parameter, the stretch that holds the element is named."""
     places = tuple(
-        Place(name=name, shape=(4, 2), offsets=(2, 0), local_offsets=(at, 0), sizes=(2, 2))
+        box((4, 2), (2, 0), (2, 2), name=name, local=(at, 0))
         for name, at in (("gate", 0), ("up", 2))
     )
-    numbers = list(range(8))
-    reference = contents((kept(floats(*numbers), (4, 2), places),))
-    numbers[6] = 9
-    found = compare(reference, contents((kept(floats(*numbers), (4, 2), places),)), NAME)
-    assert found.tensor == "up"
+    a, b = (contents((kept(floats(0, 1, 2, 3, 4, 5, n, 7), (4, 2), places),)) for n in (6, 9))
+    found = compare(a, b, NAME)
     assert found.element is not None
-    assert (found.element.index, found.element.local) == ((3, 0), 6)
+    assert (found.tensor, found.element.index, found.element.local) == ("up", (3, 0), 6)
 
 
 @given(st.data())
@@ -91,22 +82,17 @@ def test_any_sharding_has_the_element_of_the_whole(data: st.DataObject) -> None:
     rows, cols = 4, 6
     places = data.draw(st.lists(st.integers(0, rows * cols - 1), min_size=1, unique=True))
     cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows)))})
-    halves = data.draw(st.sampled_from([1, 2, 3]))
+    width = cols // data.draw(st.sampled_from([1, 2, 3]))
     before = np.arange(rows * cols, dtype=np.float32).reshape(rows, cols)
     after = before.copy()
     after.flat[places] = -1.0
-    legs: list[list[tuple[Loaded, ...]]] = [[], []]
-    for low, high in itertools.pairwise(cuts):
-        for half in range(halves):
-            width = cols // halves
-            place = Place(
-                name="w", shape=(rows, cols), offsets=(low, half * width), local_offsets=(0, 0),
-                sizes=(high - low, width),
-            )  # fmt: skip
-            for leg, whole in zip(legs, (before, after), strict=True):
-                part = whole[low:high, half * width : (half + 1) * width]
-                leg.append((kept(part.tobytes(), part.shape, (place,)),))
-    found = compare(contents(*legs[0]), contents(*legs[1]), NAME)
+    sides: list[list[tuple[Loaded, ...]]] = [[], []]
+    for (low, high), left in itertools.product(itertools.pairwise(cuts), range(0, cols, width)):
+        place = box((rows, cols), (low, left), (high - low, width), name="w")
+        for side, whole in zip(sides, (before, after), strict=True):
+            part = whole[low:high, left : left + width]
+            side.append((kept(part.tobytes(), part.shape, (place,)),))
+    found = compare(contents(*sides[0]), contents(*sides[1]), NAME)
     assert found.element is not None
     assert found.element.index == divmod(min(places), cols)
     assert found.element.reference == repr(float(min(places)))
@@ -116,75 +102,75 @@ def test_bits_decide_and_not_numbers() -> None:
     """Minus zero is not zero, and NaNs of other payloads differ; the same NaN does not."""
     nan, other = struct.pack("<I", 0x7FC00000), struct.pack("<I", 0x7FC00001)
     reference = contents((kept(nan + floats(0.0) + nan, (3,)),))
-    candidate = contents((kept(nan + floats(-0.0) + other, (3,)),))
-    found = compare(reference, candidate, NAME)
-    assert found.element is not None
-    assert found.element.index == (1,)
-    assert (found.element.reference_bits, found.element.candidate_bits) == ("00000000", "80000000")
-    assert (found.element.ulps, found.element.num_different) == (None, 2)
+    found = compare(reference, contents((kept(nan + floats(-0.0) + other, (3,)),)), NAME).element
+    assert found is not None
+    assert (found.index, found.reference_bits, found.candidate_bits) == (
+        (1,), "00000000", "80000000",
+    )  # fmt: skip
+    assert (found.ulps, found.num_different) == (None, 2)
 
 
-def test_equal_contents_are_said_and_never_nothing() -> None:
-    """Where the copies agree, the difference did not come back: one sentence says so."""
-    same = contents((kept(floats(1, 2), (2,)),))
-    found = compare(same, same, NAME)
-    assert found.element is None
-    assert "same bits in both legs on every rank: the difference did not come back" in found.message
+ONE = contents((kept(floats(1, 2), (2,)),))
 
 
-def test_what_cannot_be_compared_is_said() -> None:
-    """Another shape, a rank without the tensor, another step, no tensor: each is a sentence."""
-    one = contents((kept(floats(1, 2), (2,)),))
-    longer = contents((kept(floats(1, 2, 3), (3,)),))
-    none = contents(())
-    assert compare(one, longer, NAME).message == (
-        f"{NAME} on rank 0 is float32 [2] in the reference and float32 [3] in the candidate"
-    )
-    assert compare(one, none, NAME).message == f"rank 0 has no {NAME} in the candidate"
-    assert compare(none, none, NAME).message == f"no rank has kept {NAME} in both legs"
-    later = contents((kept(floats(1, 2), (2,)),), step=4)
-    assert compare(one, later, NAME).message == "kept at other steps: 3 and 4"
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (ONE, f"{NAME} has the same bits in both runs on every rank: the difference did not come "
+         "back"),
+        (contents((kept(floats(1, 2, 3), (3,)),)),
+         f"{NAME} on rank 0 is float32 [2] in the reference and float32 [3] in the candidate"),
+        (contents(()), f"rank 0 has no {NAME} in the candidate"),
+        (contents((kept(floats(1, 2), (2,)),), step=4), "kept at other steps: 3 and 4"),
+    ],
+)  # fmt: skip
+def test_why_there_is_no_element_is_said(other: Contents, message: str) -> None:
+    """Equal copies, another shape, a rank without the tensor, another step: each is a sentence."""
+    found = compare(ONE, other, NAME)
+    assert (found.element, found.rank, found.message) == (None, None, message)
+    nobody = compare(contents(()), contents(()), NAME)
+    assert nobody.message == f"no rank has kept {NAME} in both runs"
 
 
 def test_doubts_come_with_the_answer() -> None:
-    """A damaged file of a leg, and a copy that does not give its digest, are in the notes."""
+    """A damaged file of a run, and a copy that does not give its digest, are in the notes."""
     reference = contents((kept(floats(1, 2), (2,), as_digested=False),))
     candidate = contents((kept(floats(1, 3), (2,)),), (), problems=("rank1.contents: damaged",))
-    notes = compare(reference, candidate, NAME).notes
-    assert notes[0] == "candidate: rank1.contents: damaged"
-    assert notes[1].startswith(f"the copy of {NAME} in the reference does not give the digest")
-    assert len(notes) == 2
+    first, second = compare(reference, candidate, NAME).notes
+    assert first == "candidate: rank1.contents: damaged"
+    assert second.startswith(f"the copy of {NAME} in the reference does not give the digest")
 
 
-@pytest.mark.parametrize("dtype", [name for name in FORMATS if ITEM_BYTES[name] <= 2])
-def test_numbers_of_narrow_types_are_those_of_torch(dtype: str) -> None:
-    """Every pattern of eight and sixteen bits is shown as the number that torch reads in it."""
+@pytest.mark.parametrize("dtype", [name for name in FORMATS if ITEM_BYTES[name] <= 4])
+def test_numbers_are_those_of_torch(dtype: str) -> None:
+    """Every pattern of eight and sixteen bits, and many of 32, are what torch reads in them."""
     size = ITEM_BYTES[dtype]
-    patterns = np.arange(1 << (8 * size), dtype=f"<u{size}")
+    patterns = np.arange(0, 1 << (8 * size), 65521 if size == 4 else 1).astype(f"<u{size}")
     tensor = torch.from_numpy(patterns.view(f"<i{size}" if size > 1 else "u1").copy())
     numbers = tensor.view(getattr(torch, dtype)).to(torch.float64).tolist()
     for pattern, number in zip(patterns.tolist(), numbers, strict=True):
         mine = value(pattern, dtype)
-        assert (mine == number and math.copysign(1, mine) == math.copysign(1, number)) or (
-            math.isnan(mine) and math.isnan(number)
-        ), (hex(pattern), mine, number)
+        same = mine == number and math.copysign(1, mine) == math.copysign(1, number)
+        assert same or (math.isnan(mine) and math.isnan(number)), (hex(pattern), mine, number)
 
 
-def test_other_types_are_shown_as_what_they_are() -> None:
+@pytest.mark.parametrize(
+    ("bits", "dtype", "text"),
+    [(0xFFFFFFFE, "int32", "-2"), (0xFFFFFFFE, "uint32", "4294967294"), (1, "bool", "True"),
+     (128, "float8_e8m0fnu", "2.0"), (0x3DCCCCCD, "float32", "0.1"), (0x7F800000, "float32", "inf"),
+     (0x3FB999999999999A, "float64", "0.1")],
+)  # fmt: skip
+def test_a_number_is_shown_as_what_it_is(bits: int, dtype: str, text: str) -> None:
     """Integers with their sign, bools, powers of two, and float32 in its shortest form."""
-    assert shown(0xFFFFFFFE, "int32") == "-2"
-    assert shown(0xFFFFFFFE, "uint32") == "4294967294"
-    assert shown(1, "bool") == "True"
-    assert shown(128, "float8_e8m0fnu") == "2.0"
-    assert shown(0x3DCCCCCD, "float32") == "0.1"
-    assert shown(0x7F800000, "float32") == "inf"
+    assert shown(bits, dtype) == text
 
 
-def test_steps_on_the_grid() -> None:
+@pytest.mark.parametrize(
+    ("a", "b", "dtype", "steps"),
+    [(0x3F800000, 0x3F800001, "float32", 1), (0x7F7FFFFF, 0x7F800000, "float32", 1),
+     (0, 0x80000000, "float32", None), (0x7FC0, 0x3F80, "bfloat16", None), (5, 3, "int64", 2),
+     (0, 1, "bool", None)],
+)  # fmt: skip
+def test_steps_on_the_grid(a: int, b: int, dtype: str, steps: int | None) -> None:
     """Neighbours are one step apart, also past the largest number; signs and NaN have none."""
-    assert ulps(0x3F800000, 0x3F800001, "float32") == 1
-    assert ulps(0x7F7FFFFF, 0x7F800000, "float32") == 1
-    assert ulps(0x00000000, 0x80000000, "float32") is None
-    assert ulps(0x7FC0, 0x3F80, "bfloat16") is None
-    assert ulps(5, 3, "int64") == 2
-    assert ulps(0, 1, "bool") is None
+    assert ulps(a, b, dtype) == steps
