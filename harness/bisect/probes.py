@@ -16,10 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from harness.bisect.aligned import Legs
-from harness.bisect.chance import passes_needed
 from harness.bisect.differences import with_steps
 from harness.bisect.elements import contents_case, kept_name, with_element
-from harness.bisect.experiments import Asker, OutOfBudget, judged_by, message
+from harness.bisect.experiments import Asker, OutOfBudget, judged_by, message, passes_needed
 from harness.bisect.found import Location
 from harness.bisect.locate import between, failing_pair, locate
 from harness.checks.complete import find_flaw
