@@ -158,7 +158,7 @@ class _Search:
             failing: list[Changes] = [c for c, answer in self._asked.items() if answer == FAILS]
             self._notes.append(str(error))
             if failing:
-                least = self._words(min(failing, key=len))
+                least = self._words(sorted(failing, key=len)[0])
                 self._notes.append(f"the smallest set that was seen to fail: {least}")
             error.best = self._found(complete=False)
             raise

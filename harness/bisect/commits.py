@@ -79,11 +79,7 @@ class Git:
         self.folder = folder
 
     def __call__(self, *arguments: str, legal: Sequence[int] = (0,)) -> str:
-        """What git prints; other exit codes than the legal ones are errors.
-
-        Raises:
-            UsageError: git is not there, says no, or does not end.
-        """
+        """What git prints (`UsageError`: it is not there, says no, or does not end)."""
         kept = {name: value for name, value in os.environ.items() if name not in OF_HOOKS}
         # No hooks: those of the user's checkout are not for this one.
         command = ["git", "-C", str(self.folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
@@ -155,12 +151,10 @@ class CommitSearch(Json):
         first_bad: None if it is not known which of the suspects.
         suspects: that may be the first bad commit, the newest first.
         skipped: commits of the range that gave no verdict.
-        good, bad: ends of the range.
         num_commits: that could be the first bad one at the beginning.
         num_runs: tries of commits, of this and earlier sittings.
         kind: what they are: `commit`, `release of toy`.
-        policy: in words: how many passes were asked for, and why.
-        notes: a sentence for whatever else one should know.
+        policy, notes: how many passes were asked for, and why; what else one should know.
         stopped: why the search ended before its end, or "".
     """
 
@@ -281,7 +275,7 @@ def find_first_bad(
 
     Args:
         history: the commits.
-        run: makes one run of a commit, which so many were made of before; its reply has an answer.
+        run: makes one run of a commit, which so many were made of before.
         questions: keeps the answers, and has the budget.
         policy: how many passes count; None to learn it from the bad commit.
         cost: of one run, for the budget: a case is three runs.
@@ -337,7 +331,7 @@ class _Search:
             f"{key}-{attempt}", words, self._cost, lambda: self._run(name, attempt)
         )
         self._num_runs += 1
-        answers.append(reply.answer or UNRESOLVED)
+        answers.append(reply.answer)
         return answers[-1]
 
     def _answer(self, name: str, passes: int) -> Answer:
@@ -409,24 +403,15 @@ class _Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkout:
-    """One try of one commit.
+    """One try of one commit: its full hash, and how many tries there were before.
 
-    Attributes:
-        folder: worktree with the commit's files.
-        repository: the user's checkout, of which nothing must come into the run.
-        commit: its full hash.
-        attempt: tries of it before this one.
+    `folder` is a worktree with its files; nothing of the user's `repository` must come into a run.
     """
 
     folder: Path
     repository: Path
     commit: str
     attempt: int
-
-    @property
-    def name(self) -> str:
-        """Short hash and attempt."""
-        return f"{self.commit[:HASH_CHARS]}-{self.attempt}"
 
 
 Run = Callable[[Checkout], Reply]
@@ -454,13 +439,13 @@ def first_bad_commit(
 
 
 def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = ()) -> Run:
-    """Runs a case again, with the harness of the commit.
+    """Runs a case folder's case again, with the harness of the commit.
 
     Args:
-        place: case folder, with `case.json`.
+        place: case folder.
         verdict: of the failure that is searched for; whatever else a run does is no verdict.
         folder: gets a run folder a run.
-        room: further options of `harness rerun`, each with its value.
+        room: further options of `harness rerun`.
     """
 
     def run(checkout: Checkout) -> Reply:
@@ -468,8 +453,9 @@ def case_run(place: Path, verdict: Verdict, folder: Path, room: Sequence[str] = 
         if lacking:  # an installed one would run in its place
             return Reply(answer=UNRESOLVED, words=f"no verdict: it has no {lacking[0]}")
         make_folder(folder)
-        out = unused(folder / checkout.name).absolute()
-        log, answers = folder / f"{checkout.name}.log", folder / f"{checkout.name}.json"
+        name = f"{checkout.commit[:HASH_CHARS]}-{checkout.attempt}"
+        out = unused(folder / name).absolute()
+        log, answers = folder / f"{name}.log", folder / f"{name}.json"
         command = (
             *(sys.executable, "-m", "harness", "rerun", str(place.absolute())),
             *("--out", str(out), "--json", "--no-history", *room),
@@ -644,11 +630,7 @@ def find_release(
 
 
 def published(package: str, ends: str) -> list[str]:
-    """The releases `A..B` of a package, the oldest first.
-
-    Raises:
-        UsageError: no such range, package or release.
-    """
+    """The releases `A..B` of a package, the oldest first (`UsageError`: none such)."""
     first, dots, last = ends.partition("..")
     if not first or not dots or not last or last.startswith("."):
         raise UsageError(f"--package: expected NAME A..B, got {shown(ends)}")

@@ -159,10 +159,8 @@ EVERY_RUN = RepeatPolicy(failures=1, trials=1, passes=1, confirmations=1)
 def learn(run: Callable[[int], Answer], *, num_questions: int, flaky: bool = False) -> RepeatPolicy:
     """Run the full failing case until its rate is known well enough.
 
-    Args:
-        run: one run of it; takes the number of runs before.
-        num_questions: among which the doubt is shared.
-        flaky: a case that fails has been seen to pass, so one pass is never enough.
+    `run` takes the number of runs before; the doubt is shared among the questions; `flaky` is a
+    case that fails and was seen to pass, so one pass is never enough.
 
     Raises:
         NeverFails: it failed too seldom in `MAX_TRIALS` runs, or could not be run.
@@ -254,8 +252,7 @@ class Questions:
         earlier: Sequence[AskedQuestion] = (),
         told: Callable[[int, AskedQuestion], None] = lambda *_: None,
     ) -> None:  # fmt: skip
-        self.budget = budget or Budget()
-        self._replies, self._told = replies, told
+        self.budget, self._replies, self._told = budget or Budget(), replies, told
         self._earlier = {question.words: question for question in earlier}
         self._asked: dict[str, AskedQuestion] = {}
 
@@ -358,8 +355,6 @@ class Asker:
 
         Raises:
             OutOfBudget: it costs more than is left; nothing was run.
-            UsageError: a run does not fit on the engine.
-            Interrupted: somebody stopped it; what is done is kept.
         """
         (verdict,) = self.ask_all([case], words, judge=judge, answer=answer)
         return Asked(runs=load_runs(self.folder, case), verdict=verdict)

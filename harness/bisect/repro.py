@@ -109,8 +109,7 @@ def leave_alone(
     """Write the least scenario that fails as the case does.
 
     Args:
-        case: that failed.
-        verdict: its answer.
+        case, verdict: that failed.
         causes: of its failure; the first is kept. None for all differences.
         asker: makes the runs.
         folder: where the scenario goes.
@@ -170,15 +169,8 @@ def find_repro(
 ) -> Repro:  # fmt: skip
     """A scenario of two runs that fails as their case did, run to prove it.
 
-    Args:
-        case: that failed; its checks are those of the scenario.
-        judged: what its failure is, and how often a scenario is run before it passes.
-        reference, candidate: runs that fail the same way, as small as they are.
-        story: what was found, for `why`.
-        folder: where the scenario goes, from which a program's paths are.
-
-    Raises:
-        OutOfBudget: of the asker.
+    `judged` has their failure, and how often a scenario is run before it passes; `folder` is where
+    it goes, from which a program's paths are.
     """
     failed = []
     if capabilities_of(candidate.config).layouts:

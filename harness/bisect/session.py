@@ -68,21 +68,15 @@ _KEPT = ("place", "causes", "least_case", "commits", "release")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched for, and with what.
+    """What is searched for, and with what: the options of `harness bisect`.
 
     Attributes:
         case: that failed, or is to be run first.
         place: folder with its runs; None if they are still to be made.
         out: run folder of the search; None for one under `out/` that is named after the case.
-        argv: the command line.
-        slots, ranks_per_gpu, jobs: room, as for a run.
         budget_runs, budget_minutes: of this sitting.
-        element: whether to look for the first differing element.
         until: the last stage, of those before commits.
-        repro: folder for the scenario that fails alone.
         passed: run folder in which it passed, to compare environments with.
-        commits: `good..bad` to search for the first bad one; "" for none.
-        package: name and `A..B`, releases to search for the first bad one; None for none.
         every_run: the fault is known to fire in every run, so a commit or release is asked once.
         two_layouts: whether what is apart by more than rounding is searched for, and no failure.
     """

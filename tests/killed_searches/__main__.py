@@ -106,7 +106,8 @@ class Searched:
         """How often each commit's harness was asked, by hash and attempt."""
         with suppress(FileNotFoundError):
             words = self.asked.read_text().split()
-            return Counter(Path(w).name[:12] for w in words if w.endswith(".case"))
+            pairs = zip(words, words[1:], strict=False)
+            return Counter(Path(after).name[:12] for word, after in pairs if word == "--out")
         return Counter()
 
     def starts(self) -> Counter[str]:

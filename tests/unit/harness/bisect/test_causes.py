@@ -53,8 +53,8 @@ def rule_of(causes: dict[tuple[str, ...], str]) -> Rule:
     return lambda changes: next((w for c, w in causes.items() if set(c) <= changes), "")
 
 
-def sets_of(found: FoundCauses) -> list[frozenset[str]]:
-    return [frozenset(cause.changes) for cause in found.causes]
+def sets_of(found: FoundCauses) -> list[set[str]]:
+    return [set(cause.changes) for cause in found.causes]
 
 
 # --- causes ----------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def sets_of(found: FoundCauses) -> list[frozenset[str]]:
 def test_every_minimal_set_is_found_and_nothing_else(sets: tuple[tuple[str, ...], ...]) -> None:
     """Single changes, conjunctions, such as share a change, and several of them, among a dozen."""
     found, _ = search(rule_of(dict.fromkeys(sets, "diverged")), wide_case())
-    assert set(sets_of(found)) == set(map(frozenset, sets))
+    assert set(map(frozenset, sets_of(found))) == set(map(frozenset, sets))
     assert (found.complete, len(found.candidates)) == (True, 13)
 
 
@@ -81,7 +81,7 @@ def test_causes_drawn_at_random_are_all_found(seed: int) -> None:
     drawn_sets = [frozenset(drawn.sample(names, drawn.randint(1, 3))) for _ in range(3)]
     minimal = {s for s in drawn_sets if not any(other < s for other in drawn_sets)}
     found, _ = search(lambda c: "diverged" if any(s <= c for s in minimal) else "", case)
-    assert (set(sets_of(found)), found.complete) == (minimal, True)
+    assert (set(map(frozenset, sets_of(found))), found.complete) == (minimal, True)
 
 
 def test_a_single_cause_costs_its_bits_and_what_makes_it_sure() -> None:
@@ -336,15 +336,15 @@ RARE = PlantSpec(fault="nan", step=4, rank=0, chance=0.3)
 PAIRS: list[tuple[RunSpec, RunSpec]] = [
     *(
         (run(**(shared | before)), run(**(shared | after)))
-        for shared in [{"model": model_from_preset("dense_tiny", {"layers": 3, "ffn": 96}),
-                        "microbatches": 2, "dtype": "fp32", "steps": 4}]
-        for before, after in [
+        for shared in list[dict[str, Any]]([{"model": model_from_preset("dense_tiny", {"layers": 3, "ffn": 96}),
+                        "microbatches": 2, "dtype": "fp32", "steps": 4}])
+        for before, after in list[tuple[dict[str, Any], dict[str, Any]]]([
             ({}, {"graph": ("attn",)}),
             ({"stress": ("races",)}, {"stress": ("jitter", "races")}),
             ({}, {"fsdp": FsdpConfig(pool="traced", reshard_after_forward=False)}),
             ({"ledger": True}, {"ledger": False}), ({}, {"flush_every": 3}),
             ({}, {"parallel": ParallelConfig(tp=2)}),
-        ]
+        ])
     ),
     *((run(), run(*plants, graph=graph))
       for plants in ((ULP,), (ULP, RARE)) for graph in ((), ("attn",))),

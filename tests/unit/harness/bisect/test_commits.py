@@ -133,7 +133,7 @@ def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
     tmp_path: Path, history: Callable[..., list[str]]
 ) -> None:
     """Interrupted at every second run, the same search asks only what it had not asked."""
-    commits, runs = history(8, 5), list[str]()
+    commits, runs, found = history(8, 5), list[str](), None
 
     def stopped(checkout: Checkout) -> Reply:
         runs.append(checkout.commit)
@@ -148,6 +148,7 @@ def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
         except KeyboardInterrupt:
             assert not (tmp_path / "worktree").exists()
             assert git(tmp_path / "repository", "worktree", "list").count("\n") == 0
+    assert found is not None
     assert hash_of(found) == commits[5]
     assert len(runs) < 2 * found.num_runs
     before = len(runs)

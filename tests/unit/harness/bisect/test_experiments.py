@@ -140,4 +140,4 @@ def test_a_budget_is_kept() -> None:
         budget.check(1)
     for wrong in ({"runs": -1}, {"minutes": -1.0}, {"minutes": math.nan}):
         with pytest.raises(UsageError, match="budget: expected"):
-            Budget(**wrong)  # type: ignore[arg-type] # by name
+            Budget(**wrong)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.bisect.commit_runs import at_commit
 
 from harness.bisect.aligned import Legs
-from harness.bisect.commits import Checkout
+from harness.bisect.commits import Checkout, at_commit
 from harness.bisect.differences import LegChanges, config_of, leaves_of, with_steps
 from harness.bisect.divergence import where_they_part
 from harness.bisect.repro import read_back, scenario_texts

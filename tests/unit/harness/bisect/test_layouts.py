@@ -14,7 +14,6 @@ from harness.bisect.elements import Floats
 from harness.bisect.found import Location
 from harness.bisect.layouts import (
     BRANCHES,
-    NUM_SAMPLES,
     Apart,
     LayoutAnswer,
     Leg,
@@ -24,6 +23,7 @@ from harness.bisect.layouts import (
 )
 from harness.errors import UsageError
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
+from harness.samples import NUM_SAMPLES
 from harness.store.contents import Contents, KeptTensor, Loaded, Place
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, seq=6)
@@ -262,7 +262,7 @@ def test_the_first_step_that_is_apart_is_found(
     monkeypatch: pytest.MonkeyPatch, begin: int, broken: int | None, expected: int | str | None
 ) -> None:
     """The first, else the last, else halving; whoever stops the search has the nearest one."""
-    asked, seen = list[int](), list[int | None]()
+    asked, seen = list[int](), list[int]()
 
     def compare(case: Any, step: int, asker: Any) -> LayoutAnswer:
         asked.append(step)
@@ -273,7 +273,7 @@ def test_the_first_step_that_is_apart_is_found(
     monkeypatch.setattr(layouts, "_compare", compare)
     case = dataclasses.make_dataclass("Case", ["candidate"])(spec(steps=9))
     found = first_apart(
-        case, cast("Any", None), lambda each: seen.append(location_of(each).step)
+        case, cast("Any", None), lambda each: seen.append(location_of(each).step or 0)
     )  # fmt: skip
     assert len(asked) == len(set(asked)) <= 6
     assert seen == sorted(seen, reverse=True)
