@@ -214,9 +214,9 @@ class _Comparison:
         legs = ("the reference", "the candidate", *(f"sample {n}" for n in range(len(held) - 2)))
         why = "" if len({whole.bits.shape for whole in found}) == 1 else "its shapes differ"
         for leg, whole in zip(legs, held, strict=True):
-            if whole not in found:
+            if whole is None or whole.num_missing:
                 why = f"{leg} has not all of it"
-            elif whole is not None and whole.disagreeing:
+            elif whole.disagreeing:
                 rank, index = next(iter(whole.disagreeing.items()))
                 others = ", ".join(str(r) for r in whole.ranks_of(index) if r < rank)
                 why = f"{leg}: rank {rank} has other bits of {list(index)} than {others}"

@@ -11,6 +11,7 @@ line a stage. Ends with 1 if something does not hold.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -106,7 +107,7 @@ class Searched:
         """How often each commit's harness was asked, by hash and attempt."""
         with suppress(FileNotFoundError):
             words = self.asked.read_text().split()
-            pairs = zip(words, words[1:], strict=False)
+            pairs = itertools.pairwise(words)
             return Counter(Path(after).name[:12] for word, after in pairs if word == "--out")
         return Counter()
 

@@ -333,19 +333,18 @@ def repro_of(reference: RunSpec, candidate: RunSpec, **options: Any) -> Repro:
 ZEROS = [PlantSpec(fault=f"{sign}_zero", step=3) for sign in ("positive", "negative")]
 ZEROS[0] = PlantSpec(fault="positive_zero", step=3, legs=("reference",))
 RARE = PlantSpec(fault="nan", step=4, rank=0, chance=0.3)
+SHARED: dict[str, Any] = {
+    "model": model_from_preset("dense_tiny", {"layers": 3, "ffn": 96}), "microbatches": 2,
+    "dtype": "fp32", "steps": 4,
+}  # fmt: skip
+AXES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"graph": ("attn",)}), ({"stress": ("races",)}, {"stress": ("jitter", "races")}),
+    ({}, {"fsdp": FsdpConfig(pool="traced", reshard_after_forward=False)}),
+    ({"ledger": True}, {"ledger": False}), ({}, {"flush_every": 3}),
+    ({}, {"parallel": ParallelConfig(tp=2)}),
+]  # fmt: skip
 PAIRS: list[tuple[RunSpec, RunSpec]] = [
-    *(
-        (run(**(shared | before)), run(**(shared | after)))
-        for shared in list[dict[str, Any]]([{"model": model_from_preset("dense_tiny", {"layers": 3, "ffn": 96}),
-                        "microbatches": 2, "dtype": "fp32", "steps": 4}])
-        for before, after in list[tuple[dict[str, Any], dict[str, Any]]]([
-            ({}, {"graph": ("attn",)}),
-            ({"stress": ("races",)}, {"stress": ("jitter", "races")}),
-            ({}, {"fsdp": FsdpConfig(pool="traced", reshard_after_forward=False)}),
-            ({"ledger": True}, {"ledger": False}), ({}, {"flush_every": 3}),
-            ({}, {"parallel": ParallelConfig(tp=2)}),
-        ])
-    ),
+    *((run(**(SHARED | before)), run(**(SHARED | after))) for before, after in AXES),
     *((run(), run(*plants, graph=graph))
       for plants in ((ULP,), (ULP, RARE)) for graph in ((), ("attn",))),
     (run(ZEROS[0]), run(ZEROS[1])),

@@ -213,13 +213,14 @@ def test_nothing_passes_where_nothing_was_compared() -> None:
     sound = leg(rounded(0))
     contents = dataclasses.replace(sound.contents, problems=("rank 0 kept nothing",))
     damaged, samples = dataclasses.replace(sound, contents=contents), [sound, sound]
+    case = dataclasses.make_dataclass("Case", ["id"])("x")
     for found, said in (
         (answer(what="crashed"), "nothing was compared: run k: crashed: it fell over"),
         (compare_layouts(sound, damaged, samples), "run k: rank 0 kept nothing"),
         (compare_layouts(sound, sound, []), "expected samples, got 0"),
     ):
         assert (found.tensors, said in found.message) == ((), True)
-        assert layouts.verdict_of(cast("Any", Location(module="x")), found).outcome == "error"
+        assert layouts.verdict_of(case, found).outcome == "error"
 
 
 def test_runs_keep_one_step_and_samples_have_the_data_alone_in_common() -> None:
