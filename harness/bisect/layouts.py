@@ -20,7 +20,7 @@ import numpy as np
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.causes import first_failing
-from harness.bisect.elements import Floats, Holding, whole_tensors
+from harness.bisect.elements import Floats, whole_tensors
 from harness.bisect.experiments import Asker, judged_by
 from harness.bisect.found import Location
 from harness.checks.evidence import show_ranks
@@ -276,19 +276,17 @@ class _Comparison:
         )  # fmt: skip
 
     def _ranks(self, wrong: Apart) -> tuple[int, ...]:
-        """Ranks of the candidate that have what is wrong."""
-        whole = self._wholes[1].get(wrong.name)
-        if whole is None:
+        """Ranks of the candidate that have the element that is farthest apart, or disagree."""
+        mine, theirs = (held.get(wrong.name) for held in self._wholes[:2])
+        if mine is None or theirs is None or mine.bits.shape != theirs.bits.shape:
             return ()
-        if whole.disagreeing:
-            return tuple(whole.disagreeing)
-        held = (h for h in whole.holdings if wrong.row is None or _has_row(h, wrong.row))
-        return tuple(dict.fromkeys(each.rank for each in held))
-
-
-def _has_row(held: Holding, row: int) -> bool:
-    first = held.place.offsets[0]
-    return first <= row < first + held.place.sizes[0]
+        if theirs.disagreeing:
+            return tuple(theirs.disagreeing)
+        gaps = np.nan_to_num(np.abs(theirs.values - mine.values), nan=np.inf)
+        row = slice(None) if wrong.row is None else slice(wrong.row, wrong.row + 1)
+        at = np.unravel_index(int(gaps[row].argmax()), gaps[row].shape)
+        index = (int(at[0]) + (wrong.row or 0), *map(int, at[1:])) if at else ()
+        return theirs.ranks_of(index)
 
 
 def _group(name: str) -> str:

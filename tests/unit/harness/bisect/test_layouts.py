@@ -133,9 +133,9 @@ def swap(tensors: dict[str, Floats]) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong", "rows", "ranks"),
     [
-        (two, [HEAD, EARLY], (2,), (0, 1)),
-        (swap, [EARLY], (3, 4), (0, 1)),
-        (put(EARLY, 7, 0.0), [EARLY], (7,), (0, 1)),
+        (two, [HEAD, EARLY], (2,), (1,)),
+        (swap, [EARLY], (3, 4), (1,)),
+        (put(EARLY, (7, slice(16, None)), 0.0), [EARLY], (7,), (1,)),
         (put(LATE, 5, math.nan), [LATE], (None,), (0, 1)),
         (put(LATE, 5, math.inf), [LATE], (None,), (0, 1)),
     ],
@@ -152,7 +152,7 @@ def test_the_first_that_backward_makes_is_named_with_its_row(
     assert (location.tensor, location.ranks) == (wrong[0], ranks)
     assert location.module == wrong[0].rpartition(".")[0]
     assert (location.unknown, location.rank) == (
-        ("backward or reduce: gradients are kept once both are over",), 0,
+        ("backward or reduce: gradients are kept once both are over",), ranks[0],
     )  # fmt: skip
 
 
