@@ -1,413 +1,65 @@
-"""Which differences between the legs of a failing case make it fail: the smallest sets of them.
+"""Which differences between the runs of a failing case make it fail, and the least such case.
 
-    case -> changes of its candidate -> how often it fails -> minimal sets -> other failures inside
+    all changes fail -> one minimal set, by halving -> leave a change of it out: does it still fail?
+      -> yes, in this or in another way: search again among what is left -> no: all are known
+    a cause -> steps -> ranks -> layers, microbatches -> captured layers -> plain settings
 
 A question is the reference with some of the changes as its candidate, judged as the case was. What
-rules refuse is asked of nobody. Where a set of changes fails in another way than the case did, that
-failure is searched for as well, among the changes that are not yet known to cause something: of
-two faults at once, one often hides the other.
+rules refuse is asked of nobody. The set in hand has been seen to fail at every moment: an answer
+that is `unresolved`, or luck, makes a search longer and never its result untrue.
 
-One minimal set (`Minimiser`) is found by halving: the shortest failing prefix of the changes ends
-in one that is needed; it is kept, and the rest of the prefix is searched again, until what was kept
-fails alone. That takes about log2(n) + 1 questions for each change of the set, and at every moment
-the set in hand has been seen to fail, so an answer that is `unresolved` or that contradicts others
-makes the search longer, never its result untrue. Where `unresolved` prefixes leave several changes
-that cannot be told apart, ddmin (Zeller and Hildebrandt, 2002) takes over; the end is always a
-check that no single change can be left out.
+After each cause, one change of every known cause is left out, in every way. What still fails holds
+another cause, also where two causes share a change; what fails in another way (NaN hides a
+divergence) is searched for that failure. Where every way passes, nothing but the causes fails.
 
-Several causes are found by Reiter's tree of hitting sets (1987): leave out a change of every set
-that is known, in every way; what still fails holds another, and where nothing does, all are known.
-That, and only that, rests on failures being monotone: what fails with some changes fails with more.
-Answers that say otherwise are told (`Causes.contradictions`).
+The least case: reference and candidate are made smaller alike, so what they differ in stays. A step
+is kept if the case still fails as it did; one that passes, fails otherwise or is illegal is not.
+Sizes are halved, the least one first, as most faults need little.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from typing import Any
 
-from harness.bisect.chance import (
-    CONFIDENCE,
+from fsdp_core.config import DEGREES, TrainConfig
+from harness.bisect.differences import (
+    LegChanges,
+    config_of,
+    leaves_of,
+    plants_of,
+    why_illegal,
+    with_plants,
+    with_steps,
+    world_size_of,
+)
+from harness.bisect.experiments import (
     FAILS,
+    NONDETERMINISTIC,
     PASSES,
     UNRESOLVED,
     Answer,
-    NeverFails,
-    Patience,
-)
-from harness.bisect.differences import LegChanges
-from harness.bisect.experiments import (
-    NONDETERMINISTIC,
     Asker,
     Failure,
     Judged,
+    NeverFails,
     OutOfBudget,
+    RepeatPolicy,
+    brief,
     failure_of,
 )
 from harness.codec import Json
-from harness.records import CaseSpec, Verdict
+from harness.faults.catalogue import CATALOGUE
+from harness.program.spec import capabilities_of, program_of
+from harness.records import CaseSpec, RunSpec, Verdict
+from harness.scenario.settings import LAST_RANK
 
 Changes = frozenset[str]
-Test = Callable[[Changes], Answer]
 MAX_CAUSES = 8
-_MAX_PARTS = 4
-"""Legal parts of an illegal set that are asked."""
-_MAX_LOOKS = 4096
-"""Sets whose legality is looked at to find them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause(Json):
-    """A minimal set of changes that fails: a single one, or some that only fail together.
-
-    Attributes:
-        changes: in the order in which the changes were given; none if nothing need change.
-        unproven: those of them without which it could not be run, so they may not be at fault.
-    """
-
-    changes: tuple[str, ...]
-    unproven: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """For people: `a and b together`."""
-        if not self.changes:
-            return "none of the changes"
-        together = " together" if len(self.changes) > 1 else ""
-        return " and ".join(self.changes) + together
-
-
-@dataclass(frozen=True, kw_only=True)
-class Causes(Json):
-    """What a search among changes has found.
-
-    Attributes:
-        causes: independent of each other, the first found first.
-        complete: whether leaving out a change of each cause passes, in every way.
-        candidates: number of changes.
-        num_questions: that were asked, what was known before and what is illegal not counted.
-        contradictions: a sentence for each pair of answers that are not monotone.
-        notes: a sentence for each thing that could not be found out, and why.
-        unresolved: the same of sets that cannot be run or fail otherwise.
-    """
-
-    causes: tuple[Cause, ...]
-    complete: bool
-    candidates: int
-    num_questions: int
-    contradictions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    unresolved: tuple[str, ...] = ()
-
-
-def _any(changes: Changes) -> bool:
-    return changes is not None
-
-
-class Minimiser:
-    """Searches the changes for minimal failing sets. Every set is asked once.
-
-    Args:
-        changes: their names, those first that others depend on.
-        test: asks; may raise `OutOfBudget`, which leaves with what is known so far in `best`.
-        legal: whether a set may be asked.
-        confirm: asks again, more often, where a conclusion rests on a set having passed; for tests
-            that believe a single pass of a fault that may be flaky.
-        known: answers of before, as of the full set, or of none.
-
-    Raises:
-        ValueError: no change, or one twice.
-    """
-
-    def __init__(
-        self,
-        changes: Sequence[str],
-        test: Test,
-        *,
-        legal: Callable[[Changes], bool] = _any,
-        confirm: Test | None = None,
-        known: Mapping[Changes, Answer] | None = None,
-    ) -> None:
-        if not changes or len(set(changes)) != len(changes):
-            raise ValueError(f"Expected changes, each once, got {list(changes)}")
-        self.changes = tuple(changes)
-        self.num_questions = 0
-        self._test = test
-        self._legal = legal
-        self._confirm = confirm
-        self._answers: dict[Changes, Answer] = dict(known or {})
-        self._confirmed = {s for s, answer in self._answers.items() if answer == PASSES}
-        self._found: list[Cause] = []
-        self._notes: list[str] = []
-        self._open: list[str] = []
-
-    # --- one answer
-
-    def answer(self, changes: Iterable[str]) -> Answer:
-        """The answer for a set: a known one, or asked now.
-
-        Raises:
-            OutOfBudget: of the test.
-        """
-        asked = frozenset(changes)
-        if asked not in self._answers:
-            self._answers[asked] = self._ask(self._test, asked)
-        return self._answers[asked]
-
-    def _ask(self, test: Test, asked: Changes) -> Answer:
-        if not self._legal(asked):
-            return UNRESOLVED
-        # Before the test: one that raises has cost something too.
-        self.num_questions += 1
-        return test(asked)
-
-    def _fails(self, changes: Iterable[str]) -> bool:
-        return self.answer(changes) == FAILS
-
-    def _passes_after_all(self, changes: Changes) -> bool:
-        """Whether a set that passed still does when it is asked more often."""
-        if self._confirm is None or changes in self._confirmed or self.answer(changes) != PASSES:
-            return self.answer(changes) != FAILS
-        answer = self._ask(self._confirm, changes)
-        if answer != FAILS:
-            self._confirmed.add(changes)
-            return True
-        self._note(f"{self._words(changes)}: passed at first and failed when asked again")
-        self._answers[changes] = FAILS
-        return False
-
-    # --- one minimal set
-
-    def minimal(self, within: Iterable[str] | None = None) -> Cause:
-        """One minimal failing set inside of a set that fails, by default of all changes.
-
-        Raises:
-            NeverFails: the set does not fail.
-            OutOfBudget: of the test.
-        """
-        whole = self._ordered(self.changes if within is None else within)
-        if (answer := self.answer(whole)) != FAILS:
-            said = "passes" if answer == PASSES else "cannot be run, or fails otherwise"
-            raise NeverFails(f"with {self._words(whole)} it {said}: there is nothing to search")
-        while True:
-            kept, told_apart = self._halve(whole)
-            if not told_apart:
-                kept = self._ddmin(kept)
-            kept, unproven = self._leave_out_each(kept)
-            lucky = next(
-                (s for s in self._without_one(kept) if not self._passes_after_all(s)), None
-            )
-            if lucky is None:
-                return Cause(changes=kept, unproven=unproven)
-            whole = self._ordered(lucky)
-
-    def _halve(self, whole: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-        """A failing subset, and whether each of its changes was found by itself."""
-        kept: tuple[str, ...] = ()
-        told_apart = True
-        while whole and not self._fails(kept):
-            # Invariant: `kept` with all of `whole` fails.
-            low, high = 0, len(whole)
-            while (middle := self._between(kept, whole, low, high)) is not None:
-                if self._fails((*kept, *whole[:middle])):
-                    high = middle
-                else:
-                    low = middle
-            told_apart &= high - low == 1
-            kept, whole = (*kept, *whole[low:high]), whole[:low]
-        return self._ordered(kept), told_apart
-
-    def _between(
-        self, kept: tuple[str, ...], whole: tuple[str, ...], low: int, high: int
-    ) -> int | None:
-        """The length nearest to the middle whose prefix has an answer; None if there is none."""
-        middle = (low + high) // 2
-        for length in sorted(range(low + 1, high), key=lambda n: abs(n - middle)):
-            if self.answer((*kept, *whole[:length])) != UNRESOLVED:
-                return length
-        return None
-
-    def _ddmin(self, failing: tuple[str, ...]) -> tuple[str, ...]:
-        parts = 2
-        while len(failing) > 1:
-            size = -(-len(failing) // parts)
-            chunks = [failing[n : n + size] for n in range(0, len(failing), size)]
-            rests = [tuple(c for c in failing if c not in chunk) for chunk in chunks]
-            smaller = next((s for s in (*chunks, *rests) if s != failing and self._fails(s)), None)
-            if smaller is not None:
-                parts = max(parts - 1, 2) if smaller in rests else 2
-                failing = smaller
-            elif parts >= len(failing):
-                break
-            else:
-                parts = min(2 * parts, len(failing))
-        return failing
-
-    def _leave_out_each(self, failing: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A set of which no single change can be left out; those without which it cannot run."""
-        while True:
-            whole = frozenset(failing)
-            left: tuple[str, ...] | None = next(
-                ((c,) for c in failing if self._fails(whole - {c})), None
-            )
-            unproven = tuple(c for c in failing if self.answer(whole - {c}) == UNRESOLVED)
-            if left is None:
-                # What cannot go alone may go with others that it needs, or that need it.
-                sizes = range(2, len(unproven) + 1) if len(unproven) <= 4 else (2, len(unproven))
-                groups = (group for size in sizes for group in combinations(unproven, size))
-                left = next((group for group in groups if self._fails(whole - set(group))), None)
-            if left is None:
-                return failing, unproven
-            failing = tuple(c for c in failing if c not in left)
-
-    # --- all of them
-
-    def causes(self, limit: int = MAX_CAUSES) -> Causes:
-        """Every minimal failing set, up to a number of them.
-
-        Raises:
-            NeverFails: all changes together do not fail.
-            OutOfBudget: of the test; `best` is a `Causes` of what was found.
-        """
-        self._found, self._notes, self._open, complete = [], [], [], False
-        try:
-            complete = self._grow_tree(limit)
-            self._confirm_contradictions()
-        except OutOfBudget as error:
-            self._note(str(error))
-            smallest = min(
-                (s for s, a in self._answers.items() if a == FAILS), key=len, default=None
-            )
-            if smallest is not None:
-                self._note(f"the smallest set that was seen to fail: {self._words(smallest)}")
-            error.best = self._causes(complete=False)
-            raise
-        return self._causes(complete=complete)
-
-    def _grow_tree(self, limit: int) -> bool:
-        if self._fails(()):
-            self._found = [Cause(changes=())]
-            self._note("it fails without any of the changes, so none of them is the cause")
-            return True
-        complete, open_paths, seen = True, [frozenset[str]()], {frozenset[str]()}
-        dead_ends: list[Changes] = []
-        while open_paths:
-            path = open_paths.pop(0)
-            cause = next((c for c in self._found if not path & set(c.changes)), None)
-            if cause is None:
-                if any(short <= path for short in dead_ends):
-                    continue
-                rest, settled = self._rest(path)
-                complete &= settled
-                if rest is None:
-                    dead_ends.append(path)
-                    continue
-                if len(self._found) == limit:
-                    self._note(f"there are more than {limit} causes")
-                    return False
-                cause = self.minimal(rest)
-                self._found.append(cause)
-            for change in cause.changes:
-                longer = path | {change}
-                if longer not in seen:
-                    seen.add(longer)
-                    open_paths.append(longer)
-        return complete
-
-    def _rest(self, path: Changes) -> tuple[Changes | None, bool]:
-        """What still fails without the changes of a path, if so; and whether that is settled."""
-        rest = frozenset(self.changes) - path
-        if path and not self._legal(rest):
-            return self._rest_in_parts(path, rest)
-        if self._fails(rest) or not path:
-            return rest, True
-        if self.answer(rest) == UNRESOLVED:
-            self._note(
-                f"without {self._words(path)} it cannot be run, or fails otherwise", is_open=True
-            )
-            return None, False
-        return (None if self._passes_after_all(rest) else rest), True
-
-    def _rest_in_parts(self, path: Changes, rest: Changes) -> tuple[Changes | None, bool]:
-        parts, settled = self._legal_parts(rest)
-        settled &= len(parts) <= _MAX_PARTS
-        for part in parts[:_MAX_PARTS]:
-            if not self._passes_after_all(part):
-                return part, True
-            settled &= self.answer(part) == PASSES
-        if not settled:
-            self._note(
-                f"without {self._words(path)} the other changes are illegal together, and not all "
-                "of their legal parts could be asked"
-            )
-        return None, settled
-
-    def _legal_parts(self, changes: Changes) -> tuple[list[Changes], bool]:
-        """Legal parts that are in no other, the largest first; whether these are all."""
-        ordered, found, left = self._ordered(changes), list[Changes](), _MAX_LOOKS
-        for size in range(1, len(ordered) + 1):
-            for removed in combinations(ordered, size):
-                part = changes - set(removed)
-                if any(part <= larger for larger in found):
-                    continue
-                if not left:
-                    return found, False
-                left -= 1
-                if self._legal(part):
-                    found.append(part)
-        return found, True
-
-    # --- what it rests on
-
-    def _confirm_contradictions(self) -> None:
-        if self._confirm is not None:
-            for _, passing in self._contradicting():
-                self._passes_after_all(passing)
-
-    def _contradicting(self) -> list[tuple[Changes, Changes]]:
-        """Pairs of a set that fails and one that has it inside and passes."""
-        failing = [s for s, answer in self._answers.items() if answer == FAILS]
-        passing = [s for s, answer in self._answers.items() if answer == PASSES]
-        return [(small, large) for large in passing for small in failing if small < large]
-
-    def _causes(self, *, complete: bool) -> Causes:
-        return Causes(
-            causes=tuple(self._found),
-            complete=complete,
-            candidates=len(self.changes),
-            num_questions=self.num_questions,
-            contradictions=tuple(
-                f"{self._words(small)} fails, and passes once {self._words(large - small)} is added"
-                for small, large in self._contradicting()
-            ),
-            notes=tuple(self._notes),
-            unresolved=tuple(self._open),
-        )
-
-    def _without_one(self, kept: tuple[str, ...]) -> list[Changes]:
-        return [frozenset(kept) - {change} for change in kept]
-
-    def _ordered(self, changes: Iterable[str]) -> tuple[str, ...]:
-        chosen = set(changes)
-        return tuple(c for c in self.changes if c in chosen)
-
-    def _words(self, changes: Iterable[str]) -> str:
-        ordered = self._ordered(changes)
-        if len(ordered) == len(self.changes):
-            return "all changes"
-        return " + ".join(ordered) or "none of the changes"
-
-    def _note(self, text: str, *, is_open: bool = False) -> None:
-        if is_open and text not in self._open:
-            self._open.append(text)
-        if text not in self._notes:
-            self._notes.append(text)
-
-
-MAX_WAYS = 16
+MAX_WAYS = 32
 """Ways to leave a change of each cause out that are asked."""
-MAX_OTHERS = 3
-"""Failures beside that of the case that are searched for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,8 +67,8 @@ class FoundCause(Json):
     """A smallest set of changes that fails by itself.
 
     Attributes:
-        changes: names, in the order of the configuration.
-        unproven: those of them without which it cannot be run.
+        changes: names, in the order of the configuration; none if nothing need change.
+        unproven: those of them without which it cannot be run, so they may not be at fault.
         failure: how it fails: as the case does, or in a way that the case's failure hides.
         message: of the verdict of the reference with these changes alone.
     """
@@ -434,7 +86,7 @@ class FoundCause(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCauses(Json):
-    """What a search among the differences of two legs has found.
+    """What a search among the differences of two runs has found.
 
     Attributes:
         candidates: names of all changes.
@@ -443,8 +95,8 @@ class FoundCauses(Json):
         num_questions: sets of changes that were asked.
         num_runs: that were made.
         num_illegal: sets that rules refused, at no cost.
-        patience: how often the case failed, and what is believed for it.
-        notes: what could not be found out or contradicts itself, a sentence each.
+        policy: how often the case failed, and how many passes count.
+        notes: what could not be found out, a sentence each.
     """
 
     candidates: tuple[str, ...]
@@ -453,200 +105,424 @@ class FoundCauses(Json):
     num_questions: int = 0
     num_runs: int = 0
     num_illegal: int = 0
-    patience: Patience | None = None
+    policy: RepeatPolicy | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def confidence(self) -> str:
-        """How often the case failed, and what is believed for it, in words; "" if unknown."""
-        return str(self.patience) if self.patience is not None else ""
 
-
-def find_causes(
-    case: CaseSpec,
-    verdict: Verdict,
-    asker: Asker,
-    *,
-    confidence: float = CONFIDENCE,
-    max_causes: int = MAX_CAUSES,
-) -> FoundCauses:
+def find_causes(case: CaseSpec, verdict: Verdict, asker: Asker) -> FoundCauses:
     """The smallest sets of differences between reference and candidate that still fail.
 
     Args:
         case: that failed.
         verdict: its answer.
         asker: makes the runs of questions.
-        confidence: that no answer of the search is wrong, for faults that fire now and then.
-        max_causes: to stop at.
 
     Raises:
         OutOfBudget: `best` has the `FoundCauses` of what was found.
     """
-    legs = LegChanges(case.reference, case.candidate)
-    failure = failure_of(verdict)
-    if failure.what == NONDETERMINISTIC:
-        return FoundCauses(
-            candidates=legs.names,
-            notes=(
-                "the reference differs from its own second run, so no difference between the "
-                "legs is the cause",
-            ),
-        )
-    if failure.outcome in ("passed", "skipped") or not legs.names:
-        why = "the legs do not differ" if not legs.names else f"the case {failure.outcome}"
-        return FoundCauses(candidates=legs.names, notes=(f"nothing to search: {why}",))
-    return _Search(case, verdict, asker, legs, confidence, max_causes).carry_out()
-
-
-def _only(name: str) -> Causes:
-    cause = Cause(changes=(name,))
-    return Causes(causes=(cause,), complete=True, candidates=1, num_questions=0)
+    changes = LegChanges(case.reference, case.candidate)
+    why = ""
+    if verdict.what == NONDETERMINISTIC:
+        why = "the reference differs from its own second run, so no difference is the cause"
+    elif not changes.names:
+        why = "nothing to search: the configurations do not differ"
+    elif verdict.outcome in ("passed", "skipped"):
+        why = f"nothing to search: the case {verdict.outcome}"
+    if why:
+        return FoundCauses(candidates=changes.names, notes=(why,))
+    return _Search(case, verdict, asker, changes).carry_out()
 
 
 class _Search:
-    def __init__(
-        self,
-        case: CaseSpec,
-        verdict: Verdict,
-        asker: Asker,
-        legs: LegChanges,
-        confidence: float,
-        max_causes: int,
-    ) -> None:
-        self._case, self._verdict, self._asker, self._legs = case, verdict, asker, legs
-        self._confidence, self._max_causes = confidence, max_causes
+    def __init__(self, case: CaseSpec, verdict: Verdict, asker: Asker, changes: LegChanges) -> None:
+        self._case, self._asker, self._changes = case, asker, changes
+        self._names = changes.names
         self._runs_before = asker.num_runs
-        self._illegal: dict[Changes, str] = {}
+        self._judged = self._judge(frozenset(self._names), verdict)
+        self._policy: RepeatPolicy | None = None
+        self._legal: dict[Changes, bool] = {}
+        self._asked: dict[Changes, Answer] = {}
         self._causes: list[FoundCause] = []
         self._notes: list[str] = []
-        self._open: set[str] = set()
-        self._num_questions = 0
-        self._others: dict[Changes, Verdict] = {}
-        self._judged: Judged | None = None
 
     def carry_out(self) -> FoundCauses:
-        everything = frozenset(self._legs.names)
         complete = False
         try:
-            complete = self._search(self._verdict, everything)
-            if self._others and not complete:
-                self._search_others()
-                if complete := self._explains_all():
-                    # What was open is explained by the causes of the other failures.
-                    self._notes = [note for note in self._notes if note not in self._open]
+            within: Changes | None = frozenset(self._names)
+            while within is not None and len(self._causes) < MAX_CAUSES:
+                self._search(within)
+                within, complete = self._still_failing()
         except NeverFails as error:
             self._notes.append(str(error))
         except OutOfBudget as error:
+            failing: list[Changes] = [c for c, answer in self._asked.items() if answer == FAILS]
             self._notes.append(str(error))
+            if failing:
+                least = self._words(sorted(failing, key=len)[0])
+                self._notes.append(f"the smallest set that was seen to fail: {least}")
             error.best = self._found(complete=False)
             raise
         return self._found(complete=complete)
 
-    def _search(self, verdict: Verdict, within: Changes) -> bool:
-        """Search for one failure among some changes, which fail that way together."""
-        failure = failure_of(verdict)
-        case = dataclasses.replace(self._case, candidate=self._legs.run_with(within))
-        judged = Judged(case, failure, self._asker, verdict)
-        names = [name for name in self._legs.names if name in within]
-        judged.learn(4 * len(names).bit_length() + 4, self._confidence)
-        if self._judged is None:
-            self._judged = judged
-        if len(names) == 1 and judged.patience is not None and judged.patience.always:
-            # The only difference, of legs that each were seen again: nothing to tell apart.
-            self._take(_only(names[0]), failure, judged)
-            return True
-        minimiser = Minimiser(
-            names,
-            lambda changes: self._ask(judged, changes, confirm=False),
-            legal=self._is_legal,
-            confirm=lambda changes: self._ask(judged, changes, confirm=True),
-            known={within: FAILS},
-        )
-        try:
-            found = minimiser.causes(self._max_causes)
-        except OutOfBudget as error:
-            if isinstance(error.best, Causes):
-                self._take(error.best, failure, judged)
-            raise
-        finally:
-            self._num_questions += minimiser.num_questions
-        self._take(found, failure, judged)
-        return found.complete
+    def _judge(self, changes: Changes, verdict: Verdict) -> Judged:
+        """Who answers for a failure that was seen with some of the changes."""
+        case = dataclasses.replace(self._case, candidate=self._changes.run_with(changes))
+        return Judged(case, failure_of(verdict), self._asker, verdict)
 
-    def _ask(self, judged: Judged, changes: Changes, *, confirm: bool) -> Answer:
-        candidate = self._legs.run_with(changes)
-        words = f"does it fail with {self._words(changes)}?"
-        answer = judged.answer(candidate, words=words, sure=confirm)
-        if candidate.key in judged.others:
-            self._others.setdefault(changes, judged.others[candidate.key])
+    def _search(self, within: Changes) -> None:
+        """One cause, among changes that fail together as `self._judged` was seen to."""
+        policy = self._judged.learn(4 * len(within).bit_length() + 4)
+        self._policy = self._policy or policy
+        changes, unproven = self._trimmed(self._halved(self._ordered(within)))
+        verdict = self._judged.verdicts.get(self._changes.run_with(changes).key)
+        self._causes.append(
+            FoundCause(
+                changes=changes, unproven=unproven, failure=self._judged.failure,
+                message=verdict.message if verdict is not None else "",
+            )
+        )  # fmt: skip
+
+    # --- one answer
+
+    def _answer(self, changes: Iterable[str], *, sure: bool = False) -> Answer:
+        asked = frozenset(changes)
+        if asked not in self._legal:
+            self._legal[asked] = not self._changes.why_illegal(asked)
+        if not self._legal[asked]:
+            return UNRESOLVED
+        if not asked and self._judged.policy is not None and self._judged.policy.always:
+            return PASSES  # the reference itself, which its control has confirmed
+        words = f"does it fail with {self._words(asked)}?"
+        answer = self._judged.answer(self._changes.run_with(asked), words=words, sure=sure)
+        self._asked[asked] = answer
         return answer
 
-    def _is_legal(self, changes: Changes) -> bool:
-        why = self._legs.why_illegal(changes)
-        if why:
-            self._illegal[changes] = why
-        return not why
+    def _fails(self, changes: Iterable[str], *, sure: bool = False) -> bool:
+        return self._answer(changes, sure=sure) == FAILS
 
-    def _take(self, found: Causes, failure: Failure, judged: Judged) -> None:
-        for cause in found.causes:
-            candidate = self._legs.run_with(cause.changes)
-            verdict = judged.verdicts.get(candidate.key)
-            self._causes.append(
-                FoundCause(
-                    changes=cause.changes, unproven=cause.unproven, failure=failure,
-                    message=verdict.message if verdict is not None else "",
-                )
-            )  # fmt: skip
-        self._notes += [*found.contradictions, *found.notes]
-        self._open |= set(found.unresolved)
+    # --- one minimal set
 
-    def _search_others(self) -> None:
-        """Failures of another kind that were met on the way, the smallest set of each first."""
-        for _ in range(MAX_OTHERS):
-            known = [set(cause.changes) for cause in self._causes]
-            left = {
-                changes: verdict
-                for changes, verdict in self._others.items()
-                if not any(cause <= changes for cause in known)
-                and verdict.outcome in ("failed", "incomparable")
-            }
-            if not left:
-                return
-            within = min(left, key=lambda changes: (len(changes), sorted(changes)))
-            self._search(left[within], within)
+    def _halved(self, whole: tuple[str, ...]) -> tuple[str, ...]:
+        """A failing subset: the end of the shortest failing prefix is kept, again and again."""
+        kept: tuple[str, ...] = ()
+        while whole and not self._fails(kept):
+            # Invariant: `kept` with the first `high` of `whole` fails.
+            low, high = 0, len(whole)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self._fails((*kept, *whole[:middle])):
+                    high = middle
+                else:
+                    low = middle
+            kept, whole = (*kept, whole[high - 1]), whole[: high - 1]
+        return self._ordered(kept)
 
-    def _explains_all(self) -> bool:
-        """Whether it passes once a change of each cause is left out, in whatever way."""
-        assert self._judged is not None
-        ways = itertools.product(*(cause.changes for cause in self._causes))
-        for left_out in itertools.islice(ways, MAX_WAYS):
-            rest = frozenset(self._legs.names) - set(left_out)
-            if not self._is_legal(rest) or self._ask(self._judged, rest, confirm=True) != PASSES:
-                return False
-        return next(ways, None) is None
+    def _trimmed(self, failing: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """A set of which no change can be left out; those without which it cannot be run."""
+        while True:
+            whole = frozenset(failing)
+            left: tuple[str, ...] | None = next(
+                ((c,) for c in failing if self._fails(whole - {c}, sure=True)), None
+            )
+            unproven = tuple(c for c in failing if self._answer(whole - {c}) == UNRESOLVED)
+            if left is None:
+                # What cannot go alone may go with others that it needs, or that need it.
+                groups = (*itertools.combinations(unproven, 2), unproven)
+                left = next((g for g in groups if g and self._fails(whole - set(g))), None)
+            if left is None:
+                return failing, unproven
+            failing = tuple(c for c in failing if c not in left)
+
+    # --- what is left
+
+    def _still_failing(self) -> tuple[Changes | None, bool]:
+        """Changes that fail without one of each cause, if any do; whether all are known.
+
+        What fails is what `self._judged` answers for from then on.
+        """
+        settled, was_asked = True, False
+        for number, left_out in enumerate(self._ways()):
+            rest = frozenset(self._names) - left_out
+            if number == MAX_WAYS:
+                self._notes.append(f"not more than {MAX_WAYS} ways to leave causes out were asked")
+                return None, False
+            answer = self._answer(rest, sure=True)
+            if not self._legal[rest]:
+                continue
+            was_asked = True
+            if answer == PASSES:
+                continue
+            key = self._changes.run_with(rest).key
+            verdict = (self._judged.verdicts if answer == FAILS else self._judged.others)[key]
+            if verdict.outcome in ("failed", "incomparable"):
+                self._judged = self._judge(rest, verdict)
+                return rest, False
+            settled = False
+            self._notes.append(
+                f"with {self._words(rest)} it {brief(verdict)}, which no cause explains"
+            )
+        return None, settled and was_asked
+
+    def _ways(self) -> Iterator[Changes]:
+        """One change of each cause, in every way; none has another inside."""
+        if not all(cause.changes for cause in self._causes):
+            self._notes.append("it fails without any of the changes, so none of them is the cause")
+            return iter(())
+        ways = set(map(frozenset, itertools.product(*(c.changes for c in self._causes))))
+        least = [way for way in ways if not any(other < way for other in ways)]
+        return iter(sorted(least, key=lambda way: [n in way for n in self._names], reverse=True))
 
     def _found(self, *, complete: bool) -> FoundCauses:
         return FoundCauses(
-            candidates=self._legs.names,
-            causes=tuple(self._causes),
-            complete=complete,
-            num_questions=self._num_questions,
-            num_runs=self._asker.num_runs - self._runs_before,
-            num_illegal=len(self._illegal),
-            patience=self._judged.patience if self._judged is not None else None,
-            notes=tuple(dict.fromkeys((*self._notes, *self._unresolved()))),
-        )
+            candidates=self._names, causes=tuple(self._causes), complete=complete,
+            num_questions=len(self._asked), num_runs=self._asker.num_runs - self._runs_before,
+            num_illegal=sum(not legal for legal in self._legal.values()), policy=self._policy,
+            notes=tuple(dict.fromkeys(self._notes)),
+        )  # fmt: skip
 
-    def _unresolved(self) -> Iterable[str]:
-        """Sets that failed in another way and are not explained by a cause, a sentence each."""
-        known = [set(cause.changes) for cause in self._causes]
-        for changes, verdict in self._others.items():
-            if not any(cause <= changes for cause in known):
-                how = f"{verdict.outcome} {verdict.what}"
-                yield f"with {self._words(changes)} it {how}, which no cause explains"
+    def _ordered(self, changes: Iterable[str]) -> tuple[str, ...]:
+        chosen = set(changes)
+        return tuple(name for name in self._names if name in chosen)
 
     def _words(self, changes: Iterable[str]) -> str:
-        chosen = set(changes)
-        if len(chosen) == len(self._legs.names):
+        ordered = self._ordered(changes)
+        if len(ordered) == len(self._names):
             return "all changes"
-        return " + ".join(n for n in self._legs.names if n in chosen) or "none of the changes"
+        return " + ".join(ordered) or "none of the changes"
+
+
+# --- the least case --------------------------------------------------------------------------
+
+COUNTS = ("model.layers", "microbatches", "micro_batch_size")
+"""Sizes that are made smaller, in this order, after steps and ranks."""
+PLAIN = (
+    "stress", "graph", "compile", "taps", "fsdp.", "optim.", "data.", "flush_every", "ledger",
+    "graph_optimizer", "stress_seed", "fp8", "model.dropout",
+)  # fmt: skip
+"""Settings that are put back to what they are by default, where both have them alike."""
+CAPTURED, RANKS, MAX_LAYOUTS = "graph_layers", "ranks", 12
+DEFAULTS = leaves_of(TrainConfig().to_dict())
+
+
+def first_failing(values: Sequence[int], fails: Callable[[int], bool]) -> int | None:
+    """The first of ordered values from which on all fail; None if none was seen to.
+
+    The first one is asked first. A value after the last is taken to fail: where those that are
+    asked pass, the answer lies behind them. None is asked twice.
+    """
+    if not values or fails(values[0]):
+        return values[0] if values else None
+    place = bisect_left(values, True, lo=1, key=fails)
+    return values[place] if place < len(values) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastCase:
+    """What is left of a failing case.
+
+    Attributes:
+        reference, candidate: its runs.
+        message: of its verdict.
+        made: what was made smaller, in words: `steps 8 -> 4`.
+        passed: layouts of fewer ranks that do not fail: `dp 2 tp 2`.
+        stopped: why the search ended before its end; "" if it did not.
+    """
+
+    reference: RunSpec
+    candidate: RunSpec
+    message: str
+    made: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+    stopped: str = ""
+
+
+def find_least(judged: Judged, reference: RunSpec, candidate: RunSpec) -> LeastCase:
+    """Make a failing case as small as it goes.
+
+    Args:
+        judged: answers whether a case fails in the same way.
+        reference, candidate: runs that do.
+    """
+    return _Shrinking(judged, reference, candidate).carry_out()
+
+
+class _Shrinking:
+    def __init__(self, judged: Judged, reference: RunSpec, candidate: RunSpec) -> None:
+        self._judged, self._pair = judged, (reference, candidate)
+        self._first = self._leaves
+        self._changed = {change.leaf for change in LegChanges(reference, candidate).changes}
+        self._passed: list[str] = []
+
+    @property
+    def _leaves(self) -> dict[str, Any]:
+        """Settings of the candidate; the ranks of a program are no part of its configuration."""
+        spec = self._pair[1]
+        ranks = {} if capabilities_of(spec.config).layouts else {RANKS: spec.world_size}
+        return leaves_of(spec.config) | ranks
+
+    def carry_out(self) -> LeastCase:
+        stopped = ""
+        try:
+            if (program := program_of(self._pair[1].config)) is not None:
+                self._declared(program.smaller)
+            else:
+                self._steps()
+                self._ranks()
+                for leaf in COUNTS:
+                    self._count(leaf)
+                self._captured_layers()
+                self._settings()
+        except OutOfBudget as error:
+            stopped = str(error)
+        verdict, now = self._judged.verdicts.get(self._pair[1].key), self._leaves
+        return LeastCase(
+            reference=self._pair[0], candidate=self._pair[1],
+            message=verdict.message if verdict is not None else "",
+            made=tuple(
+                f"{leaf} {_words(value)} -> {_words(now[leaf])}"
+                for leaf, value in self._first.items() if now[leaf] != value
+            ),
+            passed=tuple(self._passed), stopped=stopped,
+        )  # fmt: skip
+
+    # --- one try
+
+    def _try(self, **leaves: Any) -> bool:
+        """Take other values in both, if the case still fails the same way with them."""
+        return self._asked((_with(self._pair[0], leaves), _with(self._pair[1], leaves))) == FAILS
+
+    def _asked(self, pair: tuple[RunSpec, RunSpec]) -> Answer:
+        if any(map(why_illegal, pair)) or pair[0].world_size != pair[1].world_size:
+            return UNRESOLVED
+        if pair[0].key == pair[1].key:
+            return UNRESOLVED
+        before, ranks = self._leaves, pair[1].world_size
+        now = leaves_of(pair[1].config) | ({RANKS: ranks} if RANKS in before else {})
+        told = ", ".join(f"{leaf} {_words(v)}" for leaf, v in now.items() if v != before.get(leaf))
+        words = f"does it still fail with {told}?"
+        answer = self._judged.answer(pair[1], reference=pair[0], words=words)
+        if answer == FAILS:
+            self._pair = pair
+        return answer
+
+    def _is_legal(self, **leaves: Any) -> bool:
+        return not any(why_illegal(_with(spec, leaves)) for spec in self._pair)
+
+    def _count(self, leaf: str) -> None:
+        """The least value that fails, as far as it is one from which on all do."""
+        if leaf not in self._changed:
+            legal = [n for n in range(1, int(self._leaves[leaf])) if self._is_legal(**{leaf: n})]
+            first_failing(legal, lambda value: self._try(**{leaf: value}))
+
+    # --- what is made smaller
+
+    def _declared(self, smaller: Mapping[str, str]) -> None:
+        """What a program says may be smaller: `layers` to `args.n_layers`, `ranks` to `ranks`."""
+        for name, leaf in smaller.items():
+            if type(self._first.get(leaf)) is int and leaf not in self._changed:
+                self._steps() if name == "steps" else self._count(leaf)
+
+    def _steps(self) -> None:
+        """Up to the step that was seen to be bad; faults that are planted need theirs."""
+        steps = int(self._leaves["steps"])
+        verdict = self._judged.verdicts.get(self._pair[1].key)
+        found = verdict.difference.step + 1 if verdict and verdict.difference else 0
+        if found and found < steps and self._is_legal(steps=found) and self._try(steps=found):
+            return
+        legal = [n for n in range(max(found, 1), steps) if self._is_legal(steps=n)]
+        first_failing(legal, lambda value: self._try(steps=value))
+
+    def _ranks(self) -> None:
+        """Fewer ranks, the fewest first: degrees are halved, and what needs them goes."""
+        if any(leaf.startswith("parallel.") for leaf in self._changed):
+            return
+        for layout in sorted(self._smaller_layouts(), key=_size)[:MAX_LAYOUTS]:
+            answer = self._asked((_with(self._pair[0], layout), _with(self._pair[1], layout)))
+            if answer == FAILS:
+                return
+            if answer == PASSES:
+                self._passed.append(layout_words(layout))
+
+    def _smaller_layouts(self) -> Iterator[dict[str, Any]]:
+        now = self._leaves
+        degrees = [f"parallel.{axis}" for axis in DEGREES]
+        for chosen in itertools.product(*(_halves(int(now[leaf])) for leaf in degrees)):
+            layout: dict[str, Any] = dict(zip(degrees, chosen, strict=True))
+            if layout["parallel.tp"] == 1:
+                layout["parallel.sequence_parallel"] = False
+            if layout["parallel.pp"] == 1:
+                layout["parallel.pp_chunks"] = 1
+            smaller = world_size_of(config_of({**now, **layout})) < self._pair[1].world_size
+            if smaller and self._is_legal(**layout):
+                yield layout
+
+    def _captured_layers(self) -> None:
+        """Where the candidate alone captures: the smallest range of layers that it must capture."""
+        if "graph" not in self._changed:
+            return
+        last = int(self._leaves["model.layers"]) - 1
+        first, last = map(int, self._leaves[CAPTURED] or (0, last))
+
+        def fails(first: int, last: int) -> bool:
+            smaller = _with(self._pair[1], {CAPTURED: [first, last]})
+            return self._asked((self._pair[0], smaller)) == FAILS
+
+        end = first_failing(range(first, last), lambda end: fails(first, end))
+        last = last if end is None else end
+        first_failing(range(last, first, -1), lambda begin: fails(begin, last))
+
+    def _settings(self) -> None:
+        """What both have alike, and need not have: all of it at once, else one by one."""
+        plain = {
+            leaf: DEFAULTS[leaf]
+            for leaf, value in leaves_of(self._pair[0].config).items()
+            if leaf.startswith(PLAIN) and leaf != CAPTURED and value != DEFAULTS[leaf]
+            and leaf not in self._changed
+            and not (leaf == "taps" and "taps" in self._judged.case.checks)
+        }  # fmt: skip
+        if len(plain) > 1 and self._try(**plain):
+            return
+        for leaf, value in plain.items():
+            self._try(**{leaf: value})
+
+
+def _with(spec: RunSpec, leaves: Mapping[str, Any]) -> RunSpec:
+    if not capabilities_of(spec.config).layouts:
+        spec = with_steps(spec, leaves.get("steps", spec.config["steps"]))
+        taken = {leaf: value for leaf, value in leaves.items() if leaf not in ("steps", RANKS)}
+        config = config_of({**leaves_of(spec.config), **taken})
+        return dataclasses.replace(
+            spec, config=config, world_size=leaves.get(RANKS, spec.world_size)
+        )
+    config = config_of({**leaves_of(spec.config), **leaves})
+    world_size = world_size_of(config)
+    plants = [
+        dataclasses.replace(plant, rank=LAST_RANK)
+        if "rank" in CATALOGUE[plant.fault].takes and plant.rank >= world_size
+        else plant
+        for plant in plants_of(spec)
+    ]
+    return with_plants(dataclasses.replace(spec, config=config, world_size=world_size), plants)
+
+
+def _halves(degree: int) -> list[int]:
+    """A degree and its halves: 8, 4, 2, 1."""
+    return [degree, *_halves(degree // 2)] if degree > 1 else [degree]
+
+
+def layout_words(layout: Mapping[str, Any]) -> str:
+    """`dp 2 tp 2`, `one rank`."""
+    degrees = {axis: int(layout[f"parallel.{axis}"]) for axis in DEGREES}
+    return " ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1) or "one rank"
+
+
+def _size(layout: dict[str, Any]) -> tuple[int, int]:
+    """Sort key: fewest ranks first; of those, the one with the most axes left as they are."""
+    degrees = [layout[f"parallel.{axis}"] for axis in DEGREES]
+    return world_size_of(config_of(layout)), -sum(degree > 1 for degree in degrees)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,30 +1,27 @@
-"""Questions that cost runs: what they may cost, who makes the runs, what the answers are.
+"""Questions of a search: how often each is asked, what it costs, who makes its runs, what is kept.
 
     case -> what its runs cost -> run.execute in the search's own run folder -> records, verdict
-    verdict -> failure -> fails, passes, unresolved, each as often as `chance` asks for
+    verdict -> failure -> fails, passes, unresolved, as often as the `RepeatPolicy` says
 
 The folder is the cache: its runs, by `RunSpec.key`, are not made again, so a search that is started
 again asks everything anew and pays only for what is left. What is answered by no run of the folder
 (another commit's harness, a script) leaves its reply in a file (`Questions.pay`).
 
 A case fails the same way if its outcome and its `what` are those of the failure, in whatever step
-and tensor. One that fails in another way, or has no verdict, is `unresolved`: it is kept, and said.
-Repeats of a case are its candidate with another replica number, so each is a run of its own that
-shares reference and control with all the others.
+and tensor. One that fails in another way, or has no verdict, is `unresolved`.
 """
 
 import dataclasses
+import functools
 import math
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Literal
 
-from harness.bisect import chance
-from harness.bisect.chance import FAILS, PASSES, UNRESOLVED, Answer
 from harness.checks import judge as judge_case
 from harness.checks.complete import find_flaw
 from harness.codec import Json, RecordError, dumps
@@ -39,13 +36,151 @@ from harness.store.files import link_or_copy, make_folder, read_object, with_che
 TIMED: tuple[What, ...] = ("throughput_regression", "noisy")
 NONDETERMINISTIC: What = "nondeterministic_reference"
 
+# --- how often to ask ------------------------------------------------------------------------
 
-class OutOfBudget(HarnessError):
-    """The next question costs more than is left.
+Answer = Literal["fails", "passes", "unresolved"]
+"""What runs said. `unresolved`: they could not be made, or failed in another way."""
+FAILS: Final = "fails"
+PASSES: Final = "passes"
+UNRESOLVED: Final = "unresolved"
+CONFIDENCE = 0.99
+ALWAYS_AFTER = 5
+"""Failures in a row, from the first run on, after which a fault is taken for one of every run."""
+FAILURES = 10
+"""Failures of the full case after which its rate is known well enough, if some runs passed."""
+MAX_TRIALS = 200
+MAX_SILENT = 30
+"""Passes of the full case, and no failure, after which it is given up: 2 in 100,000 at 30 %."""
+
+
+class NeverFails(HarnessError):
+    """The full case does not fail, or too seldom, so there is nothing to search for."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.NO_VERDICT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds(Json):
+    """Exact (Clopper-Pearson) bounds on a rate of which `successes` in `trials` were seen."""
+
+    low: float
+    high: float
+    successes: int
+    trials: int
+
+    def __str__(self) -> str:
+        """As a table has it: `19/20 (75.1 to 99.9 %)`, rounded outwards."""
+        low, high = math.floor(self.low * 1000) / 10, math.ceil(self.high * 1000) / 10
+        return f"{self.successes}/{self.trials} ({low:g} to {high:g} %)"
+
+
+@functools.cache
+def bounds(successes: int, trials: int, confidence: float = CONFIDENCE) -> Bounds:
+    """The bounds between which the rate lies with a confidence, whatever it is."""
+
+    def tail(rate: float, n: int) -> float:
+        """Probability of `n` successes or more, of a rate above 0 and below 1."""
+        logs = (math.log(rate), math.log1p(-rate), math.lgamma(trials + 1))
+        return math.fsum(
+            math.exp(logs[2] - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
+                     + k * logs[0] + (trials - k) * logs[1]) for k in range(n, trials + 1)
+        )  # fmt: skip
+
+    def least(n: int) -> float:
+        """The rate of which `n` successes or more are just too rare."""
+        low, high = 0.0, 1.0
+        while low < (middle := (low + high) / 2) < high:
+            low, high = (middle, high) if tail(middle, n) < (1 - confidence) / 2 else (low, middle)
+        return low
+
+    low = least(successes) if successes else 0.0
+    high = 1 - least(trials - successes) if successes < trials else 1.0
+    return Bounds(low=low, high=high, successes=successes, trials=trials)
+
+
+def passes_needed(rate: float, miss: float) -> int:
+    """Passes in a row that a fault of at least this rate shows with probability `miss` at most."""
+    return 1 if rate == 1 else max(math.ceil(math.log(miss) / math.log1p(-rate)), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatPolicy(Json):
+    """How many consecutive passes make a configuration pass; a failure counts at once.
 
     Attributes:
-        best: what the search knows so far; whoever catches it on the way up may set it.
+        failures, trials: of the full failing case, which was run until it had failed that often.
+        passes: that a question on the way takes.
+        confirmations: that an answer takes on which the conclusion rests.
     """
+
+    failures: int
+    trials: int
+    passes: int
+    confirmations: int
+
+    @property
+    def always(self) -> bool:
+        """Whether the fault is taken for one of every run."""
+        return self.failures == self.trials
+
+    def __str__(self) -> str:
+        """For people."""
+        seen = f"the full case failed in {self.failures} of {self.trials} runs"
+        if self.passes < self.confirmations:
+            return f"{seen}: 1 pass counts, {self.confirmations} where the conclusion rests on it"
+        return f"{seen}: {self.passes} consecutive passes count as passed ({CONFIDENCE:.0%})"
+
+    @staticmethod
+    def of(
+        failures: int, trials: int, num_questions: int, *, flaky: bool = False
+    ) -> "RepeatPolicy":
+        """Of a case that was run until it had failed `failures` times.
+
+        Whatever its rate p, it then passes n times in a row with a probability (1 - p)^n that is,
+        over how many trials p takes to fail so often, (1 - CONFIDENCE) / num_questions at most.
+        """
+        doubt = (1 - CONFIDENCE) / num_questions
+        if failures < trials or flaky:
+            passes = max(math.ceil((doubt ** (-1 / failures) - 1) * trials), 1)
+            return RepeatPolicy(
+                failures=failures, trials=trials, passes=passes, confirmations=passes
+            )
+        # The worst rate p for failing `failures` times and passing n times next: p^f (1 - p)^n.
+        n = 1
+        while (p := failures / (failures + n)) ** failures * (1 - p) ** n > doubt:
+            n += 1
+        return RepeatPolicy(failures=failures, trials=trials, passes=1, confirmations=n)
+
+
+EVERY_RUN = RepeatPolicy(failures=1, trials=1, passes=1, confirmations=1)
+"""Of a fault that somebody knows to fire in every run."""
+
+
+def learn(run: Callable[[int], Answer], *, num_questions: int, flaky: bool = False) -> RepeatPolicy:
+    """Run the full failing case until its rate is known well enough.
+
+    `run` takes the number of runs before; the doubt is shared among the questions; `flaky` is a
+    case that fails and was seen to pass, so one pass is never enough.
+
+    Raises:
+        NeverFails: it failed too seldom in `MAX_TRIALS` runs, or could not be run.
+    """
+    answers: list[Answer] = []
+    while answers.count(FAILS) < (FAILURES if flaky or PASSES in answers else ALWAYS_AFTER):
+        if len(answers) == (MAX_TRIALS if FAILS in answers else MAX_SILENT):
+            seen = answers.count(FAILS)
+            raise NeverFails(f"the full case failed in {seen} of {len(answers)} runs: too seldom")
+        answers.append(run(len(answers)))
+        if answers[-1] == UNRESOLVED:
+            raise NeverFails(f"run {len(answers)} of the full case gave no answer")
+    return RepeatPolicy.of(answers.count(FAILS), len(answers), num_questions, flaky=flaky)
+
+
+# --- what it costs ---------------------------------------------------------------------------
+
+
+class OutOfBudget(HarnessError):
+    """The next question costs more than is left; `best` is what the search knows so far."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.NO_VERDICT
 
@@ -55,55 +190,33 @@ class OutOfBudget(HarnessError):
 
 
 class Budget:
-    """What one sitting of a search may cost; stored replies cost nothing.
-
-    Args:
-        runs: number of runs, None for any.
-        minutes: from now on, None for any.
-        clock: seconds that only run.
-    """
+    """What one sitting of a search may cost, None for any; stored replies cost nothing."""
 
     def __init__(
-        self,
-        *,
-        runs: int | None = None,
-        minutes: float | None = None,
+        self, *, runs: int | None = None, minutes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if runs is not None and runs < 0:
             raise UsageError(f"budget: expected a number of runs from 0, got {runs}")
         if minutes is not None and not 0 <= minutes < math.inf:
             raise UsageError(f"budget: expected minutes from 0, got {minutes}")
-        self.max_runs = runs
-        self.max_minutes = minutes
-        self.spent_runs = 0
-        self._clock = clock
-        self._began_s = clock()
+        self.max_runs, self.max_minutes, self.spent_runs = runs, minutes, 0
+        self._clock, self._began_s = clock, clock()
 
-    @property
-    def spent_minutes(self) -> float:
-        """Since the sitting began."""
-        return (self._clock() - self._began_s) / 60
+    def covers(self, runs: int) -> bool:
+        """Whether so many runs are left."""
+        return self.max_runs is None or self.spent_runs + runs <= self.max_runs
 
     def check(self, runs: int) -> None:
-        """See that a question may be asked.
-
-        Raises:
-            OutOfBudget: it costs more runs than are left, or the time is over.
-        """
-        if runs == 0:
-            return
-        if self.max_runs is not None and self.spent_runs + runs > self.max_runs:
+        """See that a question of so many runs may be asked (`OutOfBudget`: it may not)."""
+        if runs and not self.covers(runs):
             raise OutOfBudget(
                 f"the budget of {self.max_runs} runs: {self.spent_runs} spent, the next question "
                 f"takes up to {runs}"
             )
-        if self.max_minutes is not None and self.spent_minutes >= self.max_minutes:
+        minutes = (self._clock() - self._began_s) / 60
+        if runs and self.max_minutes is not None and minutes >= self.max_minutes:
             raise OutOfBudget(f"the budget of {self.max_minutes:g} minutes is spent")
-
-    def spend(self, runs: int) -> None:
-        """Take runs off what is left."""
-        self.spent_runs += runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +231,10 @@ class AskedQuestion(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class Reply(Json):
-    """What came of a question that no run of the folder answers.
+    """What came of a question that no run of the folder answers; `words` are for people."""
 
-    Attributes:
-        answer: for questions of yes and no; None for others, whose `detail` speaks.
-        words: for people, in one line.
-        detail: JSON values, as the asker needs them.
-    """
-
-    answer: Answer | None = None
+    answer: Answer
     words: str = ""
-    detail: dict[str, Any] = field(default_factory=dict)
 
 
 class Questions:
@@ -142,17 +248,12 @@ class Questions:
     """
 
     def __init__(
-        self,
-        budget: Budget | None = None,
-        *,
-        replies: Path | None = None,
+        self, budget: Budget | None = None, *, replies: Path | None = None,
         earlier: Sequence[AskedQuestion] = (),
         told: Callable[[int, AskedQuestion], None] = lambda *_: None,
-    ) -> None:
-        self.budget = budget or Budget()
-        self._replies = replies
+    ) -> None:  # fmt: skip
+        self.budget, self._replies, self._told = budget or Budget(), replies, told
         self._earlier = {question.words: question for question in earlier}
-        self._told = told
         self._asked: dict[str, AskedQuestion] = {}
 
     @property
@@ -166,10 +267,6 @@ class Questions:
         come_to = {question.words for question in self._asked.values()}
         return tuple(q for words, q in self._earlier.items() if words not in come_to)
 
-    def earlier(self, words: str) -> AskedQuestion | None:
-        """The question as an earlier sitting has asked it."""
-        return self._earlier.get(words)
-
     def note(self, key: str, words: str, answer: str, runs: int, began_s: float) -> None:
         """Take a question down, once by its key; one that cost nothing now costs what it did."""
         if key in self._asked:
@@ -182,37 +279,32 @@ class Questions:
         self._told(len(self._asked), question)
 
     def pay(self, key: str, words: str, runs: int, find_out: Callable[[], Reply]) -> Reply:
-        """The kept reply, or the one that `find_out` gives, which is then kept.
+        """The reply that the file `key` keeps, or that `find_out` gives, which it then keeps.
 
         Nothing is kept if it raises, so a question that was interrupted is asked again.
 
-        Args:
-            key: name of the file that keeps the reply.
-            words: the question for people.
-            runs: that it costs.
-            find_out: asks.
-
         Raises:
-            OutOfBudget: it costs more than is left.
+            OutOfBudget: it costs more runs than are left.
             Infrastructure: the disk refused.
         """
-        path = None if self._replies is None else self._replies / f"{key}.json"
-        began_s, reply = time.monotonic(), None
-        if path is not None and path.is_file():
-            try:
-                reply = Reply.from_json(read_object(path))
-            except (OSError, RecordError):
-                reply = None  # damaged: asked again
+        path, began_s = self._replies and self._replies / f"{key}.json", time.monotonic()
+        try:
+            reply = Reply.from_json(read_object(path)) if path is not None else None
+        except (OSError, RecordError):
+            reply = None  # not there, or damaged
         paid = 0 if reply is not None else runs
         if reply is None:
             self.budget.check(runs)
             reply = find_out()
-            self.budget.spend(runs)
+            self.budget.spent_runs += runs
             if path is not None:
                 make_folder(path.parent)
                 write_atomic(path, dumps(with_checksum(reply)) + "\n")
         self.note(key, words, reply.words, paid, began_s)
         return reply
+
+
+# --- who makes the runs ----------------------------------------------------------------------
 
 
 def brief(verdict: Verdict) -> str:
@@ -234,30 +326,15 @@ class Asked:
 
 
 class Asker:
-    """Makes the runs of questions in one folder, within a budget.
-
-    Args:
-        folder: of the search; locked by whoever made it.
-        engine: makes the runs; stays open.
-        questions: takes the questions down, and has the budget; None for any.
-        progress: is told of every run.
-    """
+    """Makes the runs of questions in one locked folder, within the budget of `questions`."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        engine: Engine,
-        questions: Questions | None = None,
-        *,
-        progress: Progress | None = None,
-    ) -> None:
-        self.folder = folder
-        self.questions = questions or Questions()
-        self.num_runs = 0
+        self, folder: RunFolder, engine: Engine, questions: Questions | None = None,
+        *, progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.questions, self.num_runs = folder, questions or Questions(), 0
         self._adopted: set[str] = set()
-        self._ahead: set[str] = set()
-        self._engine = engine
-        self._progress = progress or Silent()
+        self._engine, self._progress = engine, progress or Silent()
 
     def cost(self, *cases: CaseSpec) -> int:
         """How many runs the questions would make."""
@@ -265,13 +342,9 @@ class Asker:
         return sum(self.folder.finished(key) is None for key in keys)
 
     def ask(
-        self,
-        case: CaseSpec,
-        words: str,
-        *,
-        judge: Judge = judge_case,
+        self, case: CaseSpec, words: str, *, judge: Judge = judge_case,
         answer: Callable[[Verdict], str] = brief,
-    ) -> Asked:
+    ) -> Asked:  # fmt: skip
         """Make the runs of a case that are missing, and judge it.
 
         Args:
@@ -282,25 +355,25 @@ class Asker:
 
         Raises:
             OutOfBudget: it costs more than is left; nothing was run.
-            UsageError: a run does not fit on the engine.
-            Interrupted: somebody stopped it; what is done is kept.
         """
-        cost, key, began_s = self.cost(case), question_key(case), time.monotonic()
-        (verdict,) = self._make([case], cost, judge)
-        told = answer(verdict)
-        if cost or key not in self._ahead:
-            self.questions.note(key, words, told, cost, began_s)
+        (verdict,) = self.ask_all([case], words, judge=judge, answer=answer)
         return Asked(runs=load_runs(self.folder, case), verdict=verdict)
 
-    def _make(
-        self, cases: Sequence[CaseSpec], cost: int, judge: Judge = judge_case
-    ) -> Sequence[Verdict]:
+    def ask_all(
+        self, cases: Sequence[CaseSpec], words: str, *, judge: Judge = judge_case,
+        answer: Callable[[Verdict], str] = brief,
+    ) -> Sequence[Verdict]:  # fmt: skip
+        """As `ask`, of several cases whose runs are made side by side, as one question."""
+        cost, began_s = self.cost(*cases), time.monotonic()
         self.questions.budget.check(cost)
         verdicts = execute(
             self.folder, cases, self._engine, self._progress, judge=judge, confirm=False
         )
         self.num_runs += cost
-        self.questions.budget.spend(cost)
+        self.questions.budget.spent_runs += cost
+        told = Counter(map(answer, verdicts))
+        said = ", ".join(f"{each} ({n} times)" if n > 1 else each for each, n in told.items())
+        self.questions.note(" and ".join(map(question_key, cases)), words, said, cost, began_s)
         return verdicts
 
     def unaccounted(self) -> "Asker":
@@ -317,42 +390,8 @@ class Asker:
         """How many candidates of a case fit on the engine side by side."""
         return max(1, self._engine.slots // case.candidate.world_size)
 
-    def make_ahead(self, cases: Sequence[CaseSpec], words: Sequence[str]) -> None:
-        """Make the runs of several questions side by side, to be asked one by one afterwards.
-
-        Nothing is made if the first is known, or the budget does not allow them all.
-
-        Args:
-            cases: the questions.
-            words: of each, for people.
-
-        Raises:
-            UsageError: a run does not fit on the engine.
-            Interrupted: somebody stopped it; what is done is kept.
-        """
-        together = f"{words[0]} with the next {len(words) - 1} beside it"
-        cost, before, began_s = (
-            self.cost(*cases),
-            self.questions.earlier(together),
-            time.monotonic(),
-        )
-        if before is None and not self.cost(cases[0]):
-            return
-        try:
-            told = Counter(map(brief, self._make(cases, cost)))
-        except OutOfBudget:
-            return
-        answer = ", ".join(f"{a} ({n} times)" if n > 1 else a for a, n in told.items())
-        keys = [question_key(case) for case in cases]
-        self._ahead |= set(keys)
-        self.questions.note(" and ".join(keys), together, answer, cost, began_s)
-
     def adopt(self, place: Path, case: CaseSpec) -> None:
-        """Take the finished runs of a case folder, so that they are not made again.
-
-        Raises:
-            Infrastructure: the disk refused.
-        """
+        """Take the finished runs of a case folder (`Infrastructure`: the disk refused)."""
         for leg in LEGS:
             target = self.folder.run_folder(getattr(case, leg).key)
             source = place / leg
@@ -372,9 +411,9 @@ class Asker:
 
 
 def question_key(case: CaseSpec) -> str:
-    """The same for the same question: which legs, and what is asked of them."""
-    checks = ",".join(sorted(case.checks))
-    return f"{case.reference.key} {case.control.key} {case.candidate.key} {checks}"
+    """The same for the same question: which runs, and what is asked of them."""
+    keys = " ".join(getattr(case, leg).key for leg in ("reference", "control", "candidate"))
+    return f"{keys} {','.join(sorted(case.checks))}"
 
 
 def load_runs(folder: RunFolder, case: CaseSpec) -> CaseRuns:
@@ -401,14 +440,11 @@ def judged_by(differ: Callable[[RunResult, RunResult], str]) -> Judge:
         if flaw is not None:
             told, what = f"the {leg}: {flaw.message}", flaw.what
         return Verdict(
-            case_id=case.id,
+            case_id=case.id, what=what if told else "", checks=(), wall_s=0.0,
             outcome="error" if flaw is not None else "failed" if told else "passed",
-            what=what if told else "",
-            message=told or "the legs are equal: what failed did not come back",
-            checks=(),
+            message=told or "the runs are equal: what failed did not come back",
             runs={leg: getattr(case, leg).key for leg in LEGS},
-            wall_s=0.0,
-        )
+        )  # fmt: skip
 
     return judge
 
@@ -437,21 +473,12 @@ def failure_of(verdict: Verdict) -> Failure:
 
 
 def question_case(
-    case: CaseSpec,
-    failure: Failure,
-    candidate: RunSpec,
-    *,
-    reference: RunSpec | None = None,
+    case: CaseSpec, failure: Failure, candidate: RunSpec, *, reference: RunSpec | None = None,
     repeat: int = 0,
-) -> CaseSpec:
-    """The case with another candidate, or other legs, as a question of a search for a failure.
+) -> CaseSpec:  # fmt: skip
+    """The case with another candidate, or reference, as a question of a search for a failure.
 
-    Args:
-        case: that failed.
-        failure: its failure; times are taken only where they are in question.
-        candidate: in place of its own.
-        reference: in place of its own, with the control that belongs to it.
-        repeat: number of the repeat; 0 is the first run.
+    Times are taken only where they are in question; `repeat` is the number of the repeat, from 0.
     """
     control = case.control
     if reference is not None and reference.key != case.reference.key:
@@ -471,100 +498,77 @@ def question_case(
 
 
 class Judged:
-    """Answers whether cases fail the same way, each as often as it takes.
-
-    Args:
-        case: that failed.
-        failure: how.
-        asker: makes the runs.
-        verdict: of the case itself, its first run; None to ask for it.
+    """Answers whether cases fail the same way as one that failed, each as often as it takes.
 
     Attributes:
-        patience: how often a case must pass; learnt by `learn`, once a case until then.
-        others: verdicts that were neither the failure nor a pass, by candidate.
+        policy: how often a case must pass; learnt by `learn`, once a case until then.
+        verdicts: of candidates that failed the same way, by key.
+        others: of candidates that neither failed the same way nor passed.
     """
 
     def __init__(
         self, case: CaseSpec, failure: Failure, asker: Asker, verdict: Verdict | None = None
     ) -> None:
         self.case, self.failure, self.asker = case, failure, asker
-        self.patience: chance.Patience | None = None
-        self.others: dict[str, Verdict] = {}
+        self.policy: RepeatPolicy | None = None
         self.verdicts: dict[str, Verdict] = {}
-        self._known: dict[tuple[str, ...], Verdict] = {}
+        self.others: dict[str, Verdict] = {}
+        self._known: dict[str, Verdict] = {}
         if verdict is not None:
-            self.verdicts[case.candidate.key] = self._known[_keys(case)] = verdict
+            self.verdicts[case.candidate.key] = self._known[_runs_key(case)] = verdict
 
-    def learn(self, num_questions: int, confidence: float) -> None:
-        """Run the case itself until its rate of failure is known well enough.
-
-        Raises:
-            NeverFails: it fails too seldom for a search.
-            OutOfBudget: of the asker.
-        """
+    def learn(self, num_questions: int) -> RepeatPolicy:
+        """As `learn`, of the case itself."""
 
         def run(number: int) -> Answer:
-            ahead = max(chance.ALWAYS_AFTER - number, self.asker.room(self.case))
-            return self.once(self.case.candidate, number, ahead=ahead)
+            ahead = max(ALWAYS_AFTER - number, self.asker.room(self.case))
+            return self._once(self.case.candidate, number, None, "", ahead)
 
-        self.patience = chance.learn(run, num_questions=num_questions, confidence=confidence)
+        self.policy = learn(run, num_questions=num_questions)
+        return self.policy
 
     def answer(
         self, candidate: RunSpec, *, reference: RunSpec | None = None, words: str = "",
         sure: bool = False,
     ) -> Answer:  # fmt: skip
         """Whether a case fails the same way; `sure` where a conclusion rests on a pass."""
-        known = self.patience
-        passes = 1 if known is None else known.confirmations if sure else known.passes
+        policy = self.policy or EVERY_RUN
+        passes = policy.confirmations if sure else policy.passes
+        for number in range(passes):
+            found = self._once(candidate, number, reference, words, passes - number)
+            if found != PASSES:
+                return found  # what cannot be run once is not run again and again
+        return PASSES
 
-        def run(number: int) -> Answer:
-            return self.once(
-                candidate, number, reference=reference, words=words, ahead=passes - number
-            )
-
-        answer, _ = chance.ask(run, passes)
-        return answer
-
-    def once(
-        self,
-        candidate: RunSpec,
-        number: int,
-        *,
-        reference: RunSpec | None = None,
-        words: str = "",
-        ahead: int = 1,
+    def _once(
+        self, candidate: RunSpec, number: int, reference: RunSpec | None, words: str, ahead: int
     ) -> Answer:
-        """Whether one run of a case fails the same way.
-
-        Args:
-            candidate, reference: of the case.
-            number: counts its runs from 0.
-            words: the question for people.
-            ahead: how many runs are wanted from this one on, should it pass.
-        """
+        """Whether run `number` of a case fails the same way; the next `ahead` - 1 are wanted."""
         if number == 0 and candidate.key == (reference or self.case.reference).key:
             return PASSES  # the control is that run
-        case, *further = (
+        cases = [
             question_case(self.case, self.failure, candidate, reference=reference, repeat=repeat)
             for repeat in range(number, number + max(ahead, 1))
-        )
-        verdict = self._known.get(_keys(case))
+        ]
+        verdict = self._known.get(_runs_key(cases[0]))
         if verdict is None:
-            further = further[: self.asker.room(case) - 1]
-            ask = words or "does the case itself fail?"
-            numbers = range(number + 1, number + 2 + len(further))
-            told = [f"{ask} run {each}" if each > 1 else ask for each in numbers]
-            if further:
-                self.asker.make_ahead([case, *further], told)
-            verdict = self.asker.ask(case, told[0]).verdict
+            cases = cases[: self.asker.room(cases[0])]
+            if not self.asker.questions.budget.covers(self.asker.cost(*cases)):
+                cases = cases[:1]
+            told = words or "does the case itself fail?"
+            if len(cases) > 1:
+                told += f" runs {number + 1} to {number + len(cases)}"
+            elif number:
+                told += f" run {number + 1}"
+            verdicts = self.asker.ask_all(cases, told)
+            self._known |= dict(zip(map(_runs_key, cases), verdicts, strict=True))
+            verdict = verdicts[0]
         answer = self.failure.answer(verdict)
-        if answer == FAILS:
-            self.verdicts.setdefault(candidate.key, verdict)
-        if answer == UNRESOLVED:
-            self.others.setdefault(candidate.key, verdict)
+        if answer != PASSES:
+            held = self.verdicts if answer == FAILS else self.others
+            held.setdefault(candidate.key, verdict)
         return answer
 
 
-def _keys(case: CaseSpec) -> tuple[str, ...]:
-    """Equal for cases of the same runs."""
-    return (case.reference.key, case.control.key, case.candidate.key)
+def _runs_key(case: CaseSpec) -> str:
+    return f"{case.reference.key} {case.control.key} {case.candidate.key}"

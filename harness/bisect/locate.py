@@ -27,11 +27,10 @@ from dataclasses import replace
 from typing import Any
 
 from harness.bisect.aligned import Legs, module_of
-from harness.bisect.chance import passes_needed
 from harness.bisect.differences import different_on_ranks, with_steps
 from harness.bisect.divergence import where_they_part
 from harness.bisect.elements import kept_name, with_element
-from harness.bisect.experiments import Asker, OutOfBudget, judged_by, message
+from harness.bisect.experiments import Asker, OutOfBudget, judged_by, message, passes_needed
 from harness.bisect.found import Location, Near
 from harness.checks.complete import find_flaw
 from harness.checks.environment import quantity_of

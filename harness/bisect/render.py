@@ -1,13 +1,15 @@
 """What a search has found, in words, and what the user sees while it goes on: all that people read.
 
-facts         the same lines for the screen and for the page; the first three say what failed,
-              where it entered, and the first thing that is wrong there
-page          `bisect.md`: one page that stands for the search, for people who were not there
+facts         name and text of each line; the first three say what failed, where it entered, and
+              the first thing that is wrong there
+sections      lists below them: evidence, what is not known, questions
+page          both as Markdown, `bisect.md`, for people who were not there; the terminal has the
+              facts and the first sections; JSON is `Findings.to_json`
 SearchView    1. which call differs first, up to step 3? step 3, forward, layers.0 (2 runs)
-              on a terminal the same, and below it the runs under way, redrawn in place
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.bisect.causes import FoundCauses
-from harness.bisect.commits import CommitSearch, ReleaseSearch
+from harness.bisect.commits import CommitSearch
 from harness.bisect.experiments import AskedQuestion
 from harness.bisect.found import Element, Location
-from harness.bisect.least import LayerRange
 from harness.bisect.repro import Alone
 from harness.checks.evidence import count
 from harness.codec import Json, RecordError, dumps
@@ -33,9 +34,10 @@ from harness.store import SEARCH_FILE
 from harness.store.files import read_object, with_checksum, write_atomic
 from harness.typed import typed
 
-UNKNOWN = "not known"
+UNKNOWN, PAGE_FILE, WIDTH, MOST_EVIDENCE = "not known", "bisect.md", 80, 8
 OTHER_ENVIRONMENT = (
-    "the legs ran in other environments, so no setting is searched for: make them alike, run again"
+    "the runs were made in other environments, so no setting is searched for: make them alike, run "
+    "again"
 )
 
 
@@ -47,14 +49,13 @@ class Findings(Json):
         case_id, scenario: which case.
         outcome, what, message: its verdict.
         command: that goes on with the search, or shows it again.
-        environment: what legs or nights ran in, where it differs; said first.
+        environment: what runs or run folders differ in; said first.
         place: where the fault entered; None before that stage.
-        causes: smallest sets of differences between the legs that still fail; None before that
-            stage, or if nobody asked.
-        layers: that must be captured; None before that stage, or if no capture is to blame.
+        causes: smallest sets of differences that still fail; None before that stage, or if nobody
+            asked.
         least_case: the scenario that fails alone; None before that stage, or if nobody asked.
         commits: the first bad one, or the range of suspects; None if nobody asked.
-        release: of a package, the first bad one; None if nobody asked.
+        release: of a package, the same.
         questions: what was asked, in order.
         num_runs: made in all sittings.
         seconds: spent in all sittings.
@@ -70,25 +71,19 @@ class Findings(Json):
     environment: tuple[str, ...] = ()
     place: Location | None = None
     causes: FoundCauses | None = None
-    layers: LayerRange | None = None
     least_case: Alone | None = None
     commits: CommitSearch | None = None
-    release: ReleaseSearch | None = None
+    release: CommitSearch | None = None
     questions: tuple[AskedQuestion, ...] = ()
     num_runs: int = 0
     seconds: float = 0.0
     stopped: str = ""
 
 
-def keep_findings(folder: Path, findings: Findings) -> Path:
-    """Write what is known; the file's path.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
-    path = folder / SEARCH_FILE
-    write_atomic(path, dumps(with_checksum(findings)) + "\n")
-    return path
+def keep_findings(folder: Path, findings: Findings) -> None:
+    """Write what is known, as JSON and as a page (`Infrastructure`: the disk refused)."""
+    write_atomic(folder / SEARCH_FILE, dumps(with_checksum(findings)) + "\n")
+    write_atomic(folder / PAGE_FILE, page(findings))
 
 
 def read_findings(folder: Path) -> Findings | None:
@@ -135,13 +130,6 @@ def _where_in(found: Element) -> str:
     return f"{told or ':'} [{', '.join(axes)}] of {list(found.shape)}"
 
 
-def side(place: Location | None) -> str:
-    """On which side of which collective the origin lies; "" if that is not known."""
-    if place is None or not place.collective:
-        return ""
-    return f"{place.near} {place.collective}".strip()
-
-
 def since(place: Location | None) -> str:
     """From which step on."""
     if place is None or place.step is None:
@@ -163,8 +151,7 @@ def causes(found: FoundCauses | None) -> list[str]:
     num = len(found.candidates)
     of = f"of {count(num, 'difference')} between the two runs"
     if not found.causes:
-        # A search that was not made has its reason as a note: nothing was looked for in vain.
-        why = found.notes if not found.num_questions else ()
+        why = found.notes if not found.num_questions else ()  # of a search that was not made
         return list(why) or [f"none found {of}"]
     lines = [str(cause) for cause in found.causes]
     blamed = {change for cause in found.causes for change in cause.changes}
@@ -174,7 +161,7 @@ def causes(found: FoundCauses | None) -> list[str]:
 
 def facts(findings: Findings) -> list[tuple[str, str]]:
     """Name and text of each line, in the order in which they are read."""
-    place = findings.place
+    place, found = findings.place, findings.causes
     if findings.outcome == "passed":
         return []  # there is no place to speak of
     is_end = place is not None and not place.tensor and place.quantity in WHATS
@@ -184,25 +171,37 @@ def facts(findings: Findings) -> list[tuple[str, str]]:
     ]
     if place is not None and place.element is not None:
         lines.append(("element", element(place.element)))
-    if beside := side(place):
-        lines.append(("entered", beside))
+    if place is not None and place.collective:
+        lines.append(("entered", f"{place.near} {place.collective}".strip()))
     lines.append(("since", since(place)))
-    how_often = findings.causes.patience if findings.causes is not None else None
-    if how_often is not None and not how_often.always:
-        seldom = f"failed in {how_often.failures} of {count(how_often.trials, 'run')}"
+    if found is not None and found.policy is not None and not found.policy.always:
+        seldom = f"failed in {found.policy.failures} of {count(found.policy.trials, 'run')}"
         lines.append(("how often", seldom))
-    lines += [("why", why) for why in causes(findings.causes)]
-    if findings.layers is not None:
-        lines.append(("layers", str(findings.layers)))
+    lines += [("why", why) for why in causes(found)]
     if findings.what == "different_environment":
         lines.append(("why", OTHER_ENVIRONMENT))
-    if findings.least_case is not None:
-        lines.append(("least case", str(findings.least_case)))
-    if findings.commits is not None:
-        lines.append(("commit", str(findings.commits)))
-    if findings.release is not None:
-        lines.append(("release", str(findings.release)))
-    return lines
+    searched = {
+        "least case": findings.least_case, "commit": findings.commits, "release": findings.release,
+    }  # fmt: skip
+    return lines + [(name, str(each)) for name, each in searched.items() if each is not None]
+
+
+def sections(findings: Findings) -> Iterator[tuple[str, Sequence[str], bool]]:
+    """Title and items of each list, and whether its items are numbered."""
+    place, found = findings.place, findings.causes
+    least, commits = findings.least_case, findings.commits
+    yield "Evidence", place.evidence if place else (), True
+    yield "Not known", place.unknown if place else (), False
+    if found is not None:
+        yield "Causes", [*([str(found.policy)] if found.policy else []), *found.notes], False
+    yield "Least case", (*least.made, *least.notes) if least else (), False
+    yield "Commits", (commits.policy, *commits.notes) if commits else (), False
+    questions = [
+        f"{asked(q.words)} {q.answer}"
+        + (f" ({count(q.runs, 'run')}, {q.seconds:.1f} s)" if q.runs else "")
+        for q in findings.questions
+    ]
+    yield f"Asked ({spent(findings)})", questions, True
 
 
 def spent(findings: Findings) -> str:
@@ -219,29 +218,13 @@ def asked(words: str) -> str:
     return told if told.endswith("?") else f"{told}:"
 
 
-def _cost(question: AskedQuestion) -> str:
-    """` (2 runs, 4.1 s)`; "" for what was known."""
-    runs = question.runs
-    return f" ({count(runs, 'run')}, {question.seconds:.1f} s)" if runs else ""
-
-
-PAGE_FILE = "bisect.md"
-
-
-def keep_page(folder: Path, findings: Findings) -> Path:
-    """Write the page; its path.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
-    path = folder / PAGE_FILE
-    write_atomic(path, page(findings))
-    return path
+# --- the page --------------------------------------------------------------------------------
 
 
 def page(findings: Findings) -> str:
     """The page as Markdown; nothing from outside is read as markup."""
-    lines = [f"# {_code(findings.case_id)}: {findings.outcome} {findings.what}".rstrip(), ""]
+    case_id = one_line(findings.case_id).replace("`", "")
+    lines = [f"# `{case_id}`: {findings.outcome} {findings.what}".rstrip(), ""]
     for told in findings.environment:
         lines += [f"**Environment:** {_plain(told)}", ""]
     if findings.stopped:
@@ -249,33 +232,12 @@ def page(findings: Findings) -> str:
     lines += ["| | |", "| --- | --- |"]
     lines += [f"| {name} | {_plain(text)} |" for name, text in facts(findings)]
     lines += ["", f"Verdict: {_plain(findings.message)}", ""]
-    place = findings.place
-    if place is not None:
-        lines += _section("Evidence", place.evidence, numbered=True)
-        lines += _section("Not known", place.unknown)
-    if findings.causes is not None:
-        sure = [str(findings.causes.patience)] if findings.causes.patience else []
-        lines += _section("Causes", [*sure, *findings.causes.notes])
-    if findings.least_case is not None:
-        lines += _section("Least case", [*findings.least_case.made, *findings.least_case.notes])
-    if findings.commits is not None:
-        lines += _section("Commits", [findings.commits.patience, *findings.commits.notes])
-    questions = [f"{asked(q.words)} {q.answer}{_cost(q)}" for q in findings.questions]
-    lines += _section(f"Asked ({spent(findings)})", questions, numbered=True)
-    lines += ["## Again", "", f"    {one_line(findings.command)}", ""]
-    return "\n".join(lines)
-
-
-def _section(
-    title: str, items: tuple[str, ...] | list[str], *, numbered: bool = False
-) -> list[str]:
-    if not items:
-        return []
-    marks = [f"{i}." for i in range(1, len(items) + 1)] if numbered else ["-"] * len(items)
-    return [
-        f"## {title}", "",
-        *(f"{mark} {_plain(item)}" for mark, item in zip(marks, items, strict=True)), "",
-    ]  # fmt: skip
+    for title, items, numbered in sections(findings):
+        if items:
+            marks = [f"{i}." if numbered else "-" for i in range(1, len(items) + 1)]
+            rows = [f"{mark} {_plain(item)}" for mark, item in zip(marks, items, strict=True)]
+            lines += [f"## {title}", "", *rows, ""]
+    return "\n".join([*lines, "## Again", "", f"    {one_line(findings.command)}", ""])
 
 
 def _plain(text: str) -> str:
@@ -286,12 +248,7 @@ def _plain(text: str) -> str:
     return escaped
 
 
-def _code(text: str) -> str:
-    return f"`{one_line(text).replace('`', '')}`"
-
-
-WIDTH = 80
-MOST_EVIDENCE = 8
+# --- the terminal ----------------------------------------------------------------------------
 
 
 def print_findings(console: Console, findings: Findings, page: Path) -> None:
@@ -305,35 +262,32 @@ def print_findings(console: Console, findings: Findings, page: Path) -> None:
         console.print(cell(told, "yellow"), width=width)
     if findings.place is None:
         console.print(cell(findings.message), width=width)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for number, (name, text) in enumerate(facts(findings)):
-        table.add_row(
-            cell(name, "dim"), cell(typed(text), "bold" if number < 2 or name == "element" else "")
-        )
-    console.print(table, width=width)
+    rows = [
+        (cell(name, "dim"), cell(typed(text), "bold" if number < 2 or name == "element" else ""))
+        for number, (name, text) in enumerate(facts(findings))
+    ]
+    _print_rows(console, rows, 2, width)
     if findings.stopped:
         console.print(cell(f"not finished: {findings.stopped}", "yellow"), width=width)
-    place = findings.place
-    if place is not None:
-        _print_list(console, "evidence", place.evidence, width)
-        _print_list(console, "not known", place.unknown, width)
+    for title, items, _ in sections(findings) if findings.place is not None else ():
+        if items and title in ("Evidence", "Not known"):
+            console.print(cell(title.lower(), "dim"))
+            shown = [(cell(f"  {i}."), cell(each)) for i, each in enumerate(items, 1)]
+            more = f"{len(items) - MOST_EVIDENCE} more on the page"
+            rest = [(cell(""), cell(more))] if len(items) > MOST_EVIDENCE else []
+            _print_rows(console, [*shown[:MOST_EVIDENCE], *rest], 1, width)
     console.print(cell(f"{spent(findings)}; page {page}", "dim"), soft_wrap=True)
     console.print(cell(f"again: {typed(findings.command)}", "dim"), soft_wrap=True)
 
 
-def _print_list(console: Console, title: str, items: tuple[str, ...], width: int) -> None:
-    if not items:
-        return
-    console.print(cell(title, "dim"))
-    table = Table.grid(padding=(0, 1))
+def _print_rows(
+    console: Console, rows: Sequence[tuple[Text, Text]], padding: int, width: int
+) -> None:
+    table = Table.grid(padding=(0, padding))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for number, item in enumerate(items[:MOST_EVIDENCE], 1):
-        table.add_row(cell(f"  {number}."), cell(item))
-    if len(items) > MOST_EVIDENCE:
-        table.add_row(cell(""), cell(f"{len(items) - MOST_EVIDENCE} more on the page"))
+    for row in rows:
+        table.add_row(*row)
     console.print(table, width=width)
 
 
@@ -360,7 +314,7 @@ def question_line(number: int, question: AskedQuestion) -> Text:
 
 
 class PlainSearch(PlainView):
-    """A line for each question, for logs and CI."""
+    """A line for each question, for logs and CI: its answer says what became of the runs."""
 
     def answered(self, number: int, question: AskedQuestion) -> None:
         """Print it."""
@@ -373,7 +327,7 @@ class PlainSearch(PlainView):
         """Nothing."""
 
     def run_finished(self, outcome: RunOutcome) -> None:
-        """Nothing: the answer says what became of it."""
+        """Nothing."""
 
     def judged(self, verdict: Verdict) -> None:
         """Nothing."""

@@ -1,20 +1,16 @@
-"""From a cause to what fails alone: a scenario that anybody can run, a script without us.
+"""From a cause to what fails alone: a scenario that anybody can run.
 
-    legs -> least case -> base, one compared axis, plants -> YAML -> decoded again -> it fails
-    legs of somebody's program -> the same, and a script that starts it twice
+    cause -> least case -> base, one compared axis, plants -> YAML -> decoded again -> it fails
 
-What the legs differ in must fit on one axis; what does not goes into `base`, into both legs. Which
+What the two runs differ in must fit on one axis; what does not goes into `base`, into both. Which
 of the differences is compared is tried one after the other until a scenario fails as the case did:
 it is believed because it was run, not because it was written.
 """
 
 import copy
 import dataclasses
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +18,14 @@ from typing import Any
 
 import yaml
 
-from fsdp_core.config import EAGER, NO_COMPILE, NO_STRESS, TrainConfig, model_from_preset
-from harness.bisect.causes import FoundCause, FoundCauses
-from harness.bisect.chance import FAILS
+from fsdp_core.config import (
+    EAGER,
+    NO_COMPILE,
+    NO_STRESS,
+    TrainConfig,
+    model_from_preset,
+)
+from harness.bisect.causes import DEFAULTS, FoundCauses, find_least
 from harness.bisect.differences import (
     PLANT,
     LegChanges,
@@ -33,14 +34,19 @@ from harness.bisect.differences import (
     plants_of,
     program_in,
 )
-from harness.bisect.experiments import Asker, Failure, Judged, OutOfBudget, Reply
-from harness.bisect.least import find_least, judged_of_cause
+from harness.bisect.experiments import (
+    FAILS,
+    Asker,
+    Judged,
+    OutOfBudget,
+    failure_of,
+)
 from harness.checks.evidence import count
 from harness.codec import Json
 from harness.errors import HarnessError
 from harness.faults.catalogue import CATALOGUE
-from harness.program.spec import capabilities_of, command_line
-from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict, What
+from harness.program.spec import capabilities_of
+from harness.records import CaseSpec, PlantSpec, RunSpec, Verdict
 from harness.scenario.case_id import whole_id
 from harness.scenario.matrix import expand
 from harness.scenario.schema import MAX_WHY_CHARS, decode_scenario
@@ -49,19 +55,13 @@ from harness.store.files import make_folder, refused
 
 FOLDER = Path("scenarios/repro")
 _IGNORED = "# Written by harness bisect, for whoever ran it: `git add --force` keeps one.\n*\n"
+
 FIRST = ("graph", "stress", "fsdp", "compile", PLANT)
 """Which difference is compared, where there are several: in this order, all others after."""
 _NONE = {"graph": EAGER, "stress": NO_STRESS, "compile": NO_COMPILE, PLANT: "none"}
 _MAX_NAME = 60
-_DEFAULTS = leaves_of(TrainConfig().to_dict())
-TEMPLATE = Path(__file__).with_name("standalone.py")
-BEYOND_BITS: tuple[What, ...] = ("memory_regression", "throughput_regression", "noisy")
-"""Failures that a comparison of bits does not show."""
 _USUAL = {"taps": [], "stress": [], "every": 1, "determinism": "", "record": "auto"}
 """Settings that a scenario need not say."""
-SCRIPT_RUNS = 2
-SPARE_S = 120.0
-"""For the script itself, and for packages that it installs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,6 @@ class Alone(Json):
         made: what was made smaller, in words.
         passed: layouts of fewer ranks that do not fail, the smallest first.
         message: of its verdict.
-        script: of a program that is not the built-in one: a script that needs nothing of ours.
-        script_flaw: why the script was not seen to fail; "" if it was.
         notes: why there is none, a sentence each.
     """
 
@@ -87,41 +85,30 @@ class Alone(Json):
     made: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     message: str = ""
-    script: str = ""
-    script_flaw: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For people: `harness run X.yaml (1 rank, 1 layer, 3 steps, 1 microbatch)`, or why not."""
-        script = ""
-        if self.script:
-            script = f"; python {self.script} ({self.script_flaw or 'seen to fail without Δ0'})"
         if not self.path:
-            return ("; ".join(self.notes) or "none") + script
+            return "; ".join(self.notes) or "none"
         sizes = {
             "rank": self.ranks, "layer": self.layers, "step": self.steps,
             "microbatch": self.microbatches,
         }  # fmt: skip
         told = ", ".join(count(number, noun) for noun, number in sizes.items() if number)
         fewer = f"; fewer ranks pass: {', '.join(self.passed)}" if self.passed else ""
-        return f"harness run {self.path} ({told}){fewer}{script}"
+        return f"harness run {self.path} ({told}){fewer}"
 
 
 def leave_alone(
-    case: CaseSpec,
-    verdict: Verdict,
-    causes: FoundCauses | None,
-    asker: Asker,
-    *,
-    folder: Path = FOLDER,
-    place: str = "",
-) -> Alone:
+    case: CaseSpec, verdict: Verdict, causes: FoundCauses | None, asker: Asker,
+    *, folder: Path = FOLDER, place: str = "",
+) -> Alone:  # fmt: skip
     """Write the least scenario that fails as the case does.
 
     Args:
-        case: that failed.
-        verdict: its answer.
-        causes: of its failure; the first is kept. None for all differences of the legs.
+        case, verdict: that failed.
+        causes: of its failure; the first is kept. None for all differences.
         asker: makes the runs.
         folder: where the scenario goes.
         place: where the fault entered, in words, for the scenario's `why`.
@@ -129,66 +116,48 @@ def leave_alone(
     Raises:
         OutOfBudget: nothing was written; what was asked is kept.
     """
-    names = LegChanges(case.reference, case.candidate).names
+    differences = LegChanges(case.reference, case.candidate)
     cause = next(iter(causes.causes), None) if causes is not None else None
-    judged = judged_of_cause(case, verdict, causes, cause, asker)
-    if judged is None:
-        return Alone(notes=("the cause alone did not fail again",))
+    names = cause.changes if cause is not None else differences.names
+    if cause is None or causes is None:
+        judged = Judged(case, failure_of(verdict), asker, verdict)
+    else:
+        alone = dataclasses.replace(case, candidate=differences.run_with(cause.changes))
+        judged = Judged(alone, cause.failure, asker)
+        judged.policy = causes.policy
+        words = f"does it fail with {' + '.join(names) or 'none of the changes'}?"
+        if judged.answer(judged.case.candidate, words=words) != FAILS:
+            return Alone(notes=("the cause alone did not fail again",))
     least = find_least(judged, case.reference, judged.case.candidate)
     if least.stopped:
         raise OutOfBudget(least.stopped)
-    story = _story(case, judged, cause, names, place)
-    repro = find_repro(
-        case, judged, least.reference, least.candidate, story=story, folder=folder
-    )  # fmt: skip
-    found = Alone(made=least.made, message=least.message, notes=repro.why_not)
-    config = least.candidate.config
-    if repro.text:
-        found = Alone(
-            path=str(write_repro(repro, folder)), ranks=least.candidate.world_size,
-            layers=config.get("model", {}).get("layers", 0), steps=config["steps"],
-            microbatches=config.get("microbatches", 0),
-            made=least.made, passed=least.passed, message=least.message,
-        )  # fmt: skip
-    if capabilities_of(config).layouts:
-        return found
-    text = script_text(least.reference, least.candidate, story=story)
-    script = write_script(text, repro_name(case), folder)
-    flaw = seen_to_fail(script, judged.failure, least.candidate, asker)
-    return dataclasses.replace(found, script=str(script), script_flaw=flaw)
-
-
-def _story(
-    case: CaseSpec,
-    judged: Judged,
-    cause: FoundCause | None,
-    names: tuple[str, ...],
-    place: str,
-) -> str:
-    changes = cause.changes if cause is not None else names
-    together = " together" if len(changes) > 1 else ""
+    together = " together" if len(names) > 1 else ""
     where = f" {place[:1].upper()}{place[1:]}." if place else ""
-    return (
+    story = (
         f"Least case of {case.id} of {case.scenario}: {judged.failure} with "
-        f"{' and '.join(changes) or 'no change'}{together}.{where}"
+        f"{' and '.join(names) or 'no change'}{together}.{where}"
     )
+    repro = find_repro(case, judged, least.reference, least.candidate, story=story, folder=folder)
+    if not repro.text:
+        return Alone(made=least.made, message=least.message, notes=repro.why_not)
+    config = least.candidate.config
+    return Alone(
+        path=str(write_repro(repro, folder)), ranks=least.candidate.world_size,
+        layers=config.get("model", {}).get("layers", 0), steps=config["steps"],
+        microbatches=config.get("microbatches", 0),
+        made=least.made, passed=least.passed, message=least.message,
+    )  # fmt: skip
 
 
-# --- a scenario
+# --- a scenario ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repro:
-    """A scenario that was written, or why there is none.
+    """A scenario's text and its one case; or why there is none, a sentence for each try."""
 
-    Attributes:
-        text: of the scenario; "" if none fails as the case did.
-        case: the one case of it.
-        why_not: a sentence for each that was tried in vain.
-    """
-
-    text: str
-    case: CaseSpec | None
+    text: str = ""
+    case: CaseSpec | None = None
     why_not: tuple[str, ...] = ()
 
 
@@ -196,17 +165,10 @@ def find_repro(
     case: CaseSpec, judged: Judged, reference: RunSpec, candidate: RunSpec, *, story: str,
     folder: Path = FOLDER,
 ) -> Repro:  # fmt: skip
-    """A scenario of two legs that fails as their case did, run to prove it.
+    """A scenario of two runs that fails as their case did, run to prove it.
 
-    Args:
-        case: that failed; its checks are those of the scenario.
-        judged: what its failure is, and how often a scenario is run before it passes.
-        reference, candidate: legs that fail the same way, as small as they are.
-        story: what was found, for `why`.
-        folder: where the scenario goes, from which a program's paths are.
-
-    Raises:
-        OutOfBudget: of the asker.
+    `judged` has their failure, and how often a scenario is run before it passes; `folder` is where
+    it goes, from which a program's paths are.
     """
     failed = []
     if capabilities_of(candidate.config).layouts:
@@ -223,12 +185,12 @@ def find_repro(
             failed.append(str(error))
             continue
         alone = Judged(found, judged.failure, judged.asker)
-        alone.patience = judged.patience
+        alone.policy = judged.policy
         answer = alone.answer(found.candidate, words=f"does {found.scenario} fail alone?")
         if answer == FAILS:
             return Repro(text=text, case=found)
         failed.append(f"{', '.join(found.labels)} compared: {answer}")
-    return Repro(text="", case=None, why_not=tuple(failed))
+    return Repro(why_not=tuple(failed))
 
 
 def write_repro(repro: Repro, folder: Path = FOLDER) -> Path:
@@ -240,23 +202,14 @@ def write_repro(repro: Repro, folder: Path = FOLDER) -> Path:
     Raises:
         Infrastructure: the disk refused.
     """
-    return write_script(repro.text, str(yaml.safe_load(repro.text)["name"]), folder, ".yaml")
+    return _write(repro.text, str(yaml.safe_load(repro.text)["name"]), folder, ".yaml")
 
 
-def write_script(text: str, name: str, folder: Path = FOLDER, suffix: str = ".py") -> Path:
-    """The same for any text.
-
-    Raises:
-        Infrastructure: the disk refused.
-    """
-    number = 1
+def _write(text: str, name: str, folder: Path, suffix: str) -> Path:
     if folder == FOLDER and not folder.exists():
         _write_new(folder / ".gitignore", _IGNORED)
-    while True:
-        path = folder / (f"{name}{suffix}" if number == 1 else f"{name}-{number}{suffix}")
-        if _write_new(path, text):
-            return path
-        number += 1
+    names = (f"{name}{end}{suffix}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
+    return next(path for each in names if _write_new(path := folder / each, text))
 
 
 def _write_new(path: Path, text: str) -> bool:
@@ -322,12 +275,12 @@ def _value(axis: str, leaves: Sequence[str], values: dict[str, Any]) -> Any:
 
 def _base(leaves: dict[str, Any]) -> dict[str, Any]:
     """What departs from the defaults, nested; the model by its preset and what departs from it."""
-    preset = str(leaves.get("model.preset", _DEFAULTS["model.preset"]))
+    preset = str(leaves.get("model.preset", DEFAULTS["model.preset"]))
     usual = {f"model.{k}": v for k, v in nested_model(preset).items()}
     departing = {
         leaf: value
         for leaf, value in leaves.items()
-        if leaf != "model.preset" and value != {**_DEFAULTS, **usual}.get(leaf)
+        if leaf != "model.preset" and value != {**DEFAULTS, **usual}.get(leaf)
     }
     plain = config_of(departing)
     model = plain.pop("model", {})
@@ -455,54 +408,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return _Quoted(value) if isinstance(value, str) else value
-
-
-def script_text(reference: RunSpec, candidate: RunSpec, *, story: str) -> str:
-    """A script that starts the program as both legs do and compares them, by torch alone."""
-    programs = {"reference": program_in(reference), "candidate": program_in(candidate)}
-    program = programs["candidate"]
-    case = {
-        "kind": program.kind, "target": program.target, "folder": program.folder,
-        "ranks": candidate.world_size, "timeout_s": candidate.timeout_s,
-        "deterministic": program.determinism == "enforce",
-        "runs": {
-            leg: {
-                "words": command_line(each.args) if each.kind != "entry" else [],
-                "args": each.args, "env": each.env, "packages": each.packages,
-            }
-            for leg, each in programs.items()
-        },
-    }  # fmt: skip
-    text = TEMPLATE.read_text(encoding="utf-8")
-    # A docstring must not end early, nor hold an escape.
-    said = story.replace("\\", "/").replace('"""', "'''").rstrip('"')
-    plain = json.dumps(case, indent=1).replace('"""', '\\"\\"\\"')
-    return text.replace("__STORY__", said, 1).replace("__CASE__", plain, 1)
-
-
-def seen_to_fail(path: Path, failure: Failure, candidate: RunSpec, asker: Asker) -> str:
-    """Run a stand-alone script; "" if it fails, else why it could not be made to fail.
-
-    Raises:
-        OutOfBudget: it takes two runs.
-    """
-    if failure.what in BEYOND_BITS:
-        return f"the script could not be made to fail: it does not compare {failure.what}"
-
-    def find_out() -> Reply:
-        try:
-            done = subprocess.run(
-                [sys.executable, str(path)], capture_output=True, text=True, errors="replace",
-                timeout=2 * candidate.timeout_s + SPARE_S, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Reply(words="it did not end")
-        said = (done.stdout.strip() or done.stderr.strip()).splitlines()
-        words = f"exit code {done.returncode}: {said[0] if said else 'it said nothing'}"
-        return Reply(words=words, detail={"code": done.returncode})
-
-    words = "does the stand-alone script fail?"
-    reply = asker.questions.pay(f"script-{candidate.key}", words, SCRIPT_RUNS, find_out)
-    if reply.detail.get("code") == 1:
-        return ""
-    return f"the script could not be made to fail: {reply.words}"

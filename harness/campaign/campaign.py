@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from harness.bisect.chance import Bounds, bounds
+from harness.bisect.experiments import Bounds, bounds
 from harness.bisect.found import Location
 from harness.bisect.locate import locate
 from harness.campaign.cases import (

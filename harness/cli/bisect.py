@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from harness import machine
 from harness.bisect.layouts import case_of_two, is_one_layout
 from harness.bisect.render import PAGE_FILE, Findings, make_search_view, print_findings
 from harness.bisect.repro import FOLDER
-from harness.bisect.session import Search, Until, bisect
+from harness.bisect.session import STAGES, Search, bisect
 from harness.errors import NothingSelected, UsageError
 from harness.masking import Masker
 from harness.records import CaseSpec, ExitCode, Verdict
@@ -26,68 +24,24 @@ from harness.store import RunFolder
 from harness.store.verify import find_answer
 
 _PATH = click.Path(path_type=Path)
-SCENARIO_SUFFIXES = (".yaml", ".yml")
 MOST_NAMED = 5
-UNTIL = typing.get_args(Until)
-Command = Callable[..., Any]
-
-_ROOM = (
-    click.option("--slots", type=click.IntRange(1), help="Ranks that run at the same time."),
-    click.option(
-        "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Let N ranks share a GPU."
-    ),
-    click.option("--jobs", type=click.IntRange(1), help="Runs at the same time at most."),
-)
 
 
-def _room(function: Command) -> Command:
-    for option in reversed(_ROOM):
-        function = option(function)
-    return function
+def _chosen(
+    path: Path, *, keyword: str | None, against: str | None, device: str | None,
+    sets: tuple[str, ...],
+) -> tuple[CaseSpec, bool]:  # fmt: skip
+    """The case of a scenario that is meant, and whether it is of two layouts.
 
+    Raises:
+        UsageError: not one case is meant, or the two have nothing to compare.
+    """
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Cells:
-    """Which cells of a scenario are meant: the options that go with one."""
-
-    keyword: str | None
-    against: str | None
-    step: int | None
-    device: str | None
-    sets: tuple[str, ...]
-
-    def refuse(self) -> None:
-        """There is no scenario (`UsageError` if one of them was given)."""
-        if any((self.keyword, self.against, self.device, self.sets)) or self.step is not None:
-            raise UsageError(
-                "bisect: expected -k, --against, --step, --device and --set with a scenario, got "
-                "a case"
-            )
-
-    def chosen(self, path: Path) -> tuple[CaseSpec, range | None]:
-        """The case, and the steps in which two layouts may be compared; None for one layout.
-
-        Raises:
-            UsageError: not one cell is meant, or the two have nothing to compare.
-        """
-        one = self._cell(path, self.keyword, "-k")
-        if self.against is None:
-            return one, None
-        other = self._cell(path, self.against, "--against")
-        case = case_of_two(one, other)
-        if is_one_layout(one, other):
-            return case, None
-        if self.step is not None:
-            return case, range(self.step, self.step + 1)
-        return case, range(int(case.candidate.config["steps"]))
-
-    def _cell(self, path: Path, keyword: str | None, option: str) -> CaseSpec:
-        scenario = load_scenario(path, overrides=Overrides(self.sets, ()))
-        wanted = self.device or "auto"
-        device = machine.resolve_device(
-            scenario.launch.device if wanted == "auto" else wanted, machine.describe()
-        )
-        cases = select(expand(scenario, device), keyword)
+    def one_of(expression: str | None, option: str) -> CaseSpec:
+        scenario = load_scenario(path, overrides=Overrides(sets, ()))
+        wanted = scenario.launch.device if device in (None, "auto") else device
+        resolved = machine.resolve_device(wanted, machine.describe())
+        cases = select(expand(scenario, resolved), expression)
         if not cases:
             raise NothingSelected(f"no case is selected by {option}")
         if len(cases) > 1:
@@ -98,6 +52,12 @@ class _Cells:
                 f"{named}{more}"
             )
         return cases[0]
+
+    one = one_of(keyword, "-k")
+    if against is None:
+        return one, False
+    other = one_of(against, "--against")
+    return case_of_two(one, other), not is_one_layout(one, other)
 
 
 @click.command("bisect")
@@ -112,11 +72,6 @@ class _Cells:
     help="With a scenario: compare with this case in place of the reference.",
 )
 @click.option(
-    "--step", type=click.IntRange(0), metavar="N",
-    help="With --against of another layout: the step to compare; by default the first one "
-    "that differs.",
-)  # fmt: skip
-@click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="With a scenario: device."
 )
 @click.option(
@@ -126,20 +81,16 @@ class _Cells:
     "--out", type=_PATH, metavar="FOLDER", help="Folder of the search; it continues where it was."
 )
 @click.option(
-    "--budget-runs",
-    type=click.IntRange(0),
-    metavar="N",
+    "--budget-runs", type=click.IntRange(0), metavar="N",
     help="Stop after N runs; call again to continue.",
-)
+)  # fmt: skip
 @click.option(
-    "--budget-minutes",
-    type=click.FloatRange(0),
-    metavar="M",
+    "--budget-minutes", type=click.FloatRange(0), metavar="M",
     help="Stop after M minutes; call again to continue.",
-)
+)  # fmt: skip
 @click.option("--no-element", is_flag=True, help="Do not look for the first differing element.")
 @click.option(
-    "--until", type=click.Choice(UNTIL), default="least", show_default=True,
+    "--until", type=click.Choice(STAGES), default="least", show_default=True,
     help="Stop after this stage.",
 )  # fmt: skip
 @click.option(
@@ -147,26 +98,26 @@ class _Cells:
     help="Folder for the minimal scenario that reproduces the failure.",
 )  # fmt: skip
 @click.option(
-    "--passed",
-    type=_PATH,
-    metavar="RUN",
+    "--passed", type=_PATH, metavar="RUN",
     help="Run folder in which the case passed: report what changed since.",
-)
+)  # fmt: skip
 @click.option("--commits", default="", metavar="GOOD..BAD", help="Also find the first bad commit.")
 @click.option(
-    "--package",
-    nargs=2,
-    metavar="NAME A..B",
+    "--package", nargs=2, metavar="NAME A..B",
     help="With a program: also find the first bad release of a package.",
-)
+)  # fmt: skip
 @click.option(
     "--every-run", is_flag=True,
-    help="With --commits: the failure is deterministic, so one run a commit is enough.",
+    help="With --commits or --package: it fails in every run, so one run of each is enough.",
 )  # fmt: skip
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON value on stdout; messages go to stderr."
 )
-@_room
+@click.option("--slots", type=click.IntRange(1), help="Ranks that run at the same time.")
+@click.option(
+    "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Let N ranks share a GPU."
+)
+@click.option("--jobs", type=click.IntRange(1), help="Runs at the same time at most.")
 def bisect_command(
     *, case: str, folder: Path | None, passed: Path | None, no_element: bool, as_json: bool,
     **options: Any,
@@ -174,35 +125,42 @@ def bisect_command(
     """Find where a failing case fails, and why: step, phase, module, tensor, rank, element.
 
     CASE is a case folder, an id in RUN (the newest under out/ by default), or a scenario file, of
-    which -k selects one case; --against another one holds their candidates to each other, bit for
-    bit or, of two layouts, within bounds of rounding. The search goes on where it was if its folder
-    is there. Of recorded runs (harness compare-runs) the records alone are read.
+    which -k selects one case; --against another one compares their candidates with each other, bit
+    for bit or, of two layouts, within bounds of rounding. The search goes on where it was if its
+    folder is there. Of recorded runs (harness compare-runs) the records alone are read.
 
     Exit codes: 0 the case passes, 1 it fails and the search is done, 2 interrupted, 6 it could not
     be judged, or the budget ended first.
     """
-    if options["every_run"] and not options["commits"]:
-        raise UsageError("--every-run: expected --commits GOOD..BAD beside it, got none")
-    cells = _Cells(**{field.name: options.pop(field.name) for field in dataclasses.fields(_Cells)})
+    if options["every_run"] and not (options["commits"] or options["package"]):
+        raise UsageError("--every-run: expected --commits or --package beside it, got none")
+    meant = {name: options.pop(name) for name in ("keyword", "against", "device", "sets")}
     place: Path | None = None
-    layout_steps: range | None = None
-    if case.endswith(SCENARIO_SUFFIXES):
+    two_layouts = False
+    if case.endswith((".yaml", ".yml")):
         if folder is not None:
             raise UsageError(f"bisect: expected no RUN beside the scenario {case}, got {folder}")
-        spec, layout_steps = cells.chosen(Path(case))
+        spec, two_layouts = _chosen(Path(case), **meant)
+    elif any(meant.values()):
+        raise UsageError(
+            "bisect: expected -k, --against, --device and --set with a scenario, got a case"
+        )
     else:
-        cells.refuse()
         place, spec, verdict, _ = find_answer(case, folder)
         if verdict is not None and verdict.outcome in ("passed", "skipped"):
             return _nothing(verdict, as_json=as_json)
-    _refuse(spec, options["commits"])
-    if spec.reference.recorded:
-        options["until"] = min(options["until"], "place", key=UNTIL.index)
+    if spec.expect != "bitwise":
+        raise UsageError(
+            f"bisect: expected a case that compares bits, {spec.id} is judged within a tolerance: "
+            "its verdict has the place and the largest gap"
+        )
     console = display.make_console(stderr=as_json)
+    args: list[str] = click.get_current_context().find_root().obj
     asked = Search(
-        case=dataclasses.replace(spec, skip_reason=""), place=place, argv=_command_line(),
-        element=not no_element, layout_steps=layout_steps,
-        passed=None if passed is None else RunFolder.open(passed), **options,
+        case=dataclasses.replace(spec, skip_reason=""), place=place,
+        argv=["harness", *Masker(os.environ).words(args)], element=not no_element,
+        two_layouts=two_layouts, passed=None if passed is None else RunFolder.open(passed),
+        **options,
     )  # fmt: skip
     findings, where = bisect(asked, make_search_view(console))
     code = _code(findings)
@@ -212,17 +170,6 @@ def bisect_command(
     else:
         print_findings(console, findings, where / PAGE_FILE)
     return code
-
-
-def _refuse(spec: CaseSpec, commits: str) -> None:
-    """See that there are bits to follow, and runs that can be made if commits ask for them."""
-    if spec.expect != "bitwise":
-        raise UsageError(
-            f"bisect: expected a case that compares bits, {spec.id} is judged within a tolerance: "
-            "its verdict has the place and the largest gap"
-        )
-    if spec.reference.recorded and commits:
-        raise UsageError("--commits: expected a case that can be run, its runs were recorded")
 
 
 def _nothing(verdict: Verdict, *, as_json: bool) -> int:
@@ -238,8 +185,3 @@ def _code(findings: Findings) -> ExitCode:
     if findings.stopped or findings.outcome != "failed":
         return ExitCode.NO_VERDICT
     return ExitCode.FAILED
-
-
-def _command_line() -> list[str]:
-    args: list[str] = click.get_current_context().find_root().obj
-    return ["harness", *Masker(os.environ).words(args)]

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.bisect.chance import bounds
+from harness.bisect.experiments import bounds
 from tests.bisect_history.history import SOMETIMES, WRONG, Files, git, harnesses, make_history
 from tests.bisect_history.trainer import SCENARIO, trainers
 

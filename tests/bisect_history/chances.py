@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 
-from harness.bisect.chance import FAILS, PASSES, Answer, NeverFails, bounds, learn
+from harness.bisect.experiments import FAILS, PASSES, Answer, NeverFails, bounds, learn
 
 NUMBER = 64
 RATES = (1.0, 0.9, 0.6, 0.3, 0.1)

@@ -83,7 +83,7 @@ def main() -> int:
         for name, reference, candidate in cells(chosen.dtype, chosen.steps, chosen.ranks):
             began = time.perf_counter()
             answer = compare(reference, candidate)
-            worst = max((each.units.both for each in answer.tensors), default=float("nan"))
+            worst = max((each.units for each in answer.tensors), default=float("nan"))
             bad += (answer.location is None) == bool(candidate.fault) or not answer.tensors
             shown = (
                 answer.location.evidence[:2]

@@ -20,8 +20,8 @@ def test_a_layout_is_within_its_bound_and_a_fault_is_not(warm_ranks: RankPool) -
     assert wrong.location is not None
     assert (wrong.location.tensor, wrong.location.quantity) == (PROJECTION, "grads")
     assert wrong.location.ranks == (1,)
-    assert wrong.location.element is not None
-    assert wrong.location.element.index[0] in (0, 1)
+    (row,) = (each.row for each in wrong.wrong if each.name == f"grads:{PROJECTION}")
+    assert row in (0, 1)
     # The weight that this gradient moves may be off, too; no other gradient is.
     gradients = [each.name for each in wrong.wrong if each.name.startswith("grads:")]
     assert gradients == [f"grads:{PROJECTION}"]
@@ -38,5 +38,3 @@ def test_a_fault_of_the_forward_pass_is_named_where_it_begins(
     found = wrong.location
     assert (found.phase, found.module, found.microbatch) == ("forward", "layers.1.attn", 0)
     assert (found.tensor, found.quantity) == ("layers.1.attn:output[0]", "taps.output")
-    assert found.element is not None
-    assert len(found.element.index) == 3

@@ -11,6 +11,7 @@ line a stage. Ends with 1 if something does not hold.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -106,7 +107,8 @@ class Searched:
         """How often each commit's harness was asked, by hash and attempt."""
         with suppress(FileNotFoundError):
             words = self.asked.read_text().split()
-            return Counter(Path(w).name[:12] for w in words if w.endswith(".case"))
+            pairs = itertools.pairwise(words)
+            return Counter(Path(after).name[:12] for word, after in pairs if word == "--out")
         return Counter()
 
     def starts(self) -> Counter[str]:

@@ -90,7 +90,7 @@ def _tell(
             "; ".join(map(str, found.causes)),
         )
     )  # fmt: skip
-    for note in () if is_right and found.complete else (found.confidence, *found.notes):
+    for note in () if is_right and found.complete else (str(found.policy or ""), *found.notes):
         sys.stdout.write(f"    {note}\n")
     sys.stdout.flush()
 

@@ -102,7 +102,7 @@ def test_sigterm_ends_it_as_ctrl_c_does(
     def terminated(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(session, "find_first_bad", terminated)
+    monkeypatch.setattr(session, "first_bad_commit", terminated)
     assert main(searched(history)) == 2
     assert "go on with: harness bisect dp2-attn r" in capsys.readouterr().err
 
@@ -113,4 +113,4 @@ def test_every_run_goes_with_commits(
     """Alone it says nothing."""
     failed_run(engine)
     assert main(["bisect", "dp2-attn", "r", "--every-run"]) == 4
-    assert "expected --commits GOOD..BAD beside it" in capsys.readouterr().err
+    assert "expected --commits or --package beside it" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_every_run_is_counted_once(engine: FakeEngine, capsys: pytest.CaptureFix
     """Runs that are made side by side before they are asked for cost as much as others."""
     failed_run(engine)
     _, found = run_json(capsys, "bisect", "dp2-attn", "r", "--out", "b", "--until", "causes")
-    assert any("beside it" in question["words"] for question in found["questions"])
+    assert any("runs 2 to" in question["words"] for question in found["questions"])
     free = [question["words"] for question in found["questions"] if not question["runs"]]
     assert free == ["does the case itself fail?"]
     assert found["num_runs"] == len(engine.made) == len(set(engine.made))

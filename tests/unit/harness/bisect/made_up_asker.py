@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_core.config import ParallelConfig, TrainConfig
 from harness.bisect.differences import LegChanges
-from harness.bisect.experiments import Asked, Asker, Budget, Questions
+from harness.bisect.experiments import Asker, Budget, Questions, question_key
 from harness.records import CaseSpec, Outcome, PlantSpec, RunSpec, Verdict, joined
 
 Rule = Callable[[frozenset[str]], str]
@@ -14,56 +14,54 @@ Rule = Callable[[frozenset[str]], str]
 
 
 class MadeUpAsker(Asker):
-    """An asker that makes no runs.
+    """An asker that makes no runs; the same runs have the same verdict whenever they are asked.
 
     Args:
         rule: how the reference with some changes fails.
         of_case: in its place, how a case fails.
         chance: that a failure fires, in each run for itself.
+        room: candidates that fit side by side.
         max_runs: budget.
     """
 
     def __init__(
-        self,
-        rule: Rule | None = None,
-        *,
-        of_case: Callable[[CaseSpec], str] | None = None,
-        chance: float = 1.0,
-        seed: int = 0,
-        max_runs: int | None = None,
-    ) -> None:
+        self, rule: Rule | None = None, *, of_case: Callable[[CaseSpec], str] | None = None,
+        chance: float = 1.0, seed: int = 0, room: int = 1, max_runs: int | None = None,
+    ) -> None:  # fmt: skip
         self.num_runs = 0
         self.asked: list[CaseSpec] = []
-        self.ahead: set[str] = set()
-        self.side_by_side = 1
+        self.batches: list[int] = []
         self.questions = Questions(Budget(runs=max_runs))
         self._of_case = of_case or (lambda case: _rule_of(rule, case))
-        self._chance, self._random = chance, random.Random(seed)
+        self._chance, self._random, self._room = chance, random.Random(seed), room
+        self._known: dict[str, Verdict] = {}
 
-    def ask(self, case: CaseSpec, words: str, **_: Any) -> Asked:
-        """The rule's answer."""
-        self.questions.budget.check(1)
-        self.questions.budget.spend(1)
-        self.num_runs += 1
-        self.asked.append(case)
-        return Asked(runs=None, verdict=self.verdict(case))  # type: ignore[arg-type] # nobody reads them
+    def cost(self, *cases: CaseSpec) -> int:
+        """One run of each that was not asked before."""
+        return len({question_key(case) for case in cases} - self._known.keys())
+
+    def ask_all(self, cases: Sequence[CaseSpec], words: str, **_: Any) -> Sequence[Verdict]:
+        """The rule's answers."""
+        cost = self.cost(*cases)
+        self.questions.budget.check(cost)
+        self.questions.budget.spent_runs += cost
+        self.num_runs += cost
+        self.batches.append(len(cases))
+        self.asked += cases
+        return [self.verdict(case) for case in cases]
 
     def room(self, case: CaseSpec) -> int:
         """As many as the test says."""
-        return self.side_by_side
-
-    def make_ahead(self, cases: Sequence[CaseSpec], words: Sequence[str]) -> None:
-        """Nothing is made; who asked is noted, unless the first is known."""
-        assert len(words) == len(cases)
-        if cases[0].id not in self.ahead:
-            self.ahead |= {case.id for case in cases}
+        return self._room
 
     def verdict(self, case: CaseSpec) -> Verdict:
         """What the rule says of a case, if its failure fires."""
-        what: Any = self._of_case(case)
-        if what and self._random.random() >= self._chance:
-            what = ""
-        return verdict_of(case, what)
+        key = question_key(case)
+        if key not in self._known:
+            what: Any = self._of_case(case)
+            fires = what and self._random.random() < self._chance
+            self._known[key] = verdict_of(case, what if fires else "")
+        return self._known[key]
 
 
 def _rule_of(rule: Rule | None, case: CaseSpec) -> str:

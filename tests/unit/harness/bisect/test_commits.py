@@ -1,29 +1,46 @@
-"""Contracts of harness.bisect.commits: the first bad commit, and nothing of the user touched."""
+"""The first bad commit and release, by halving, and what a run at a commit says."""
 
-import math
+import dataclasses
+import fcntl
+import json
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness.bisect.chance import FAILS, PASSES, UNRESOLVED, Answer
 from harness.bisect.commits import (
-    PREFIX,
     Checkout,
-    CommitRange,
+    Commits,
     CommitSearch,
+    Releases,
     Run,
+    case_run,
     find_first_bad,
-    parse_range,
-    temporary_worktree,
+    first_bad_commit,
+    python_environment,
 )
-from harness.bisect.experiments import Budget, OutOfBudget, Questions, Reply
-from harness.errors import UsageError
+from harness.bisect.experiments import (
+    EVERY_RUN,
+    FAILS,
+    PASSES,
+    UNRESOLVED,
+    Answer,
+    Budget,
+    OutOfBudget,
+    Questions,
+    Reply,
+)
+from harness.codec import dumps
+from harness.errors import Interrupted, UsageError
+from harness.records import CaseSpec, Ending, Outcome, RunSpec, Verdict, What
+from harness.store.files import with_checksum
 from tests.bisect_history.history import BROKEN, WRONG, git, make_history, programs
 
 NUMBER = 64
+ONCE: dict[str, Any] = {"policy": EVERY_RUN}
 
 
 def read(checkout: Checkout) -> Answer:
@@ -36,15 +53,6 @@ def by_reading(checkout: Checkout) -> Reply:
     return Reply(answer=read(checkout))
 
 
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where worktrees are made: it must be empty at the end."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    return folder
-
-
 @pytest.fixture
 def history(tmp_path: Path) -> Callable[..., list[str]]:
     """Makes `tmp_path/repository`; its commits, good one first."""
@@ -52,55 +60,53 @@ def history(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def search(
-    tmp_path: Path, run: Run, *, budget: Budget | None = None, **how: object
-) -> CommitSearch:
+    place: Path, run: Run = by_reading, *, budget: Budget | None = None, commits: str = "",
+    paths: tuple[str, ...] = (), **how: Any,
+) -> CommitSearch:  # fmt: skip
     """From the first commit to the last, with answers kept beside the repository."""
-    root = tmp_path / "repository"
-    commits = f"{git(root, 'rev-list', '--max-parents=0', 'main')}..main"
-    questions = Questions(budget, replies=tmp_path / "replies")
-    return find_first_bad(CommitRange(root, commits), run, questions, **how)  # type: ignore[arg-type]
+    root = place / "repository"
+    commits = commits or f"{git(root, 'rev-list', '--max-parents=0', 'main')}..main"
+    questions = Questions(budget, replies=place / "replies")
+    return first_bad_commit(
+        Commits(root, commits, paths), run, questions, place / "worktree", **how
+    )
 
 
-@pytest.mark.parametrize("first_bad", [1, 23, 64])
-def test_one_of_64_by_six_halvings(
-    tmp_path: Path, history: Callable[..., list[str]], first_bad: int
-) -> None:
-    """A fault of every run: both ends, and the logarithm."""
-    commits = history(NUMBER, first_bad)
-    found = search(tmp_path, by_reading, once=True)
-    assert found.first_bad is not None
-    assert found.first_bad.hash == commits[first_bad]
-    assert found.first_bad.subject == f"Change {first_bad}"
-    assert (found.num_commits, found.skipped, found.notes) == (NUMBER, (), ())
-    assert found.num_runs <= 2 + math.log2(NUMBER)
+def hash_of(found: CommitSearch) -> str:
+    assert found.first_bad is not None, found
+    return found.first_bad.hash
 
 
-def test_64_commits_of_which_three_do_not_build(
-    tmp_path: Path, history: Callable[..., list[str]], temporary: Path
-) -> None:
-    """At 99 %: the broken ones in the middle of the search are stepped over."""
-    commits = history(NUMBER, 45, broken=(32, 33, 48))
-    found = search(tmp_path, by_reading)
-    assert found.first_bad is not None
-    assert found.first_bad.hash == commits[45]
-    assert 1 <= len(found.skipped) <= 3
-    # Five of the bad commit, one of the good one, three more of the one before the first bad.
-    assert found.num_runs <= 5 + 1 + math.log2(NUMBER) + 3 + 3
-    assert str(found).startswith(f"first bad commit: {commits[45][:10]} Change 45 (")
-    assert list(temporary.iterdir()) == []
+@pytest.mark.parametrize(
+    ("first_bad", "broken", "how", "most"),
+    [(1, (), ONCE, 8), (23, (), ONCE, 8), (64, (), ONCE, 8), (45, (32, 33, 48), ONCE, 11),
+     (45, (32, 33, 48), {}, 8 + 4 + 3 + 8)],
+)  # fmt: skip
+def test_one_of_64_by_halving(
+    tmp_path: Path, history: Callable[..., list[str]], first_bad: int, broken: tuple[int, ...],
+    how: dict[str, Any], most: int,
+) -> None:  # fmt: skip
+    """Both ends, the logarithm, skips, and where nobody knows how often it fails, what is sure."""
+    commits = history(NUMBER, first_bad, broken=broken)
+    found = search(tmp_path, **how)
+    assert (hash_of(found), found.num_commits) == (commits[first_bad], NUMBER)
+    assert {c.hash for c in found.skipped} <= {commits[n] for n in broken}
+    assert found.num_runs <= most
+    assert str(found).startswith(
+        f"first bad commit: {commits[first_bad][:10]} Change {first_bad} ("
+    )
+    assert not (tmp_path / "worktree").exists()
 
 
 def test_skipped_commits_hide_it(tmp_path: Path, history: Callable[..., list[str]]) -> None:
     """If it is among those that do not build, all that it may be are named, and no more."""
     commits = history(16, 9, broken=(8, 9, 10))
-    found = search(tmp_path, by_reading, once=True)
+    found = search(tmp_path, **ONCE)
     assert found.first_bad is None
     assert {c.hash for c in found.suspects} == set(commits[8:12])
     assert {c.hash for c in found.skipped} == set(commits[8:11])
-    assert str(found).startswith(
-        f"first bad commit: one of 4, from {commits[8][:10]} Change 8 to {commits[11][:10]} "
-        "Change 11 (3 commits gave no verdict"
-    )
+    named = [f"{commits[n][:10]} Change {n}" for n in (8, 11)]
+    assert f"one of 4, from {named[0]} to {named[1]} (3 gave no verdict" in str(found)
 
 
 def test_nothing_of_the_user_is_touched(tmp_path: Path, history: Callable[..., list[str]]) -> None:
@@ -119,84 +125,59 @@ def test_nothing_of_the_user_is_touched(tmp_path: Path, history: Callable[..., l
         return [git(root, *words) for words in asked]
 
     before = state()
-    found = search(tmp_path, by_reading, once=True)
-    assert found.first_bad is not None
+    assert hash_of(search(tmp_path, **ONCE)) == commits[5]
     assert state() == before
 
 
 def test_what_ends_it_leaves_no_worktree_and_it_goes_on(
-    tmp_path: Path, history: Callable[..., list[str]], temporary: Path
+    tmp_path: Path, history: Callable[..., list[str]]
 ) -> None:
     """Interrupted at every second run, the same search asks only what it had not asked."""
-    commits = history(8, 5)
-    runs = 0
+    commits, runs, found = history(8, 5), list[str](), None
 
     def stopped(checkout: Checkout) -> Reply:
-        nonlocal runs
-        runs += 1
-        if runs % 2 == 0:
+        runs.append(checkout.commit)
+        if len(runs) % 2 == 0:
             raise KeyboardInterrupt
         return by_reading(checkout)
 
-    for attempt in range(20):
+    for _ in range(20):
         try:
-            found = search(tmp_path, stopped, once=True)
+            found = search(tmp_path, stopped, **ONCE)
             break
         except KeyboardInterrupt:
-            assert list(temporary.iterdir()) == []
+            assert not (tmp_path / "worktree").exists()
             assert git(tmp_path / "repository", "worktree", "list").count("\n") == 0
-            assert runs == 2 * (attempt + 1)
-    else:
-        raise AssertionError("it never ended")
-    assert found.first_bad is not None
-    assert found.first_bad.hash == commits[5]
-    assert runs < 2 * found.num_runs
-    before = runs
-    assert search(tmp_path, stopped, once=True) == found
-    assert runs == before
+    assert found is not None
+    assert hash_of(found) == commits[5]
+    assert len(runs) < 2 * found.num_runs
+    before = len(runs)
+    assert search(tmp_path, stopped, **ONCE) == found
+    assert len(runs) == before
 
 
-def test_a_killed_search_is_cleared_away_by_the_next(
-    tmp_path: Path, history: Callable[..., list[str]], temporary: Path
+def test_the_worktree_of_a_killed_search_is_cleared_away(
+    tmp_path: Path, history: Callable[..., list[str]]
 ) -> None:
-    """A worktree that nobody holds is removed; one of a search that works is not."""
-    history(4, 2)
-    root = tmp_path / "repository"
-    dead = temporary / f"{PREFIX}dead"
-    dead.mkdir()
-    git(root, "worktree", "add", "--quiet", "--detach", str(dead / "worktree"))
-    with temporary_worktree(root, "main") as living:
-        search(tmp_path, by_reading, once=True)
-        assert not dead.exists()
-        assert (living.folder / "program").is_dir()
-    assert list(temporary.iterdir()) == []
-
-
-def test_a_folder_that_was_never_a_worktree_goes_too(
-    tmp_path: Path, history: Callable[..., list[str]], temporary: Path
-) -> None:
-    """Its maker was killed before git knew of it; one that is just being made stays."""
-    history(4, 2)
-    for name in ("old", "new"):
-        (temporary / f"{PREFIX}{name}").mkdir()
-    os.utime(temporary / f"{PREFIX}old", (0, 0))
-    search(tmp_path, by_reading, once=True)
-    assert [path.name for path in temporary.iterdir()] == [f"{PREFIX}new"]
+    """With whatever it left there, also where git has forgotten it."""
+    commits = history(4, 2)
+    git(tmp_path / "repository", "worktree", "add", "--detach", str(tmp_path / "worktree"))
+    (tmp_path / "worktree" / "program" / "work.py").write_text(BROKEN)
+    assert hash_of(search(tmp_path, **ONCE)) == commits[2]
+    assert git(tmp_path / "repository", "worktree", "list").count("\n") == 0
 
 
 def test_a_flaky_fault_is_found(tmp_path: Path, history: Callable[..., list[str]]) -> None:
     """It fires in half of the runs: a commit is asked as often as 99 % takes."""
-    commits = history(8, 6)
-    drawn = random.Random(3)
+    commits, drawn = history(8, 6), random.Random(3)
 
     def run(checkout: Checkout) -> Reply:
         fires = drawn.random() < 0.5
         return Reply(answer=FAILS if fires and read(checkout) == FAILS else PASSES)
 
     found = search(tmp_path, run)
-    assert found.first_bad is not None
-    assert found.first_bad.hash == commits[6]
-    assert "passes in a row are believed (0.99 confidence over 6 questions)" in found.patience
+    assert hash_of(found) == commits[6]
+    assert "consecutive passes count as passed (99%)" in found.policy
 
 
 def test_a_lucky_pass_is_taken_back(tmp_path: Path, history: Callable[..., list[str]]) -> None:
@@ -211,12 +192,9 @@ def test_a_lucky_pass_is_taken_back(tmp_path: Path, history: Callable[..., list[
         return by_reading(checkout)
 
     found = search(tmp_path, run)
-    assert found.first_bad is not None
-    assert found.first_bad.hash == commits[6]
-    assert found.notes == (
-        f"{commits[8][:10]} Change 8: passed at first and failed when asked again",
-    )
-    assert "passes in a row are believed" in found.patience
+    assert hash_of(found) == commits[6]
+    again = "passed at first and failed when asked again"
+    assert found.notes == (f"{commits[8][:10]} Change 8: {again}",)
 
 
 def test_a_merged_branch(tmp_path: Path, history: Callable[..., list[str]]) -> None:
@@ -239,32 +217,20 @@ def test_a_merged_branch(tmp_path: Path, history: Callable[..., list[str]]) -> N
         bad = (checkout.folder / "program" / "extra.py").is_file()
         return Reply(answer=FAILS if bad else PASSES)
 
-    found = search(tmp_path, run, once=True)
-    assert found.first_bad is not None
-    assert found.first_bad.hash == guilty
+    assert hash_of(search(tmp_path, run)) == guilty
 
 
 def test_the_same_files_are_asked_once(tmp_path: Path) -> None:
     """Commits that change nothing of what counts share their answers."""
-    root = tmp_path / "repository"
-    commits = make_history(
-        root,
-        [
-            {**files, "README": str(place)}
-            for files in (programs(1, 2)[0], {"program/work.py": WRONG})
-            for place in range(8)
-        ],
-    )
-    asked = []
+    both = programs(1, 2)[0], {"program/work.py": WRONG}
+    texts = [{**files, "README": str(place)} for files in both for place in range(8)]
+    commits, asked = make_history(tmp_path / "repository", texts), list[str]()
 
     def run(checkout: Checkout) -> Reply:
         asked.append(checkout.commit)
         return by_reading(checkout)
 
-    where = CommitRange(root, f"{commits[0]}..main", ("program",))
-    found = find_first_bad(where, run, Questions(), once=True)
-    assert found.first_bad is not None
-    assert found.first_bad.hash == commits[8]
+    assert hash_of(search(tmp_path, run, paths=("program",), **ONCE)) == commits[8]
     assert len(asked) == 2
 
 
@@ -274,53 +240,208 @@ def test_a_budget_ends_it_with_what_is_left(
     """The suspects that are left, and that the budget ended it; more of it goes on."""
     commits = history(NUMBER, 40)
     with pytest.raises(OutOfBudget) as caught:
-        search(tmp_path, by_reading, budget=Budget(runs=4), once=True)
+        search(tmp_path, budget=Budget(runs=4), **ONCE)
     best = caught.value.best
-    assert best.first_bad is None
-    assert {c.hash for c in best.suspects} == set(commits[33:49])
+    assert (best.first_bad, {c.hash for c in best.suspects}) == (None, set(commits[33:49]))
     assert best.stopped.startswith("the budget of 4 runs")
     with pytest.raises(OutOfBudget, match="budget of 5 runs: 3 spent, the next question takes up"):
-        search(tmp_path, by_reading, budget=Budget(runs=5), once=True, cost=3)
-    found = search(tmp_path, by_reading, budget=Budget(runs=4), once=True)
-    assert found.first_bad is not None
-    assert found.first_bad.hash == commits[40]
+        search(tmp_path, budget=Budget(runs=5), cost=3, **ONCE)
+    assert hash_of(search(tmp_path, budget=Budget(runs=4), **ONCE)) == commits[40]
 
 
-@pytest.mark.parametrize("once", [True, False])
-def test_ends_that_are_not_what_they_should_be(
-    tmp_path: Path, history: Callable[..., list[str]], once: bool
-) -> None:
+@pytest.mark.parametrize("how", [ONCE, {}])
+def test_ends_that_are_not_what_they_should_be(tmp_path: Path, how: dict[str, Any]) -> None:
     """Good must pass and bad must fail: one line that says which does not."""
-    for first_bad, broken, said in (
-        (0, (), "expected a good commit that passes, got .* Change 0, which fails"),
-        (9, (), "expected a bad commit that fails, got .* Change 4"),
-        (1, (0,), "expected a good commit that can be run, got .* Change 0"),
-        (1, (4,), "expected a bad commit that fails, got .* Change 4"),
-    ):
-        place = tmp_path / str(first_bad + 10 * len(broken) + sum(broken))
+    for number, (first_bad, broken, said) in enumerate((
+        (0, (), "expected a good end that passes, got .* Change 0, which fails"),
+        (9, (), "expected a bad end that fails, got .* Change 4"),
+        (1, (0,), "expected a good end that can be run, got .* Change 0"),
+        (1, (4,), "expected a bad end that fails, got .* Change 4"),
+    )):  # fmt: skip
+        place = tmp_path / str(number)
         make_history(place / "repository", programs(4, first_bad, broken))
         with pytest.raises(UsageError, match=said):
-            search(place, by_reading, once=once)
+            search(place, **how)
 
 
 def test_ranges_that_cannot_be(tmp_path: Path, history: Callable[..., list[str]]) -> None:
     """What is no range, no commit, no repository, or runs backwards: one line, exit code 4."""
     commits = history(4, 2)
     root = tmp_path / "repository"
-    assert parse_range("v1..") == ("v1", "HEAD")
-    questions = Questions()
+    assert Commits(root, f"{commits[0]}..").bad == commits[-1]
     for wrong, said in (
-        ("main", "expected GOOD..BAD"),
-        ("..main", "expected GOOD..BAD"),
-        ("a...b", "expected GOOD..BAD"),
-        ("--all..main", "expected GOOD..BAD"),
+        ("main", "expected GOOD..BAD"), ("..main", "expected GOOD..BAD"),
+        ("a...b", "expected GOOD..BAD"), ("--all..main", "expected GOOD..BAD"),
         (f"nowhere..{commits[1]}", "expected a commit of .*, got 'nowhere'"),
         (f"{commits[2]}..{commits[1]}", "that the bad one descends from"),
         ("main..main", "that the bad one descends from"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(UsageError, match=said) as caught:
-            find_first_bad(CommitRange(root, wrong), by_reading, questions)
+            Commits(root, wrong)
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match=r"git rev-parse in .*: fatal: not a git repository"):
-        find_first_bad(CommitRange(tmp_path, "a..b"), by_reading, questions)
-    assert questions.asked == ()
+        Commits(tmp_path, "a..b")
+
+
+@pytest.mark.parametrize(
+    ("answers", "suspects"),
+    [("ggbbbb", "2"), ("gbbbbb", "1"), ("gggggb", "5"), ("g--bbb", "321"), ("g----b", "54321"),
+     ("g", ""), ("bbbbbb", ""), ("gbbbb-", "")],
+)  # fmt: skip
+def test_the_first_bad_release(answers: str, suspects: str) -> None:
+    """By the same halving; what gives no verdict hides it, and ends must be good and bad."""
+    table: dict[str, Answer] = {"b": FAILS, "g": PASSES, "-": UNRESOLVED}
+    versions, asked = [f"1.{n}" for n in range(len(answers))], list[str]()
+
+    def run(version: str, attempt: int) -> Reply:
+        asked.append(version)
+        return Reply(answer=table[answers[versions.index(version)]])
+
+    def found() -> CommitSearch:
+        return find_first_bad(Releases("toy", versions), run, Questions(), policy=EVERY_RUN)
+
+    if not suspects:
+        with pytest.raises(UsageError, match="--package: expected a"):
+            found()
+        return
+    assert [c.hash for c in found().suspects] == [f"1.{n}" for n in suspects]
+    assert len(asked) == len(set(asked)) <= 2 + max(3, len(suspects))
+    if len(suspects) == 1:
+        assert str(found()).startswith(f"first bad release of toy: 1.{suspects} (asked")
+
+
+# --- a run at a commit -----------------------------------------------------------------------
+
+CLI = """\
+import json, os, sys
+def main():
+    assert sys.argv[1] == "rerun" and "--json" in sys.argv and "--no-history" in sys.argv
+    open("argv", "w").write(" ".join(sys.argv))
+    print(json.dumps({"verdicts": [%(verdict)s]}))
+    sys.exit(%(code)s)
+"""
+
+
+@pytest.fixture
+def at_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reply]:
+    """Runs a case that has failed at a commit whose harness gives some answer."""
+    monkeypatch.chdir(tmp_path)
+    spec = RunSpec(config={}, device="cpu", world_size=1, timeout_s=1)
+    case = CaseSpec(
+        id="x", scenario="s", labels={}, reference=spec, control=spec, candidate=spec,
+        expect="bitwise", checks={},
+    )  # fmt: skip
+    (tmp_path / "case").mkdir()
+    (tmp_path / "case" / "case.json").write_text(dumps(with_checksum(case)))
+
+    def run(
+        told: Verdict | None, code: int, wanted: Verdict | None = None, room: tuple[str, ...] = (),
+        **files: str,
+    ) -> Reply:  # fmt: skip
+        shown = json.dumps(told.to_json()).replace("null", "None") if told is not None else ""
+        texts = {
+            "harness/__init__": "", "fsdp_core/__init__": "",
+            "harness/cli": CLI % {"verdict": shown, "code": code},
+            "harness/__main__": "from harness.cli import main\nmain()\n",
+        }  # fmt: skip
+        place = tmp_path / "worktree"
+        for name, text in (texts | {k.replace("__in__", "/"): t for k, t in files.items()}).items():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / f"{name}.py").write_text(text)
+        if "without" in files:
+            (place / "fsdp_core").rename(place / "gone")
+        made = Checkout(
+            folder=place, repository=tmp_path / "repository", commit="c" * 40, attempt=2
+        )
+        case_folder = tmp_path / "case"
+        return case_run(case_folder, wanted or FAILED, tmp_path / "runs", room)(made)
+
+    return run
+
+
+def verdict(outcome: Outcome, what: What = "", ending: Ending | None = None) -> Verdict:
+    return Verdict(
+        case_id="x", outcome=outcome, what=what, message="why", checks=(), runs={}, wall_s=1.0,
+        ending=ending,
+    )  # fmt: skip
+
+
+FAILED = verdict("failed", "diverged")
+OTHER = verdict("incomparable", "nondeterministic_reference")
+CRASHED = verdict("failed", "crashed", Ending(exception="RuntimeError"))
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "wanted", "answer", "words"),
+    [
+        (verdict("passed"), 0, FAILED, "passes", "passed"),
+        (FAILED, 1, FAILED, "fails", "failed diverged"),
+        (CRASHED, 1, FAILED, "unresolved", "no verdict: failed crashed"),
+        (verdict("error", "diverged"), 6, FAILED, "unresolved", "no verdict: error diverged"),
+        (FAILED, 6, FAILED, "unresolved", "no verdict: failed diverged"),
+        (verdict("passed"), 6, FAILED, "unresolved", "no verdict: passed"),
+        (None, 1, FAILED, "unresolved", "no verdict: exit code 1"),
+        (OTHER, 6, OTHER, "fails", "incomparable nondeterministic_reference"),
+        (CRASHED, 1, CRASHED, "fails", "failed crashed"),
+        *(
+            (dataclasses.replace(CRASHED, ending=e), 1, CRASHED, "unresolved", "no verdict")
+            for e in (Ending(exception="ImportError"), Ending(signal="SIGSEGV"), Ending(), None)
+        ),
+        (CRASHED, 1, dataclasses.replace(CRASHED, ending=None), "fails", "failed crashed"),
+    ],
+)
+def test_a_case_fails_as_it_did_or_says_nothing(
+    at_commit: Callable[..., Reply], told: Verdict | None, code: int, wanted: Verdict, answer: str,
+    words: str,
+) -> None:  # fmt: skip
+    """Another failure is not the one that is searched for, and no verdict is no pass."""
+    reply = at_commit(told, code, wanted)
+    assert reply.answer == answer
+    assert reply.words.startswith(words)
+
+
+def test_a_commit_that_cannot_be_run_is_skipped(
+    at_commit: Callable[..., Reply], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python's own exit code for one that does not import is 1, as that of a failure; what the
+    commit lacks is not lent by what is installed, nor by the folder that we are in."""
+    reply = at_commit(FAILED, 1, harness__in__cli="def broken(:\n")
+    assert reply.answer == "unresolved"
+    assert "SyntaxError: invalid syntax" in reply.words
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "__init__.py").write_text("raise SystemExit('the wrong one')\n")
+    assert at_commit(FAILED, 1).answer == "fails"
+    reply = at_commit(FAILED, 1, without="")
+    assert (reply.answer, reply.words) == ("unresolved", "no verdict: it has no fsdp_core")
+
+
+def test_modules_are_the_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worktree comes first; what lies in the user's checkout does not come at all."""
+    mine = Checkout(folder=tmp_path / "w", repository=tmp_path / "r", commit="c" * 40, attempt=0)
+    path = os.pathsep.join([str(mine.repository), str(mine.repository / "src"), "/elsewhere", ""])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("GIT_DIR", "/of/a/hook")
+    env = python_environment(mine)
+    assert env["PYTHONPATH"].split(os.pathsep) == [str(mine.folder), "/elsewhere"]
+    assert "GIT_DIR" not in env
+
+
+@pytest.mark.timeout(60)
+def test_room_is_passed_on_and_whatever_a_run_has_started_ends_with_it(
+    at_commit: Callable[..., Reply], tmp_path: Path
+) -> None:
+    """Its child holds a lock that it would keep for ever; exit code 2 ends the search."""
+    held = tmp_path / "held"
+    locks = (
+        f"def main():\n    import fcntl, os, signal; file = open({str(held)!r}, 'w')\n"
+        "    fcntl.flock(file, fcntl.LOCK_EX); os.fork() or signal.pause()\n"
+    )
+    told = CLI % {"verdict": json.dumps(FAILED.to_json()).replace("null", "None"), "code": 1}
+    told = told.replace("def main():\n", locks)
+    room = ("--slots", "4", "--ranks-per-gpu", "2")
+    assert at_commit(FAILED, 1, room=room, harness__in__cli=told).answer == "fails"
+    assert Path("argv").read_text().endswith("--json --no-history --slots 4 --ranks-per-gpu 2")
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    with pytest.raises(Interrupted):
+        at_commit(verdict("passed"), 2)

@@ -2,18 +2,14 @@
 
 import copy
 import dataclasses
-import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.bisect.chance import FAILS, PASSES, UNRESOLVED, Answer
-from harness.bisect.commit_runs import at_commit
-from harness.bisect.commits import Checkout, search_releases
+from harness.bisect.commits import Checkout, at_commit
 from harness.bisect.differences import LegChanges
-from harness.bisect.repro import read_back, scenario_texts, script_text
+from harness.bisect.repro import read_back, scenario_texts
 from harness.program.spec import codes_of
 from harness.records import (
     CaseSpec,
@@ -75,18 +71,6 @@ def case_of(reference: RunSpec, candidate: RunSpec) -> CaseSpec:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("story", ["plain", 'ends "in quotes"', '"""', "C:\\n \\"])
-def test_the_script_holds_the_case_whatever_is_told(tmp_path: Path, story: str) -> None:
-    """It is Python, and has the words of both runs."""
-    awkward = spec_of(tmp_path, args={"text": 'a """ \\ b', "steps": 2})
-    path = tmp_path / "repro.py"
-    path.write_text(script_text(spec_of(tmp_path), awkward, story=story))
-    case = runpy.run_path(str(path))["CASE"]
-    assert case["runs"]["candidate"]["words"] == ["--text", 'a """ \\ b', "--steps", "2"]
-    assert case["runs"]["reference"]["words"] == []
-    assert "harness" not in path.read_text()
-
-
 def test_other_code_is_another_program(tmp_path: Path) -> None:
     """Answers of a search do not hold for a script that was edited."""
     script, config = tmp_path / "train.py", spec_of(tmp_path).config
@@ -95,51 +79,6 @@ def test_other_code_is_another_program(tmp_path: Path) -> None:
     assert codes_of([config]) == before
     script.write_text("a = 2")
     assert codes_of([config]) != before
-
-
-# --- releases
-
-
-VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4", "1.5")
-
-
-def answers(text: str) -> Callable[[str], Answer]:
-    """A letter for each release: `b`ad, `g`ood, `-` no verdict."""
-    table: dict[str, Answer] = {"b": FAILS, "g": PASSES, "-": UNRESOLVED}
-    asked: list[str] = []
-
-    def ask(version: str) -> Answer:
-        assert version not in asked
-        asked.append(version)
-        return table[text[VERSIONS.index(version)]]
-
-    return ask
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("ggbbbb", ("1.1", "1.2", ())),
-        ("gbbbbb", ("1.0", "1.1", ())),
-        ("gggggb", ("1.4", "1.5", ())),
-        ("bbbggg", ("1.2", "1.3", ())),
-        ("g--bbb", ("1.0", "1.3", ("1.1", "1.2"))),
-        ("g----b", ("1.0", "1.5", ("1.1", "1.2", "1.3", "1.4"))),
-        ("bbbbbb", ("", "", ())),
-        ("gggggg", ("", "", ())),
-        ("gbbbb-", ("", "", ())),
-    ],
-)
-def test_the_release_that_changes_the_answer(text: str, expected: tuple[object, ...]) -> None:
-    """Neighbours that answer otherwise, with what lies between them and gave no verdict."""
-    found = search_releases(VERSIONS, answers(text))
-    assert (found.older, found.newer, found.skipped) == expected
-
-
-def test_one_release_is_asked_once() -> None:
-    """A range of one release has an answer, and no neighbours."""
-    found = search_releases(VERSIONS[:1], answers("b"))
-    assert (found.older, found.older_answer, found.newer_answer) == ("", FAILS, FAILS)
 
 
 def test_arguments_that_name_files_of_the_repository_are_those_of_the_commit(

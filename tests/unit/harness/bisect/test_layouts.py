@@ -1,25 +1,29 @@
-"""Comparing layouts: what is farther apart than rounding is named with element and ranks."""
+"""Comparing layouts: what is farther apart than rounding is named with its row and ranks."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from fsdp_core.config import ModelConfig, ParallelConfig, TrainConfig
-from harness.bisect.elements import Floats, whole_tensors
+from harness.bisect import layouts
+from harness.bisect.elements import Floats
+from harness.bisect.found import Location
 from harness.bisect.layouts import (
     BRANCHES,
-    NUM_SAMPLES,
+    Apart,
     LayoutAnswer,
     Leg,
     compare_layouts,
+    first_apart,
     runs_to_compare,
 )
 from harness.errors import UsageError
 from harness.records import FloatBits, RankRecords, RunOutcome, RunResult, RunSpec, StepRecord
+from harness.samples import NUM_SAMPLES
 from harness.store.contents import Contents, KeptTensor, Loaded, Place
 
 MODEL = ModelConfig(vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=2, ffn=24, seq=6)
@@ -94,110 +98,93 @@ def answer(change: Change = lambda tensors: None, **options: Any) -> LayoutAnswe
     return compare_layouts(leg(rounded(0)), leg(candidate, 2, **options), samples)
 
 
+def location_of(found: LayoutAnswer) -> Location:
+    assert found.location is not None
+    return found.location
+
+
 def test_rounding_alone_is_no_difference() -> None:
     """Two runs as far apart as rounding takes samples: no tensor is wrong, none is at zero."""
     found = answer()
-    assert found.location is None
-    assert found.wrong == ()
+    assert (found.location, found.wrong) == (None, ())
     assert [each.name for each in found.tensors] == [
         "loss", f"grads:{HEAD}", f"grads:{LATE}", f"grads:{EARLY}",
     ]  # fmt: skip
-    assert all(0 < each.units.both < 0.5 for each in found.tensors[1:])
+    assert all(0 < each.units < 0.5 for each in found.tensors[1:])
     assert "all 4 tensors of step 2 are within their bounds" in found.message
 
 
-def test_the_first_that_backward_makes_is_named_with_row_element_and_ranks() -> None:
-    """Two tensors are wrong: the later layer's comes first, with the element and who has it."""
-
+def put(name: str, where: Any, value: float) -> Change:
     def change(tensors: dict[str, Floats]) -> None:
-        tensors[EARLY] *= 2
-        tensors[HEAD][2, 13] += 1e-4
+        tensors[name][where] = value
 
+    return change
+
+
+def two(tensors: dict[str, Floats]) -> None:
+    tensors[EARLY] *= 2
+    tensors[HEAD][2, 13] += 1e-4
+
+
+def swap(tensors: dict[str, Floats]) -> None:
+    tensors[EARLY][[3, 4]] = tensors[EARLY][[4, 3]]
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong", "rows", "ranks"),
+    [
+        (two, [HEAD, EARLY], (2,), (1,)),
+        (swap, [EARLY], (3, 4), (1,)),
+        (put(EARLY, (7, slice(16, None)), 0.0), [EARLY], (7,), (1,)),
+        (put(LATE, 5, math.nan), [LATE], (None,), (0, 1)),
+        (put(LATE, 5, math.inf), [LATE], (None,), (0, 1)),
+    ],
+)
+def test_the_first_that_backward_makes_is_named_with_its_row(
+    change: Change, wrong: list[str], rows: tuple[int | None, ...], ranks: tuple[int, ...]
+) -> None:
+    """A later layer's gradient comes first; a small fault in one row of many, a lost row, NaN."""
     found = answer(change)
-    location = found.location
-    assert location is not None
-    assert [each.name for each in found.wrong] == [f"grads:{HEAD}", f"grads:{EARLY}"]
-    assert found.wrong[0].row == 2
-    assert (location.step, location.phase, location.module) == (2, "backward", "head")
-    assert (location.tensor, location.quantity) == (HEAD, "grads")
-    assert location.ranks == (1,)
-    element = location.element
-    assert element is not None
-    assert (element.index, element.local, element.dtype) == ((2, 13), 2 * 8 + 5, "float32")
-    assert float(element.candidate) == pytest.approx(float(element.reference) + 1e-4, rel=1e-4)
-    assert "on rank 0 of the reference" in location.evidence[1]
-    assert "on rank 1 of the candidate" in location.evidence[1]
-    # The runs without a layout tell which leg is off.
-    assert found.wrong[0].units.reference < 0.5
-    assert found.wrong[0].units.candidate > 1
-
-
-def test_a_small_fault_in_one_row_of_many_is_seen() -> None:
-    """Two rows of one gradient in each other's place, and one row lost, are both rows' faults."""
-
-    def swap(tensors: dict[str, Floats]) -> None:
-        tensors[EARLY][[3, 4]] = tensors[EARLY][[4, 3]]
-
-    def lose(tensors: dict[str, Floats]) -> None:
-        tensors[EARLY][7] = 0
-
-    for change, rows in ((swap, (3, 4)), (lose, (7,))):
-        (wrong,) = answer(change).wrong
-        assert wrong.name == f"grads:{EARLY}"
-        assert wrong.row in rows
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_is_wrong(value: float) -> None:
-    """A NaN or an infinity on one side is past every bound."""
-
-    def change(tensors: dict[str, Floats]) -> None:
-        tensors[LATE][5] = value
-
-    location = answer(change).location
-    assert location is not None
-    assert (location.tensor, location.ranks) == (LATE, (0, 1))
-    assert location.element is not None
-    assert location.element.index == (5,)
+    location = location_of(found)
+    assert [each.name for each in found.wrong] == [f"grads:{name}" for name in wrong]
+    assert found.wrong[0].row in rows
+    assert (location.step, location.phase, location.quantity) == (2, "backward", "grads")
+    assert (location.tensor, location.ranks) == (wrong[0], ranks)
+    assert location.module == wrong[0].rpartition(".")[0]
+    assert (location.unknown, location.rank) == (
+        ("backward or reduce: gradients are kept once both are over",), ranks[0],
+    )  # fmt: skip
 
 
 def test_ranks_that_share_an_element_must_agree_to_the_bit() -> None:
     """A vector that both ranks have, with another last bit on one: wrong, however small."""
     sound, other = leg(rounded(1), 2), rounded(1)
     other[LATE] = np.nextafter(other[LATE].astype(np.float32), np.float32(9)).astype(np.float64)
-    mixed = dataclasses.replace(
-        sound,
-        contents=dataclasses.replace(
-            sound.contents, ranks=(sound.contents.ranks[0], leg(other, 2).contents.ranks[1])
-        ),
+    ranks = (sound.contents.ranks[0], leg(other, 2).contents.ranks[1])
+    mixed = dataclasses.replace(sound, contents=dataclasses.replace(sound.contents, ranks=ranks))
+    half = dataclasses.replace(
+        sound, contents=dataclasses.replace(sound.contents, ranks=sound.contents.ranks[:1])
     )
     samples = [leg(rounded(10 + number)) for number in range(NUM_SAMPLES)]
-    location = compare_layouts(leg(rounded(0)), mixed, samples).location
-    assert location is not None
-    assert location.tensor == LATE
+    location = location_of(compare_layouts(leg(rounded(0)), mixed, samples))
+    assert (location.tensor, location.ranks) == (LATE, (1,))
     assert "the candidate: rank 1 has other bits of [0] than 0" in location.evidence[0]
+    location = location_of(compare_layouts(leg(rounded(0)), half, samples))
+    assert location.tensor == HEAD
+    assert "the candidate has not all of it" in location.evidence[0]
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [("bf16", 4), ("bf16", 0), ("fp32", 4)])
-def test_a_router_in_eight_bits_of_mantissa_is_said_to_be_no_proof(
-    dtype: str, experts: int
-) -> None:
-    """Where a token may go elsewhere for a rounding's sake, the answer says so; elsewhere not."""
+def test_a_loss_of_its_own_is_first(dtype: str, experts: int) -> None:
+    """Before all gradients; where a router may send a token elsewhere, the answer says so."""
     first = leg(rounded(0))
     config = first.result.spec.config
     config |= {"dtype": dtype, "model": config["model"] | {"experts": experts}}
     samples = [leg(rounded(10 + number)) for number in range(NUM_SAMPLES)]
-    found = compare_layouts(first, leg(rounded(1), loss=4.1), samples).location
-    assert found is not None
+    found = location_of(compare_layouts(first, leg(rounded(1), loss=4.001), samples))
+    assert (found.phase, found.quantity, found.tensor) == ("forward", "loss", "")
     said = any(told.startswith("routing:") for told in found.unknown)
     assert said == (dtype == "bf16" and experts > 0)
-
-
-def test_a_loss_of_its_own_is_first() -> None:
-    """A loss that is off comes before all gradients, and has no element."""
-    location = answer(loss=4.001).location
-    assert location is not None
-    assert (location.phase, location.quantity, location.element) == ("forward", "loss", None)
 
 
 def test_of_forward_passes_the_first_branch_that_is_apart_is_named() -> None:
@@ -214,56 +201,26 @@ def test_of_forward_passes_the_first_branch_that_is_apart_is_named() -> None:
         samples = [leg(run(10 + number)) for number in range(NUM_SAMPLES)]
         return compare_layouts(leg(run(0)), leg(run(1, scale), 2, loss=loss), samples)
 
-    found = compared(4.001, 1.01).location
-    assert found is not None
+    found = location_of(compared(4.001, 1.01))
     assert (found.phase, found.module, found.microbatch) == ("forward", "layers.1.attn", 0)
     assert (found.tensor, found.quantity) == (second, "taps.output")
-    assert found.element is not None
-    assert len(found.element.index) == 3
     assert compared(4.0, 1.01).location is None
-    loss = compared(4.001, 1.0).location
-    assert loss is not None
-    assert loss.quantity == "loss"
+    assert location_of(compared(4.001, 1.0)).quantity == "loss"
 
 
 def test_nothing_passes_where_nothing_was_compared() -> None:
     """A run that failed, damaged contents, no samples: the answer says so and is no pass."""
-    failed = answer(what="crashed")
-    assert failed.tensors == ()
-    assert failed.message == "nothing was compared: run k: crashed: it fell over"
     sound = leg(rounded(0))
-    damaged = dataclasses.replace(
-        sound, contents=dataclasses.replace(sound.contents, problems=("rank 0 kept nothing",))
-    )
-    samples = [leg(rounded(2)), leg(rounded(3))]
-    message = compare_layouts(sound, damaged, samples).message
-    assert message == "nothing was compared: run k: rank 0 kept nothing"
-    assert "expected samples, got 0" in compare_layouts(sound, sound, []).message
-
-
-def test_a_piece_that_no_rank_has_is_wrong() -> None:
-    """Half of the matrices is not there: the tensor cannot be compared, and that is said."""
-    whole = leg(rounded(1), 2)
-    half = dataclasses.replace(
-        whole, contents=dataclasses.replace(whole.contents, ranks=whole.contents.ranks[:1])
-    )
-    samples = [leg(rounded(2)), leg(rounded(3))]
-    location = compare_layouts(leg(rounded(0)), half, samples).location
-    assert location is not None
-    assert location.tensor == HEAD
-    assert "the candidate has not all of it" in location.evidence[0]
-
-
-def test_whole_tensors_have_every_bit() -> None:
-    """What two ranks have is put together as it was, and every element has its owner."""
-    tensors = rounded(4)
-    found = whole_tensors(leg(tensors, 2).contents)
-    for name, value in tensors.items():
-        whole = found[f"grads:{name}"]
-        assert whole.num_missing == 0
-        assert np.array_equal(whole.values, value.astype(np.float32).astype(np.float64))
-    assert found[f"grads:{HEAD}"].ranks_of((0, 8)) == (1,)
-    assert found[f"grads:{LATE}"].ranks_of((8,)) == (0, 1)
+    contents = dataclasses.replace(sound.contents, problems=("rank 0 kept nothing",))
+    damaged, samples = dataclasses.replace(sound, contents=contents), [sound, sound]
+    case = dataclasses.make_dataclass("Case", ["id"])("x")
+    for found, said in (
+        (answer(what="crashed"), "nothing was compared: run k: crashed: it fell over"),
+        (compare_layouts(sound, damaged, samples), "run k: rank 0 kept nothing"),
+        (compare_layouts(sound, sound, []), "expected samples, got 0"),
+    ):
+        assert (found.tensors, said in found.message) == ((), True)
+        assert layouts.verdict_of(case, found).outcome == "error"
 
 
 def test_runs_keep_one_step_and_samples_have_the_data_alone_in_common() -> None:
@@ -272,31 +229,56 @@ def test_runs_keep_one_step_and_samples_have_the_data_alone_in_common() -> None:
     one, other = spec(2, parallel=ParallelConfig(dp=2)), spec(4, parallel=parallel, graph=("attn",))
     runs = runs_to_compare(one, other, 1)
     assert len({run.key for run in (runs.reference, runs.candidate, *runs.samples)}) == 8
-    assert [run.rounding for run in (runs.reference, runs.candidate)] == [0, 0]
     for number, run in enumerate(runs.samples):
         config = TrainConfig.from_dict(run.config)
         assert (run.world_size, run.rounding, config.steps) == (2, number + 1, 2)
-        assert config.parallel == ParallelConfig(dp=2)
-        assert config.graph == ()
+        assert (config.parallel, config.graph) == (ParallelConfig(dp=2), ())
         assert run.keep is not None
-        assert run.keep.step == 1
-        assert config.taps == BRANCHES
+        assert (run.keep.step, config.taps) == (1, BRANCHES)
     assert runs.candidate.config["taps"] == list(BRANCHES)
     other = spec(2, parallel=ParallelConfig(dp=2), engine="fsdp2")
     assert runs_to_compare(one, other, 1).candidate.config["taps"] == []
 
 
-REFUSED: Sequence[tuple[dict[str, Any], str]] = [
-    ({"seed": 1}, "expected the same seed"),
-    ({"parallel": ParallelConfig(dp=2)}, "as many dp x dp_outer ranks, got 1 and 2"),
-    ({"model": dataclasses.replace(MODEL, dropout=0.1)}, "expected the same model"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda v: str(v)[:12])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1}, "expected the same seed"),
+        ({"parallel": ParallelConfig(dp=2)}, "as many dp x dp_outer ranks, got 1 and 2"),
+        ({"model": dataclasses.replace(MODEL, dropout=0.1)}, "expected the same model"),
+    ],
+    ids=str,
+)
 def test_what_is_not_the_same_training_is_refused(options: dict[str, Any], message: str) -> None:
     """Another seed, other data or another model cannot be compared, and one line says why."""
     with pytest.raises(UsageError, match=message):
         runs_to_compare(spec(), spec(**options), 0)
-    with pytest.raises(UsageError, match="expected a step below 3, got 3"):
-        runs_to_compare(spec(), spec(), 3)
+
+
+@pytest.mark.parametrize(
+    ("begin", "broken", "expected"),
+    [*((n, None, n) for n in range(9)), (99, None, None), (0, 0, "error"), (99, 8, "error")],
+)
+def test_the_first_step_that_is_apart_is_found(
+    monkeypatch: pytest.MonkeyPatch, begin: int, broken: int | None, expected: int | str | None
+) -> None:
+    """The first, else the last, else halving; whoever stops the search has the nearest one."""
+    asked, seen = list[int](), list[int]()
+
+    def compare(case: Any, step: int, asker: Any) -> LayoutAnswer:
+        asked.append(step)
+        place = Location(step=step) if step >= begin and step != broken else None
+        some = () if step == broken else (Apart(name="loss", units=0.5),)
+        return LayoutAnswer(location=place, tensors=some, message=f"looked at {step}")
+
+    monkeypatch.setattr(layouts, "_compare", compare)
+    case = dataclasses.make_dataclass("Case", ["candidate"])(spec(steps=9))
+    found = first_apart(
+        case, cast("Any", None), lambda each: seen.append(location_of(each).step or 0)
+    )  # fmt: skip
+    assert len(asked) == len(set(asked)) <= 6
+    assert seen == sorted(seen, reverse=True)
+    if expected == "error":
+        assert found.tensors == ()
+    else:
+        assert (found.location and found.location.step) == expected

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from harness.bisect.causes import FoundCause, FoundCauses
-from harness.bisect.chance import patience
 from harness.bisect.commits import Commit, CommitSearch
-from harness.bisect.experiments import AskedQuestion, Failure
+from harness.bisect.experiments import AskedQuestion, Failure, RepeatPolicy
 from harness.bisect.found import Element, Location
 from harness.bisect.render import Findings, causes, element, facts, page, print_findings
 from harness.bisect.repro import Alone
@@ -92,10 +91,10 @@ def test_the_page_has_all_of_it() -> None:
 
 def test_how_often_it_failed_is_said_of_what_does_not_always() -> None:
     """The number of failures and of runs; nothing where every run fails."""
-    seldom = patience(4, 11, num_questions=5)
-    found = dataclasses.replace(FINDINGS, causes=dataclasses.replace(CAUSES, patience=seldom))
+    seldom = RepeatPolicy.of(4, 11, 5)
+    found = dataclasses.replace(FINDINGS, causes=dataclasses.replace(CAUSES, policy=seldom))
     assert ("how often", "failed in 4 of 11 runs") in facts(found)
-    always = dataclasses.replace(CAUSES, patience=patience(5, 5, num_questions=5))
+    always = dataclasses.replace(CAUSES, policy=RepeatPolicy.of(5, 5, 5))
     assert "how often" not in dict(facts(dataclasses.replace(FINDINGS, causes=always)))
 
 

@@ -167,7 +167,7 @@ def test_a_reference_that_differs_from_its_control_is_itself_located(
         (["dp3-attn", "r"], "expected a case folder or id"),
         (["dp2-attn", "r", "--out", "r"], "expected a search of dp2-attn or nothing"),
         (["missing.yaml"], "missing.yaml"),
-        (["dp2-attn", "r", "--against", "x"], "--against, --step, --device and --set with a"),
+        (["dp2-attn", "r", "--against", "x"], "--against, --device and --set with a"),
         (["small.yaml", "-k", "dp2 and attn", "--against", "dp1"], "expected --against EXPR that"),
         (["small.yaml", "-k", "dp2 and attn", "--against", "dp1 and attn"], "the same data"),
     ],
