@@ -134,7 +134,6 @@ class KeepSpec(Json):
 class RunSpec(Json):
     """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control,
     higher ones are repeats for times. `explain`: its ranks say whose memory their peak was.
-    `kernels`: they say which operators and kernels a step launched (`harness.worker.launched`).
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
     writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
@@ -152,7 +151,6 @@ class RunSpec(Json):
     plant: PlantSpec | None = None
     explain: bool = False
     soak: SoakSpec | None = None
-    kernels: bool = False
     keep: KeepSpec | None = None
     rounding: int = 0
     stall_s: float | None = None

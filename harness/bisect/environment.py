@@ -6,11 +6,9 @@
     variables   that decide results                                           nights, legs
     hardware    cores, memory, GPUs, what the CPU is capable of               nights, legs
     data        checksum of the tokens                                        nights, legs
-    kernels     operators and kernels that a step launched, by name           nights, legs
 
 Legs are compared by what their ranks recorded, nights by their manifests as well. What one side did
-not record is `unknown`: it is said, and it is not the same. Kernels are recorded where a scenario
-asks for them (`launch: {kernels: true}`).
+not record is `unknown`: it is said, and it is not the same.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,12 +22,8 @@ from harness.provenance import Facts, Kind, different, facts, fingerprint, flat,
 from harness.records import CaseSpec, RankRecords, RunResult, RunSpec
 from harness.store import LEGS, RunFolder
 
-KINDS: tuple[Kind, ...] = (
-    "commit", "packages", "driver", "variables", "hardware", "data", "kernels",
-)  # fmt: skip
-LEG_KINDS: tuple[Kind, ...] = ("packages", "variables", "hardware", "data", "kernels")
-LAUNCHED = "launched"
-"""Name of the event with what a rank launched."""
+KINDS: tuple[Kind, ...] = ("commit", "packages", "driver", "variables", "hardware", "data")
+LEG_KINDS: tuple[Kind, ...] = ("packages", "variables", "hardware", "data")
 _PACKAGES = ("python", "torch", "cuda", "nccl", "cudnn", "code", "program")
 _MAX_TOLD = 3
 
@@ -92,12 +86,10 @@ def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> Environ
     Runs are compared that did equal work: those of equal configuration, device and plant.
     """
     ours, theirs = facts(before.manifest), facts(after.manifest)
-    for name, left, right in _pairs(before, after, case_id):
+    for _, left, right in _pairs(before, after, case_id):
         for kinds, run in ((ours, left), (theirs, right)):
             for kind, values in facts_of_run(run).items():
-                held = kinds.setdefault(kind, {})
-                held |= {f"{name}: {key}" if kind == "kernels" else key: value
-                         for key, value in values.items()}  # fmt: skip
+                kinds.setdefault(kind, {}).update(values)
     return compare(before.path.name, after.path.name, ours, theirs)
 
 
@@ -153,9 +145,6 @@ def _facts_of_rank(records: RankRecords) -> Facts:
         facts = {"packages": {}, "variables": {}, "hardware": {}}
         for name, value in flat("", fingerprint(records.start.environment)).items():
             facts.setdefault(_kind_of(name), {})[name] = value
-    for event in records.events:
-        if event.name == LAUNCHED:
-            facts["kernels"] = flat("", event.detail)
     return facts
 
 

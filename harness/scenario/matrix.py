@@ -300,7 +300,6 @@ class _Maker:
                 plant=plant,
                 explain="max_unexplained" in self.scenario.checks.get("peak_memory", {}),
                 soak=self.scenario.soak.spec if soaks and self.scenario.soak else None,
-                kernels=self.scenario.launch.kernels,
                 stall_s=self.scenario.launch.stall_s,
             )
         return self.runs[key]

@@ -67,9 +67,8 @@ _SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
 class Launch:
     """Where and for how long runs may run. `slots` None: what the machine has, or the cluster.
 
-    `retries`: how often a run may be made again after a failure of the machine. `kernels`: runs say
-    what they launched. `stall_s`: a run in which no rank records anything for so long is a hang;
-    None for as long as it may take. `confirm`: where bits differ, both sides are run once more.
+    `retries`: how often a run may be made again after a failure of the machine. `stall_s`: a run in
+    which no rank records anything for so long is a hang; None for as long as it may take. `confirm`: where bits differ, both sides are run once more.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -78,7 +77,6 @@ class Launch:
     engine: Literal["local", "slurm"] = "local"
     slurm: SlurmOptions = DEFAULT_OPTIONS
     retries: int = 0
-    kernels: bool = False
     stall_s: float | None = None
     confirm: bool = False
 
@@ -233,7 +231,6 @@ LAUNCH: Mapping[str, Taker] = {
     "slots": take_count,
     "engine": partial(take_str, legal=ENGINES),
     "retries": partial(take_int, least=0, most=MAX_RETRIES),
-    "kernels": take_bool,
     "confirm": take_bool,
     "slurm": lambda node, key: SlurmOptions(**take_fields(node, key, SLURM)),
 }

@@ -4,8 +4,6 @@ serve  a forkserver on this machine     started by the local engine
 job    the batch script of a Slurm job  started by Slurm
 node   the agent of one of its nodes    started by `job` through srun
 join   one rank of a run                started by people through torchrun
-
-`predict` starts none: it tells the memory of configurations on stdin (`harness predict`).
 """
 
 import argparse
@@ -41,10 +39,6 @@ def _do(chosen: argparse.Namespace, limits: Limits, arguments: list[str]) -> int
         from harness.worker.serve import serve
 
         return serve(chosen.fd, chosen.entry, limits)
-    if chosen.command == "predict":
-        from harness.worker.predict import predict
-
-        return predict()
     if chosen.command == "job":
         from harness.worker.job import run_job
 
@@ -76,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, parents=[patience])
         one.add_argument("--folder", type=Path, required=True)
         one.add_argument("--name", required=True)
-    commands.add_parser("predict", help="memory of configurations on stdin", parents=[patience])
     joining = commands.add_parser(
         "join", help="one rank of a run on several machines, under torchrun", parents=[patience]
     )

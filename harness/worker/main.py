@@ -55,7 +55,6 @@ from harness.worker.collectives import Notes, noted
 from harness.worker.contents import ContentsFile
 from harness.worker.digest_time import digest_time_event, is_told
 from harness.worker.error_evidence import evidence_of
-from harness.worker.launched import Launched
 from harness.worker.memory_event import memory_event
 from harness.worker.observe import Observer
 from harness.worker.plant import Plant
@@ -172,13 +171,12 @@ class _Session:
         self.file.write(observer.initial())
         device.synchronize()
         startup_s = time.monotonic() - self.started_s
-        launched = Launched(trainer, wanted=self.spec.kernels)
         try:
             soaking = Soaking(self.spec, self.rank, trainer, self.store, self.file.write)
             for self.step in soaking.steps():
                 observer.begin()
                 self.plant.before_step(trainer, self.step)
-                with launched.counting(self.step), rounding, self._modules_noted(notes):
+                with rounding, self._modules_noted(notes):
                     trainer.step(self.step)
                 self.plant.after_step(trainer, self.step)
                 observer.observe(self.step)
@@ -191,8 +189,6 @@ class _Session:
         self._write_graph_event(trainer, observer)
         self.file.write(memory_event(trainer, self.rank, self.step, trace))
         peak_bytes = device.peak_bytes()
-        if self.spec.kernels:
-            self.file.write(launched.event(self.rank, self.step))
         if is_told(self.spec):
             self.file.write(digest_time_event(trainer, self.rank, self.step))
         self._write_end(trainer, peak_bytes, startup_s)

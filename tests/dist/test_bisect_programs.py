@@ -142,11 +142,3 @@ def test_the_first_bad_release_of_a_package(
     )
     assert (found["release"]["older"], found["release"]["newer"]) == ("1.2", "1.10")
     assert found["release"]["num_releases"] == 5
-
-
-def test_what_a_program_cannot_be_asked_is_said_in_a_line(tmp_path: Path) -> None:
-    """Exit code 4, and no internal error."""
-    (tmp_path / "train.py").write_text(PLANTED)
-    path = scenario(tmp_path, "args.foreach", [False, True])
-    code, _, said = harness(tmp_path, "predict", path)
-    assert (code, said.count("\n"), "built-in trainer" in said) == (4, 1, True)

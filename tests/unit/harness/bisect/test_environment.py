@@ -8,14 +8,12 @@ import pytest
 
 from harness.bisect.environment import (
     KINDS,
-    LAUNCHED,
     of_legs,
     of_nights,
 )
 from harness.provenance import facts
 from harness.records import (
     CaseSpec,
-    EventRecord,
     RankExit,
     RankRecords,
     RunOutcome,
@@ -44,13 +42,8 @@ def _start(rank: int, fingerprint: dict[str, Any]) -> StartRecord:
     )  # fmt: skip
 
 
-def _launched(rank: int, counts: dict[str, int]) -> EventRecord:
-    return EventRecord(name=LAUNCHED, rank=rank, step=3, detail={"operators": counts})
-
-
 def _run(
     fingerprints: tuple[dict[str, Any], ...] = (FINGERPRINT, FINGERPRINT),
-    counts: tuple[dict[str, int], ...] = (),
 ) -> RunResult:
     outcome = RunOutcome(
         key=SPEC.key, what="", message="", culprit_rank=None, ranks=(), started_unix_s=0.0,
@@ -59,21 +52,19 @@ def _run(
     ranks = tuple(
         RankRecords(
             rank=rank, start=_start(rank, fingerprint), steps=(),
-            events=tuple(_launched(rank, each) for each in counts[rank : rank + 1]),
-            error=None, end=None, problems=(),
+            events=(), error=None, end=None, problems=(),
         )
         for rank, fingerprint in enumerate(fingerprints)
     )  # fmt: skip
     return RunResult(spec=SPEC, outcome=outcome, ranks=ranks)
 
 
-def test_equal_legs_differ_in_nothing_and_say_what_was_not_recorded() -> None:
-    """Kernels that nobody counted are unknown, not equal."""
+def test_equal_legs_differ_in_nothing() -> None:
+    """Every kind that both recorded is the same."""
     found = of_legs(_run(), _run())
     assert found.facts == ()
     assert found.same == ("packages", "variables", "hardware", "data")
-    assert found.unknown == ("kernels",)
-    assert "not recorded by both: kernels" in found.sentence
+    assert found.unknown == ()
 
 
 @pytest.mark.parametrize(
@@ -97,16 +88,6 @@ def test_a_fact_of_one_rank_names_it() -> None:
     assert all(fact.kind == "hardware" for fact in found.facts)
 
 
-def test_other_operators_are_said_with_their_counts() -> None:
-    """A count that changed and a name that came are two facts."""
-    before = ({"aten.mm": 3}, {"aten.mm": 3})
-    after = ({"aten.mm": 4, "aten.bmm": 1}, {"aten.mm": 4, "aten.bmm": 1})
-    found = of_legs(_run(counts=before), _run(counts=after))
-    told = {(fact.name, fact.before, fact.after) for fact in found.facts}
-    assert told == {("operators.aten.mm", "3", "4"), ("operators.aten.bmm", "absent", "1")}
-    assert found.unknown == ()
-
-
 @pytest.mark.parametrize(
     ("kind", "change"),
     [("commit", {"commit": "c2"}), ("packages", {"packages": {"rich": "14"}}),
@@ -120,18 +101,17 @@ def test_each_part_of_a_manifest_is_compared(
     """A night on another commit, package, driver, variable or machine says so, and only so."""
     found = of_nights(_night(tmp_path / "a", {}), _night(tmp_path / "b", change))
     assert {fact.kind for fact in found.facts} == {kind}
-    assert set(found.same) == set(KINDS) - {kind, "kernels"}
+    assert set(found.same) == set(KINDS) - {kind}
     assert "a and b ran in other environments" in found.sentence
 
 
 def test_nights_are_compared_in_what_their_ranks_recorded(tmp_path: Path) -> None:
-    """Other data under the same name, and other operators, are found in the records."""
-    before = _night(tmp_path / "a", {}, counts={"aten.mm": 1})
-    after = _night(tmp_path / "b", {}, FINGERPRINT | {"data": "d2"}, counts={"aten.mm": 2})
-    found = of_nights(before, after)
-    assert {fact.kind for fact in found.facts} == {"data", "kernels"}
-    (kernels,) = (fact for fact in found.facts if fact.kind == "kernels")
-    assert "dp2-attn reference" in kernels.name
+    """Other data under the same name is found in the records."""
+    before, after = (
+        _night(tmp_path / "a", {}),
+        _night(tmp_path / "b", {}, FINGERPRINT | {"data": "d2"}),
+    )
+    assert {fact.kind for fact in of_nights(before, after).facts} == {"data"}
 
 
 def test_what_a_damaged_manifest_does_not_say_is_unknown() -> None:
@@ -143,7 +123,6 @@ def _night(
     path: Path,
     change: dict[str, Any],
     fingerprint: dict[str, Any] = FINGERPRINT,
-    counts: dict[str, int] | None = None,
 ) -> RunFolder:
     case = CaseSpec(
         id="dp2-attn", scenario="s", labels={}, reference=SPEC,
@@ -158,8 +137,6 @@ def _night(
         for rank in range(2):
             file = RecordFile(run / f"rank{rank}.jsonl")
             file.write(_start(rank, fingerprint))
-            if counts:
-                file.write(_launched(rank, counts))
             file.close()
         ranks = tuple(RankExit(rank=rank, code=0) for rank in range(2))
         save_outcome(run, RunOutcome(

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.cli import main
 from harness.errors import ScenarioError
-from harness.records import ExitCode
 from harness.runner import plan as planning
 from harness.runner.plan import make_plan
 from tests.unit.harness.scenario.small_scenario import cases
@@ -69,12 +67,3 @@ def test_megatron_fsdp_is_skipped_where_it_is_missing(
         for spec in (case.reference, case.control, case.candidate):
             object.__setattr__(spec, "device", device)
     assert [case.skip_reason for case in make_plan(found, slots=4).cases] == ["", "", reason]
-
-
-def test_memory_is_predicted_for_our_engine_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another engine's would be a guess."""
-    cases(tmp_path, **AXIS)
-    assert main(["predict", str(tmp_path / "case.yaml")]) == ExitCode.USAGE
-    assert "expected engine ours to predict, got fsdp2" in capsys.readouterr().err
