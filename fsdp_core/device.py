@@ -6,6 +6,7 @@ because resident size also counts what the allocator keeps, which is noise.
 """
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,13 +38,6 @@ class StorageWatcher(Protocol):
     """Is told when a storage changes its size in place, which no operator shows."""
 
     def resized(self, storage: torch.UntypedStorage) -> None: ...
-
-
-class CollectiveWatcher(Protocol):
-    """Is told of collectives on the CPU as they are called and as they come back."""
-
-    def entering(self, func: Any, args: tuple[Any, ...]) -> None: ...
-    def left(self) -> None: ...
 
 
 class StreamModel(Protocol):
@@ -135,7 +129,7 @@ class StorageCounter(TorchDispatchMode):
         self._known: dict[int, tuple[_StorageRef, int]] = {}
         self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
         self._lending = Lending()
-        self.collectives: CollectiveWatcher | None = None
+        self._ignored: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -160,11 +154,7 @@ class StorageCounter(TorchDispatchMode):
         makes, resizes, lends = kind
         self._lending.let_go()
         if lends:
-            if self.collectives is not None:
-                self.collectives.entering(func, args)
             out = self._lending.call(func, args, kwargs or {})
-            if self.collectives is not None:
-                self.collectives.left()
         else:
             out = func(*args, **(kwargs or {}))
         if not (makes or resizes):
@@ -211,9 +201,39 @@ class StorageCounter(TorchDispatchMode):
         if delta > 0:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside no operator is seen, so none pays; it must be the innermost mode.
+
+        Storages that die inside are uncounted. `recount` finds those that were made and are held.
+        """
+        self.settle()
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def ignore_uncounted(self) -> None:
+        """What Python holds and is not counted now, `recount` leaves out."""
+        self._ignored = {held.untyped_storage()._cdata for held in _held_on_cpu()} - set(
+            self._known
+        )
+
+    def recount(self) -> None:
+        """Count what was made while nobody looked and Python holds."""
+        for held in _held_on_cpu():
+            if held.untyped_storage()._cdata not in self._ignored:
+                self._see(held, makes=True)
+
     def settle(self) -> None:
         """Let go of what collectives that are over were lent."""
         self._lending.let_go()
+
+
+def _held_on_cpu() -> list[torch.Tensor]:
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return [each for each in gc.get_objects() if type(each) in kinds and each.device.type == "cpu"]
 
 
 @dataclass

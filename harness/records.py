@@ -134,6 +134,7 @@ class KeepSpec(Json):
 class RunSpec(Json):
     """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control,
     higher ones are repeats for times. `explain`: its ranks say whose memory their peak was.
+    `counts_memory`: memory of the CPU is counted in every step, not in the first and the last alone.
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
     writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
@@ -150,6 +151,7 @@ class RunSpec(Json):
     replica: int = 0
     plant: PlantSpec | None = None
     explain: bool = False
+    counts_memory: bool = False
     soak: SoakSpec | None = None
     keep: KeepSpec | None = None
     rounding: int = 0
@@ -264,7 +266,8 @@ class StepRecord(Json):
         digests: per group, concatenated 128-bit digests in the order of `StartRecord.tensors`.
         nonfinite: per group, names of tensors that hold a NaN or an infinity.
         step_s: seconds from the end of the step before to its own, on the device.
-        live_bytes: memory in use after the step.
+        live_bytes: memory in use after the step; of a step that does not count it
+            (`RunSpec.counts_memory`) what is left of the memory that was counted before.
         peak_bytes: highest memory in use so far.
         taps: the rows of taps, `TAP_HEX_CHARS` each, in the order of `StartRecord.taps`.
         pointer_changes: long-lived tensors that moved since the step before; None if not counted.

@@ -29,6 +29,7 @@ def samples_of(case: CaseSpec) -> tuple[RunSpec, ...]:
         dataclasses.replace(
             spec, config=config, timeout_s=SLOWDOWN * spec.timeout_s,
             stall_s=spec.stall_s and SLOWDOWN * spec.stall_s, rounding=seed, explain=False,
+            counts_memory=False,
         )
         for seed in range(1, NUM_SAMPLES + 1)
     )  # fmt: skip

@@ -9,7 +9,7 @@ whether every rank that holds rows of it has wrong ones.
     one rank's rows alone, where others hold some too   reduce                   after
 
 Which rank brought it in is told by what each of them gave to the collective (`with_givers`), known
-of runs that look into modules, on the CPU (`harness.worker.given`):
+of runs that look into modules, on the CPU (`harness.worker.collectives`):
 
     some ranks gave something else     they are the origin: before the collective
     every rank gave what it should     in the collective, or after it

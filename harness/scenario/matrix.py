@@ -290,6 +290,7 @@ class _Maker:
 
     def _run(self, leg: Leg, role: str, plant: PlantSpec | None, *, soaks: bool) -> RunSpec:
         key = (id(leg), role, plant, soaks)
+        limits = self.scenario.checks.get("peak_memory", {})
         if key not in self.runs:
             self.runs[key] = RunSpec(
                 config=leg.plain(),
@@ -298,7 +299,8 @@ class _Maker:
                 timeout_s=self.scenario.launch.timeout_s,
                 replica=1 if role == "control" else 0,
                 plant=plant,
-                explain="max_unexplained" in self.scenario.checks.get("peak_memory", {}),
+                explain="max_unexplained" in limits,
+                counts_memory="max_growth_bytes" in limits,
                 soak=self.scenario.soak.spec if soaks and self.scenario.soak else None,
                 stall_s=self.scenario.launch.stall_s,
             )

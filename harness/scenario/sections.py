@@ -68,7 +68,8 @@ class Launch:
     """Where and for how long runs may run. `slots` None: what the machine has, or the cluster.
 
     `retries`: how often a run may be made again after a failure of the machine. `stall_s`: a run in
-    which no rank records anything for so long is a hang; None for as long as it may take. `confirm`: where bits differ, both sides are run once more.
+    which no rank records anything for so long is a hang; None for as long as it may take.
+    `confirm`: where bits differ, both sides are run once more.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,18 +1,23 @@
-"""Notes of each collective that a rank enters, on the CPU, where the memory counter sees them all.
+"""Notes of each collective that a rank of the CPU enters: whose it is, what the rank gives to it.
 
-    counter of live storage -> Notes.entering / waiting / left -> `engine.collective_log.PlaceFile`
+    c10d's operator -> `_seen` -> Notes.entering / left -> `engine.collective_log.PlaceFile`
+                                         -> an event `given` a step, in runs that tap
 
-A replayed graph calls no code of the model, so whose a collective is can be asked only in eager
-steps. The order of the last step before graphs are captured is learned; in a replay a collective
-has the label of that place in the step, as long as the operators up to there are the same.
-Messages between two ranks are noted and not counted. Captures call collectives of their own, which
-are no part of that order.
+`_seen` is registered at a dispatch key that every tensor has and no other operator of c10d's takes,
+so nothing but collectives pays. A replayed graph calls no code of the model, so whose a collective
+is can be asked only in eager steps. The order of the last step before graphs are captured is
+learned; in a replay a collective has the label of that place in the step, as long as the operators
+up to there are the same. Messages between two ranks are noted and not counted. Captures call
+collectives of their own, which are no part of that order. In the step that captures, the module
+that is running is noted, too, on a GPU as well: a rank that is killed there leaves no other word.
 
-In the step that captures, the module that is running is noted, too, on a GPU as well: a rank that
-is killed there leaves no other word.
+A digest of a gradient is that of the sum, on whichever rank holds its rows; what was added is seen
+on the way in alone, so where modules are looked into what is given is digested, on the host.
 """
 
 import contextlib
+import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,56 +27,87 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from fsdp_core import fsdp
-from fsdp_core.device import Device
+from fsdp_core.device import Device, is_fake
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
+from fsdp_core.lending import is_collective
 from fsdp_core.train.captures import Captures
 from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, group_key
-from harness.worker.given import Given
+from harness.given import GIVEN, GivenCall
+from harness.records import EventRecord
 
 _SHARDING = str(Path(fsdp.__file__).parent)
 _WAIT = "_c10d_functional::wait_tensor"
 _CAPTURES = (Captures.capture_parts.__code__, Captures.capture_iteration.__code__)
 _POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+_INPUTS = frozenset({"input", "inputs", "input_tensor", "input_tensors", "tensors"})
+"""What operators call the tensors that a rank brings along."""
+_watching: list["Notes"] = []
+"""Who is told of collectives: nobody, or the notes of the process's rank."""
+
+
+@functools.cache
+def _seen() -> list[torch.library.Library]:
+    """Have every operator of c10d tell `_watching`; once a process, as long as it lives."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    below = torch._C.DispatchKeySet(key)
+
+    def told(func: Any) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            # Where shapes alone are planned nothing is sent.
+            leaves = tree_leaves(args) if _watching else ()
+            told = () if is_fake(map(type, leaves)) else tuple(_watching)
+            for notes in told:
+                notes.entering(func, args)
+            with torch._C._ExcludeDispatchKeyGuard(below):
+                out = func(*args, **kwargs)
+            for notes in told:
+                notes.left()
+            return out
+
+        return called
+
+    libraries = {name: torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional")}
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        if namespace in libraries:
+            packet, _, overload = name.partition(".")
+            func = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            if is_collective(func):
+                libraries[namespace].impl(name, told(func), "ADInplaceOrView")
+    return [*libraries.values()]
 
 
 @contextlib.contextmanager
 def noted(
-    device: Device,
-    path: Path,
-    step: Callable[[], int],
-    eager_steps: int,
-    *,
-    gives: bool = False,
+    device: Device, path: Path, step: Callable[[], int], eager_steps: int, *, gives: bool = False
 ) -> Iterator["Notes"]:
-    """Inside, collectives are noted in the file at `path`, which is left behind by failures only.
+    """Inside, collectives of the CPU are noted in the file at `path`; only failures leave it.
 
     Args:
-        device: whose memory is being counted; where it is not, as on CUDA, no collective is noted.
         step: gives the number of the step.
         eager_steps: how many of them come before graphs are captured.
         gives: whether to note what the rank gives to each of them.
     """
     file = PlaceFile(path)
-    notes, counter = Notes(file, step, eager_steps), device.counter
-    if counter is None or dist.get_world_size() == 1:
+    notes = Notes(file, step, eager_steps)
+    if not device.is_cuda and dist.get_world_size() > 1:
+        notes.gives = gives
+        _seen()
+        _watching.append(notes)
+    try:
         yield notes
-    else:
-        counter.collectives = notes
-        notes.given = Given() if gives else None
-        yield notes
-        counter.collectives = None
+    finally:
+        _watching.clear()
     file.remove()
 
 
 class Notes:
-    """Keeps one rank's place; arguments as of `noted`.
-
-    Attributes:
-        given: told of what the rank brings along, if anybody wants to know.
-    """
+    """Keeps one rank's place, and what it gave in a step if it `gives`; arguments as of `noted`."""
 
     def __init__(self, file: PlaceFile, step: Callable[[], int], eager_steps: int) -> None:
         self._file, self._step, self._eager_steps = file, step, eager_steps
@@ -82,7 +118,7 @@ class Notes:
         self._at = (-1, 0)
         self._last: tuple[str, str, tuple[int, ...]] = ("", "", ())
         self._module = ""
-        self.given: Given | None = None
+        self.gives, self._given = False, list[GivenCall]()
 
     def entering(self, func: Any, args: tuple[Any, ...]) -> None:
         """A collective is called."""
@@ -93,13 +129,34 @@ class Notes:
                 key = group_key(group)
                 self._entered[key] = self._entered.get(key, 0) + 1
             self._last = (operator, self._label(operator), group)
-            if self.given is not None and operator not in _POINT_TO_POINT:
-                self.given.take(func, args, self._last[1], group)
+            if self.gives and operator not in _POINT_TO_POINT:
+                self._take(func, args, self._last[1], group)
         self._write(is_inside=True)
 
     def left(self) -> None:
         """It came back."""
         self._write(is_inside=False)
+
+    def given(self, rank: int, step: int) -> EventRecord:
+        """What was given since the last time."""
+        calls, self._given = self._given, []
+        detail = {"calls": [call.to_json() for call in calls]}
+        return EventRecord(name=GIVEN, rank=rank, step=step, detail=detail)
+
+    def _take(self, func: Any, args: tuple[Any, ...], label: str, group: tuple[int, ...]) -> None:
+        digest = hashlib.blake2b(digest_size=8)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.name in _INPUTS:
+                for tensor in [value] if isinstance(value, torch.Tensor) else value:
+                    # A copy: storage that numpy has seen can be resized no more, as pools do. No
+                    # mode sees it: it is no part of the program, nor of what is captured.
+                    with _disable_current_modes():
+                        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+                        digest.update(own.reshape(-1).view(torch.uint8).numpy().tobytes())
+        operator = func._schema.name.rpartition("::")[2].strip("_")
+        self._given.append(
+            GivenCall(operator=operator, label=label, group=group, digest=digest.hexdigest())
+        )
 
     @contextlib.contextmanager
     def modules(self, stages: Sequence[nn.Module]) -> Iterator[None]:

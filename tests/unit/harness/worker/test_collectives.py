@@ -1,17 +1,24 @@
 """Whose a collective is: asked in eager steps, learned for replays, never guessed."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 
+from fsdp_core.device import Device, StorageCounter
 from harness.engine.collective_log import IN_CAPTURE, Place, PlaceFile, place_path
 from harness.engine.evidence import last_module, last_place
+from harness.given import GIVEN, GivenCall, given_in
+from harness.records import EventRecord, RankRecords
 from harness.worker import collectives
-from harness.worker.collectives import Notes
+from harness.worker.collectives import Notes, noted
 
 GATHER, REDUCE, WAIT = (
     SimpleNamespace(_schema=SimpleNamespace(name=name))
@@ -127,3 +134,87 @@ def test_a_rank_that_dies_leaves_the_module_behind(tmp_path: Path) -> None:
     assert last_module(tmp_path, 0) == "attn"
     assert last_place(tmp_path, 0) is None
     assert last_module(tmp_path, 1) == ""
+
+# ---- what a rank gives
+
+
+def _operator(name: str, *arguments: str) -> Any:
+    names = [SimpleNamespace(name=argument) for argument in arguments]
+    return SimpleNamespace(_schema=SimpleNamespace(name=name, arguments=names))
+
+
+ALL_GATHER = _operator("c10d::_allgather_base_", "output_tensor", "input_tensor", "process_group")
+SUM = _operator("c10d::allreduce_", "tensors", "process_group")
+
+
+def _taken(rank: Rank, func: Any, *args: Any) -> GivenCall:
+    rank.unit, rank.notes.gives = "layers.1", True
+    rank.notes.entering(func, (*args, "0"))
+    event = rank.notes.given(1, 3)
+    assert rank.notes.given(1, 4).detail == {"calls": []}
+    records = RankRecords(
+        rank=1, start=None, steps=(), events=(event,), error=None, end=None, problems=()
+    )
+    assert given_in(records, 4) == ()
+    (call,) = given_in(records, 3)
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_what_is_brought_along_decides_the_digest(rank: Rank, dtype: torch.dtype) -> None:
+    """Every bit of the input counts, in any dtype and layout; what the output holds does not."""
+    one, other = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+    call = _taken(rank, ALL_GATHER, one, other)
+    assert (call.operator, call.label, call.group) == ("allgather_base", "layers.1", (0, 1))
+    assert _taken(rank, ALL_GATHER, other, other) == call
+    assert _taken(rank, ALL_GATHER, one, one) != call
+    assert _taken(rank, ALL_GATHER, one, torch.ones(4, 2, dtype=dtype)[:, 0]) == call
+    # Its storage can still be given back and made larger, as pools of buffers do.
+    assert other.untyped_storage().resizable()
+
+
+def test_all_tensors_of_a_list_count(rank: Rank) -> None:
+    """An all-reduce takes several."""
+    a, b = torch.zeros(2), torch.ones(2)
+    assert _taken(rank, SUM, [a, b]) == _taken(rank, SUM, [a.clone(), b.clone()])
+    assert _taken(rank, SUM, [a, b]) != _taken(rank, SUM, [a, a])
+
+
+def test_damage_is_nothing_given() -> None:
+    """An event of another shape is no answer, and no crash either."""
+    event = EventRecord(name=GIVEN, rank=1, step=3, detail={"calls": [{"operator": 1}]})
+    records = RankRecords(
+        rank=1, start=None, steps=(), events=(event,), error=None, end=None, problems=()
+    )
+    assert given_in(records, 3) == ()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, StorageCounter])
+def test_every_collective_is_seen_with_and_without_a_mode(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """Entered once and left once, whoever else looks at operators; nothing else is seen."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    seen: list[str] = []
+    monkeypatch.setattr(Notes, "entering", lambda self, func, args: seen.append(func.__name__))
+    monkeypatch.setattr(Notes, "left", lambda self: seen.append("left"))
+    tensor = torch.ones(2)
+    with mode(), noted(Device("cpu"), tmp_path / "place", lambda: 0, 2):
+        dist.all_reduce(tensor)
+        tensor.add_(1)
+        work = dist.broadcast(tensor, 0, async_op=True)
+        work.wait()
+        functional = funcol.all_reduce(tensor, "sum", [0])
+        assert functional.add(1).tolist() == [3.0, 3.0]
+    dist.all_reduce(tensor)
+    assert seen[:4] == ["allreduce_.default", "left", "broadcast_.default", "left"]
+    assert seen[4:6] == ["all_reduce.default", "left"]
+    assert seen[6:] == ["wait_tensor.default", "left"]

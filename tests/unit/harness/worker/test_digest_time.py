@@ -1,4 +1,4 @@
-"""Contracts of harness.worker.digest_time."""
+"""Contracts of harness.worker.observe."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from fsdp_core.device import Device
 from fsdp_core.graph import digest
 from harness.records import RunSpec
 from harness.repeats import FIRST_REPEAT
-from harness.worker.digest_time import TIMES, digest_time_event, is_told
+from harness.worker.observe import DIGEST_TIMES, digest_time_event
 
 
 def test_it_is_told_where_it_is_known() -> None:
@@ -40,6 +40,6 @@ def test_every_group_is_digested_and_nothing_changes(monkeypatch: Any) -> None:
     event = digest_time_event(trainer, 3, 17)
     assert (event.name, event.rank, event.step) == ("digest_time", 3, 17)
     assert 0 < event.detail["seconds"] < 60
-    assert seen == [1, 2] * TIMES
+    assert seen == [1, 2] * DIGEST_TIMES
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor, old)

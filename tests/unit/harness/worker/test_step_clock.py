@@ -1,4 +1,4 @@
-"""Contracts of harness.worker.step_clock."""
+"""Contracts of harness.worker.observe."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.worker import step_clock
-from harness.worker.step_clock import StepClock
+from harness.worker.observe import StepClock
 
 
 class FakeEvent:
