@@ -135,6 +135,7 @@ def test_a_rank_that_dies_leaves_the_module_behind(tmp_path: Path) -> None:
     assert last_place(tmp_path, 0) is None
     assert last_module(tmp_path, 1) == ""
 
+
 # ---- what a rank gives
 
 
@@ -212,9 +213,10 @@ def test_every_collective_is_seen_with_and_without_a_mode(
         tensor.add_(1)
         work = dist.broadcast(tensor, 0, async_op=True)
         work.wait()
-        functional = funcol.all_reduce(tensor, "sum", [0])
+        functional = funcol.all_reduce(tensor, "sum", dist.group.WORLD)
         assert functional.add(1).tolist() == [3.0, 3.0]
     dist.all_reduce(tensor)
-    assert seen[:4] == ["allreduce_.default", "left", "broadcast_.default", "left"]
-    assert seen[4:6] == ["all_reduce.default", "left"]
-    assert seen[6:] == ["wait_tensor.default", "left"]
+    assert seen[::2] == [
+        "allreduce_.default", "broadcast_.default", "all_reduce.default", "wait_tensor.default",
+    ]  # fmt: skip
+    assert set(seen[1::2]) == {"left"}
