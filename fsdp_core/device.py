@@ -129,7 +129,7 @@ class StorageCounter(TorchDispatchMode):
         self._known: dict[int, tuple[_StorageRef, int]] = {}
         self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
         self._lending = Lending()
-        self._ignored: set[int] = set()
+        self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -216,15 +216,18 @@ class StorageCounter(TorchDispatchMode):
 
     def ignore_uncounted(self) -> None:
         """What Python holds and is not counted now, `recount` leaves out."""
-        self._ignored = {held.untyped_storage()._cdata for held in _held_on_cpu()} - set(
-            self._known
-        )
+        for tensor in _held_on_cpu():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._ignored[storage._cdata] = weakref.ref(storage)
 
     def recount(self) -> None:
         """Count what was made while nobody looked and Python holds."""
-        for held in _held_on_cpu():
-            if held.untyped_storage()._cdata not in self._ignored:
-                self._see(held, makes=True)
+        for tensor in _held_on_cpu():
+            ignored = self._ignored.get(tensor.untyped_storage()._cdata)
+            # Of a storage that died, the address may be another's by now.
+            if ignored is None or ignored() is None:
+                self._see(tensor, makes=True)
 
     def settle(self) -> None:
         """Let go of what collectives that are over were lent."""

@@ -134,7 +134,7 @@ class KeepSpec(Json):
 class RunSpec(Json):
     """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control,
     higher ones are repeats for times. `explain`: its ranks say whose memory their peak was.
-    `counts_memory`: memory of the CPU is counted in every step, not in the first and the last alone.
+    `counts_memory`: memory of the CPU is counted in all steps, not in the first and the last alone.
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
     writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random

@@ -3,13 +3,15 @@
     c10d's operator -> `_seen` -> Notes.entering / left -> `engine.collective_log.PlaceFile`
                                          -> an event `given` a step, in runs that tap
 
-`_seen` puts kernels of its own in the place of those of the CPU, so nothing but collectives pays.
-A replayed graph calls no code of the model, so whose a collective
-is can be asked only in eager steps. The order of the last step before graphs are captured is
-learned; in a replay a collective has the label of that place in the step, as long as the operators
-up to there are the same. Messages between two ranks are noted and not counted. Captures call
-collectives of their own, which are no part of that order. In the step that captures, the module
-that is running is noted, too, on a GPU as well: a rank that is killed there leaves no other word.
+`_seen` is registered at a dispatch key that no other kernel of c10d's has, so nothing but
+collectives pays; what a subclass of tensors calls from its own dispatch is not seen.
+
+A replayed graph calls no code of the model, so whose a collective is can be asked only in eager
+steps. The order of the last step before graphs are captured is learned; in a replay a collective
+has the label of that place in the step, as long as the operators up to there are the same. Messages
+between two ranks are noted and not counted. Captures call collectives of their own, which are no
+part of that order. In the step that captures, the module that is running is noted, too, on a GPU as
+well: a rank that is killed there leaves no other word.
 
 A digest of a gradient is that of the sum, on whichever rank holds its rows; what was added is seen
 on the way in alone, so where modules are looked into what is given is digested, on the host.
@@ -19,7 +21,6 @@ import contextlib
 import functools
 import hashlib
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -29,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from fsdp_core import fsdp
-from fsdp_core.device import Device
+from fsdp_core.device import Device, is_fake
 from fsdp_core.fsdp.param_group import ParamGroup
 from fsdp_core.fsdp.unit import Unit
 from fsdp_core.lending import is_collective
@@ -53,40 +55,33 @@ _watching: list["Notes"] = []
 @functools.cache
 def _seen() -> list[torch.library.Library]:
     """Have every operator of c10d tell `_watching`; once a process, as long as it lives."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    below = torch._C.DispatchKeySet(key)
 
     def telling(func: Any) -> Callable[..., Any]:
-        kernel = torch.library.get_kernel(func, "CPU")
-
-        def called(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            # A functional collective calls one of c10d's: it is one to the program.
-            notes = _watching.pop() if _watching else None
-            try:
-                if notes is not None:
-                    notes.entering(func, args)
-                out = kernel.call_boxed(keys, *args, **kwargs)
-                if notes is not None:
-                    notes.left()
-            finally:
-                if notes is not None:
-                    _watching.append(notes)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            # Where shapes alone are planned nothing is sent.
+            leaves = tree_leaves(args) if _watching else ()
+            told = () if is_fake(map(type, leaves)) else tuple(_watching)
+            for notes in told:
+                notes.entering(func, args)
+            # Dispatched anew, not as a kernel: gloo's threads may need the interpreter's lock.
+            with torch._C._ExcludeDispatchKeyGuard(below):
+                out = func(*args, **kwargs)
+            for notes in told:
+                notes.left()
             return out
 
         return called
 
     libraries = {name: torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels in the place of others: they are what is meant
-        for full in torch._C._dispatch_get_all_op_names():
-            namespace, _, name = full.partition("::")
-            if namespace in libraries:
-                packet, _, overload = name.partition(".")
-                func = getattr(
-                    getattr(getattr(torch.ops, namespace), packet), overload or "default"
-                )
-                if is_collective(func):
-                    libraries[namespace].impl(
-                        name, telling(func), "CPU", with_keyset=True, allow_override=True
-                    )
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        if namespace in libraries:
+            packet, _, overload = name.partition(".")
+            func = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            if is_collective(func):
+                libraries[namespace].impl(name, telling(func), "ADInplaceOrView")
     return [*libraries.values()]
 
 

@@ -265,7 +265,6 @@ class MemoryCounting:
         self._first = config["graph_warmup_steps"] + 2
         looked_at = spec.counts_memory or spec.explain or spec.soak is not None or spec.rounding
         self._rests = not (device.is_cuda or looked_at or config["stress"])
-        self._foreign: set[int] = set()
 
     def whole(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, memory is counted."""

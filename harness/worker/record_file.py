@@ -1,4 +1,4 @@
-"""A rank's record file as it is written, line by line; without torch, as some ranks of tests are."""
+"""A rank's record file as it is written, line by line; ranks without torch write it, too."""
 
 import os
 from collections.abc import Callable

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from harness.records import (
     NEVER_RAN,
     EventRecord,
     FloatBits,
+    PlantSpec,
     RunSpec,
     StepRecord,
     parse_record,
@@ -295,3 +297,20 @@ def test_moved_pointers_are_counted_with_the_ledger(
     assert moved == ([0, 1, 0] if ledger else [None] * 3)
     assert observer.pointer_changes == int(ledger)
     assert observer.moved == ({"lr": 1} if ledger else {})
+
+
+@pytest.mark.parametrize("graph", [(), ("attn",), ("full_iteration",)])
+def test_memory_is_counted_in_the_steps_that_can_raise_its_peak(
+    rank: Any, spec: Callable[..., RunSpec], graph: tuple[str, ...]
+) -> None:
+    """The peak is that of a run that counts every step; a tensor that is kept shows at the end."""
+    held = PlantSpec(fault="hoard", step=6)
+    peaks = {
+        (plant, counts): rank.run(
+            replace(spec(plant, graph=graph, steps=10), counts_memory=counts)
+        )[-1].peak_bytes
+        for plant in (None, held)
+        for counts in (False, True)
+    }
+    assert peaks[None, False] == peaks[None, True]
+    assert peaks[held, False] == peaks[held, True] > 2 * peaks[None, True]
