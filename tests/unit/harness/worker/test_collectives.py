@@ -213,6 +213,7 @@ def test_every_collective_is_seen_with_and_without_a_mode(
         tensor.add_(1)
         work = dist.broadcast(tensor, 0, async_op=True)
         work.wait()
+        assert dist.group.WORLD is not None
         funcol.wait_tensor(funcol.all_reduce(tensor, "sum", dist.group.WORLD))
     dist.all_reduce(tensor)
     assert seen[::2] == [
