@@ -54,7 +54,7 @@ _DRIVER, _PROCESSOR = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
 _HEAD_BYTES = 16 << 10
 """Of /proc/cpuinfo: the first processor. The kernel asks each of them as it is read."""
 
-Kind = Literal["commit", "packages", "driver", "variables", "hardware", "data", "kernels"]
+Kind = Literal["commit", "packages", "driver", "variables", "hardware", "data"]
 Facts = dict[Kind, dict[str, Any]]
 """By kind, name to value. A kind that is absent was not recorded."""
 MACHINE_KINDS: tuple[Kind, ...] = ("packages", "driver", "variables", "hardware")

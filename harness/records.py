@@ -155,8 +155,7 @@ class KeepSpec(Json):
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Json):
     """One unique training run. `config` is `TrainConfig.to_dict()`; `replica` 1 is the control,
-    higher ones are repeats for times. `explain`: its ranks say whose memory their peak was.
-    `kernels`: they say which operators and kernels a step launched (`harness.worker.launched`).
+    higher ones are repeats for times.
 
     `soak` is None where the run takes the steps of its configuration and no more, `keep` where it
     writes digests and no contents of tensors. `rounding` is the seed of a run that rounds at random
@@ -172,9 +171,7 @@ class RunSpec(Json):
     timeout_s: float
     replica: int = 0
     plant: PlantSpec | None = None
-    explain: bool = False
     soak: SoakSpec | None = None
-    kernels: bool = False
     keep: KeepSpec | None = None
     rounding: int = 0
     stall_s: float | None = None

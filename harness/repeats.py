@@ -35,7 +35,7 @@ def timed_pairs(case: CaseSpec) -> tuple[tuple[RunSpec, RunSpec], ...]:
     """Repeats of the case's reference and candidate, round by round."""
 
     def repeat(spec: RunSpec, number: int) -> RunSpec:
-        return dataclasses.replace(spec, replica=FIRST_REPEAT + number, explain=False)
+        return dataclasses.replace(spec, replica=FIRST_REPEAT + number)
 
     rounds = range(case.repeats)
     return tuple((repeat(case.reference, n), repeat(case.candidate, n)) for n in rounds)

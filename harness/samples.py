@@ -28,8 +28,7 @@ def samples_of(case: CaseSpec) -> tuple[RunSpec, ...]:
     return tuple(
         dataclasses.replace(
             spec, config=config, timeout_s=SLOWDOWN * spec.timeout_s,
-            stall_s=spec.stall_s and SLOWDOWN * spec.stall_s, rounding=seed, explain=False,
-            kernels=False,
+            stall_s=spec.stall_s and SLOWDOWN * spec.stall_s, rounding=seed,
         )
         for seed in range(1, NUM_SAMPLES + 1)
     )  # fmt: skip

@@ -287,8 +287,6 @@ def _told(value: Any) -> str:
 # --- environments -----------------------------------------------------------------------------
 
 KINDS: tuple[Kind, ...] = ("commit", "packages", "driver", "variables", "hardware")
-LAUNCHED = "launched"
-"""Name of the event with operators and kernels, of `launch: {kernels: true}`."""
 MAX_TOLD = 3
 
 
@@ -333,20 +331,18 @@ def compare(
 
 
 def different_on_ranks(
-    reference: RunResult, other: RunResult, *, launched: bool = False
+    reference: RunResult, other: RunResult
 ) -> dict[int, list[tuple[str, str, str]]]:
     """What ranks recorded otherwise, but for what scenarios state: dotted name, both values.
 
     Args:
         reference, other: the runs.
-        launched: whether to compare the operators and kernels that steps launched as well.
     """
     others, stated = rank_table(other), stated_leaves(reference, other)
     found: dict[int, list[tuple[str, str, str]]] = {}
     for rank, records in rank_table(reference).items():
         sides = [
             dict(fingerprint(each.start.environment))
-            | {e.name: e.detail for e in each.events if launched and e.name == LAUNCHED}
             for each in (records, others.get(rank))
             if each is not None and each.start is not None
         ]
@@ -375,14 +371,14 @@ def of_nights(before: RunFolder, after: RunFolder, case_id: str = "") -> Environ
             left, right = (getattr(each, name) for each in (case, theirs[case.id]))
             if work_of(left) == work_of(right) and left.key not in seen:
                 seen.add(left.key)
-                told += _told_of(before.load_run(left), after.load_run(right), launched=True)
+                told += _told_of(before.load_run(left), after.load_run(right))
     return dataclasses.replace(found, facts=tuple(dict.fromkeys(told)))
 
 
-def _told_of(reference: RunResult, other: RunResult, *, launched: bool = False) -> Iterator[str]:
+def _told_of(reference: RunResult, other: RunResult) -> Iterator[str]:
     """Once what all ranks have alike, else rank by rank."""
     ranks: dict[str, list[int]] = {}
-    for rank, leaves in different_on_ranks(reference, other, launched=launched).items():
+    for rank, leaves in different_on_ranks(reference, other).items():
         for name, before, after in leaves:
             ranks.setdefault(f"{name} {before} became {after}", []).append(rank)
     for told, where in ranks.items():

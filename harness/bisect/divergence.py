@@ -24,7 +24,7 @@ A gradient is digested after it is reduced, each rank holding its rows of the su
     one rank's rows alone, where others hold some too   reduce                   after
 
 Which rank brought it in is told by what each gave to the collective, noted on the CPU in runs that
-look into modules (`harness.worker.given`). What a capture leaves behind is told by the step in
+look into modules (`harness.worker.collectives`). What a capture leaves behind is told by the step in
 which graphs are captured.
 """
 

@@ -425,7 +425,7 @@ class _Look:
             counts.append(max(self._step, warm_up) + 1)
         most = min(int(run.spec.config["steps"]) for run in self._pair)
         short = with_steps(spec, min(max(counts), most))
-        return replace(short, config=short.config | config, soak=None, explain=False)
+        return replace(short, config=short.config | config, soak=None)
 
     def _ask(self, question: CaseSpec, words: str, number: int = 0) -> CaseRuns:
         """The runs of a question, of its candidate's repeat of that number."""

@@ -13,40 +13,32 @@ It is of the barest case that detects it: no stressor before one, one before sev
 read back from the run folder, so a campaign that was killed goes on with `--resume`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from harness.bisect.experiments import Bounds, bounds
 from harness.bisect.found import Location
 from harness.bisect.locate import locate
 from harness.campaign.cases import (
-    BARE,
     BROKEN,
     CLEAN_LABEL,
     FAULT_LABEL,
     RACES,
     VARIANT_LABEL,
     WHOLE,
-    fault_of,
     plan_cases,
+    settings_of,
+    variants,
 )
-from harness.campaign.scoring import (
-    STRESSED,
-    Localised,
-    Sight,
-    is_named,
-    localised,
-    seen_plain,
-    seen_stressed,
-)
+from harness.campaign.scoring import Localised, is_named, localised
 from harness.codec import Json
-from harness.errors import NothingSelected, UsageError
-from harness.faults.catalogue import CATALOGUE
-from harness.faults.fault import Fault
+from harness.errors import NothingSelected, UsageError, one_line
+from harness.faults.catalogue import BASE, CATALOGUE
+from harness.faults.fault import Fault, Kind
 from harness.machine import describe, resolve_device
-from harness.records import CaseSpec, Outcome, RunOutcome, RunResult, RunSpec, Verdict, What
+from harness.records import CaseSpec, Outcome, RunOutcome, RunSpec, Verdict, What
 from harness.runner.launch import Prepared, Request, carry_out, prepare, prepare_cases
 from harness.runner.plan import Plan
 from harness.runner.shards import parse_shard
@@ -70,17 +62,6 @@ class Judged:
     case: CaseSpec
     verdict: Verdict
     runs: CaseRuns | None = None
-
-    @property
-    def variant(self) -> str:
-        """Name of the variant."""
-        return self.case.labels.get(VARIANT_LABEL, WHOLE)
-
-    @property
-    def each(self) -> tuple[RunResult, ...]:
-        """The runs."""
-        runs = self.runs
-        return () if runs is None else (runs.reference, runs.control, runs.candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +92,13 @@ class Row(Json):
 
     Attributes:
         reason: why it was not run, or not detected; "" for a detected one.
-        case: id of the case that the row is of.
-        under: its stressors.
+        case: id of the case that the row is of; `under` are its stressors.
         check, what, message: of its verdict.
         planted_step, planted_rank: None where the fault has none.
         detected_step: in which its verdict sees it.
-        localised: how well the bisector found it; "" if nobody asked.
+        localised: how well the bisector found it; "" if nobody asked. `location` is what it said.
         is_named: whether phase, module and tensor are right, whatever the step and the rank.
-        location: what it said.
-        runs, seconds: of all its cases, shared references included, and of the search.
-        alone: what each cheap check would have seen, by column.
+        runs, seconds: of all its cases, shared references included.
         answers: of all its cases.
     """
 
@@ -142,15 +120,7 @@ class Row(Json):
     location: Location | None = None
     runs: int = 0
     seconds: float = 0.0
-    alone: dict[str, Sight] = field(default_factory=dict)
     answers: tuple[Answer, ...] = ()
-
-    @property
-    def later(self) -> int | None:
-        """Steps from the plant to its detection; None if either is not known."""
-        if self.planted_step is None or self.detected_step is None:
-            return None
-        return self.detected_step - self.planted_step
 
     @property
     def counts(self) -> bool:
@@ -161,7 +131,7 @@ class Row(Json):
 def row_of(fault: Fault, held: Sequence[Judged]) -> Row:
     """The row of a fault from its cases, the barest first; not localised yet."""
     blank = Row(fault=fault.name, kind=fault.kind, source=fault.source, status="not run")
-    whole = next(each for each in held if each.variant == WHOLE)
+    whole = next(each for each in held if _variant(each.case) == WHOLE)
     if whole.verdict.outcome == "skipped":
         return replace(blank, reason=whole.verdict.message)
     answers = tuple(map(_answer, held))
@@ -171,18 +141,18 @@ def row_of(fault: Fault, held: Sequence[Judged]) -> Row:
     if shown is None:
         shown = next((a for a in answers if a.outcome != "passed"), answers[-1])
         status, reason = _undetected(fault, shown)
-        if (status, whole.case.candidate.device) == ("missed", "cuda") and (
-            RACES in fault.setup.stress
-        ):
+        on_gpu = whole.case.candidate.device == "cuda"
+        if status == "missed" and on_gpu and RACES in fault.setup.stress:
             # Its own stressor cannot be had here, so this says nothing of what that sees.
             status, reason = "not run", f"the stressor {RACES} needs cpu, and no other sees it here"
-    runs = {run.outcome.key: run for each in held for run in each.each}
+    each_run = (getattr(each.runs, leg) for each in held if each.runs is not None for leg in LEGS)
+    runs = {run.outcome.key: run.outcome.wall_s for run in each_run}
     step, rank = planted_at(fault, whole.case)
     return replace(
         blank, status=status, reason=reason, case=shown.case, under=shown.stress,
         check=shown.check, what=shown.what, message=shown.message, planted_step=step,
         planted_rank=rank, detected_step=shown.step, runs=len(runs), answers=answers,
-        seconds=sum(run.outcome.wall_s for run in runs.values()), alone=_alone(held),
+        seconds=sum(runs.values()),
     )  # fmt: skip
 
 
@@ -198,19 +168,22 @@ def planted_at(fault: Fault, case: CaseSpec) -> tuple[int | None, int | None]:
 
 def located(row: Row, fault: Fault, found: Location, *, num_layers: int) -> Row:
     """The row with what the bisector said of it."""
-    if row.detected_step is None:
-        row = replace(row, detected_step=found.step)
     how = localised(
         found, fault.points_at, step=row.planted_step, rank=row.planted_rank, num_layers=num_layers
     )
+    seen = found.step if row.detected_step is None else row.detected_step
     named = is_named(found, fault.points_at)
-    return replace(row, location=found, localised=how, is_named=named)
+    return replace(row, detected_step=seen, location=found, localised=how, is_named=named)
 
 
 def to_locate(row: Row, fault: Fault) -> str:
     """The case that a search starts from: the whole setup where it fails, as that says most."""
-    whole = [a for a in row.answers if a.variant == WHOLE and _is_detected(fault, a)]
-    return whole[0].case if whole else row.case
+    whole = (a.case for a in row.answers if a.variant == WHOLE and _is_detected(fault, a))
+    return next(whole, row.case)
+
+
+def _variant(case: CaseSpec) -> str:
+    return case.labels.get(VARIANT_LABEL, WHOLE)
 
 
 def _is_detected(fault: Fault, answer: Answer) -> bool:
@@ -230,49 +203,33 @@ def _undetected(fault: Fault, shown: Answer) -> tuple[Status, str]:
 
 
 def _answer(each: Judged) -> Answer:
-    verdict = each.verdict
-    check, step = BY_NAME.get(verdict.what) or verdict.check.partition(":")[0], None
-    if verdict.difference is not None:
-        step = verdict.difference.step
-    elif each.runs is not None:
-        ended = [r.error.step for r in each.runs.candidate.ranks if r.error is not None]
+    verdict, runs, candidate = each.verdict, each.runs, each.case.candidate
+    step = None if verdict.difference is None else verdict.difference.step
+    if step is None and runs is not None:
+        ended = [r.error.step for r in runs.candidate.ranks if r.error is not None]
         step = min(ended, default=None)
+    ranks = [] if runs is None else [r for leg in LEGS for r in getattr(runs, leg).ranks]
     passed = verdict.outcome == "passed"
+    check = BY_NAME.get(verdict.what) or verdict.check.partition(":")[0]
     return Answer(
-        variant=each.variant, case=each.case.id, outcome=verdict.outcome, what=verdict.what,
-        stress=tuple(each.case.candidate.config.get("stress", ())), message=verdict.message,
+        variant=_variant(each.case), case=each.case.id, outcome=verdict.outcome, what=verdict.what,
+        stress=tuple(candidate.config.get("stress", ())), message=verdict.message,
         check="" if passed else check, step=None if passed else step,
-        acted=any(e.name == "planted" for run in each.each for r in run.ranks for e in r.events),
+        acted=any(event.name == "planted" for rank in ranks for event in rank.events),
     )  # fmt: skip
-
-
-def _alone(held: Sequence[Judged]) -> dict[str, Sight]:
-    """The columns, the plain ones from the barest case."""
-    pairs = {
-        each.variant: (each.runs.reference, each.runs.candidate)
-        for each in held
-        if each.runs is not None
-    }
-    plain = pairs.get(BARE) or pairs.get(WHOLE)
-    if plain is None:
-        return {}
-    return seen_plain(*plain) | {STRESSED: seen_stressed(pairs.values())}
-
-
-def judged(folder: RunFolder, case: CaseSpec) -> Judged | None:
-    """A case of a folder with its runs; None while it has no verdict."""
-    verdict = folder.load_verdict(case.id)
-    if verdict is None or verdict.outcome == "skipped":
-        return None if verdict is None else Judged(case=case, verdict=verdict)
-    runs = {leg: folder.load_run(getattr(case, leg)) for leg in LEGS}
-    return Judged(case=case, verdict=verdict, runs=CaseRuns(case=case, **runs))
 
 
 def read_row(folder: RunFolder, name: str, *, search: bool) -> Row:
     """The row of a fault, all of whose cases have a verdict; searched for if it was detected."""
-    cases = [case for case in folder.cases if case.labels.get(FAULT_LABEL) == name]
-    fault = fault_of(cases[0])
-    held = {case.id: each for case in cases if (each := judged(folder, case)) is not None}
+    fault, held = CATALOGUE[name], dict[str, Judged]()
+    for case in folder.cases:
+        verdict = folder.load_verdict(case.id) if case.labels.get(FAULT_LABEL) == name else None
+        if verdict is not None:
+            runs = None
+            if verdict.outcome != "skipped":
+                legs = {leg: folder.load_run(getattr(case, leg)) for leg in LEGS}
+                runs = CaseRuns(case=case, **legs)
+            held[case.id] = Judged(case=case, verdict=verdict, runs=runs)
     row = row_of(fault, list(held.values()))
     if not search or row.status != "detected":
         return row
@@ -333,14 +290,13 @@ class Matrix(Json):
         """Detected, localised and wronged, each with its exact bounds."""
         detected = [row for row in self.ran if row.status == "detected"]
         asked = [row for row in detected if row.localised]
-        exactly = sum(row.localised == "exactly" for row in asked)
-        near = sum(row.localised == "near" for row in asked)
+        exact, near = (sum(r.localised == how for r in asked) for how in ("exactly", "near"))
         counted = {"detected": (len(detected), len(self.ran))}
         if asked:
             counted |= {
                 "phase, module and tensor right": (sum(r.is_named for r in asked), len(asked)),
-                "localised exactly, with step and rank": (exactly, len(asked)),
-                "localised exactly or near": (exactly + near, len(asked)),
+                "localised exactly, with step and rank": (exact, len(asked)),
+                "localised exactly or near": (exact + near, len(asked)),
             }
         counted["false alarms on clean cases"] = (len(self.alarms), len(self.clean))
         return {name: bounds(*count, CONFIDENCE) for name, count in counted.items()}
@@ -352,46 +308,22 @@ class Matrix(Json):
 
 
 def merged(parts: Sequence[Matrix]) -> tuple[Matrix, ...]:
-    """One matrix for each device: rows of later parts in place of earlier ones, cases once.
-
-    Shards have rows and cases of their own; a fault that was run again has its last row.
-    """
+    """One matrix for each device: rows of later parts in place of earlier ones, cases once."""
     found = []
     for device in dict.fromkeys(part.device for part in parts):
         held = [part for part in parts if part.device == device]
         rows = {row.fault: row for part in held for row in part.rows}
-        order = [*CATALOGUE, *(name for name in rows if name not in CATALOGUE)]
+        order = dict.fromkeys((*CATALOGUE, *rows))
         alarms = {alarm.case: alarm for part in held for alarm in part.alarms}
         found.append(
             Matrix(
-                device=device,
-                rows=tuple(rows[name] for name in order if name in rows),
+                device=device, rows=tuple(rows[name] for name in order if name in rows),
                 clean=tuple(dict.fromkeys(name for part in held for name in part.clean)),
-                skipped=sum(part.skipped for part in held),
-                alarms=tuple(alarms.values()),
+                skipped=sum(part.skipped for part in held), alarms=tuple(alarms.values()),
                 wall_s=sum(part.wall_s for part in held),
             )
-        )
+        )  # fmt: skip
     return tuple(found)
-
-
-def read_matrix(folder: RunFolder, rows: Sequence[Row], wall_s: float) -> Matrix:
-    """The matrix of a folder, with rows that were made of it."""
-    held = [folder.load_verdict(c.id) for c in folder.cases if CLEAN_LABEL in c.labels]
-    verdicts = [verdict for verdict in held if verdict is not None]
-    answered = [verdict for verdict in verdicts if verdict.outcome != "skipped"]
-    return Matrix(
-        device=folder.cases[0].candidate.device if folder.cases else "",
-        rows=tuple(rows),
-        clean=tuple(verdict.case_id for verdict in answered),
-        skipped=len(verdicts) - len(answered),
-        alarms=tuple(
-            Alarm(case=v.case_id, outcome=v.outcome, what=v.what, message=v.message)
-            for v in answered
-            if v.outcome != "passed"
-        ),
-        wall_s=wall_s,
-    )
 
 
 # ---- the campaign
@@ -411,7 +343,6 @@ class Asked:
         device: auto, cpu or cuda.
         shard: I/N, None for all.
         locate: whether to ask the bisector.
-        elsewhere: seed of other setups to plant them in; None for their own.
         patience: factor of the time limits of all runs; None for `PATIENCE`.
     """
 
@@ -420,7 +351,6 @@ class Asked:
     device: str = "auto"
     shard: str | None = None
     locate: bool = True
-    elsewhere: int | None = None
     patience: float | None = None
     out: Path | None = None
     resume: Path | None = None
@@ -443,8 +373,17 @@ def carry_out_campaign(
     done = carry_out(prepared, view, out=out, exit_first=False, argv=argv)
     folder = RunFolder.open(done.folder)
     names = dict.fromkeys(case.labels.get(FAULT_LABEL, "") for case in folder.cases)
-    rows = [view.rows[name] for name in names if name]
-    return done.folder, read_matrix(folder, rows, done.wall_s)
+    held = [folder.load_verdict(c.id) for c in folder.cases if CLEAN_LABEL in c.labels]
+    clean = [v for v in held if v is not None and v.outcome != "skipped"]
+    alarms = [v for v in clean if v.outcome != "passed"]
+    return done.folder, Matrix(
+        device=folder.cases[0].candidate.device, rows=tuple(view.rows[n] for n in names if n),
+        clean=tuple(verdict.case_id for verdict in clean), wall_s=done.wall_s,
+        skipped=sum(verdict is not None for verdict in held) - len(clean),
+        alarms=tuple(
+            Alarm(case=v.case_id, outcome=v.outcome, what=v.what, message=v.message) for v in alarms
+        ),
+    )  # fmt: skip
 
 
 def _prepared(asked: Asked) -> Prepared:
@@ -457,21 +396,21 @@ def _prepared(asked: Asked) -> Prepared:
             raise UsageError(f"--resume {asked.resume}: expected the folder of a matrix of faults")
         return prepared
     device = resolve_device(asked.device, describe())
-    cases = plan_cases(asked.faults, asked.clean, device, asked.elsewhere)
-    patience = asked.patience or PATIENCE[device]
-    if patience != 1:
-        cases = tuple(_patient(case, patience) for case in cases)
+    factor = asked.patience or PATIENCE[device]
+    cases = plan_cases(asked.faults, asked.clean, device)
+    if factor != 1:
+        cases = tuple(
+            replace(case, **{
+                leg: replace(spec, timeout_s=spec.timeout_s * factor)
+                for leg in LEGS for spec in [getattr(case, leg)]
+            })
+            for case in cases
+        )  # fmt: skip
     if asked.shard is not None:
         cases = _of_shard(cases, asked.shard)
     if not cases:
         raise NothingSelected("no fault and no clean case was asked for")
     return prepare_cases(cases, name="faults", why=WHY, **slots)
-
-
-def _patient(case: CaseSpec, factor: float) -> CaseSpec:
-    specs = {leg: getattr(case, leg) for leg in LEGS}
-    longer = {leg: replace(s, timeout_s=s.timeout_s * factor) for leg, s in specs.items()}
-    return replace(case, **longer)
 
 
 def _of_shard(cases: Sequence[CaseSpec], text: str) -> tuple[CaseSpec, ...]:
@@ -489,12 +428,17 @@ def _of_shard(cases: Sequence[CaseSpec], text: str) -> tuple[CaseSpec, ...]:
 
 
 class CampaignView:
-    """Makes a row of verdicts as soon as all cases of a fault are judged; a terminal shows more."""
+    """Makes a row as soon as all cases of a fault are judged.
+
+    Args:
+        say: shows a row, or a clean case's verdict, with the numbers of runs made and planned.
+    """
 
     out = Path()
     search = True
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[Row | Verdict | Plan, int, int], None]) -> None:
+        self._say, self._done, self._num_runs = say, 0, 0
         self.rows: dict[str, Row] = {}
         self._folder: RunFolder | None = None
         self._due: dict[str, set[str]] = {}
@@ -508,31 +452,166 @@ class CampaignView:
 
     def planned(self, plan: Plan) -> None:
         """Note which cases a row needs."""
+        self._num_runs = len(plan.runs)
         for case in plan.cases:
             if name := case.labels.get(FAULT_LABEL, ""):
                 self._faults[case.id] = name
                 self._due.setdefault(name, set()).add(case.id)
+        self._say(plan, 0, self._num_runs)
 
     def run_started(self, spec: RunSpec) -> None:
         """Nothing."""
 
     def run_finished(self, outcome: RunOutcome) -> None:
-        """Nothing."""
+        """Count it."""
+        self._done += 1
 
     def judged(self, verdict: Verdict) -> None:
         """Hand on a clean case at once, a fault with its last case."""
-        name = self._faults.get(verdict.case_id, "")
-        if not name:
-            self.clean(verdict)
-            return
-        self._due[name].discard(verdict.case_id)
-        if not self._due[name]:
+        name, said = self._faults.get(verdict.case_id, ""), verdict
+        if name:
+            self._due[name].discard(verdict.case_id)
+            if self._due[name]:
+                return
             self._folder = self._folder or RunFolder.open(self.out)
             self.rows[name] = read_row(self._folder, name, search=self.search)
-            self.row(self.rows[name])
+        self._say(self.rows[name] if name else said, self._done, max(self._num_runs, self._done))
 
-    def row(self, row: Row) -> None:
-        """A fault has its row."""
 
-    def clean(self, verdict: Verdict) -> None:
-        """A clean case has its verdict."""
+# ---- as text: lines, a table in Markdown, and docs/FAULTS.md
+
+HEADERS = ("fault", "class", "source", "seen by", "stressors", "step", "place", "runs", "seconds")
+LEGEND = (
+    "step: planted in, and how many steps later it was seen. place: how well the bisector found "
+    "phase, module, tensor, step and rank."
+)
+HEAD = """# Planted faults
+
+Every fault below can be planted by name: in a scenario, `plant: {fault: ulp, step: 3, rank: last}`,
+or with `harness faults run ulp`. `harness faults show ulp` prints all of its entry and a scenario
+to copy. Classes, places and words are those of `harness/faults`; `F` and a number is a known
+failure mode of sharded training under graphs.
+
+    harness faults list -k 'streams or F31'
+    harness faults run                                   all that this machine can run, minutes
+    harness faults table RUN... --write docs/FAULTS.md   makes this page, of runs or their shards
+"""
+MEASURED = "## Measured"
+CATALOGUE_HEADERS = ("fault", "class", "source", "what it is", "shows in", "caught as", "points at")
+
+
+def fields_of(row: Row) -> tuple[str, ...]:
+    """A row's fields, as `HEADERS`; `3 +1` is a step and how much later it was seen."""
+    step = ""
+    if row.planted_step is not None:
+        late = None if row.detected_step is None else row.detected_step - row.planted_step
+        step = f"{row.planted_step}" + (" ?" if late is None else f" +{late}" if late else "")
+    return (
+        row.fault, row.kind, row.source, seen_by(row), "+".join(row.under), step, row.localised,
+        str(row.runs), f"{row.seconds:.1f}",
+    )  # fmt: skip
+
+
+def seen_by(row: Row) -> str:
+    """`state: diverged`; in capitals what should not be."""
+    if row.status != "detected":
+        return row.status.upper()
+    return row.what if row.check in ("", "records", row.what) else f"{row.check}: {row.what}"
+
+
+def places_of(row: Row) -> str:
+    """Where it is, and what the bisector said, in a line."""
+    entry, found = CATALOGUE.get(row.fault), row.location
+    due = got = ""
+    if entry is not None:
+        pointer = entry.points_at
+        step = None if row.planted_step is None else row.planted_step + pointer.later
+        due = _place(step, pointer.phase, pointer.module, pointer.tensor, row.planted_rank)
+    if found is not None:
+        tensor = ":".join(filter(None, (found.quantity, found.tensor)))
+        got = _place(found.step, found.phase or "", found.module, tensor, found.rank)
+        got = got or "; ".join(found.unknown)
+    return f"expected {due}; got {got}"
+
+
+def _place(step: int | None, phase: str, module: str, tensor: str, rank: int | None) -> str:
+    parts = {"step": step, "phase": phase, "module": module, "tensor": tensor, "rank": rank}
+    return ", ".join(f"{key} {value}" for key, value in parts.items() if value not in (None, ""))
+
+
+def summary_lines(matrix: Matrix) -> list[str]:
+    """The rates with their bounds, what was missed and what was wronged."""
+    lines = [f"{name}: {rate}" for name, rate in matrix.rates().items()]
+    lines[0] += f"; exact bounds at {CONFIDENCE:.0%} of each rate in brackets"
+    lines += [f"not detected: {row.fault}: {one_line(row.reason)}" for row in matrix.missed]
+    lines += [
+        f"{alarm.outcome} without a fault: {alarm.case}: {alarm.what}: {one_line(alarm.message)}"
+        for alarm in matrix.alarms
+    ]
+    unsure = [row for row in matrix.ran if row.localised in ("near", "no")]
+    lines += [f"place {row.localised}: {row.fault}: {places_of(row)}" for row in unsure]
+    left = [row for row in matrix.rows if not row.counts]
+    lines += [f"not run: {row.fault}: {one_line(row.reason)}" for row in left]
+    if matrix.skipped:
+        lines.append(f"clean cases that cannot be run here: {matrix.skipped}")
+    return lines
+
+
+def markdown(matrix: Matrix) -> str:
+    """The page of a run folder."""
+    return "\n".join([f"# Detection matrix ({matrix.device})", "", *_measured(matrix)]) + "\n"
+
+
+def _measured(matrix: Matrix) -> list[str]:
+    points = [f"- {line}" for line in summary_lines(matrix)]
+    return [*points, "", LEGEND, "", *table(HEADERS, map(fields_of, matrix.ran))]
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(headers) + " |", "|" + " --- |" * len(headers)]
+    shown = ([text.replace("|", "\\|") for text in row] for row in rows)
+    return lines + ["| " + " | ".join(row) + " |" for row in shown]
+
+
+def document(matrices: Sequence[Matrix]) -> str:
+    """docs/FAULTS.md: the catalogue as it is, and what matrices measured."""
+    kinds = [fault.kind for fault in CATALOGUE.values()]
+    count = ", ".join(f"{kinds.count(kind)} of {kind}" for kind in get_args(Kind))
+    lines = [HEAD, f"{len(CATALOGUE)} faults: {count}.", ""]
+    lines += table(CATALOGUE_HEADERS, map(entry_of, CATALOGUE.values()))
+    for matrix in matrices:
+        lines += ["", f"{MEASURED} ({matrix.device})", "", *_measured(matrix)]
+    return "\n".join(lines) + "\n"
+
+
+def measured_in(text: str) -> str:
+    """The part of a page that says what was measured."""
+    start = text.find(f"\n{MEASURED}")
+    return "" if start < 0 else text[start:]
+
+
+def entry_of(fault: Fault) -> tuple[str, ...]:
+    """A fault's fields, as `CATALOGUE_HEADERS`; what it shows in is its setup, over `BASE`."""
+    settings, setup = settings_of(fault, variants(fault)[-1], taps=False), fault.setup
+    other = [
+        f"{key} {_short(value)}"
+        for key, value in settings.items()
+        if key != "parallel" and (key not in BASE or BASE[key] != value)
+    ]
+    stress = [f"under {'+'.join(setup.stress)}"] if setup.stress else []
+    graph = "+".join(setup.graph) or "eager"
+    shows = ", ".join([_short(settings["parallel"]), graph, *other, *stress])
+    devices = "" if "cpu" in fault.devices else f" ({', '.join(fault.devices)})"
+    pointer = fault.points_at
+    return (
+        fault.name, fault.kind, fault.source, fault.description, shows + devices,
+        ", ".join(fault.expects),
+        ": ".join(filter(None, (pointer.phase, pointer.tensor or pointer.module))),
+    )  # fmt: skip
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key} {inner}" for key, inner in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

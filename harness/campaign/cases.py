@@ -11,14 +11,12 @@ variants:
     <stressor>  one of several stressors alone
     whole       as the catalogue has it
 
-Where the stressor races is not, on GPUs, the others stand in for it. `elsewhere` plants a fault
-where nobody looked, so whoever changes the bisector cannot fit it to the catalogue. Clean cases
-plant nothing, so whatever is said of them is a false alarm.
+Where the stressor races is not, on GPUs, the others stand in for it. Clean cases plant nothing, so
+whatever is said of them is a false alarm.
 """
 
 import functools
 import itertools
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +25,7 @@ import yaml
 
 from fsdp_core.config import STRESSORS
 from harness.errors import UsageError
-from harness.faults.catalogue import BASE, CATALOGUE
+from harness.faults.catalogue import BASE
 from harness.faults.fault import Fault, Setup
 from harness.records import CaseSpec, What
 from harness.scenario.matrix import Device, expand
@@ -35,7 +33,7 @@ from harness.scenario.schema import decode_scenario
 
 SCENARIO = "faults"
 """What cases say they are of."""
-FAULT_LABEL, VARIANT_LABEL, CLEAN_LABEL, ELSEWHERE_LABEL = "fault", "variant", "clean", "elsewhere"
+FAULT_LABEL, VARIANT_LABEL, CLEAN_LABEL = "fault", "variant", "clean"
 BARE, WHOLE = "bare", "whole"
 RACES = "races"
 """A stressor of the CPU only."""
@@ -202,106 +200,16 @@ def _with_reference(case: CaseSpec, settings: Mapping[str, Any], device: Device)
     return replace(case, reference=plain.reference, control=plain.control)
 
 
-def plan_cases(
-    faults: Iterable[Fault], clean: int, device: Device, seed: int | None = None
-) -> tuple[CaseSpec, ...]:
-    """The cases of a campaign: those of each fault together, clean cases after them.
-
-    With a seed, each fault in one setup that was drawn with it, and no barer ones.
-    """
+def plan_cases(faults: Iterable[Fault], clean: int, device: Device) -> tuple[CaseSpec, ...]:
+    """The cases of a campaign: those of each fault together, clean cases after them."""
     chosen = tuple(faults)
-    if seed is not None:
-        return tuple(_moved_case(fault, seed, device) for fault in chosen)
     cases = [fault_case(f, variant, device) for f in chosen for variant in variants(f, device)]
     return (*cases, *clean_cases(chosen, clean, device))
-
-
-def _moved_case(fault: Fault, seed: int, device: Device) -> CaseSpec:
-    moved = elsewhere(fault, seed, device)
-    case = fault_case(moved, variants(moved, device)[-1], device)
-    return replace(case, labels={**case.labels, ELSEWHERE_LABEL: str(seed)})
-
-
-def fault_of(case: CaseSpec) -> Fault:
-    """The entry with the setup that the case was made of."""
-    fault = CATALOGUE[case.labels[FAULT_LABEL]]
-    seed = case.labels.get(ELSEWHERE_LABEL)
-    return fault if seed is None else elsewhere(fault, int(seed), case.candidate.device)
-
-
-# ---- other setups: one to three things drawn anew, the first draw that is a scenario by the rules
-
-CAPTURES_AT = 2
-"""The step that captures: a fault planted there is one of it."""
-_LAYOUTS: tuple[Mapping[str, int | bool], ...] = (
-    {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "sequence_parallel": True},
-    {"dp": 2, "cp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "dp_outer": 2},
-)  # fmt: skip
-_TENSORS = (
-    "embedding.weight", "layers.0.attn.norm.weight", "layers.1.mlp.norm.weight", "norm.weight",
-)  # fmt: skip
-_CHANGES = ("step", "rank", "parallel", "dtype", "fsdp", "microbatches", "seed", "tensor")
-_DRAWS = 40
-
-
-def elsewhere(fault: Fault, seed: int, device: Device) -> Fault:
-    """The entry with another setup; its own where no draw is a scenario.
-
-    What the entry says of its own setup stays: a fault of experts keeps its experts, one of a
-    capture its step.
-    """
-    draw = random.Random(f"{seed}/{fault.name}")
-    for _ in range(_DRAWS):
-        moved = fault
-        for key in draw.sample(_CHANGES, draw.choice((1, 2, 3))):
-            moved = _changed(moved, key, draw)
-        if moved == fault:
-            continue
-        variant = Variant(stress=stress_of(moved.setup, device))
-        try:
-            (case,) = cases_of(scenario_text(moved, variant), device)
-        except UsageError:
-            continue
-        if not case.skip_reason:
-            return moved
-    return fault
-
-
-def _changed(fault: Fault, key: str, draw: random.Random) -> Fault:
-    """The entry with one thing drawn anew, unless its own setup says what it must be."""
-    setup, pointer = fault.setup, fault.points_at
-    if key in ("step", "rank", "tensor"):
-        fixed = key == "step" and setup.step == CAPTURES_AT
-        if key not in fault.takes or fixed:
-            return fault
-        if key == "tensor":
-            name = draw.choice(_TENSORS)
-            setup = replace(setup, tensor=name)
-            pointer = replace(pointer, module=name.rpartition(".")[0], tensor=name)
-        elif key == "step":
-            steps = [step for step in (1, 3, 4) if step > CAPTURES_AT or not setup.graph]
-            setup = replace(setup, step=draw.choice(steps))
-        else:
-            setup = replace(setup, rank=0)
-        return replace(fault, setup=setup, points_at=pointer)
-    value: Any = "bf16"
-    if key == "parallel":
-        value = dict(draw.choice(_LAYOUTS))
-    elif key == "fsdp":
-        value = {"pool": draw.choice(("dynamic", "double", "traced"))}
-    elif key == "microbatches":
-        value = draw.choice((1, 3, 4))
-    elif key == "seed":
-        value = draw.randrange(2, 1 << 20)
-    if key in setup.settings:
-        return fault
-    return replace(fault, setup=replace(setup, settings={**setup.settings, key: value}))
 
 
 # ---- clean cases: the catalogue's own setups without their faults, then further settings x graph
 # scopes x stressors that the rules allow, in rounds: one candidate of each setting, then the next
 
-_WHY = "Nothing is planted here: whatever is said is a false alarm."
 _STRESS: tuple[tuple[str, ...], ...] = (
     (), ("jitter",), ("poison", "scramble"), ("races",), ("poison",), ("scramble",),
 )  # fmt: skip
@@ -310,14 +218,12 @@ _GRAPHS: tuple[tuple[str, ...], ...] = (
     ("moe_router",), ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess"), ("moe",),
 )  # fmt: skip
 _MOE = {"preset": "moe_tiny", "capacity_factor": 1.25}
-_MLA = {"preset": "mla_moe_tiny", "capacity_factor": 1.25}
 _SETTINGS: tuple[Mapping[str, Any], ...] = (
-    {"parallel": {"dp": 1}},
     {"parallel": {"dp": 1}, "seed": 77, "dtype": "bf16"},
     {"parallel": {"dp": 1}, "model": _MOE},
     {"parallel": {"dp": 1}, "model": "dense_tiny_dropout", "seed": 5},
     {"parallel": {"dp": 1}, "fsdp": {"pool": "dynamic"}, "microbatches": 1},
-    {"parallel": {"dp": 1}, "model": _MLA, "dtype": "bf16"},
+    {"parallel": {"dp": 1}, "model": {**_MOE, "preset": "mla_moe_tiny"}, "dtype": "bf16"},
     {"parallel": {"dp": 2}},
     {"parallel": {"dp": 2}, "dtype": "bf16", "seed": 9, "model": "dense_tiny_dropout"},
     {"parallel": {"tp": 2, "sequence_parallel": True}},
@@ -333,14 +239,9 @@ _Clean = tuple[str, tuple[str, ...], tuple[str, ...], Mapping[str, Any]]
 
 
 def clean_cases(faults: Iterable[Fault], number: int, device: Device) -> tuple[CaseSpec, ...]:
-    """At most `number` clean cases; fewer only where there are no more.
+    """At most `number` cases without a fault, setups of `faults` first; fewer if there are no more.
 
     Candidates of one setting share its reference and control, so 240 cases take some 300 runs.
-
-    Args:
-        faults: whose setups are run without them too.
-        number: of cases.
-        device: where.
     """
     found: dict[str, CaseSpec] = {}
     for asked in itertools.chain(_of_faults(faults, device), _further()):
@@ -379,7 +280,7 @@ def _clean_case(
         base["stress"] = list(stress) or "none"
         axes = {"graph": ["eager", list(graph)]}
     try:
-        (case,) = cases_of(_written("clean", _WHY, base, axes, {}, TIMEOUT_S), device)
+        (case,) = cases_of(_written("clean", "A false alarm?", base, axes, {}, TIMEOUT_S), device)
         case = _with_reference(case, settings, device)
     except UsageError:
         return None

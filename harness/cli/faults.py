@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,14 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from harness.campaign import pages
-from harness.campaign.campaign import (
-    Asked,
-    CampaignView,
-    Matrix,
-    Row,
-    carry_out_campaign,
-    merged,
-)
+from harness.campaign import campaign as made
+from harness.campaign.campaign import Asked, CampaignView, Matrix, Row
 from harness.campaign.cases import scenario_text
 from harness.errors import NothingSelected, UsageError, did_you_mean, shown
 from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
 from harness.masking import Masker
-from harness.records import ExitCode, RunOutcome, Verdict
+from harness.records import ExitCode, Verdict
 from harness.runner.display import cell, make_console, plain_table
 from harness.runner.plan import Plan
 from harness.runner.progress import duration, plan_line
@@ -33,8 +26,7 @@ from harness.scenario.suite import compile_expression
 from harness.store.files import write_atomic
 
 CLEAN_CASES = 200
-CLEAN_PER_LINE = 50
-MATRIX_FILES = ("matrix.md", "matrix.json", "matrix.html")
+MATRIX_FILES = ("matrix.md", "matrix.json")
 
 _PATH = click.Path(path_type=Path)
 _json = click.option(
@@ -61,7 +53,7 @@ def list_faults(*, keyword: str | None, as_json: bool) -> int:
         click.echo(json.dumps([_plain(fault) for fault in chosen], allow_nan=False))
         return ExitCode.PASSED
     console = make_console()
-    _print_table(console, pages.CATALOGUE_HEADERS, map(pages.entry_of, chosen))
+    _print_table(console, made.CATALOGUE_HEADERS, map(made.entry_of, chosen))
     console.print(Text(f"{len(chosen)} of {len(CATALOGUE)} faults"))
     return ExitCode.PASSED
 
@@ -76,19 +68,20 @@ def show_fault(*, name: str, as_json: bool) -> int:
         plain = {**_plain(fault), "scenario": scenario_text(fault)}
         click.echo(json.dumps(plain, allow_nan=False))
         return ExitCode.PASSED
-    pointer = fault.points_at
-    place = filter(None, (f"phase {pointer.phase}", pointer.module, pointer.tensor))
-    lines = {
-        "fault": fault.name, "what": fault.description, "class": fault.kind,
-        "source": fault.source, "symptom": fault.symptom, "caught as": ", ".join(fault.expects),
-        "found in": ", ".join(place), "devices": ", ".join(fault.devices),
-        "takes": ", ".join(fault.takes), "scopes": ", ".join(fault.scopes),
-        "layout": ", ".join(f"{name} {shown(least)}" for name, least in fault.needs.items()),
+    plain = _plain(fault)
+    words = {
+        "fault": "name", "what": "description", "class": "kind", "source": "source",
+        "symptom": "symptom", "caught as": "expects", "found in": "points_at",
+        "devices": "devices", "takes": "takes", "scopes": "scopes", "layout": "layout",
     }  # fmt: skip
     # Comments of YAML: what is printed, written to a file, is the scenario.
-    for key, value in lines.items():
-        if value:
-            click.echo(f"# {key:<10} {value}")
+    for key, name in words.items():
+        value = plain[name]
+        if isinstance(value, dict):
+            value = [f"{inner} {shown(v)}" if name == "layout" else v for inner, v in value.items()]
+        text = ", ".join(filter(None, value)) if isinstance(value, list) else value
+        if text:
+            click.echo(f"# {key:<10} {text}")
     click.echo(f"\n{scenario_text(fault)}", nl=False)
     return ExitCode.PASSED
 
@@ -102,24 +95,18 @@ def show_fault(*, name: str, as_json: bool) -> int:
     help=f"Clean cases next to them, {CLEAN_CASES} by default, or none for named faults.",
 )  # fmt: skip
 @click.option("--no-locate", is_flag=True, help="Do not ask where the fault is.")
-@click.option(
-    "--elsewhere", type=click.IntRange(0), metavar="SEED",
-    help="Each fault once, in a setup drawn with SEED, not in its own; no clean cases.",
-)  # fmt: skip
 @click.option("--out", type=_PATH, metavar="FOLDER", help="Run folder to make.")
 @click.option("--resume", type=_PATH, metavar="RUN", help="Go on with a run folder.")
 @click.option("--shard", metavar="I/N", help="Only the part that is shard I of N.")
 @click.option("--slots", type=click.IntRange(1), help="Ranks that may run at a time.")
 @click.option(
-    "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Let N ranks share a GPU."
+    "--ranks-per-gpu", type=click.IntRange(1), metavar="N", help="Ranks that share a GPU."
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs that may run at a time.")
 @click.option(
-    "--patience",
-    type=click.FloatRange(min=1),
-    metavar="X",
+    "--patience", type=click.FloatRange(min=1), metavar="X",
     help="Time limits are X times as long: for a machine that is slow or busy. 1, on GPUs 4.",
-)
+)  # fmt: skip
 @_json
 def run_faults(
     *, names: tuple[str, ...], keyword: str | None, clean: int | None, no_locate: bool,
@@ -132,7 +119,7 @@ def run_faults(
     resume = room["resume"]
     if resume is not None and (names or keyword or clean is not None or room["shard"]):
         raise UsageError(f"--resume: expected no names, -k, --clean or --shard with {resume}")
-    some = bool(names or keyword) or room["elsewhere"] is not None
+    some = bool(names or keyword)
     asked = Asked(
         faults=() if resume else _selected(names, keyword),
         clean=(0 if some else CLEAN_CASES) if clean is None else clean,
@@ -141,15 +128,21 @@ def run_faults(
     )
     console = make_console(stderr=as_json)
     args: list[str] = click.get_current_context().find_root().obj or sys.argv[1:]
-    folder, matrix = carry_out_campaign(
-        asked, _Printer(console), argv=["harness", *Masker(os.environ).words(args)]
-    )
-    texts = (pages.markdown(matrix), json.dumps(matrix.to_json(), indent=1), pages.page(matrix))
+
+    def say(what: Row | Verdict | Plan, done: int, planned: int) -> None:
+        line = Text(plan_line(what)) if isinstance(what, Plan) else _line(what)
+        if line is not None:
+            count = Text("" if isinstance(what, Plan) else f"[{done}/{planned}] ", style="dim")
+            console.print(count + line, soft_wrap=True)
+
+    argv = ["harness", *Masker(os.environ).words(args)]
+    folder, matrix = made.carry_out_campaign(asked, CampaignView(say), argv=argv)
+    texts = (made.markdown(matrix), json.dumps(matrix.to_json(), indent=1))
     for name, text in zip(MATRIX_FILES, texts, strict=True):
         write_atomic(folder / name, text)
-    _print_table(console, pages.HEADERS, map(pages.fields_of, matrix.ran))
-    files = f"in {duration(matrix.wall_s)}; {folder / MATRIX_FILES[0]}, .json, .html"
-    for line in (*pages.summary_lines(matrix), files):
+    _print_table(console, made.HEADERS, map(made.fields_of, matrix.ran))
+    files = f"in {duration(matrix.wall_s)}; {folder / MATRIX_FILES[0]}, .json"
+    for line in (*made.summary_lines(matrix), files):
         console.print(Text(line), soft_wrap=True)
     code = exit_code(matrix)
     if as_json:
@@ -166,8 +159,8 @@ def run_faults(
 )  # fmt: skip
 def table_of_faults(*, folders: tuple[Path, ...], write: Path | None) -> int:
     """The catalogue as a document, with what RUN folders of matrices, or of shards, measured."""
-    kept = pages.measured_in(write.read_text()) if not folders and write and write.exists() else ""
-    text = pages.document(merged([read_json(folder) for folder in folders])) + kept
+    kept = made.measured_in(write.read_text()) if not folders and write and write.exists() else ""
+    text = made.document(made.merged([read_json(folder) for folder in folders])) + kept
     if write is None:
         click.echo(text, nl=False)
     else:
@@ -199,46 +192,21 @@ def exit_code(matrix: Matrix) -> ExitCode:
     return ExitCode.NO_VERDICT if matrix.alarms else ExitCode.PASSED
 
 
-class _Printer(CampaignView):
-    """A line for each row and each alarm, a count of the rest."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-        self._num_runs = self._done = self._clean = 0
-
-    def planned(self, plan: Plan) -> None:
-        """Print the plan."""
-        super().planned(plan)
-        self._num_runs = len(plan.runs)
-        self._console.print(Text(plan_line(plan)))
-
-    def run_finished(self, outcome: RunOutcome) -> None:
-        """Count it."""
-        self._done += 1
-
-    def row(self, row: Row) -> None:
-        """Print it."""
-        line = Text(overflow="fold")
-        line.append(f"[{self._done}/{max(self._num_runs, self._done)}] ", style="dim")
-        colour = {"detected": "green", "not run": "yellow"}.get(row.status, "bold red")
-        line.append(f"{row.fault:<28} {pages.seen_by(row)}", style=colour)
-        under = f" under {'+'.join(row.under)}" if row.under else ""
-        line.append(f"{under}, step {pages.steps_of(row) or '-'}, place {row.localised or '-'}")
-        if row.status != "detected":
-            line.append(f": {row.reason}")
-        elif row.localised in ("near", "no"):
-            line.append(f": expected {pages.due_place(row)}; got {pages.found_place(row)}")
-        self._console.print(line, soft_wrap=True)
-
-    def clean(self, verdict: Verdict) -> None:
-        """Print what is not clean."""
-        self._clean += 1
-        if self._clean % CLEAN_PER_LINE == 0:
-            self._console.print(Text(f"[{self._done}] {self._clean} clean cases", style="dim"))
-        if verdict.outcome not in ("passed", "skipped"):
-            line = f"{verdict.outcome} without a fault: {verdict.case_id}: {verdict.message}"
-            self._console.print(Text(line, style="bold red"), soft_wrap=True)
+def _line(what: Row | Verdict) -> Text | None:
+    """Of a row, or of a clean case that is not clean."""
+    if isinstance(what, Verdict):
+        if what.outcome in ("passed", "skipped"):
+            return None
+        message = f"{what.outcome} without a fault: {what.case_id}: {what.message}"
+        return Text(message, style="bold red")
+    colour = {"detected": "green", "not run": "yellow"}.get(what.status, "bold red")
+    line = Text(f"{what.fault:<28} {made.seen_by(what)}", style=colour, overflow="fold")
+    under = f" under {'+'.join(what.under)}" if what.under else ""
+    step = made.fields_of(what)[made.HEADERS.index("step")]
+    more = f": {what.reason}" if what.status != "detected" else ""
+    if what.status == "detected" and what.localised in ("near", "no"):
+        more = f": {made.places_of(what)}"
+    return line.append(f"{under}, step {step or '-'}, place {what.localised or '-'}{more}", "none")
 
 
 def _print_table(console: Console, headers: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
@@ -264,7 +232,7 @@ def _selected(names: Iterable[str], keyword: str | None) -> tuple[Fault, ...]:
             )
     chosen = [CATALOGUE[name] for name in CATALOGUE if not wanted or name in wanted]
     if keyword is not None:
-        fits: Callable[[str], bool] = compile_expression(keyword)
+        fits = compile_expression(keyword)
         chosen = [fault for fault in chosen if fits(_known_as(fault))]
     if not chosen:
         raise NothingSelected(f"-k {shown(keyword)} selects none of {len(CATALOGUE)} faults")

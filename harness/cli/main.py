@@ -42,9 +42,6 @@ SECTIONS: dict[str, dict[str, _Place]] = {
         "rerun": _Place("harness.cli.run", "rerun", "Run one case again."),
         "list": _Place("harness.cli.suite", "list_command", "List scenarios and their cases."),
         "doctor": _Place("harness.cli.doctor", "doctor", "Say what this machine can run."),
-        "predict": _Place(
-            "harness.cli.predict", "predict_command", "Predict the memory of each rank."
-        ),
     },
     "Look at a failure": {
         "show": _Place("harness.cli.report", "show_command", "Show one case."),

@@ -69,11 +69,10 @@ class Capabilities:
     """What can be asked of a program beyond its records; of the built-in trainer, all of it."""
 
     layouts: bool
-    memory_prediction: bool
 
 
-BUILTIN = Capabilities(layouts=True, memory_prediction=True)
-FOREIGN = Capabilities(layouts=False, memory_prediction=False)
+BUILTIN = Capabilities(layouts=True)
+FOREIGN = Capabilities(layouts=False)
 
 
 def program_of(config: Mapping[str, Any]) -> ProgramSpec | None:

@@ -7,15 +7,19 @@ fails here at import.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_core.errors import TensorError
+from fsdp_core.fsdp.backward import UnitBackward
 from fsdp_core.fsdp.fsdp_module import FSDPModule
+from fsdp_core.fsdp.param_group import ParamGroup
+from fsdp_core.fsdp.unit import Unit
 from fsdp_core.graph.capture import CapturedFunction
+from fsdp_core.graph.segment import GraphedSegment
 from fsdp_core.model.decoder import DecoderStage
 from fsdp_core.model.sharding import clip_grads
 from fsdp_core.optim import AdamW
@@ -25,7 +29,6 @@ from fsdp_core.train.engines import EngineAdamW
 from fsdp_core.train.outputs import mean_loss
 from fsdp_core.train.trainer import Trainer
 from harness.records import Passed, RaceEvidence, StreamUse
-from harness.worker.module_at_work import chain, module_of_error
 
 _PHASES: tuple[tuple[Passed, tuple[Callable[..., Any], ...]], ...] = (
     ("capture", (Trainer._capture,)),
@@ -63,6 +66,52 @@ def evidence_of(error: BaseException, stages: Sequence[nn.Module]) -> dict[str, 
         "tensors": next((tuple(e.names) for e in chain(error) if isinstance(e, TensorError)), ()),
         "race": next((_race(e) for e in chain(error) if isinstance(e, RaceFound)), None),
     }
+
+
+def module_of_error(error: BaseException, stages: Sequence[nn.Module]) -> str:
+    """The innermost module, or unit of sharding, in whose code an exception was raised.
+
+    What it was raised from comes first: a capture that was given up says so from far outside of
+    what could not be captured.
+
+    Args:
+        stages: whose modules have the names that they have in the whole model.
+
+    Returns:
+        The dotted name, "" if no frame belongs to a module or to the whole model only.
+    """
+    names = {id(module): name for stage in stages for name, module in stage.named_modules()}
+    for each in reversed([*chain(error)]):
+        found = [name for name in _owners(each.__traceback__, names) if name]
+        if found:
+            return found[-1]
+    return ""
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and its causes, outermost first."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        yield at
+        at = at.__cause__ or at.__context__
+
+
+def _owners(trace: TracebackType | None, names: dict[int, str]) -> Iterator[str]:
+    """Names of those whose methods the frames are of, outermost first."""
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        owner = owner.unit if isinstance(owner, UnitBackward) else owner
+        if isinstance(owner, Unit | ParamGroup):
+            yield "" if owner.name == "root" else owner.name
+        elif isinstance(owner, nn.Module):
+            yield names.get(id(owner), "")
+        elif isinstance(owner, GraphedSegment):
+            # What a capture leaves undone is refused at its end, when no module runs any more.
+            name = owner.segment.name.partition(" ")[0]  # without the slot
+            yield name if name in names.values() else ""
+        trace = trace.tb_next
 
 
 def _phase(error: BaseException) -> Passed:

@@ -5,7 +5,6 @@ and every rank is a fork of it.
 """
 
 import contextlib
-import itertools
 import os
 import sys
 import time
@@ -26,9 +25,9 @@ from fsdp_core.graph.capture_session import CaptureAborted, CaptureLost
 from fsdp_core.graph.compiled import StaleGuards
 from fsdp_core.graph.ledger import StaleAddress
 from fsdp_core.graph.recorder import CaptureRefused
-from fsdp_core.memory_trace import MemoryTrace
 from fsdp_core.mesh import build_axes, init_ranks
 from fsdp_core.model.backend import BackendMissing
+from fsdp_core.rounding import RandomRounding
 from fsdp_core.stress.races import RaceFound
 from fsdp_core.stress.stressors import StressorMissing
 from fsdp_core.train import Trainer, make_trainer
@@ -45,28 +44,28 @@ from harness.records import (
     SCHEMA_VERSION,
     EndRecord,
     ErrorRecord,
-    EventRecord,
     GraphUse,
     RunSpec,
     StartRecord,
     What,
 )
+from harness.repeats import is_timed
 from harness.worker.collectives import Notes, noted
-from harness.worker.contents import ContentsFile
-from harness.worker.digest_time import digest_time_event, is_told
 from harness.worker.error_evidence import evidence_of
-from harness.worker.launched import Launched
-from harness.worker.memory_event import memory_event
-from harness.worker.observe import Observer
+from harness.worker.observe import (
+    ContentsFile,
+    Observer,
+    digest_time_event,
+    memory_event,
+)
 from harness.worker.plant import Plant
 from harness.worker.record_file import RecordFile
-from harness.worker.rounded import rounded
 from harness.worker.soak import Soaking
 
 PACKAGES = ("numpy", "transformer-engine", "triton")
 """Whose versions decide bits, torch aside."""
-MOST_MOVED = 8
-"""Names of tensors that moved, in the event of a run's end."""
+SEEDS_OF_RUN = 1 << 20
+"""Seeds of roundings: one rank's follows another's, those of runs are further apart."""
 PATIENCE = timedelta(seconds=1)
 """How long a rank that lost another waits to be told why."""
 
@@ -124,43 +123,60 @@ class _Session:
         config = self.plant.before_train(TrainConfig.from_dict(self.spec.config))
         init_ranks(device, self.store, self.rank, self.spec.world_size, self.spec.timeout_s)
         axes = build_axes(config.parallel, device)
-        trace = MemoryTrace(device) if self.spec.explain else None
         place = place_path(self.folder, self.rank)
+        warm_up, gives = config.graph_warmup_steps, bool(config.taps)
         with (
-            device.counting_memory() if trace is None else trace.tracing(),
-            noted(
-                device,
-                place,
-                lambda: self.step,
-                config.graph_warmup_steps,
-                gives=bool(config.taps),
-            ) as notes,
+            device.counting_memory(),
+            noted(device, place, lambda: self.step, warm_up, gives=gives) as notes,
         ):
             trainer = make_trainer(config, axes, device)
             self.stages = list(trainer.stages)
             try:
-                self._train(trainer, trace, notes)
+                self._train(trainer, notes)
             finally:
                 # A process group must not be destroyed while a graph that used it is alive.
                 if sys.exc_info()[0] is None:
                     trainer.close()
         dist.destroy_process_group()
 
-    def _train(self, trainer: Trainer, trace: MemoryTrace | None, notes: Notes) -> None:
-        contents = ContentsFile(self.spec, self.rank, self.folder, trainer)
-        rounding = rounded(self.spec, self.rank)
-        observer = Observer(trainer, self.rank, self.file)
-        device = trainer.device
+    def _train(self, trainer: Trainer, notes: Notes) -> None:
+        spec, rank, file, device = self.spec, self.rank, self.file, trainer.device
+        contents = ContentsFile(spec, rank, self.folder, trainer)
+        rounding = rounded(spec, rank)
+        observer = Observer(trainer, rank, file)
+        self._write_start(trainer, observer)
+        file.write(observer.initial())
+        device.synchronize()
+        startup_s = time.monotonic() - self.started_s
+        try:
+            soaking = Soaking(spec, rank, trainer, self.store, file.write)
+            for self.step in soaking.steps():
+                observer.begin()
+                self.plant.before_step(trainer, self.step)
+                with rounding, self._modules_noted(notes):
+                    trainer.step(self.step)
+                self.plant.after_step(trainer, self.step)
+                observer.observe(self.step)
+                contents.observe(self.step)
+                if notes.given is not None:
+                    file.write(notes.given.event(rank, self.step))
+        finally:
+            self._flush(observer)
+        soaking.write_event()
+        file.write(observer.graphs_event(self.step))
+        file.write(memory_event(trainer, rank, self.step))
+        peak_bytes = device.peak_bytes()
+        if is_timed(spec) and not device.is_cuda:
+            file.write(digest_time_event(trainer, rank, self.step))
+        self._write_end(trainer, peak_bytes, startup_s)
+        self.plant.after_end()
+
+    def _write_start(self, trainer: Trainer, observer: Observer) -> None:
         self.file.write(
             StartRecord(
-                schema=SCHEMA_VERSION,
-                run=self.spec.key,
-                rank=self.rank,
-                world_size=self.spec.world_size,
-                pid=os.getpid(),
-                device=device.name,
-                tensors=observer.tensor_names,
-                taps=tuple(trainer.taps.names),
+                schema=SCHEMA_VERSION, run=self.spec.key, rank=self.rank,
+                world_size=self.spec.world_size, pid=os.getpid(), device=trainer.device.name,
+                tensors=observer.tensor_names, taps=tuple(trainer.taps.names),
                 tap_stages=tuple(trainer.taps.stages),
                 environment={
                     "fingerprint": fingerprint(trainer),
@@ -168,49 +184,17 @@ class _Session:
                     "started_unix_s": self.started_unix_s,
                 },
             )
-        )
-        self.file.write(observer.initial())
-        device.synchronize()
-        startup_s = time.monotonic() - self.started_s
-        launched = Launched(trainer, wanted=self.spec.kernels)
-        try:
-            soaking = Soaking(self.spec, self.rank, trainer, self.store, self.file.write)
-            for self.step in soaking.steps():
-                observer.begin()
-                self.plant.before_step(trainer, self.step)
-                with launched.counting(self.step), rounding, self._modules_noted(notes):
-                    trainer.step(self.step)
-                self.plant.after_step(trainer, self.step)
-                observer.observe(self.step)
-                contents.observe(self.step)
-                if notes.given is not None:
-                    self.file.write(notes.given.event(self.rank, self.step))
-        finally:
-            self._flush(observer)
-        soaking.write_event()
-        self._write_graph_event(trainer, observer)
-        self.file.write(memory_event(trainer, self.rank, self.step, trace))
-        peak_bytes = device.peak_bytes()
-        if self.spec.kernels:
-            self.file.write(launched.event(self.rank, self.step))
-        if is_told(self.spec):
-            self.file.write(digest_time_event(trainer, self.rank, self.step))
-        self._write_end(trainer, peak_bytes, startup_s)
-        self.plant.after_end()
+        )  # fmt: skip
 
     def _write_end(self, trainer: Trainer, peak_bytes: int, startup_s: float) -> None:
         self.file.write(
             EndRecord(
-                rank=self.rank,
-                steps=self.step + 1,
-                peak_bytes=peak_bytes,
-                startup_s=startup_s,
-                wall_s=time.monotonic() - self.started_s,
-                replays=trainer.counts.replays,
+                rank=self.rank, steps=self.step + 1, peak_bytes=peak_bytes, startup_s=startup_s,
+                wall_s=time.monotonic() - self.started_s, replays=trainer.counts.replays,
                 graphs=tuple(GraphUse(**vars(use)) for use in trainer.graph_uses),
                 compiled=trainer.parts_compiled,
             )
-        )
+        )  # fmt: skip
 
     def _modules_noted(self, notes: Notes) -> contextlib.AbstractContextManager[None]:
         """In the step that captures; compiled code would be guarded against what notes them."""
@@ -236,30 +220,6 @@ class _Session:
                 raise
             sys.stderr.write(f"steps not yet flushed are lost: {error}\n")
 
-    def _write_graph_event(self, trainer: Trainer, observer: Observer) -> None:
-        counts = trainer.counts
-        self.file.write(
-            EventRecord(
-                name="graphs",
-                rank=self.rank,
-                step=self.step,
-                detail={
-                    "captured": counts.captured,
-                    "replays": counts.replays,
-                    "ledger_names": len(counts.external_names),
-                    "ledger_places": sorted(set(counts.external_places)),
-                    "ledger_unnamed": counts.unnamed_externals,
-                    "pointer_changes": observer.pointer_changes,
-                    "compiled": [str(each) for each in trainer.compilations if not each.late],
-                    "compiled_late": [str(each) for each in trainer.compilations if each.late],
-                    "moved": [
-                        f"{name} (step {step})"
-                        for name, step in itertools.islice(observer.moved.items(), MOST_MOVED)
-                    ],
-                },
-            )
-        )
-
     def fail(self, error: Exception) -> None:
         """Write the error record; the rank exits without touching the device again."""
         masker = Masker(os.environ)
@@ -273,16 +233,12 @@ class _Session:
         try:
             self.file.write(
                 ErrorRecord(
-                    rank=self.rank,
-                    step=self.step,
-                    what=classify(error),
-                    type=type(error).__name__,
-                    message=message,
-                    traceback=text[-8000:],
+                    rank=self.rank, step=self.step, what=classify(error), type=type(error).__name__,
+                    message=message, traceback=text[-8000:],
                     blames=None if before is None else before.rank,
                     **evidence_of(error, self.stages),
                 )
-            )
+            )  # fmt: skip
         finally:
             if before is None:
                 told = f"{type(error).__name__}: {message}".partition("\n")[0]
@@ -299,6 +255,13 @@ class _Session:
             return None
         found = find(self.store, PATIENCE)
         return None if found is None or found.rank == self.rank else found
+
+
+def rounded(spec: RunSpec, rank: int) -> contextlib.AbstractContextManager[Any]:
+    """Inside, operators of this rank round at random, if the run does; for each step anew."""
+    if not spec.rounding:
+        return contextlib.nullcontext()
+    return RandomRounding(spec.rounding * SEEDS_OF_RUN + rank)
 
 
 def join_store(port: int) -> dist.Store:

@@ -1,27 +1,97 @@
-"""Turns a trainer's static outputs into record lines, without making the device wait each step.
+"""What a rank writes down: a record a step, events of its end, kept contents.
 
-After every step the outputs are packed into one row of an int32 ring on the device; every
-`flush_every` steps the ring is copied to the host once and written as step records. Floats travel
-as their bits.
+After every step the trainer's static outputs are packed into one row of an int32 ring on the
+device; every `flush_every` steps the ring is copied to the host once and written as step records,
+so no step waits for the device. Floats travel as their bits.
 """
 
+import dataclasses
 import hashlib
+import itertools
 import os
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fsdp_core.graph.digest import NUM_COLUMNS, digest_hex
+from fsdp_core.device import Device
+from fsdp_core.graph.digest import NUM_COLUMNS, Digester, digest_hex, empty_rows
 from fsdp_core.graph.digest_words import NUM_LANES
 from fsdp_core.graph.taps import PLACE_COLUMN
 from fsdp_core.train import StepOutputs, Trainer
+from fsdp_core.train.keeping import Kept, fits
+from fsdp_core.train.memory import at_rest
 from fsdp_core.train.stressed import StressedTrainer
-from harness.records import UNFINISHED, EventRecord, FloatBits, InitialRecord, StepRecord
+from harness.records import (
+    UNFINISHED,
+    EventRecord,
+    FloatBits,
+    InitialRecord,
+    RunSpec,
+    StepRecord,
+)
+from harness.store.contents import KeptTensor, Place, write_contents
 from harness.worker.record_file import RecordFile
-from harness.worker.step_clock import StepClock
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+DIGEST_TIMES = 5
+MOST_MOVED = 8
+"""Names of tensors that moved, in the event of a run's end."""
+
+
+class StepClock:
+    """Marks ends of steps, and says the seconds between them later, without waiting for any.
+
+    On CUDA a mark is an event, read when the device has passed it; on the CPU, where work is done
+    when it is issued, the host's clock. Times of a run add up to all of it.
+
+    Args:
+        stream: where steps are issued.
+        most: steps between two calls of `drain`.
+    """
+
+    def __init__(self, device: Device, stream: Any, most: int) -> None:
+        self._device, self._stream = device, stream
+        self._events: list[Any] = []
+        if device.is_cuda:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(most + 1)]
+        self._marks: list[Any] = []
+        self.tick()
+
+    def tick(self) -> None:
+        """The work of a step has been issued."""
+        if not self._device.is_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = self._events.pop()
+        event.record(self._stream)
+        self._marks.append(event)
+
+    def drain(self) -> list[float]:
+        """Seconds of each step since the last call; the device has done their work."""
+        pairs = itertools.pairwise(self._marks)
+        if self._device.is_cuda:
+            seconds = [1e-3 * before.elapsed_time(after) for before, after in pairs]
+            self._events += self._marks[:-1]  # to be recorded again
+        else:
+            seconds = [after - before for before, after in pairs]
+        self._marks = self._marks[-1:]
+        return seconds
+
+
+@dataclass(frozen=True)
+class _HostFacts:
+    """What the host knows of a step that waits in the ring."""
+
+    step: int
+    rng: str
+    live_bytes: int
+    peak_bytes: int
+    moved: int | None
+    host_bytes: int
 
 
 class Observer:
@@ -47,12 +117,7 @@ class Observer:
 
     def initial(self) -> InitialRecord:
         """The state before the first step; once, as it waits for the device."""
-        trainer = self._trainer
-        digests, nonfinite = {"rng": self._rng()}, {}
-        for group, rows in trainer.digest_state().items():
-            digests[group], bad = self._of_group(group, rows)
-            if bad:
-                nonfinite[group] = bad
+        digests, nonfinite = self._digests(self._trainer.digest_state(), self._rng())
         return InitialRecord(rank=self._rank, digests=digests, nonfinite=nonfinite)
 
     def observe(self, step: int) -> None:
@@ -61,28 +126,16 @@ class Observer:
         with trainer.device.on(trainer.stream):
             self._ring[len(self._pending)].copy_(self._pack(trainer.outputs))
         self._clock.tick()
-        rng = self._rng()
-        device, moved = trainer.device, self._count_moved(step)
+        rng, device, moved = self._rng(), trainer.device, self._count_moved(step)
         # What a stressor holds in its turn is no memory of the program's.
         lent = trainer.stress_bytes if isinstance(trainer, StressedTrainer) else 0
         live = device.live_bytes() - lent
-        facts = _HostFacts(step, rng, live, device.peak_bytes(), moved, host_bytes())
-        self._pending.append(facts)
+        self._pending.append(_HostFacts(step, rng, live, device.peak_bytes(), moved, host_bytes()))
         if len(self._pending) == len(self._ring):
             self.flush()
 
-    def _rng(self) -> str:
-        states = self._trainer.rng_states().values()
-        return "".join(_blake(state.numpy().tobytes()) for state in states)
-
-    def _of_group(self, group: str, rows: torch.Tensor) -> tuple[str, tuple[str, ...]]:
-        """Digests of a group out of its rows on the host, and who of it is not finite."""
-        text, counts = digest_hex(rows)
-        names = self._trainer.digested[group][0]
-        return text, tuple(n for n, count in zip(names, counts, strict=True) if count)
-
     def begin(self) -> None:
-        """Forget the taps of the last step, once all have read them: `unfinished` tells of this."""
+        """Forget the taps of the last step, once all have read them: `unfinished` is of this."""
         trainer = self._trainer
         with trainer.device.on(trainer.stream):
             trainer.taps.begin()
@@ -96,15 +149,6 @@ class Observer:
             text = self._taps_text(rows.flatten().cpu())
         return EventRecord(name=UNFINISHED, rank=self._rank, step=step, detail={"taps": text})
 
-    def _count_moved(self, step: int) -> int | None:
-        if self._pointers is None:
-            return None
-        moved = self._pointers.count()
-        self.pointer_changes += moved
-        for name in self._pointers.moved:
-            self.moved.setdefault(name, step)
-        return moved
-
     def flush(self) -> None:
         """Copy the ring to the host and write the records of the steps in it."""
         if not self._pending:
@@ -115,9 +159,53 @@ class Observer:
         pending, self._pending = self._pending, []
         used = self._trainer.device.used_bytes()
         for row, facts, step_s in zip(rows, pending, seconds, strict=True):
-            is_last = facts is pending[-1]
-            record = self._record(row, facts, step_s, used if is_last else None)
-            self._file.write(record)
+            last_used = used if facts is pending[-1] else None
+            self._file.write(self._record(row, facts, step_s, last_used))
+
+    def graphs_event(self, step: int) -> EventRecord:
+        """What was captured, replayed, compiled and moved, at the end of a run."""
+        trainer, counts = self._trainer, self._trainer.counts
+        moved = itertools.islice(self.moved.items(), MOST_MOVED)
+        detail = {
+            "captured": counts.captured,
+            "replays": counts.replays,
+            "ledger_names": len(counts.external_names),
+            "ledger_places": sorted(set(counts.external_places)),
+            "ledger_unnamed": counts.unnamed_externals,
+            "pointer_changes": self.pointer_changes,
+            "compiled": [str(each) for each in trainer.compilations if not each.late],
+            "compiled_late": [str(each) for each in trainer.compilations if each.late],
+            "moved": [f"{name} (step {at})" for name, at in moved],
+        }
+        return EventRecord(name="graphs", rank=self._rank, step=step, detail=detail)
+
+    def _rng(self) -> str:
+        """128 bits of each generator's state: they lie on the host."""
+        states = self._trainer.rng_states().values()
+        return "".join(
+            hashlib.blake2b(state.numpy().tobytes(), digest_size=16).hexdigest() for state in states
+        )
+
+    def _digests(
+        self, rows: dict[str, torch.Tensor], rng: str
+    ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+        """Digests of the groups out of their rows on the host, and who of them is not finite."""
+        digests, nonfinite = {"rng": rng}, {}
+        for group, of_group in rows.items():
+            digests[group], counts = digest_hex(of_group)
+            names = self._trainer.digested[group][0]
+            if bad := tuple(n for n, count in zip(names, counts, strict=True) if count):
+                nonfinite[group] = bad
+        return digests, nonfinite
+
+    def _count_moved(self, step: int) -> int | None:
+        if self._pointers is None:
+            return None
+        moved = self._pointers.count()
+        self.pointer_changes += moved
+        for name in self._pointers.moved:
+            self.moved.setdefault(name, step)
+        return moved
 
     def _pack(self, outputs: StepOutputs) -> torch.Tensor:
         floats = torch.cat((outputs.losses, outputs.loss[None], outputs.grad_norm[None]))
@@ -126,34 +214,23 @@ class Observer:
         return torch.cat((floats.view(torch.int32), *digests, rows))
 
     def _record(
-        self, row: torch.Tensor, facts: "_HostFacts", step_s: float, device_bytes: int | None
+        self, row: torch.Tensor, facts: _HostFacts, step_s: float, device_bytes: int | None
     ) -> StepRecord:
         num_losses = self._trainer.config.microbatches
         bits = [FloatBits.from_bits(v & 0xFFFFFFFF) for v in row[: num_losses + 2].tolist()]
-        digests, nonfinite, cursor = {"rng": facts.rng}, {}, num_losses + 2
-        for group in self._groups:
-            stop = cursor + len(self._trainer.digested[group][0]) * NUM_COLUMNS
-            rows = row[cursor:stop].view(-1, NUM_COLUMNS)
-            digests[group], bad = self._of_group(group, rows)
-            if bad:
-                nonfinite[group] = bad
-            cursor = stop
-        return StepRecord(
-            step=facts.step,
-            rank=self._rank,
-            loss=bits[num_losses],
-            microbatch_losses=tuple(bits[:num_losses]),
-            grad_norm=bits[num_losses + 1],
-            digests=digests,
-            nonfinite=nonfinite,
-            step_s=step_s,
-            live_bytes=facts.live_bytes,
-            peak_bytes=facts.peak_bytes,
-            taps=self._taps_text(row[cursor:]),
-            pointer_changes=facts.moved,
-            device_bytes=device_bytes,
-            host_bytes=facts.host_bytes,
+        sizes = [len(self._trainer.digested[group][0]) * NUM_COLUMNS for group in self._groups]
+        _, *parts, taps = row.split(
+            [num_losses + 2, *sizes, len(row) - num_losses - 2 - sum(sizes)]
         )
+        rows = [part.view(-1, NUM_COLUMNS) for part in parts]
+        digests, nonfinite = self._digests(dict(zip(self._groups, rows, strict=True)), facts.rng)
+        return StepRecord(
+            step=facts.step, rank=self._rank, loss=bits[num_losses],
+            microbatch_losses=tuple(bits[:num_losses]), grad_norm=bits[num_losses + 1],
+            digests=digests, nonfinite=nonfinite, step_s=step_s, live_bytes=facts.live_bytes,
+            peak_bytes=facts.peak_bytes, taps=self._taps_text(taps), pointer_changes=facts.moved,
+            device_bytes=device_bytes, host_bytes=facts.host_bytes,
+        )  # fmt: skip
 
     def _taps_text(self, row: torch.Tensor) -> str:
         """Rows of taps as hex: four lanes and the place in the step."""
@@ -162,24 +239,105 @@ class Observer:
         return lanes.contiguous().numpy().astype(">i4").tobytes().hex()
 
 
-@dataclass(frozen=True)
-class _HostFacts:
-    """What the host knows of a step that waits in the ring."""
-
-    step: int
-    rng: str
-    live_bytes: int
-    peak_bytes: int
-    moved: int | None
-    host_bytes: int
-
-
 def host_bytes() -> int:
     """Resident memory of this process that no file holds: mapped data grows as it is read."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * PAGE_BYTES
 
 
-def _blake(data: bytes) -> str:
-    """128 bits of BLAKE2b as 32 hex digits: generator states lie on the host."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+# ---- memory
+
+
+def memory_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
+    """The event `memory`: nothing of it is compared, limits of `peak_memory` rest on it.
+
+    at_rest               bytes kept between steps, by the layout; of our engine alone
+    reserved_peak_bytes   what the caching allocator had from the driver at most (CUDA)
+    """
+    device, detail = trainer.device, dict[str, Any]()
+    if trainer.config.engine == "ours":
+        detail["at_rest"] = dataclasses.asdict(at_rest(trainer.groups))
+    if device.is_cuda:
+        detail["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device.torch_device)
+    return EventRecord(name="memory", rank=rank, step=step, detail=detail)
+
+
+# ---- what looking costs
+
+
+def digest_time_event(trainer: Trainer, rank: int, step: int) -> EventRecord:
+    """The seconds of the digests that every step of a timed run takes, the fastest of some.
+
+    Both runs digest the same bytes, so the time cancels out of their difference, but not out of a
+    ratio: the check `throughput` takes it off both. Not on CUDA: launched from the host, as here,
+    digests take longer than inside of a graph, and a graphed candidate had too much taken off.
+    """
+    device = trainer.device
+    with device.on(trainer.stream):
+        work = [
+            (Digester(tensors, names), tensors, empty_rows(len(names), device.torch_device))
+            for names, tensors in trainer.digested.values()
+        ]
+    found = []
+    for _ in range(DIGEST_TIMES):
+        device.synchronize()
+        began = time.perf_counter()
+        with device.on(trainer.stream):
+            for digester, tensors, out in work:
+                digester(tensors, out)
+        device.synchronize()
+        found.append(time.perf_counter() - began)
+    return EventRecord(name="digest_time", rank=rank, step=step, detail={"seconds": min(found)})
+
+
+# ---- contents of tensors
+
+
+class ContentsFile:
+    """Writes the tensors that a run keeps, at the end of their step; nothing where it keeps none.
+
+    Made before the first step: copies have their memory before anything is captured.
+
+    Raises:
+        ValueError: more bytes than the run allows.
+    """
+
+    def __init__(self, spec: RunSpec, rank: int, folder: Path, trainer: Trainer) -> None:
+        self._spec, self._rank, self._folder, self._trainer = spec, rank, folder, trainer
+        keep = spec.keep
+        self._keeping = None if keep is None else trainer.keep(keep.names, keep.max_bytes)
+
+    def observe(self, step: int) -> None:
+        """Write the file if `step`, which has been issued, is the one to keep."""
+        keep = self._spec.keep
+        if keep is None or self._keeping is None or step != keep.step:
+            return
+        trainer = self._trainer
+        with trainer.device.on(trainer.stream):
+            kept = [*self._keeping.read(trainer.outputs), *self._random_states(keep.names)]
+        entries = [entry_of(each) for each in kept]
+        write_contents(self._folder, self._spec.key, self._rank, step, entries)
+
+    def _random_states(self, names: tuple[str, ...]) -> Iterator[Kept]:
+        for name, state in self._trainer.rng_states().items():
+            if fits(names, f"rng:{name}"):
+                # Records have it from this very function, as a digest of the same bytes.
+                yield Kept(f"rng:{name}", 0, state, (), as_digested=True)
+
+
+def entry_of(kept: Kept) -> tuple[KeptTensor, bytes]:
+    """A kept tensor as a rank's file has it, and its bytes."""
+    tensor = kept.tensor
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    about = KeptTensor(
+        name=kept.name, part=kept.part, dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape), as_digested=kept.as_digested,
+        places=tuple(
+            Place(
+                name=p.name, shape=p.shape, offsets=p.offsets, local_offsets=p.local_offsets,
+                sizes=p.sizes,
+            )
+            for p in kept.places
+        ),
+    )  # fmt: skip
+    return about, data

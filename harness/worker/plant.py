@@ -27,118 +27,101 @@ class Plant:
 
     def __init__(self, spec: RunSpec, rank: int, file: RecordFile) -> None:
         self._rank, self._file = rank, file
-        self._faults = [
-            PlantedFault(fault, rank, spec.world_size, file) for fault in each_of(spec.plant)
-        ]
+        self._faults: list[tuple[PlantSpec, Planting]] = []
+        for fault in each_of(spec.plant):
+            is_here = _is_everywhere(fault) or rank == fault.rank % spec.world_size
+            self._faults.append((fault, PLANTINGS[fault.fault] if is_here else Planting()))
+        self._alters = {
+            fault.fault: planting.alter(fault)
+            for fault, planting in self._faults
+            if planting.alter is not None
+        }
         self._drawn: dict[str, bool] = {}
-        if any(fault.is_here for fault in self._faults):
+        self._is_first = True
+        if self._alters:
             file.alter = self._alter
 
     def draw(self, store: dist.Store) -> None:
         """Decide which faults of chance fire in this run: rank 0 does, and tells the others."""
-        for fault in self._faults:
-            spec, key = fault.spec, f"plant/{fault.spec.fault}"
+        for spec, _ in self._faults:
             if spec.chance == 1.0:
                 continue
+            key = f"plant/{spec.fault}"
             if self._rank == 0:
                 # Not from the seed: every run of a specification has a chance of its own.
                 fires = random.SystemRandom().random() < spec.chance
                 store.set(key, "fires" if fires else "rests")
             self._drawn[spec.fault] = store.get(key) == b"fires"
-        self._faults = [f for f in self._faults if self._drawn.get(f.spec.fault, True)]
+            if not self._drawn[spec.fault]:
+                self._alters.pop(spec.fault, None)
+        self._faults = [each for each in self._faults if self._drawn.get(each[0].fault, True)]
 
     def before_train(self, config: TrainConfig) -> TrainConfig:
         """The configuration that this rank really trains by."""
-        for fault in self._faults:
-            if fault.planting.before_make is not None:
-                config = fault.planting.before_make(config)
+        for _, planting in self._faults:
+            if planting.before_make is not None:
+                config = planting.before_make(config)
         return config
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Act before `step` runs."""
         for name, fires in self._drawn.items():
-            detail = {"fault": name, "fires": fires}
-            self._file.write(EventRecord(name="chance", rank=self._rank, step=step, detail=detail))
+            self._write("chance", step, fault=name, fires=fires)
         self._drawn = {}
-        for fault in self._faults:
-            fault.before_step(trainer, step)
+        for spec, planting in self._faults:
+            if self._is_first and (planting.before_make or planting.after_end):
+                self._write("planted", step, fault=spec.fault)
+            if planting.from_step is not None and step >= spec.step:
+                self._act(spec, planting.from_step, trainer, step, is_said=step == spec.step)
+            if step != (trainer.config.graph_warmup_steps if planting.at_capture else spec.step):
+                continue
+            if planting.before_step is not None:
+                self._act(spec, planting.before_step, trainer, step)
+            if planting.before_step_on is not None:
+                tensor = planting.before_step_on(trainer, spec.tensor)
+                self._write("planted", step, fault=spec.fault, tensor=tensor)
+        self._is_first = False
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Act after the optimizer of `step`, before its digests are read."""
-        for fault in self._faults:
-            fault.after_step(trainer, step)
+        for spec, planting in self._faults:
+            if step == spec.step and planting.after_step_on is not None:
+                with on_its_stream(trainer):
+                    tensor = planting.after_step_on(trainer, spec.tensor)
+                trainer.redigest_state()
+                self._write("planted", step, fault=spec.fault, tensor=tensor)
 
     def after_end(self) -> None:
         """Act once the end record is written."""
-        for fault in self._faults:
-            if fault.planting.after_end is not None:
-                fault.planting.after_end()
+        for _, planting in self._faults:
+            if planting.after_end is not None:
+                planting.after_end()
 
     def _alter(self, line: str) -> list[str]:
         lines = [line]
-        for fault in self._faults:
-            if fault.alter is not None:
-                lines = [altered for each in lines for altered in fault.alter(each)]
+        for change in self._alters.values():
+            lines = [altered for each in lines for altered in change(each)]
         return lines
 
-
-class PlantedFault:
-    """One planted fault in one rank.
-
-    Attributes:
-        spec: what is planted.
-        is_here: whether this is a rank that it names.
-        planting: what it does here.
-        alter: what it does to lines of records, or None.
-    """
-
-    def __init__(self, spec: PlantSpec, rank: int, world_size: int, file: RecordFile) -> None:
-        self.spec, self._rank, self._file = spec, rank, file
-        self._everywhere = CATALOGUE[spec.fault].everywhere
-        self.is_here = self._everywhere or rank == spec.rank % world_size
-        self.planting = PLANTINGS[spec.fault] if self.is_here else Planting()
-        self.alter = None if self.planting.alter is None else self.planting.alter(spec)
-        self._is_first = True
-
-    def before_step(self, trainer: Trainer, step: int) -> None:
-        """Act before `step` runs."""
-        planting, spec = self.planting, self.spec
-        if self._is_first and (planting.before_make or planting.after_end):
-            self._announce(step)  # no record comes after what it does
-        self._is_first = False
-        if planting.from_step is not None and step >= spec.step:
-            self._act(planting.from_step, trainer, step, is_said=step == spec.step)
-        if step != (trainer.config.graph_warmup_steps if planting.at_capture else spec.step):
-            return
-        if planting.before_step is not None:
-            self._act(planting.before_step, trainer, step)
-        if planting.before_step_on is not None:
-            self._announce(step, tensor=planting.before_step_on(trainer, spec.tensor))
-
-    def _act(self, act: Act, trainer: Trainer, step: int, *, is_said: bool = True) -> None:
-        if is_said and not self._everywhere:
-            self._announce(step)  # no record comes after what it does
+    def _act(
+        self, spec: PlantSpec, act: Act, trainer: Trainer, step: int, *, is_said: bool = True
+    ) -> None:
+        everywhere = _is_everywhere(spec)
+        if is_said and not everywhere:
+            self._write("planted", step, fault=spec.fault)  # no record comes after what it does
         try:
             act(trainer)
         except NotHere:
             # A fault of all ranks is one of those that hold what it is planted in.
-            if self._everywhere:
+            if everywhere:
                 return
             raise
-        if is_said and self._everywhere:
-            self._announce(step)
+        if is_said and everywhere:
+            self._write("planted", step, fault=spec.fault)
 
-    def after_step(self, trainer: Trainer, step: int) -> None:
-        """Act after the optimizer of `step`, before its digests are read."""
-        if step != self.spec.step or self.planting.after_step_on is None:
-            return
-        with on_its_stream(trainer):
-            tensor = self.planting.after_step_on(trainer, self.spec.tensor)
-        trainer.redigest_state()
-        self._announce(step, tensor=tensor)
+    def _write(self, name: str, step: int, **detail: str | bool) -> None:
+        self._file.write(EventRecord(name=name, rank=self._rank, step=step, detail=dict(detail)))
 
-    def _announce(self, step: int, **detail: str) -> None:
-        detail = {"fault": self.spec.fault, **detail}
-        self._file.write(
-            EventRecord(name="planted", rank=self._rank, step=step, detail=dict(detail))
-        )
+
+def _is_everywhere(spec: PlantSpec) -> bool:
+    return CATALOGUE[spec.fault].everywhere

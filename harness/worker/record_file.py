@@ -1,4 +1,4 @@
-"""A rank's record file as it is written: line by line."""
+"""A rank's record file as it is written, line by line; ranks without torch write it, too."""
 
 import os
 from collections.abc import Callable
@@ -7,15 +7,13 @@ from pathlib import Path
 from harness.recorder import write_all
 from harness.records import Json, dumps
 
-LineFilter = Callable[[str], list[str]]
-
 
 class RecordFile:
     """Appends record lines to a rank's file; each line is one write and is flushed at once."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.alter: LineFilter = lambda line: [line]
+        self.alter: Callable[[str], list[str]] = lambda line: [line]
 
     def write(self, record: Json) -> None:
         """Write one record as one line.

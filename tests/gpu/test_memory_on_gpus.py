@@ -7,7 +7,7 @@ import torch
 
 from fsdp_core.config import TrainConfig, model_from_preset
 from fsdp_core.device import Device
-from harness.worker.step_clock import StepClock
+from harness.worker.observe import StepClock
 from tests.dist.rank_pool import RankPool
 from tests.memory_table.programs import measure
 

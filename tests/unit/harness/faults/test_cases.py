@@ -5,16 +5,12 @@ import pytest
 from harness.campaign.cases import (
     BARE,
     CLEAN_LABEL,
-    ELSEWHERE_LABEL,
     FAULT_LABEL,
     RACES,
     WHOLE,
     cases_of,
     clean_cases,
-    elsewhere,
     fault_case,
-    fault_of,
-    plan_cases,
     scenario_text,
     variants,
 )
@@ -23,8 +19,6 @@ from harness.faults.fault import Fault
 from harness.scenario.matrix import Device
 from harness.scenario.schema import decode_scenario
 from harness.store import LEGS
-
-SEED = 3
 
 
 def _device(fault: Fault) -> Device:
@@ -100,30 +94,3 @@ def test_clean_cases_are_many_differ_and_plant_nothing() -> None:
     for key, least in (("parallel", 7), ("graph", 7), ("stress", 4)):
         assert len({str(config[key]) for config in held}) >= least
     assert len({case.reference.key for case in cases}) <= 60
-
-
-def test_a_seed_gives_each_fault_one_legal_setup_that_is_not_its_own() -> None:
-    """By the rules, alike each time, and what the entry says of its own setup stays."""
-    chosen = tuple(fault for fault in CATALOGUE.values() if "cpu" in fault.devices)[::6]
-    cases = plan_cases(chosen, 0, "cpu", SEED)
-    for fault, case in zip(chosen, cases, strict=True):
-        assert not case.skip_reason, (fault.name, case.skip_reason)
-        assert (case.labels[FAULT_LABEL], case.labels[ELSEWHERE_LABEL]) == (fault.name, str(SEED))
-        moved = elsewhere(fault, SEED, "cpu")
-        assert moved == elsewhere(fault, SEED, "cpu") == fault_of(case)
-        assert moved.setup != fault.setup, fault.name
-        assert fault.setup.settings.items() <= moved.setup.settings.items()
-        assert moved.setup.graph == fault.setup.graph
-        assert moved.setup.step == 2 or fault.setup.step != 2
-    others = [elsewhere(f, 1, "cpu").setup != elsewhere(f, 2, "cpu").setup for f in chosen]
-    assert sum(others) > len(chosen) / 2
-
-
-def test_a_moved_tensor_moves_the_pointer_with_it() -> None:
-    """Where a fault takes a tensor and gets another one, the answer is due there."""
-    moved = [elsewhere(CATALOGUE["ulp"], seed, "cpu") for seed in range(12)]
-    named = [fault for fault in moved if fault.setup.tensor]
-    assert named
-    for fault in named:
-        assert fault.points_at.tensor == fault.setup.tensor
-        assert fault.setup.tensor.startswith(fault.points_at.module)

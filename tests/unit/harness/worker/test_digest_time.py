@@ -1,6 +1,5 @@
-"""Contracts of harness.worker.digest_time."""
+"""Contracts of harness.worker.observe."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,18 +7,7 @@ import torch
 
 from fsdp_core.device import Device
 from fsdp_core.graph import digest
-from harness.records import RunSpec
-from harness.repeats import FIRST_REPEAT
-from harness.worker.digest_time import TIMES, digest_time_event, is_told
-
-
-def test_it_is_told_where_it_is_known() -> None:
-    """By timed runs alone, and not on CUDA: digests in a graph take less than launched ones."""
-    plain = RunSpec(config={}, device="cpu", world_size=1, timeout_s=9.0)
-    timed = dataclasses.replace(plain, replica=FIRST_REPEAT)
-    assert is_told(timed)
-    assert not is_told(plain)
-    assert not is_told(dataclasses.replace(timed, device="cuda"))
+from harness.worker.observe import DIGEST_TIMES, digest_time_event
 
 
 def test_every_group_is_digested_and_nothing_changes(monkeypatch: Any) -> None:
@@ -40,6 +28,6 @@ def test_every_group_is_digested_and_nothing_changes(monkeypatch: Any) -> None:
     event = digest_time_event(trainer, 3, 17)
     assert (event.name, event.rank, event.step) == ("digest_time", 3, 17)
     assert 0 < event.detail["seconds"] < 60
-    assert seen == [1, 2] * TIMES
+    assert seen == [1, 2] * DIGEST_TIMES
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor, old)

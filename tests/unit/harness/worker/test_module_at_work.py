@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_core.device import Device
 from fsdp_core.graph.capture import GraphMaker
 from fsdp_core.graph.segment import GraphedSegment, Segment
-from harness.worker.module_at_work import module_of_error
+from harness.worker.error_evidence import module_of_error
 
 
 class _Inner(nn.Module):

@@ -435,3 +435,12 @@ def test_plants_that_cannot_act_say_so(rank: Rank, spec: Spec) -> None:
     dynamic = {"graph": ("full_iteration",), "fsdp": FsdpConfig(pool="dynamic")}
     error = error_of(rank.run(spec(PlantSpec(fault="stale_parameter", step=STEP), **dynamic)))
     assert "to have memory between steps" in error.message
+
+
+def test_a_fault_of_records_that_does_not_fire_changes_no_line(
+    rank: Rank, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By chance, as any other."""
+    monkeypatch.setattr("random.SystemRandom.random", lambda self: 0.9)
+    records = rank.run(spec(PlantSpec(fault="drop_step", step=STEP, chance=0.3)))
+    assert [record.step for record in steps_of(records)] == [0, 1, 2, 3, 4]

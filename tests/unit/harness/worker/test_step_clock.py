@@ -1,4 +1,4 @@
-"""Contracts of harness.worker.step_clock."""
+"""Contracts of harness.worker.observe."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.worker import step_clock
-from harness.worker.step_clock import StepClock
+from harness.worker import observe
+from harness.worker.observe import StepClock
 
 
 class FakeEvent:
@@ -36,7 +36,7 @@ def test_each_step_has_the_time_since_the_end_of_the_one_before(
     stream, FakeEvent.made = SimpleNamespace(now_ms=0.0), 0
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     clock_of_host = SimpleNamespace(perf_counter=lambda: stream.now_ms / 1e3)
-    monkeypatch.setattr(step_clock, "time", clock_of_host)
+    monkeypatch.setattr(observe, "time", clock_of_host)
     device: Any = SimpleNamespace(is_cuda=kind == "cuda")
     clock = StepClock(device, stream, 3)
     for lengths in ((5.0, 1.0, 2.0), (7.0,), (1.0, 1.0, 4.0), (2.0, 3.0, 9.0)):
