@@ -279,7 +279,6 @@ class _Maker:
 
     def _run(self, leg: Leg, role: str, plant: PlantSpec | None, *, soaks: bool) -> RunSpec:
         key = (id(leg), role, plant, soaks)
-        limits = self.scenario.checks.get("peak_memory", {})
         if key not in self.runs:
             self.runs[key] = RunSpec(
                 config=leg.plain(),
