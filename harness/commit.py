@@ -9,7 +9,6 @@ Only the packages that a run executes count: a changed README is the same code.
 
 import hashlib
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,6 @@ PACKAGES = ("fsdp_core", "harness")
 TIMEOUT_S = 30.0
 HASH_CHARS = 8
 _OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
-_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
 def describe(root: Path | None = None) -> str:
@@ -41,24 +39,6 @@ def describe(root: Path | None = None) -> str:
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return ""
     return f"{commit}+{digest.hexdigest()[:HASH_CHARS]}"
-
-
-def same_code(recorded: str, root: Path | None = None) -> bool:
-    """Whether the packages under `root` are as in a `describe` of earlier, by the paths touched.
-
-    A commit that changed other paths only has the same code. False where git does not know.
-    """
-    now = describe(root)
-    if not now or not recorded or now == recorded:
-        return bool(now) and now == recorded
-    if "+" in now or not _COMMIT.fullmatch(recorded):
-        return False
-    root = root or Path(__file__).parents[1]
-    try:
-        git(root, "diff", "--quiet", recorded, "HEAD", "--", *PACKAGES)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
 
 
 def git(root: Path, *arguments: str) -> bytes:

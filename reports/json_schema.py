@@ -17,7 +17,6 @@ from typing import Any, TypedDict
 import msgspec
 
 from harness.records import OUTCOMES, RECORD_KINDS, CaseSpec, RunOutcome, Verdict
-from harness.runner.occupancy import Occupancy
 from harness.store.files import FILES_KEY
 from harness.store.files import KEY as CHECKSUM_KEY
 from reports.json_report import REPORT_SCHEMA_VERSION, ReportJson
@@ -34,7 +33,6 @@ class RunJson(TypedDict):
     verdicts: tuple[Verdict, ...]
     num_cases: int
     wall_s: float
-    occupancy: Occupancy
 
 
 _FILES: dict[str, tuple[str, Any]] = {
@@ -62,9 +60,6 @@ def schemas() -> dict[str, dict[str, Any]]:
         "type": "object", "properties": {name: {"type": "integer"} for name in OUTCOMES},
         "required": sorted(OUTCOMES), "additionalProperties": False,
     }  # fmt: skip
-    occupancy = made["run"]["$defs"]["Occupancy"]
-    occupancy["properties"]["share"] = {"type": "number"}
-    occupancy["required"].append("share")
     return made | {"record": _record()}
 
 

@@ -16,8 +16,7 @@ from harness.checks.memory import peak_bytes
 from harness.history import NOT_WRITTEN_FILE, machine_kind
 from harness.provenance import fingerprint
 from harness.records import CaseSpec, EventRecord, RunResult, RunSpec, Verdict
-from harness.runner import occupancy
-from harness.runner.cost import Timeline, cost
+from harness.runner.estimates import Timeline, cost
 from harness.runner.retries import Attempt, earlier_attempts
 from harness.store import LEGS as ROLES
 from harness.store import VERDICT_FILE, RunFolder, load_run_folder
@@ -69,7 +68,7 @@ def summarise(path: Path, history: Path | None = None) -> Report:
         created=created,
         commit=one_line(str(manifest.get("commit") or ""), 80),
         machine=one_line(_machine(manifest), 120),
-        wall_s=_wall_s(folder.path, read.runs),
+        wall_s=_wall_s(read.runs),
         command_line=_command_line(manifest),
         exit_code=int(exit_code(read.verdicts)),
         counts={outcome: outcomes.count(outcome) for outcome in OUTCOME_ORDER},
@@ -227,10 +226,8 @@ def _machine(manifest: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, [kind, str(processor or "") if "," not in kind else ""]))
 
 
-def _wall_s(folder: Path, runs: Mapping[str, RunResult]) -> float:
-    """Seconds of every execution of the folder; without such figures, those with runs under way."""
-    if measured := sum(each.wall_s for each in occupancy.load(folder)):
-        return measured
+def _wall_s(runs: Mapping[str, RunResult]) -> float:
+    """Seconds with runs under way."""
     outcomes = [run.outcome for run in runs.values() if run.outcome.wall_s > 0]
     spans = sorted((o.started_unix_s, o.started_unix_s + o.wall_s) for o in outcomes)
     latest = list(accumulate((end for _, end in spans), max))

@@ -43,12 +43,12 @@ from harness.provenance import MACHINE_KINDS, changes, everything, facts
 from harness.records import CaseSpec, Verdict
 from harness.repeats import runs_of
 from harness.runner import launch
-from harness.runner.leftovers import clear_leftovers
+from harness.runner.retries import clear_leftovers
 from harness.runner.run import stop_on_signals
 from harness.scenario.case_id import whole_id
 from harness.store import LEGS, MANIFEST_FILE, CaseRuns, RunFolder
 from harness.store.find import DEFAULT_OUT
-from harness.typed import typed
+from harness.terminal import typed
 
 SHORT_HASH = 12
 COMMITS_FOLDER = "commits"

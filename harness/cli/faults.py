@@ -26,11 +26,10 @@ from harness.faults.catalogue import CATALOGUE
 from harness.faults.fault import Fault
 from harness.masking import Masker
 from harness.records import ExitCode, RunOutcome, Verdict
-from harness.runner.display import cell, make_console, plain_table
 from harness.runner.plan import Plan
-from harness.runner.progress import duration, plan_line
 from harness.scenario.selection import compile_expression
 from harness.store.files import write_atomic
+from harness.terminal import cell, duration, make_console, plain_table, plan_line
 
 CLEAN_CASES = 200
 CLEAN_PER_LINE = 50

@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
+from harness import terminal as display
 from harness.engine.process import server_environment
 from harness.errors import Infrastructure, NothingSelected, UsageError
 from harness.program.spec import capabilities_of
 from harness.records import CaseSpec, ExitCode, RunSpec
-from harness.runner import display
 from harness.scenario.matrix import expand
 from harness.scenario.schema import Overrides, load_scenario
 from harness.scenario.selection import select

@@ -13,7 +13,7 @@
     soak     how long runs go on, and stressors that take turns
     launch   where and for how long runs may run
     tier     smoke, pr, nightly or weekly
-    select   all, pairwise or changed
+    select   all or pairwise
 
 `sections` says more of checks, soak, launch, tier and select, and `matrix` what exclude and include
 mean. Every refusal is a `ScenarioError`.

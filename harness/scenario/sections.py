@@ -7,7 +7,6 @@ soak, tier and select.
              weekly    once a week: what a night has no room for
     select   all       every case
              pairwise  so many that every pair of values that some case has is covered
-             changed   those that have not passed as they are now, with the code as it is now
 
     soak     steps, replays, duration_s   one of them: how long (`harness.soaking`)
              rotate                       stressors of every run, short for `stress` in base
@@ -55,7 +54,7 @@ from harness.tolerance import FORMS, ROUNDING, Expect, ToleranceError, tolerance
 ENGINES = ("local", "slurm")
 DEVICES = ("auto", "cpu", "cuda")
 TIERS = ("smoke", "pr", "nightly", "weekly")
-SELECTIONS = ("all", "pairwise", "changed")
+SELECTIONS = ("all", "pairwise")
 LENGTHS: dict[str, SoakBy] = {"steps": "steps", "replays": "replays", "duration_s": "duration"}
 MAX_WHY_CHARS = 1000
 MAX_RETRIES = 5

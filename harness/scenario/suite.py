@@ -11,7 +11,7 @@ is told: in the plan, in the run folder's manifest and in its report.
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,6 @@ MAX_ID_CHARS = 180
 NO_OVERRIDES = Overrides()
 Picked = Mapping[Path, Collection[str]]
 """Ids of cases, by the path of their file."""
-Changed = Callable[[Sequence[CaseSpec]], tuple[CaseSpec, ...]]
-"""Those of the cases that have not passed as they are now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +59,7 @@ class Selected(Json):
         of = f"{self.scenario}: {self.num_cases} of {self.num_cases + self.left_out} cases"
         if self.select == "pairwise":
             return f"{of} cover all {self.pairs} pairs of values (select: pairwise)"
-        if self.select == "pytest":
-            return f"{of} were selected by pytest"
-        return f"{of} have not passed as they are now (select: {self.select})"
+        return f"{of} were selected by pytest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +127,6 @@ class Suite:
         forced: bool,
         keyword: str | None,
         how: str | None,
-        changed: Changed,
         picked: Picked | None = None,
     ) -> tuple[tuple[CaseSpec, ...], tuple[Selected, ...]]:
         """The cases to run, and what is left out of each scenario.
@@ -141,7 +136,6 @@ class Suite:
             forced: the user named the device: scenarios that are for another go there, too.
             keyword: `-k`.
             how: `--select`, over what the scenarios say.
-            changed: those of the cases that have not passed as they are now.
             picked: these and no others.
 
         Raises:
@@ -162,7 +156,7 @@ class Suite:
                 kept = tuple(names[name] for name in kept)
             num_all += len(held)
             held = select(held, keyword)
-            part, said = _select(scenario, held, kept, how or scenario.select, changed, ids)
+            part, said = _select(scenario, held, kept, how or scenario.select, ids)
             wanted = scenario.launch.device
             if not forced and wanted not in ("auto", device):
                 reason = f"its scenario is for {wanted}, this run is on {device}"
@@ -170,16 +164,10 @@ class Suite:
             chosen += part
             told.append(said)
         if not chosen:
-            raise NothingSelected(self._nothing(num_all, keyword, told))
-        return tuple(chosen), tuple(told)
-
-    def _nothing(self, num_all: int, keyword: str | None, told: Sequence[Selected]) -> str:
-        if left_out := sum(said.left_out for said in told):
-            return (
-                f"all {left_out} cases of {self.name} have passed as they are now "
-                f"(select: changed); --select all runs them"
+            raise NothingSelected(
+                f"-k {shown(keyword)} selects none of {num_all} cases of {self.name}"
             )
-        return f"-k {shown(keyword)} selects none of {num_all} cases of {self.name}"
+        return tuple(chosen), tuple(told)
 
 
 def find_scenarios(paths: Iterable[Path]) -> tuple[Path, ...]:
@@ -261,7 +249,7 @@ def _there(scenario: Scenario, held: Sequence[CaseSpec], picked: Picked) -> set[
 
 def _select(
     scenario: Scenario, held: tuple[CaseSpec, ...], kept: Sequence[str], how: str,
-    changed: Changed, ids: set[str] | None,
+    ids: set[str] | None,
 ) -> tuple[tuple[CaseSpec, ...], Selected]:  # fmt: skip
     pairs = 0
     chosen = held
@@ -269,8 +257,6 @@ def _select(
         how, chosen = "pytest", tuple(case for case in held if case.id in ids)
     elif how == "pairwise":
         chosen, pairs = pairwise(held, keep=kept), num_pairs(held)
-    elif how == "changed":
-        chosen = changed(held)
     return chosen, Selected(
         scenario=scenario.name, why=scenario.why, tier=scenario.tier, select=how,
         num_cases=len(chosen), left_out=len(held) - len(chosen), pairs=pairs,

@@ -186,7 +186,7 @@ def _cases(
         if (whole.cut, whole.shard.number) != (first.cut, first.shard.number):
             raise UsageError(
                 f"{folder.path} is shard {whole.shard} of another cut than {folders[0].path}: "
-                f"expected the same scenarios, options and --costs for all shards"
+                f"expected the same scenarios, and options for all shards"
             )
         if whole.shard.index in given:
             raise UsageError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.commit import describe, same_code
+from harness.commit import describe
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -62,23 +62,6 @@ def test_changes_on_top_have_a_name(root: Path) -> None:
     (root / "harness" / "a.py").unlink()
     told()
     assert len(set(seen)) == len(seen)
-
-
-def test_the_code_is_the_same_while_no_path_of_it_is_touched(root: Path) -> None:
-    """A commit of other files leaves the code as it was; one of a package, or changes, do not."""
-    first = git(root, "rev-parse", "HEAD")
-    assert same_code(first, root)
-    (root / "README.md").write_text("more\n")
-    git(root, "commit", "--quiet", "-am", "Words")
-    assert same_code(first, root)
-    assert not any(same_code(name, root) for name in ("", "0" * 40, "HEAD", "--output=x"))
-    (root / "harness" / "a.py").write_text("a = 2\n")
-    dirty = describe(root)
-    assert same_code(dirty, root)
-    assert not same_code(first, root)
-    git(root, "commit", "--quiet", "-am", "Code")
-    assert not same_code(first, root)
-    assert not same_code(dirty, root)
 
 
 def test_settings_of_git_hide_no_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UsageError
-from harness.runner.leftovers import clear_leftovers
+from harness.runner.retries import clear_leftovers
 from harness.store import SHARDS_FILE, RunFolder
 
 

@@ -7,8 +7,8 @@ import pytest
 from harness.history import History
 from harness.history.entries import work_of
 from harness.records import RunSpec
-from harness.runner.expectations import expected
-from harness.runner.schedule import Seconds
+from harness.runner.estimates import expected
+from harness.runner.plan import Seconds
 from harness.samples import SLOWDOWN
 from tests.unit.harness.history.nights import MACHINE, night
 
@@ -18,9 +18,7 @@ ESTIMATE = -7.0
 @pytest.fixture(autouse=True)
 def estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is expected where the history says nothing."""
-    monkeypatch.setattr(
-        "harness.runner.expectations.estimate_s", lambda spec, cores: ESTIMATE * cores
-    )
+    monkeypatch.setattr("harness.runner.estimates.estimate_s", lambda spec, cores: ESTIMATE * cores)
 
 
 def spec(seed: int = 0, **changes: Any) -> RunSpec:

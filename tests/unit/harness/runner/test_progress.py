@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from fsdp_core.config import TrainConfig
+from harness import terminal as display
 from harness.records import (
     CaseSpec,
     CheckResult,
@@ -20,9 +21,8 @@ from harness.records import (
     RunSpec,
     Verdict,
 )
-from harness.runner import display
 from harness.runner.plan import Plan, PlannedRun
-from harness.runner.progress import (
+from harness.terminal import (
     Forecast,
     LiveView,
     PlainView,

@@ -1,4 +1,4 @@
-"""Contracts of harness.runner.schedule: order, what starts on free slots, the expected end."""
+"""Contracts of harness.runner.plan: order, what starts on free slots, the expected end."""
 
 import dataclasses
 import random
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from harness.records import CaseSpec, RunSpec
-from harness.runner.schedule import Job, Queue, arrange, makespan_s
+from harness.runner.plan import Job, Queue, arrange, makespan_s
 
 
 def spec(name: str, world_size: int = 1, replica: int = 0) -> RunSpec:

@@ -8,8 +8,9 @@ import pytest
 from harness.errors import UsageError
 from harness.records import CaseSpec, RunSpec
 from harness.repeats import runs_of
-from harness.runner import expectations, plan
-from harness.runner.expectations import expected_anywhere
+from harness.runner import estimates as expectations
+from harness.runner import plan
+from harness.runner.estimates import expected_anywhere
 from harness.runner.shards import cut, fingerprint, parse_shard, parts
 from harness.store.merge import Shard
 

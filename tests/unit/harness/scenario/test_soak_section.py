@@ -7,7 +7,7 @@ import pytest
 
 from harness.errors import ScenarioError
 from harness.records import CaseSpec, RunSpec
-from harness.runner.plan import estimate_s
+from harness.runner.estimates import estimate_s
 from harness.soaking import SoakSpec, turn_of
 from tests.unit.harness.scenario.small_scenario import cases
 

@@ -1,14 +1,10 @@
 """Contracts of several scenarios in one run, tiers, selections, shards and their merging."""
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.cli import main
-from harness.runner.occupancy import load
 from harness.store import RunFolder
 from tests.unit.harness.fake_engine import SCENARIO, FakeEngine, run_json, unequal
 
@@ -80,34 +76,6 @@ def test_selections_are_said_and_legs_stay(
     assert run_json(capsys, "run", str(folder / "wide.yaml"), *narrow)[1]["num_cases"] == 1
 
 
-def test_changed_leaves_out_what_has_passed_as_it_is(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Passed: left out. Failed, other code, other limits, another environment: run again."""
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "c" * 40)
-    file = str(folder / "free.yaml")
-    engine.spoil = unequal
-    assert main(["run", file]) == 1
-    changed = ("run", file, "--select", "changed")
-    code, answer = run_json(capsys, *changed)
-    assert (code, [v["case_id"] for v in answer["verdicts"]]) == (1, ["dp1-attn", "dp2-attn"])
-    engine.spoil = lambda spec, record: record
-    # An answer that was no stays in the history: one pass does not outweigh it.
-    assert run_json(capsys, *changed)[1]["num_cases"] == 2
-    assert main([*changed, "-k", "full_iteration"]) == 5
-    assert "2 cases of free have passed as they are now" in capsys.readouterr().err
-    text = Path(file).read_text()
-    Path(file).write_text(text.replace("state: {}", "state: {}, finite: {}"))
-    assert run_json(capsys, *changed)[1]["num_cases"] == 4
-    Path(file).write_text(text)
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert run_json(capsys, *changed)[1]["num_cases"] == 4
-    monkeypatch.delenv("NCCL_ALGO")
-    monkeypatch.setattr("harness.commit.describe", lambda root=None: "d" * 40)
-    assert run_json(capsys, *changed)[1]["num_cases"] == 4
-
-
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
@@ -121,12 +89,9 @@ def test_changed_leaves_out_what_has_passed_as_it_is(
         (("scenarios", "--shard", "1/99999"), 4, "from 1 to 1000 shards"),
         (("scenarios/free.yaml", "--shard", "4/4"), 5, "shard 4/4 holds no case"),
         (("scenarios/free.yaml", "--shard", "1/2", "-k", "nothing"), 5, "selects none"),
-        (("scenarios/free.yaml", "--shard", "1/2", "--select", "changed"), 4, "histories differ"),
         (("--resume", "r", "--shard", "1/2"), 4, "--resume: expected no --shard"),
         (("--resume", "r", "--tier", "pr"), 4, "--resume: expected no --tier"),
         (("scenarios/free.yaml", "scenarios/free.yaml", "scenarios/again.yaml"), 4, "the name of"),
-        (("scenarios/free.yaml", "--shard", "1/2", "--costs", "out/history.sqlite"), 4, "does not"),
-        (("scenarios/free.yaml", "--shard", "1/2", "--costs", "none.sqlite"), 4, "none.sqlite"),
     ],
 )  # fmt: skip
 def test_misuse_is_one_line(
@@ -253,14 +218,10 @@ def test_a_shard_of_another_commit_does_not_answer_for_this_one(
 
 
 def test_a_list_is_cut_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shards of a shard are none that `harness run` knows, and what has changed is not cut."""
+    """Shards of a shard are none that `harness run` knows."""
     file = folder / "free.yaml"
     assert main(["list", str(file), "--shards", "2", "--shard", "1/2"]) == 4
     assert "expected no --shard 1/2 with it" in capsys.readouterr().err
-    file.write_text(SCENARIO + "select: changed\n")
-    for args in (("--shards", "2"), ("--shard", "1/2")):
-        assert main(["list", str(file), *args]) == 4
-        assert "histories differ" in capsys.readouterr().err
 
 
 def test_what_does_not_go_together_is_refused(
@@ -315,23 +276,6 @@ def test_engines_must_agree(
     assert main(["run", "scenarios", "--engine", "local"]) == 0
 
 
-def test_how_busy_the_slots_were_is_kept(
-    folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each execution of a folder that made runs adds its figures, and the user is told."""
-    code, answer = run_json(capsys, "run", str(folder / "free.yaml"), "--out", "r", "--slots", "4")
-    assert code == 0
-    told: dict[str, Any] = answer["occupancy"]
-    assert (told["slots"], told["num_runs"], told["busy_slot_s"]) == (4, 8, 0.5 * (4 * 1 + 4 * 2))
-    assert told["share"] == told["busy_slot_s"] / (4 * told["wall_s"])
-    shutil.rmtree(next(Path("r/runs").glob("w2-attn*")))
-    assert main(["run", "--resume", "r"]) == 0
-    assert "slots" in capsys.readouterr().out
-    assert [entry.num_runs for entry in load(Path("r"))] == [8, 1]
-    Path("r/occupancy.json").write_text(json.dumps([{"slots": "x"}]))
-    assert load(Path("r")) == ()
-
-
 def test_costs_order_the_runs(
     folder: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,10 +283,3 @@ def test_costs_order_the_runs(
     assert main(["run", str(folder / "free.yaml")]) == 0
     plan = run_json(capsys, "run", str(folder / "free.yaml"), "--dry-run")[1]
     assert {run["estimate_s"] for run in plan["runs"]} == {0.5}
-    shutil.copy("out/history.sqlite", "costs.sqlite")
-    shards = ("list", str(folder / "free.yaml"), "--shards", "2")
-    by = ("--costs", "costs.sqlite")
-    told = [run_json(capsys, *shards, *more)[1]["include"] for more in ((), by)]
-    assert sum(part["expected_slot_s"] for part in told[0]) > 6.0
-    assert [part["expected_slot_s"] for part in told[1]] == [4 * 0.5 * 2, 4 * 0.5 * 1]
-    assert main(["run", str(folder / "free.yaml"), "--shard", "1/2", *by]) == 0
