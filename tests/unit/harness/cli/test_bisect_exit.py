@@ -1,9 +1,9 @@
-"""Contracts of harness.cli.bisect_exit: what `git bisect run` makes of a run."""
+"""Contracts of harness.cli.options: what `git bisect run` makes of a run."""
 
 import pytest
-from harness.cli.bisect_exit import for_git
 
 from harness.cli import main
+from harness.cli.options import for_git
 from harness.records import ExitCode, RunSpec, What
 from tests.unit.harness.fake_engine import FakeEngine, run_json, unequal
 
