@@ -72,10 +72,9 @@ Device = Literal["cpu", "cuda"]
 class Request:
     """What the user asked for. `slots`, `device` and `engine` override the scenario's.
 
-    `slurm` are `KEY=YAML` texts over its `launch.slurm`; `paths` are files and folders that run
-    together, of which `tiers` leaves some; `select` is over what the scenarios say. `history` says
-    what runs take. `mixed` goes on with a folder of other code. `picked` are the cases that
-    pytest's `session` selected.
+    `paths` (or the one `scenario`) run together, of which `tiers` leaves some; `slurm` are
+    `KEY=YAML` texts over `launch.slurm`; `history` says what runs take; `mixed` goes on with a
+    folder of other code; `picked` are the cases that pytest's `session` selected.
     """
 
     scenario: Path | None = None
@@ -109,20 +108,9 @@ class Request:
 class Prepared:
     """A request that can be carried out: nothing has been written yet.
 
-    Attributes:
-        name, why: of the scenario.
-        text: what goes into the run folder as scenario.yaml.
-        plan: the runs to make and every case.
-        device: where they run.
-        devices: GPU of each slot, as CUDA_VISIBLE_DEVICES names it; empty on the CPU.
-        machine: this machine.
-        slurm: what is asked of Slurm; None where this machine makes the runs.
-        retries: how often a run that the machine failed is made again.
-        resumed: the folder to go on with; None to make one.
-        selected: what is run of each scenario, and how much is left out.
-        tiers: that were asked for; "" if none was.
-        whole: what a shard is a part of; None for all.
-        session: of pytest, "" for none.
+    `text` goes into the run folder as scenario.yaml; `devices` are the GPU of each slot, as
+    CUDA_VISIBLE_DEVICES names it, none on the CPU; `slurm` is None where this machine makes the
+    runs; `resumed` is the folder to go on with; `whole` is what a shard is a part of.
     """
 
     name: str
@@ -262,17 +250,16 @@ def prepare_rerun(
     Raises:
         HarnessError: not a case folder, or the case cannot run here.
     """
-    case = load_case(case_folder).case
+    case = dataclasses.replace(load_case(case_folder).case, skip_reason="")
     if case.reference.recorded:
         raise UsageError(
             f"{case_folder}: expected a case that can be run, its runs were recorded by hand: "
             "record them again and compare them with harness compare-runs"
         )
-    fresh = dataclasses.replace(case, skip_reason="")
-    _check_configs(case_folder, [fresh])
+    _check_configs(case_folder, [case])
     why = f"Case {case.id} of {case.scenario}, run again."
     return prepare_cases(
-        [fresh], name=case.scenario, why=why, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs
+        [case], name=case.scenario, why=why, slots=slots, ranks_per_gpu=ranks_per_gpu, jobs=jobs
     )
 
 
@@ -322,17 +309,14 @@ def _slots(
     if slurm is not None:
         return slots_on_slurm(wanted, cases), ()
     if device == "cpu":
-        return (machine.default_slots(here) if wanted is None else wanted), ()
-    devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)
+        return wanted or machine.default_slots(here), ()
     # Fewer GPUs than wanted: the plan skips what does not fit, and says so.
-    slots = min(len(devices) if wanted is None else wanted, len(devices))
-    return slots, devices[:slots]
+    devices = shared([gpu.id for gpu in here.gpus], ranks_per_gpu or 1)[:wanted]
+    return len(devices), devices
 
 
 def _memory_bytes(device: Device, here: Machine) -> int:
-    if device == "cpu":
-        return here.memory_bytes
-    return sum(gpu.memory_bytes for gpu in here.gpus)
+    return here.memory_bytes if device == "cpu" else sum(gpu.memory_bytes for gpu in here.gpus)
 
 
 def _check_configs(place: Path, cases: Iterable[CaseSpec]) -> None:

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from fsdp_core.config import TrainConfig, built, not_built
 from harness.collector import held_off
-from harness.errors import UsageError
 from harness.faults.catalogue import CATALOGUE
 from harness.plant_spec import each_of
 from harness.provenance import package_version
@@ -88,11 +87,7 @@ def make_plan(
         jobs: runs that may run at a time; None: as many as fit on the slots.
         expected: what runs are expected to take; None for what their size says.
         memory_bytes: of all devices that runs may use together; None if it is not known.
-
-    Raises:
-        UsageError: no slot, or no job.
     """
-    _check_counts(slots, jobs)
     judged = tuple(_with_reason(case, slots, memory_bytes) for case in cases)
     with held_off():
         return _plan(judged, slots, jobs, expected, finished=lambda key: False)
@@ -117,18 +112,8 @@ def resume_plan(
         slots, jobs, expected: as for `make_plan`.
         finished: whether the run of a key need not be made again.
         repeats: by case, runs that are left of a confirmation which was cut short.
-
-    Raises:
-        UsageError: no slot, or no job.
     """
-    _check_counts(slots, jobs)
     return _plan(tuple(cases), slots, jobs, expected, finished, repeats or {})
-
-
-def _check_counts(slots: int, jobs: int | None) -> None:
-    for name, value in (("slots", slots), ("jobs", jobs)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}: expected an integer >= 1, got {value}")
 
 
 def _plan(

@@ -47,15 +47,12 @@ class Progress(Protocol):
 
     def run_started(self, spec: RunSpec) -> None:
         """A run was handed to the engine."""
-        ...
 
     def run_finished(self, outcome: RunOutcome) -> None:
         """A run ended."""
-        ...
 
     def judged(self, verdict: Verdict) -> None:
         """A case has its answer, whether new or stored earlier."""
-        ...
 
 
 class View(Progress, Protocol):
@@ -63,7 +60,6 @@ class View(Progress, Protocol):
 
     def planned(self, plan: Plan) -> None:
         """The plan is made; runs follow."""
-        ...
 
     def __enter__(self) -> Self: ...
 

@@ -89,7 +89,7 @@ def expected(option: str, expression: str) -> set[str]:
         ("-m", "not timeout", []),
         # Somebody's conftest.py may give cases a marker: for pytest to say.
         ("-m", "slow", list(FILES)),
-        ("-m", "slow and smoke", ["one.yaml"]),
+        ("-m", "slow and smoke", list(FILES)),
         ("-m", "not SMOKE", list(FILES)),
         ("-k", "races", ["two.yaml"]),
         ("-k", "RACES or seed=2", ["one.yaml", "two.yaml"]),

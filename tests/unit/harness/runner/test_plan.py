@@ -113,13 +113,6 @@ def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
     assert (done.runs, done.estimate_s) == ((), 0.0)
 
 
-@pytest.mark.parametrize(("slots", "jobs"), [(0, None), (-1, None), (4, 0)])
-def test_counts_below_one_are_refused(slots: int, jobs: int | None) -> None:
-    """Nothing can run on no slot: that is a mistake, not an empty plan."""
-    with pytest.raises(UsageError, match="expected an integer >= 1"):
-        make_plan([case("a", 1)], slots=slots, jobs=jobs)
-
-
 # ---- what cannot run here
 
 TEXT = TINY | {"data": {"kind": "text", "path": "/nowhere/at/all"}}
