@@ -14,7 +14,7 @@ that computed other bits before the machine failed it is evidence: no pass after
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,7 @@ def open_repeats(folder: RunFolder, limit: int) -> dict[str, list[RunSpec]]:
     return found
 
 
-def stored_limit(manifest: dict[str, object]) -> int:
+def stored_limit(manifest: Mapping[str, object]) -> int:
     """The limit that a run folder was made with; 0 if it says none."""
     stored = manifest.get(MANIFEST_KEY)
     return max(stored, 0) if isinstance(stored, int) and not isinstance(stored, bool) else 0
