@@ -215,7 +215,7 @@ class Forecast:
         self._took_s = self._planned_s = 0.0
 
     def ended(self, outcome: RunOutcome) -> None:
-        """Learn from a run. One that was not planned, or is made again, says nothing."""
+        """Learn from a run. One that was not planned, or is repeated, says nothing."""
         job = self._left.pop(outcome.key, None)
         if job is not None and not outcome.what:
             self._took_s += outcome.wall_s

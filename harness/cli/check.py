@@ -68,7 +68,7 @@ def judged_again(path: Path) -> Inspection:
 
 
 def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
-    places = {getattr(case, leg).key: folder.leg_folder(case, leg) for leg in LEGS}
+    places = {getattr(case, role).key: folder.leg_folder(case, role) for role in LEGS}
     runs = [load_run_folder(places.get(spec.key) or folder.run_folder(spec.key), spec)
             for spec in runs_of(case)]  # fmt: skip
     samples, repeats = past_legs(case, runs)
@@ -79,7 +79,7 @@ def _judged(folder: RunFolder, case: CaseSpec) -> Verdict:
         return Verdict(
             case_id=case.id, outcome="error", what="corrupt_record", checks=(), wall_s=0.0,
             message=f"its plan cannot be judged: {why}",
-            runs={leg: getattr(case, leg).key for leg in LEGS},
+            runs={role: getattr(case, role).key for role in LEGS},
         )  # fmt: skip
     return held_against_attempts(folder, case, found)
 

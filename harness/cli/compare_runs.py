@@ -70,13 +70,13 @@ def compare_runs_command(
         checks[TAPS] = {}
     case = CaseSpec(
         id=CASE, scenario=SCENARIO, expect=stated, checks=checks,
-        labels={leg: _words(runs[leg], place) for leg, place in places.items()},
+        labels={role: _words(runs[role], place) for role, place in places.items()},
         reference=runs["reference"].spec, control=runs["control"].spec,
         candidate=runs["candidate"].spec,
     )  # fmt: skip
     with _make_folder(out, case, places, runs) as folder:
         folder.seal_case(case)
-        verdict = judge(case, *(folder.load_run(runs[leg].spec) for leg in LEGS))
+        verdict = judge(case, *(folder.load_run(runs[role].spec) for role in LEGS))
         folder.save_verdict(verdict, case)
     reports, code = build_reports(folder.path), exit_code([verdict])
     console = make_console(stderr=as_json)
@@ -97,15 +97,15 @@ def _runs(places: dict[str, Path]) -> dict[str, RunResult]:
 
     Runs that state no steps are held to those that rank 0 of the reference recorded.
     """
-    runs = {leg: recorded.load(place) for leg, place in places.items()}
+    runs = {role: recorded.load(place) for role, place in places.items()}
     steps = next(
         (run.spec.config["steps"] for run in runs.values() if "steps" in run.spec.config),
         recorded.steps_on_rank_0(runs["reference"]),
     )
     numbers = {"reference": 0, "control": int(places["control"] != places["reference"])}
     return {
-        leg: recorded.renamed(recorded.with_steps(run, steps), replica=numbers.get(leg, 2))
-        for leg, run in runs.items()
+        role: recorded.renamed(recorded.with_steps(run, steps), replica=numbers.get(role, 2))
+        for role, run in runs.items()
     }
 
 
@@ -131,16 +131,16 @@ def _make_folder(
         "command": options.command_line(),
         "device": case.candidate.device,
         **record(json.loads(dumps(machine.describe()))),
-        "runs": {leg: str(place.absolute()) for leg, place in places.items()},
+        "runs": {role: str(place.absolute()) for role, place in places.items()},
     }
 
     def fill(folder: RunFolder) -> None:
-        for leg, run in runs.items():
+        for role, run in runs.items():
             target = folder.run_folder(run.spec.key)
             if target.exists():
                 continue  # the reference, which is its own control
             make_folder(target)
-            for path in sorted(places[leg].iterdir()):
+            for path in sorted(places[role].iterdir()):
                 if path.name.startswith("rank") and path.is_file():
                     link_or_copy(str(path), str(target / path.name))
             write_atomic(target / SPEC_FILE, dumps(run.spec) + "\n")

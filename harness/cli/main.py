@@ -1,4 +1,4 @@
-"""The command line: `main` runs one command; each command's module is read when it is asked for.
+"""The command line: `main` runs one command; each command's module is read when it is needed.
 
 Every error goes through `main`: one line on stderr and the exit code of `harness.errors`. With
 `--json`, stdout holds one JSON value and everything for people goes to stderr.

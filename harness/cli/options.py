@@ -82,7 +82,7 @@ bisect_exit = click.option(
 
 
 def for_git(code: int, args: Sequence[str]) -> int:
-    """The exit code of a command line: ours, or git's if that was asked for."""
+    """The exit code of a command line: ours, or git's if that was wanted."""
     if BISECT_EXIT not in args or code in (ExitCode.PASSED, ExitCode.FAILED):
         return int(code)
     stop = code in (ExitCode.INTERRUPTED, ExitCode.USAGE)

@@ -138,6 +138,6 @@ def show_command(*, case: str, folder: Path | None, as_json: bool) -> int:
     else:
         is_case = (place / "case.json").is_file()
         held = load_case(place) if is_case else None
-        runs = {leg: (place / leg, getattr(held, leg)) for leg in LEGS} if held else {}
+        runs = {role: (place / role, getattr(held, role)) for role in LEGS} if held else {}
         output.print_case(make_console(), spec, verdict, runs, why=why)
     return ExitCode.PASSED if verdict else ExitCode.NO_VERDICT

@@ -90,20 +90,20 @@ def run(
     """Run SCENARIO files, or all in folders, with one schedule and one report."""
     place = request["resume"] or request["out"]
     history = (DEFAULT_OUT if place is None else place.absolute().parent) / DATABASE_FILE
-    asked = launch.Request(
+    wanted = launch.Request(
         overrides=Overrides(sets, axes), history=None if no_history else database or history,
         **request,
     )  # fmt: skip
-    if asked.mixed and asked.resume is None:
+    if wanted.mixed and wanted.resume is None:
         raise UsageError("--mixed: expected --resume RUN with it")
     if again_killed:
-        if asked.resume is None or dry_run:
+        if wanted.resume is None or dry_run:
             raise UsageError("--again-killed: expected --resume RUN with it, and no --dry-run")
-        set_killed_aside(asked.resume)
-    prepared = launch.prepare(asked)
+        set_killed_aside(wanted.resume)
+    prepared = launch.prepare(wanted)
     if not dry_run:
         return _carry_out(
-            prepared, out=asked.out, exit_first=asked.exit_first, as_json=as_json,
+            prepared, out=wanted.out, exit_first=wanted.exit_first, as_json=as_json,
             database=database, no_history=no_history, opens=opens,
         )  # fmt: skip
     plan = prepared.plan

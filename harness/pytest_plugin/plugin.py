@@ -33,7 +33,7 @@ def _positive(text: str) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the rest, if it is asked for."""
+    """Load the rest, if it is wanted."""
     if config.getoption("harness") or config.getini("harness"):
         from harness.pytest_plugin.session import register
 

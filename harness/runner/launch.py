@@ -72,12 +72,11 @@ Device = Literal["cpu", "cuda"]
 class Request:
     """What the user asked for. `slots`, `device` and `engine` override the scenario's.
 
-    `paths` (or the one `scenario`) run together, of which `tiers` leaves some; `slurm` are
+    `paths`, files and folders, run together, of which `tiers` leaves some; `slurm` are
     `KEY=YAML` texts over `launch.slurm`; `history` says what runs take; `mixed` goes on with a
     folder of other code; `picked` are the cases that pytest's `session` selected.
     """
 
-    scenario: Path | None = None
     paths: tuple[Path, ...] = ()
     tiers: tuple[str, ...] = ()
     select: str | None = None
@@ -97,11 +96,6 @@ class Request:
     engine: str | None = None
     slurm: tuple[str, ...] = ()
     overrides: Overrides = field(default_factory=Overrides)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """What is to be run; empty if nothing was named."""
-        return self.paths or ((self.scenario,) if self.scenario else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +158,7 @@ def prepare(request: Request) -> Prepared:
     here = machine.describe()
     if request.resume is not None:
         return _prepare_resume(request, request.resume, here)
-    paths = request.files or ((DEFAULT_SCENARIOS,) if request.tiers else ())
+    paths = request.paths or ((DEFAULT_SCENARIOS,) if request.tiers else ())
     if not paths:
         raise UsageError("run: expected a SCENARIO, --tier or --resume RUN, got none")
     sets = [*request.overrides.sets, *(f"launch.slurm.{text}" for text in request.slurm)]
@@ -208,12 +202,12 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
             raise UsageError(f"--resume: expected no {option}, the cases of {path} are planned")
     folder = RunFolder.open(path)
     cases = folder.cases
-    if request.files:
-        text = load_suite(request.files).text
+    if request.paths:
+        text = load_suite(request.paths).text
         if folder.scenario_text not in (text, Masker(os.environ).text(text)):
             raise UsageError(
                 f"--resume: expected the scenario that {path} was made from, got "
-                f"{', '.join(map(str, request.files))}, which differs; leave it out to go on with "
+                f"{', '.join(map(str, request.paths))}, which differs; leave it out to go on with "
                 f"the old one"
             )
     if not cases:

@@ -110,7 +110,7 @@ def resume_plan(
     Args:
         cases: the cases of the run folder.
         slots, jobs, expected: as for `make_plan`.
-        finished: whether the run of a key need not be made again.
+        finished: whether the run of a key need not be repeated.
         repeats: by case, runs that are left of a confirmation which was cut short.
     """
     return _plan(tuple(cases), slots, jobs, expected, finished, repeats or {})

@@ -1,9 +1,9 @@
-"""Attempts: which runs are made again, by `--resume` or at once, and what earlier ones prove.
+"""Attempts: which runs are repeated, by `--resume` or at once, and what earlier ones prove.
 
     interrupted, not_run          they say nothing of the program: `--resume` makes them
     undecided, shared_gpu         nobody knows what ended it (`harness.engine.gpus`): likewise
     killed, and not for memory    somebody did it: likewise
-    killed, anything else         only if asked for (`--again-killed`)
+    killed, anything else         only on request (`--again-killed`)
     what the machine failed       at once, at most `launch.retries` times (`harness.infrastructure`)
 
 Any other outcome is final: a rank that is killed may have used too much memory, which is a failure.
@@ -40,7 +40,7 @@ from harness.store import LEGS, RunFolder, kept_folder, load_run_folder, num_kep
 from harness.store.streams import aligned
 
 MANIFEST_KEY = "retries"
-"""Of the run folder's manifest: how often a run may be made again."""
+"""Of the run folder's manifest: how often a run may be repeated."""
 CHECK_NAME = "attempts"
 TO_REPEAT: tuple[What, ...] = ("interrupted", "not_run", SHARED_GPU)
 """Outcomes that say nothing of the program."""
@@ -79,7 +79,7 @@ def says_nothing(outcome: RunOutcome | None) -> bool:
 
 
 def why_again(folder: RunFolder, spec: RunSpec, limit: int) -> str:
-    """The failure for which a run that has ended is made at once again; "" if it is final."""
+    """The failure for which a run that has ended is repeated at once; "" if it is final."""
     outcome, _ = read_outcome(folder.run_folder(spec.key), spec.key) if limit else (None, "")
     if outcome is None or not outcome.what:
         return ""
@@ -184,25 +184,25 @@ def held_against_attempts(folder: RunFolder, case: CaseSpec, verdict: Verdict) -
     A candidate that computed other bits has failed; a reference that did is not deterministic. Of
     bits that were computed while another run spoiled the GPU, nobody can say whose they are.
     """
-    for leg in LEGS if verdict.outcome == "passed" else ():
-        spec: RunSpec = getattr(case, leg)
+    for role in LEGS if verdict.outcome == "passed" else ():
+        spec: RunSpec = getattr(case, role)
         for number, run in enumerate(_earlier_runs(folder, spec)):
             last = folder.load_run(spec)
             place = _first_difference(run, last) if _same_environment(run, last) else None
             if place is not None:
-                return _contradicted(verdict, leg, number, place, shared=_is_in_doubt(run))
+                return _contradicted(verdict, role, number, place, shared=_is_in_doubt(run))
     return verdict
 
 
 def _contradicted(
-    verdict: Verdict, leg: str, number: int, place: Difference, *, shared: bool
+    verdict: Verdict, role: str, number: int, place: Difference, *, shared: bool
 ) -> Verdict:
     of = f" of {place.tensor}" if place.tensor else ""
     message = (
-        f"attempt {number} of the {leg}, which did not finish, had other {place.quantity}{of} at "
+        f"attempt {number} of the {role}, which did not finish, had other {place.quantity}{of} at "
         f"step {place.step} on rank {place.rank} than the attempt after it"
     )
-    what: What = "diverged" if leg == "candidate" else "nondeterministic_reference"
+    what: What = "diverged" if role == "candidate" else "nondeterministic_reference"
     if shared:
         what = SHARED_GPU
         message += "; it was on a GPU under MPS with runs that failed"

@@ -6,7 +6,7 @@
     -> bits differ and the case says `confirm` -> both sides once more -> the verdict says so, too
 
 Everything is on disk before it is shown, so a kill at any moment loses at most runs under way.
-Which runs are made again is the business of `harness.runner.retries`.
+Which runs are repeated is the business of `harness.runner.retries`.
 """
 
 import functools
@@ -111,7 +111,7 @@ def execution(  # noqa: PLR0913 - all but four have a default that is right near
         progress: is notified of every run made and every verdict, stored ones included.
         exit_first: stop after the first verdict that is neither passed nor skipped; runs under way
             are killed, and the cases left have no verdict.
-        retries: how often a run that the machine failed may be made again.
+        retries: how often a run that the machine failed may be repeated.
         seconds: what a run is expected to take: it orders the runs.
         judge: from a case and its three runs to a verdict.
         confirm: whether to confirm differences of cases that want it.
@@ -262,7 +262,7 @@ class _Matrix:
         self.progress.run_started(spec)
 
     def _wait(self) -> list[str]:
-        """The keys of runs that have ended by now, at least one unless it is made again."""
+        """The keys of runs that have ended by now, at least one unless it is repeated."""
         outcomes = self.engine.wait()
         if not outcomes:
             left = self.num_unended
@@ -281,7 +281,7 @@ class _Matrix:
         return ended
 
     def _answer_from_store(self, case: CaseSpec) -> bool:
-        """Take the stored verdict of a case whose runs need not be made again."""
+        """Take the stored verdict of a case whose runs need not be repeated."""
         if case.skip_reason:
             if (self.folder.case_folder(case.id) / CASE_FILE).exists():
                 raise UsageError(
@@ -294,7 +294,7 @@ class _Matrix:
             ))  # fmt: skip
             return True
         if not self._is_complete(case):
-            # A run of it is made again: killed in between, this verdict must not answer for it.
+            # A run of it is repeated: killed in between, this verdict must not answer for it.
             self.folder.set_case_aside(case.id)
             return False
         verdict = self.folder.load_verdict(case.id)
@@ -326,10 +326,10 @@ class _Matrix:
             self._answer(case, verdict)
 
     def _judged(self, case: CaseSpec) -> Verdict:
-        legs = [self.folder.load_run(spec) for spec in runs_of(case)]
-        more = dict(zip(("samples", "repeats"), past_legs(case, legs), strict=True))
+        runs = [self.folder.load_run(spec) for spec in runs_of(case)]
+        more = dict(zip(("samples", "repeats"), past_legs(case, runs), strict=True))
         try:
-            verdict = self.judge(case, *legs[:3], **{k: v for k, v in more.items() if v})
+            verdict = self.judge(case, *runs[:3], **{k: v for k, v in more.items() if v})
         except Exception as error:  # noqa: BLE001 - our own mistake must not cost the other cases
             path = self.folder.case_folder(case.id) / "judge_error.txt"
             return Verdict(
@@ -338,7 +338,7 @@ class _Matrix:
                 runs=_run_keys(case), wall_s=0.0,
             )  # fmt: skip
         verdict = held_against_attempts(self.folder, case, verdict)
-        return replace(verdict, wall_s=sum(leg.outcome.wall_s for leg in legs))
+        return replace(verdict, wall_s=sum(role.outcome.wall_s for role in runs))
 
     def _confirm_or_wait(self, case: CaseSpec, verdict: Verdict) -> None:
         repeats = confirming_runs(case)
@@ -389,7 +389,7 @@ class _Matrix:
 
 
 def _run_keys(case: CaseSpec) -> dict[str, str]:
-    return {leg: getattr(case, leg).key for leg in LEGS}
+    return {role: getattr(case, role).key for role in LEGS}
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def test_a_run_of_a_scenario_trains_on_two_nodes_of_two_ranks(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "s.yaml").write_text(SCENARIO)
     prepared = launch.prepare(
-        launch.Request(scenario=tmp_path / "s.yaml", slurm=("partition=all",))
+        launch.Request(paths=(tmp_path / "s.yaml",), slurm=("partition=all",))
     )
     assert prepared.slurm is not None
     (case,) = prepared.plan.cases

@@ -113,14 +113,14 @@ def test_a_prepared_request_carries_engine_options_and_room(tmp_path: Path) -> N
     """`--engine slurm --slurm nodes=2` plans every run at once, GPUs or none on this machine."""
     path = tmp_path / "s.yaml"
     path.write_text(SCENARIO.replace("LAUNCH", "{slurm: {gpus_per_node: 8}}"))
-    prepared = prepare(Request(scenario=path, engine="slurm", slurm=("nodes=2",)))
+    prepared = prepare(Request(paths=(path,), engine="slurm", slurm=("nodes=2",)))
     assert prepared.slurm == SlurmOptions(nodes=2, gpus_per_node=8)
     assert (prepared.device, prepared.devices) == ("cuda", ())
     assert prepared.plan.slots == 3 * (1 + 2)
     assert not prepared.plan.skipped
-    assert prepare(Request(scenario=path, device="cpu")).slurm is None
+    assert prepare(Request(paths=(path,), device="cpu")).slurm is None
     with pytest.raises(UsageError, match="these go to Slurm"):
-        prepare(Request(scenario=path, engine="slurm", ranks_per_gpu=2))
+        prepare(Request(paths=(path,), engine="slurm", ranks_per_gpu=2))
 
 
 def test_what_was_asked_is_read_back_from_the_manifest() -> None:
@@ -146,7 +146,7 @@ def test_every_run_of_a_case_is_sent_to_the_nodes_of_its_reference(
     )
     given: dict[str, Any] = {}
     monkeypatch.setattr(launch, "SlurmEngine", lambda options, **more: given.update(more))
-    prepared = prepare(Request(scenario=path))
+    prepared = prepare(Request(paths=(path,)))
     launch.make_engine(prepared)
     expected = {
         spec.key: case.reference.key
