@@ -240,11 +240,12 @@ def test_a_red_run_says_how_to_find_the_cause(
     engine.ends = {"attn": "crashed"}  # of a tolerance there are no bits to follow
     text = Path("small.yaml").read_text().replace("expect: bitwise", "expect: {rtol: 1e-9}")
     Path("near.yaml").write_text(text)
+    capsys.readouterr()
     assert main(["run", "near.yaml"]) == 1
     assert "harness bisect" not in capsys.readouterr().out
 
 
-def test_a_verdict_of_a_check_that_was_wrong_stands_until_a_rerun(
+def test_a_verdict_of_a_check_that_was_wrong_is_kept_until_a_rerun(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The records say otherwise by now: resume and check keep the failure, rerun judges anew."""

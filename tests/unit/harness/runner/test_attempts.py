@@ -169,13 +169,12 @@ def test_without_retries_it_is_final_and_nobody_s_fault(
     ],
 )
 def test_what_a_program_did_is_final(
-    failing: FailingEngine, what: What, message: str, recorded: bool
+    failing: FailingEngine, what: str, message: str, recorded: bool
 ) -> None:
     """No other ending is tried again, whatever words of machines it holds, or with a NaN."""
-    failing.how |= {"what": what, "message": message}
+    failing.how |= {"what": "crashed" if what == "nan" else what, "message": message}
     failing.recorded = recorded
-    if what == "nan":  # type: ignore[comparison-overlap]
-        failing.how["what"] = "crashed"
+    if what == "nan":
         failing.bits = lambda record: dataclasses.replace(record, nonfinite={"grads": ("w",)})
     assert go(5) == 1
     assert failing.num_repeated == 0
