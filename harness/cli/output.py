@@ -1,7 +1,7 @@
 """Tables of the commands: plans, verdicts, one case, lists of cases."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,8 +15,6 @@ from harness.runner.plan import Plan
 from harness.store.files import read_tail
 from harness.terminal import COLOURS, cell, duration, plain_table, plan_line, run_text
 
-MAX_TABLE_ROWS = 1000
-"""Beyond, lines."""
 STDERR_TAIL_BYTES, STDERR_TAIL_LINES = 8192, 15
 
 
@@ -49,32 +47,18 @@ def counts_line(verdicts: Sequence[Verdict], num_cases: int) -> Text:
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """The plan as tables: runs in order, cases that cannot run."""
-    if len(plan.runs) + len(plan.skipped) > MAX_TABLE_ROWS:
-        console.file.write("".join(_plan_lines(plan)))
-        console.print(Text(plan_line(plan)))
-        return
-    runs = plain_table("run", "ranks", "device", "about", "for")
-    for run in plan.runs:
-        about, serves = duration(run.estimate_s), ", ".join(run.serves)
-        row = (run.key, run.spec.world_size, run.spec.device, about, serves)
-        runs.add_row(*map(cell, row))
-    console.print(runs)
-    for case in plan.skipped:
-        line = cell(f"skipped  {case.id}  {case.skip_reason}", COLOURS["skipped"])
-        console.print(line, soft_wrap=True)
-    console.print(Text(plan_line(plan)))
+    """Runs in order with ranks, device and seconds, cases that cannot run, the sum.
 
-
-def _plan_lines(plan: Plan) -> Iterator[str]:
-    """A line each: rich takes half a millisecond for a row, and longer to fold it."""
+    A line each: a plan may have ten thousand, and rich takes half a millisecond for a row.
+    """
     width = max((len(run.key) for run in plan.runs), default=0)
     for run in plan.runs:
-        about = duration(run.estimate_s)
-        yield f"{run.key:{width}} {run.spec.world_size:5} {run.spec.device} {about:>11}"
-        yield f"  {', '.join(run.serves)}\n"
+        about, serves = duration(run.estimate_s), ", ".join(run.serves)
+        row = f"{run.key:{width}} {run.spec.world_size:4} x {run.spec.device} {about:>11}  {serves}"
+        console.file.write(row + "\n")
     for case in plan.skipped:
-        yield cell(f"skipped  {case.id}  {case.skip_reason}").plain + "\n"
+        console.file.write(cell(f"skipped  {case.id}  {case.skip_reason}").plain + "\n")
+    console.print(Text(plan_line(plan)))
 
 
 def print_case(

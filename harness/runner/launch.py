@@ -49,7 +49,7 @@ from harness.provenance import changes, deciding, record
 from harness.records import CaseSpec, Verdict, dumps
 from harness.repeats import runs_of, unique_runs
 from harness.runner.estimates import expected_here
-from harness.runner.plan import Plan, make_plan, resume_plan
+from harness.runner.plan import Plan, make_plan
 from harness.runner.retries import MANIFEST_KEY as RETRIES_KEY
 from harness.runner.retries import clear_leftovers, is_left, open_repeats, stored_limit
 from harness.runner.run import View, execution, keep_trace, whole
@@ -225,7 +225,7 @@ def _prepare_resume(request: Request, path: Path, here: Machine) -> Prepared:
     )
     retries = stored_limit(folder.manifest)
     left = {key for key, spec in unique_runs(cases).items() if is_left(folder, spec, retries)}
-    plan = resume_plan(
+    plan = make_plan(
         cases, slots=slots, jobs=request.jobs, expected=expected_here(request.history, here),
         finished=lambda key: key not in left, repeats=open_repeats(folder, retries),
     )  # fmt: skip

@@ -78,8 +78,10 @@ def make_plan(
     jobs: int | None = None,
     expected: Estimates | None = None,
     memory_bytes: int | None = None,
+    finished: Callable[[str], bool] | None = None,
+    repeats: Mapping[str, Sequence[RunSpec]] | None = None,
 ) -> Plan:
-    """Plan the runs of `cases`.
+    """Plan the runs of `cases`, or of a run folder what is left of them.
 
     Args:
         cases: what to run.
@@ -87,60 +89,31 @@ def make_plan(
         jobs: runs that may run at a time; None: as many as fit on the slots.
         expected: what runs are expected to take; None for what their size says.
         memory_bytes: of all devices that runs may use together; None if it is not known.
-    """
-    judged = tuple(_with_reason(case, slots, memory_bytes) for case in cases)
-    with held_off():
-        return _plan(judged, slots, jobs, expected, finished=lambda key: False)
-
-
-def resume_plan(
-    cases: Iterable[CaseSpec],
-    *,
-    slots: int,
-    jobs: int | None = None,
-    expected: Estimates | None = None,
-    finished: Callable[[str], bool],
-    repeats: Mapping[str, Sequence[RunSpec]] | None = None,
-) -> Plan:
-    """Plan what is left of `cases`, whose skip reasons are kept.
-
-    A case that was planned on a larger machine may have its verdict already: if runs are left that
-    do not fit here, the engine refuses the whole.
-
-    Args:
-        cases: the cases of the run folder.
-        slots, jobs, expected: as for `make_plan`.
-        finished: whether the run of a key need not be repeated.
+        finished: of a run folder, whether the run of a key need not be repeated. Its skip reasons
+            are kept: a case that was planned on a larger machine may have its verdict already, and
+            the engine refuses runs that do not fit here.
         repeats: by case, runs that are left of a confirmation which was cut short.
     """
-    return _plan(tuple(cases), slots, jobs, expected, finished, repeats or {})
-
-
-def _plan(
-    cases: tuple[CaseSpec, ...],
-    slots: int,
-    jobs: int | None,
-    expected: Estimates | None,
-    finished: Callable[[str], bool],
-    repeats: Mapping[str, Sequence[RunSpec]] | None = None,
-) -> Plan:
-    expected = expected or Estimates(by_size())
-    seconds = expected.seconds
-    serves: dict[str, dict[str, None]] = {}
-    needed = [(c.id, runs_of(c)) for c in cases if not c.skip_reason]
-    for case_id, specs in (*needed, *(repeats or {}).items()):
-        for spec in specs:
-            serves.setdefault(spec.key, {})[case_id] = None
-    again = {spec.key: spec for specs in (repeats or {}).values() for spec in specs}
-    first = [Job(spec, seconds(spec)) for spec in again.values()]
-    order = (*first, *arrange(cases, seconds, left=lambda key: not finished(key)))
-    alone = [Job(spec, seconds(spec)) for spec in in_turn(cases) if not finished(spec.key)]
-    start_s = expected.start_s if order or alone else 0.0
+    left = (lambda key: True) if finished is None else (lambda key: not finished(key))
+    if finished is None:
+        cases = (_with_reason(case, slots, memory_bytes) for case in cases)
+    cases, expected = tuple(cases), expected or Estimates(by_size())
+    seconds, again = expected.seconds, repeats or {}
+    with held_off():
+        serves: dict[str, dict[str, None]] = {}
+        needed = ((c.id, runs_of(c)) for c in cases if not c.skip_reason)
+        for case_id, specs in (*needed, *again.items()):
+            for spec in specs:
+                serves.setdefault(spec.key, {})[case_id] = None
+        first = {spec.key: Job(spec, seconds(spec)) for specs in again.values() for spec in specs}
+        order = (*first.values(), *arrange(cases, seconds, left=left))
+        alone = [Job(spec, seconds(spec)) for spec in in_turn(cases) if left(spec.key)]
+        runs = tuple(
+            PlannedRun(key=spec.key, spec=spec, serves=tuple(serves[spec.key]), estimate_s=time_s)
+            for spec, time_s in (*order, *alone)
+        )
+    start_s = expected.start_s if runs else 0.0
     length_s = makespan_s(order, slots=slots, jobs=jobs) + sum(job.seconds for job in alone)
-    runs = tuple(
-        PlannedRun(key=spec.key, spec=spec, serves=tuple(serves[spec.key]), estimate_s=time_s)
-        for spec, time_s in (*order, *alone)
-    )
     return Plan(
         slots=slots, jobs=jobs, runs=runs, cases=cases, estimate_s=start_s + length_s,
         start_s=start_s,

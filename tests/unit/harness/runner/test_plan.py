@@ -26,7 +26,7 @@ from harness.repeats import runs_of
 from harness.runner import estimates
 from harness.runner import plan as planning
 from harness.runner.estimates import Estimates, estimate_s, expected, expected_here, num_parameters
-from harness.runner.plan import Job, Plan, Queue, arrange, make_plan, makespan_s, resume_plan
+from harness.runner.plan import Job, Plan, Queue, arrange, make_plan, makespan_s
 from harness.runner.shards import cut, parse_shard, parts, take_shard
 from harness.samples import NUM_SAMPLES, SLOWDOWN
 from harness.store.merge import Shard
@@ -101,7 +101,7 @@ def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
     """Finished runs are not planned; repeats that are left come first; nobody is skipped anew."""
     large, small = case("a", 8), case("b", 2)
     again = run(2, replica=-1)
-    plan = resume_plan(
+    plan = make_plan(
         [large, small], slots=4, finished=lambda key: key == small.reference.key,
         repeats={"b": [again]}, expected=Estimates(lambda spec: 1.0, 3.0),
     )  # fmt: skip
@@ -109,7 +109,7 @@ def test_resume_plans_what_is_left_and_keeps_reasons() -> None:
     assert (plan.runs[0].key, plan.runs[0].serves) == (again.key, ("b",))
     assert small.reference.key not in {planned.key for planned in plan.runs}
     assert (len(plan.runs), plan.start_s) == (6, 3.0)
-    done = resume_plan([small], slots=4, finished=lambda key: True)
+    done = make_plan([small], slots=4, finished=lambda key: True)
     assert (done.runs, done.estimate_s) == ((), 0.0)
 
 
