@@ -94,9 +94,12 @@ def make_plan(
             the engine refuses runs that do not fit here.
         repeats: by case, runs that are left of a confirmation which was cut short.
     """
-    left = (lambda key: True) if finished is None else (lambda key: not finished(key))
     if finished is None:
         cases = (_with_reason(case, slots, memory_bytes) for case in cases)
+
+    def left(key: str) -> bool:
+        return finished is None or not finished(key)
+
     cases, expected = tuple(cases), expected or Estimates(by_size())
     seconds, again = expected.seconds, repeats or {}
     with held_off():

@@ -104,7 +104,7 @@ EXPECTED: dict[str, str] = {
     "unknown_nested_key": "@:3: base.optim.learning_rate: expected a known key, got 'learning_rate'; legal values: ",  # noqa: E501
     "unknown_section": "@:8: basis: expected a known key, got 'basis' (did you mean base?); legal values: ",  # noqa: E501
     "tier_unknown": "@:8: tier: expected one of the legal values, got 'nighly' (did you mean nightly?); legal values: smoke, pr, nightly, weekly",  # noqa: E501
-    "select_list": "@:8: select: expected a string, got the list ['pairwise']; legal values: all, pairwise, changed",  # noqa: E501
+    "select_list": "@:8: select: expected a string, got the list ['pairwise']; legal values: all, pairwise",  # noqa: E501
     "why_empty": "@:2: why: expected a sentence that says what is at stake, got an empty string",
     "world_size_product": "@:3: world_size: expected 4, the product of the degrees (dp=4), got 8",
     "base_setting_twice": "@:3: base.fsdp.pool: expected each setting once, got it again (first on line 3)",  # noqa: E501
