@@ -3,16 +3,6 @@
 A candidate that crashed by one of them is not judged: no verdict, with the name of what failed. One
 that hung is: only its own ranks know why they did not meet.
 
-    signature           ended as        because                                        read from
-    port_in_use         crashed         the address is taken; before any step          an exception
-    rendezvous_timeout  crashed, hang   ranks did not all meet; before any step        an exception
-    nccl_system_error   crashed         NCCL: a call of the system or network failed   an exception
-    device_unavailable  crashed         CUDA gives out no GPU; before any step         an exception
-    memory_error        crashed         a GPU has an uncorrectable error of memory     an exception
-    no_process          not_run         the kernel refused a process or its memory     a field
-    forkserver_died     interrupted     the server of this machine's runs is gone      a field
-    node_failure        interrupted     Slurm: NODE_FAIL, BOOT_FAIL, PREEMPTED, ...    a field
-
 What ended a run decides. A run whose records hold a NaN, or in which some rank saw an illegal
 access, ran out of memory or refused its graph is the program's. What a rank printed counts for
 nothing: an exception counts if the rank at fault recorded it, blames no other, and is in the table
@@ -34,7 +24,7 @@ SHARED_HOST = "shared-gpus"
 
 
 class Signature(NamedTuple):
-    """What a run must have ended as, and whether the engine or an exception says so."""
+    """What a run must have ended as; the engine says so in a field, or a rank by its exception."""
 
     whats: tuple[What, ...]
     from_engine: bool = False
@@ -43,13 +33,13 @@ class Signature(NamedTuple):
 
 SIGNATURES: dict[str, Signature] = {
     "port_in_use": Signature(("crashed",), before_any_step=True),
-    "rendezvous_timeout": Signature(("crashed", "hang"), before_any_step=True),
-    "no_process": Signature(("not_run",), from_engine=True),
-    "forkserver_died": Signature(("interrupted",), from_engine=True),
-    "node_failure": Signature(("interrupted",), from_engine=True),
-    "nccl_system_error": Signature(("crashed",)),
-    "device_unavailable": Signature(("crashed",), before_any_step=True),
-    "memory_error": Signature(("crashed",)),
+    "rendezvous_timeout": Signature(("crashed", "hang"), before_any_step=True),  # of ranks
+    "no_process": Signature(("not_run",), from_engine=True),  # by the kernel, or its memory
+    "forkserver_died": Signature(("interrupted",), from_engine=True),  # of this machine's runs
+    "node_failure": Signature(("interrupted",), from_engine=True),  # NODE_FAIL, BOOT_FAIL, ...
+    "nccl_system_error": Signature(("crashed",)),  # a call of the system or network failed
+    "device_unavailable": Signature(("crashed",), before_any_step=True),  # CUDA gives no GPU
+    "memory_error": Signature(("crashed",)),  # of a GPU, and uncorrectable
 }
 _OF_THE_PROGRAM: tuple[What, ...] = (
     "diverged", "nonfinite", "illegal_access", "oom", "stale_address", "stale_guards", "race",
