@@ -267,6 +267,16 @@ def test_a_verdict_of_a_check_that_was_wrong_is_kept_until_a_rerun(
     assert (code, answer["verdicts"][0]["outcome"]) == (0, "passed")
 
 
+def test_a_stored_pass_whose_records_changed_is_not_taken(engine: FakeEngine) -> None:
+    """--resume answers anew from the files that there are."""
+    assert main(["run", "small.yaml", "--out", "r"]) == 0
+    made = len(engine.made)
+    (records,) = Path("r/runs").glob("w1-attn-r0-*/rank0.jsonl")
+    records.write_text(records.read_text() + "{}\n")
+    assert main(["run", "--resume", "r"]) == 1
+    assert len(engine.made) == made
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """One line, exit code 0."""
     assert main(["--version"]) == 0
